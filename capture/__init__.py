@@ -1,0 +1,1 @@
+"""What runs inside the engine's processes. Only `capture.engine` knows vLLM."""

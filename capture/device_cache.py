@@ -1,0 +1,34 @@
+"""The buffer on the device that the MoE layers write their expert ids into."""
+
+import torch
+
+UNWRITTEN = -1
+
+
+class DeviceCache:
+    """One contiguous `[N, K]` int32 view for each MoE layer, always written from row 0.
+
+    Its addresses never change, so a CUDA graph that was captured with it writes to it at every replay. int32 is
+    what vLLM's top-k kernels write; the narrowing to int16 happens when a step's rows are packed.
+
+    Filled with -1 at the start: a layer that is bound but never writes is seen by the startup probe.
+    """
+
+    def __init__(self, num_layers: int, max_tokens: int, top_k: int, device: torch.device) -> None:
+        self.ids = torch.full((num_layers, max_tokens, top_k), UNWRITTEN, dtype=torch.int32, device=device)
+
+    @property
+    def num_layers(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def max_tokens(self) -> int:
+        return self.ids.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        return self.ids.shape[2]
+
+    def view(self, layer: int) -> torch.Tensor:
+        """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder)."""
+        return self.ids[layer]

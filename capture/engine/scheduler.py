@@ -1,0 +1,197 @@
+"""The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and knows what each request is owed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from capture.engine.config import check_engine_config, full_attention_group
+from capture.engine.transport import detach
+from capture.host_cache import UNKNOWN, HostCache
+from capture.pipeline import StepRows
+from capture.split import RequestRows, StepPart, step_start, take_rows
+
+logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
+
+PROMPT_START_ARG = "routed_experts_server.prompt_start"
+"""Key in `SamplingParams.extra_args` that opts a request in; its value is the first prompt row to send."""
+
+
+@dataclass(frozen=True)
+class StepTag:
+    """Travels with a step to the workers: which step it is, and how many requests are tracked (for inspection)."""
+
+    step: int
+    tracked_requests: int
+
+
+@dataclass
+class ScheduledPart:
+    """What has to be remembered from scheduling a step until its output arrives, for a request with the opt-in.
+
+    `block_ids` is None unless the step brings the first tokens after a prefill, whose rows lie in the host cache.
+    """
+
+    start: int
+    block_ids: NDArray[np.int64] | None
+
+
+class SchedulerConnector:
+    """What `scheduler.aux_output_connector` is expected to be.
+
+    Every step's rows are written into the host cache, whoever they belong to: a later request may hit them as a
+    prefix. Only requests with the opt-in are sent anything, and only what is new.
+    """
+
+    def __init__(self, scheduler: Scheduler, kv_cache_config: KVCacheConfig) -> None:
+        self._scheduler = scheduler
+        self._kv_group = full_attention_group(kv_cache_config)
+        self._num_blocks = kv_cache_config.num_blocks
+        self._block_size = kv_cache_config.kv_cache_groups[self._kv_group].kv_cache_spec.block_size
+        self._cache: HostCache | None = None  # made with the first rows, which say L and K
+        self._tracked: dict[str, RequestRows] = {}
+        self._steps: dict[int, dict[str, ScheduledPart]] = {}
+        self._step = 0
+        self._parts: dict[str, StepPart] = {}
+
+    def add_request(self, request: Request) -> None:
+        """Starts tracking a request that opted in."""
+        params = request.sampling_params
+        prompt_start = params.extra_args.get(PROMPT_START_ARG) if params and params.extra_args else None
+        if prompt_start is not None:
+            self._tracked[request.request_id] = RequestRows(next_row=min(prompt_start, request.num_prompt_tokens))
+
+    def request_finished(self, request: Request) -> None:
+        """Called when a request ends, and also when it is preempted: then its prefill starts again."""
+        if request.is_finished():
+            self._tracked.pop(request.request_id, None)
+        elif (state := self._tracked.get(request.request_id)) is not None:
+            state.prefilling = True
+
+    def reset(self) -> None:
+        """Called when the prefix cache was reset. No block can be hit any more, so nothing stale can be read."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> StepTag:
+        """Called when a step has been scheduled, before its requests are advanced."""
+        parts: dict[str, ScheduledPart] = {}
+        scheduled = scheduler_output.num_scheduled_tokens
+        for req_id, state in self._tracked.items():
+            count = scheduled.get(req_id)
+            if count is None:
+                continue
+            request = requests[req_id]
+            start = request.num_computed_tokens
+            block_ids = None
+            if state.prefilling and start + count >= request.num_tokens:
+                state.prefilling = False
+                if state.next_row < start:
+                    block_ids = self._block_ids(req_id)
+            parts[req_id] = ScheduledPart(start, block_ids)
+        self._step += 1
+        self._steps[self._step] = parts
+        return StepTag(self._step, len(self._tracked))
+
+    def receive(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
+    ) -> None:
+        """Takes the rows of a step whose output has arrived, before the output is handed to the requests.
+
+        Raises:
+            RuntimeError: the step ran, but its rows did not come with it.
+        """
+        tag = scheduler_output.aux_output_connector_metadata
+        assert isinstance(tag, StepTag)
+        scheduled = self._steps.pop(tag.step)
+        self._parts = {}
+        step = detach(output)
+        if step is None:
+            if scheduler_output.total_num_scheduled_tokens:
+                raise RuntimeError("a step ran, but the worker sent no rows with its output")
+            return
+        cache = self._host_cache(step)
+        if scheduler_output.kv_cache_block_copies:
+            cache.copy_blocks(scheduler_output.kv_cache_block_copies)
+        cache.write(step.slots, step.rows)
+        offsets = step.offsets.tolist()
+        for req_id, part in scheduled.items():
+            request = requests.get(req_id)
+            if request is None:
+                continue
+            index = output.req_id_to_index[req_id]
+            self._parts[req_id] = StepPart(
+                start=step_start(part.start, request.num_tokens),
+                rows=step.rows[offsets[index] : offsets[index + 1]],
+                block_ids=part.block_ids,
+            )
+
+    def take_output(self, request: Request, output: Any) -> NDArray[np.int16] | None:
+        """Called for each request that a step brought tokens to, after they were appended.
+
+        Returns [n, L, K], the rows that became known with those tokens; None without the opt-in.
+        """
+        state = self._tracked.get(request.request_id)
+        part = self._parts.get(request.request_id)
+        if state is None or part is None or self._cache is None:
+            return None
+        first = state.next_row
+        rows = take_rows(state, part, end=request.num_tokens - 1, cache=self._cache)
+        if first < part.start and (rows == UNKNOWN).any():
+            logger.error("Request %s: some of its rows are not known and are sent as -1.", request.request_id)
+        return rows
+
+    def _block_ids(self, req_id: str) -> NDArray[np.int64]:
+        manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
+        return np.fromiter((block.block_id for block in manager.req_to_blocks[req_id]), dtype=np.int64)
+
+    def _host_cache(self, step: StepRows) -> HostCache:
+        if self._cache is None:
+            _, num_layers, top_k = step.rows.shape
+            self._cache = HostCache(self._num_blocks, self._block_size, num_layers, top_k)
+        return self._cache
+
+
+class _Capture(Scheduler):
+    """What both schedulers add to vLLM's."""
+
+    aux_output_connector: SchedulerConnector
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
+        check_engine_config(vllm_config)
+        super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
+        self.aux_output_connector = SchedulerConnector(self, kv_cache_config)
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        self.aux_output_connector.add_request(request)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+
+class CaptureScheduler(_Capture, Scheduler):
+    """For synchronous scheduling."""
+
+
+class CaptureAsyncScheduler(_Capture, AsyncScheduler):
+    """For asynchronous scheduling."""
+
+
+def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Scheduler:
+    """`scheduler_cls`: vLLM decides on asynchronous scheduling after it has been given the class, and switches it
+    off without a word for a class that does not match."""
+    is_async = vllm_config.scheduler_config.async_scheduling
+    return (CaptureAsyncScheduler if is_async else CaptureScheduler)(vllm_config, *args, **kwargs)

@@ -1,0 +1,27 @@
+"""How a step's rows travel from the worker to the scheduler: in `ModelRunnerOutput`, with every executor."""
+
+from vllm.v1.outputs import ModelRunnerOutput
+
+from capture.pipeline import StepRows
+
+AuxOutputs = dict[str, StepRows]
+
+# vLLM's type is a dictionary of outputs by request, and its Ray executor copies the `rows` of each. All requests
+# of a step travel under one key here: one array is cheaper than one for each request.
+_STEP = "step"
+
+
+def as_aux_outputs(rows: StepRows) -> AuxOutputs:
+    """`rows` in the form of `ModelRunnerOutput.aux_output_connector_output`."""
+    return {_STEP: rows}
+
+
+def attach(output: ModelRunnerOutput, rows: StepRows) -> None:
+    """Puts a step's rows on its output."""
+    output.aux_output_connector_output = as_aux_outputs(rows)
+
+
+def detach(output: ModelRunnerOutput) -> StepRows | None:
+    """The rows that travelled with `output`; None if the step ran nothing."""
+    outputs = output.aux_output_connector_output
+    return outputs[_STEP] if outputs else None

@@ -1,0 +1,62 @@
+"""Model Runner V1: CPU always, and CUDA for the models that vLLM keeps on it.
+
+It has no place to attach to, so the worker calls in here around its own steps.
+"""
+
+import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from capture.capturer import Capturer
+from capture.engine.transport import attach
+from capture.pipeline import PendingRows
+
+
+class V1Adapter:
+    """Takes each step's rows after its forward pass and puts them on its output."""
+
+    def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int) -> None:
+        self._runner = runner
+        self._capturer = capturer
+        self._kv_group = kv_group
+        self._pending: PendingRows | None = None
+
+    def post_forward(self, scheduler_output: SchedulerOutput) -> None:
+        """Call after the forward pass was launched and before anything else is."""
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            return
+        batch = self._runner.input_batch
+        counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
+        offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=offsets[1:])
+        slots = batch.block_table[self._kv_group].slot_mapping.gpu
+        self._pending = self._capturer.submit(slots, offsets)
+
+    def post_sample(
+        self, output: ModelRunnerOutput | AsyncModelRunnerOutput
+    ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """`output` with the rows of the step that it belongs to.
+
+        The output of a step that ran nothing is an object shared by all such steps, and is left as it is.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return OutputWithRows(output, pending)
+        attach(output, pending.result())
+        return output
+
+
+class OutputWithRows(AsyncModelRunnerOutput):
+    """An output that is not materialised yet, and the rows of its step."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, pending: PendingRows) -> None:
+        self._output = output
+        self._pending = pending
+
+    def get_output(self) -> ModelRunnerOutput:
+        output = self._output.get_output()
+        attach(output, self._pending.result())
+        return output

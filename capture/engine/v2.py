@@ -1,0 +1,48 @@
+"""Model Runner V2 (CUDA): attaches as the runner's auxiliary output connector."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from capture.capturer import Capturer
+from capture.engine.transport import AuxOutputs, as_aux_outputs
+from capture.pipeline import PendingRows
+
+
+class V2Adapter:
+    """What `model_runner.aux_output_connector` is expected to be."""
+
+    def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int) -> None:
+        self._runner = runner
+        self._capturer = capturer
+        self._kv_group = kv_group
+
+    def begin_step(self, metadata: Any) -> None:
+        """Called before the forward pass. Nothing to prepare: the device cache is always written from row 0."""
+
+    def prepare_output(self, input_batch: InputBatch) -> "V2Pending":
+        """Called after sampling was launched, on the main stream."""
+        offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].astype(np.int64)
+        slots = self._runner.block_tables.slot_mappings[self._kv_group]
+        return V2Pending(self._capturer.submit(slots, offsets))
+
+    def close(self) -> None:
+        """Called when the worker shuts down. The buffers go with the capturer."""
+
+
+class V2Pending:
+    """What the runner's output holds until it is materialised."""
+
+    def __init__(self, rows: PendingRows) -> None:
+        self._rows = rows
+
+    def enqueue_cpu_copy(self, num_sampled: NDArray[Any], num_rejected: NDArray[Any]) -> None:
+        """Called on the runner's copy stream. The rows are on their own already, and the scheduler does the
+        clipping to accepted tokens."""
+
+    def process_output(self) -> AuxOutputs:
+        """Called when the step's output is materialised."""
+        return as_aux_outputs(self._rows.result())

@@ -1,0 +1,94 @@
+"""The worker classes given to vLLM as `worker_cls`, one for each device."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
+
+from capture.capturer import Capturer
+from capture.engine.binding import bind, find_moe_layers
+from capture.engine.config import check_engine_config, full_attention_group
+from capture.engine.scheduler import StepTag
+from capture.engine.v1 import V1Adapter
+
+if TYPE_CHECKING or current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker
+else:
+    CPUWorker = Worker  # its module loads libraries that only the CPU build has
+
+# On every rank the layers write into a real buffer, so that all ranks capture the same CUDA graphs; vLLM takes the
+# output of one of them.
+
+
+class _Capture(Worker):
+    """What both workers add to vLLM's."""
+
+    _capturer: Capturer
+    _v1: V1Adapter | None = None
+    _tracked_requests = 0
+    _kv_slots = 0
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        check_engine_config(self.vllm_config)
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        layers = find_moe_layers(self.model_runner.get_model())
+        # Here, so that vLLM's memory profiling sees the buffers and its graphs are captured with them.
+        self._capturer = Capturer(
+            layer_ids=layers.layer_ids,
+            num_experts=layers.num_experts,
+            top_k=layers.top_k,
+            max_tokens=self.model_runner.max_num_tokens,
+            max_steps_in_flight=self.vllm_config.max_concurrent_batches,
+            device=torch.device(self.device),
+        )
+        bind(layers, self._capturer)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        group = full_attention_group(kv_cache_config)
+        self._kv_slots = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+        if self.use_v2_model_runner:
+            from capture.engine.v2 import V2Adapter  # its runner needs Triton, which has no CPU build
+
+            self.model_runner.aux_output_connector = V2Adapter(self.model_runner, self._capturer, group)
+        else:
+            self._v1 = V1Adapter(self.model_runner, self._capturer, group)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
+        tag = scheduler_output.aux_output_connector_metadata
+        if isinstance(tag, StepTag):
+            self._tracked_requests = tag.tracked_requests
+        output = super().execute_model(scheduler_output)
+        if self._v1 is not None:
+            self._v1.post_forward(scheduler_output)
+        return output
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        output = super().sample_tokens(grammar_output)
+        return output if self._v1 is None else self._v1.post_sample(output)
+
+    def routed_experts_info(self) -> dict[str, Any]:
+        """What the rows of this worker mean, and what the capture holds; called over vLLM's collective RPC."""
+        capturer = self._capturer
+        return {
+            "num_layers": len(capturer.layer_ids),
+            "top_k": capturer.cache.top_k,
+            "num_experts": capturer.num_experts,
+            "layer_ids": list(capturer.layer_ids),
+            "runner": "v2" if self.use_v2_model_runner else "v1",
+            "device": torch.device(self.device).type,
+            "kv_slots": self._kv_slots,
+            "tracked_requests": self._tracked_requests,
+        }
+
+
+class CudaCaptureWorker(_Capture, Worker):
+    """`worker_cls` on CUDA."""
+
+
+class CpuCaptureWorker(_Capture, CPUWorker):
+    """`worker_cls` on CPU."""

@@ -1,0 +1,57 @@
+"""The rows of every token whose KV is in the KV cache, indexed the way the KV cache is."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNKNOWN = -1
+
+
+class HostCache:
+    """One row for each KV slot, so that a row is valid exactly as long as the KV of its token.
+
+    Eviction, preemption and reuse need no code: new rows overwrite old ones as new KV overwrites old KV. Memory is
+    bounded by KV slots x L x K x 2 bytes, and reserved by the operating system only as it is written.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, num_layers: int, top_k: int) -> None:
+        self.block_size = block_size
+        self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, num_layers, top_k), dtype=np.int16)
+        self._by_slot = self._rows.reshape(num_blocks * block_size, num_layers, top_k)
+        # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
+        self._written: NDArray[np.bool_] = np.zeros((num_blocks, block_size), dtype=np.bool_)
+        self._written_by_slot = self._written.reshape(-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Upper bound of the memory that the rows can take."""
+        return self._rows.nbytes + self._written.nbytes
+
+    def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
+        """Stores `rows` ([n, L, K]) at `slots` ([n])."""
+        self._by_slot[slots] = rows
+        self._written_by_slot[slots] = True
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids."""
+        for source, destination in pairs:
+            self._rows[destination] = self._rows[source]
+            self._written[destination] = self._written[source]
+
+    def read(self, block_ids: NDArray[np.int64], first: int, end: int) -> NDArray[np.int16]:
+        """Rows [end - first, L, K] of the positions `first` to `end` of a sequence; -1 where never written.
+
+        Args:
+            block_ids: the sequence's block table, from position 0 on.
+            first, end: absolute positions, `end` exclusive.
+        """
+        first_block, end_block = first // self.block_size, -(-end // self.block_size)
+        blocks = block_ids[first_block:end_block]
+        part = slice(first - first_block * self.block_size, end - first_block * self.block_size)
+        layers, top_k = self._rows.shape[2:]
+        rows: NDArray[np.int16] = self._rows[blocks].reshape(-1, layers, top_k)[part]
+        written = self._written[blocks].reshape(-1)[part]
+        if not written.all():
+            rows[~written] = UNKNOWN
+        return rows

@@ -1,0 +1,183 @@
+"""From the device cache to the host, without making the forward pass wait.
+
+A step's rows and the KV slots of its tokens are packed into one contiguous int16 buffer on the device, copied on a
+stream of their own into pinned memory, and read when the step's output is materialised.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from capture.device_cache import DeviceCache
+
+_SLOT_WORDS = 4  # int16 words in one int64 slot number
+
+
+@dataclass
+class StepRows:
+    """What one forward pass routed, on the host. Padding tokens are not in it.
+
+    Attributes:
+        rows: [n, L, K] int16 logical expert ids, in the order of the batch.
+        slots: [n] int64, the KV slot (block id x block size + offset) that each token's KV was written to.
+        offsets: [requests + 1] int64, where each request's rows begin, in the order of the batch.
+    """
+
+    rows: NDArray[np.int16]
+    slots: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+
+class Copier(Protocol):
+    """Moves the packed words of one step to the host."""
+
+    def staging(self, num_words: int) -> torch.Tensor:
+        """The flat int16 buffer ([num_words]) on the device to pack this step into."""
+        ...
+
+    def start(self) -> "Copy":
+        """Begins the copy of the words packed last."""
+        ...
+
+
+class Copy(Protocol):
+    """A copy under way."""
+
+    def wait(self) -> NDArray[np.int16]:
+        """Blocks until the words are on the host; the array belongs to the caller."""
+        ...
+
+
+class CpuCopier:
+    """The device is the host: each step packs into memory of its own, and nothing is left to copy."""
+
+    def __init__(self) -> None:
+        self._packed = torch.empty(0, dtype=torch.int16)
+
+    def staging(self, num_words: int) -> torch.Tensor:
+        self._packed = torch.empty(num_words, dtype=torch.int16)
+        return self._packed
+
+    def start(self) -> "CpuCopy":
+        return CpuCopy(self._packed)
+
+
+@dataclass
+class CpuCopy:
+    words: torch.Tensor
+
+    def wait(self) -> NDArray[np.int16]:
+        return self.words.numpy()
+
+
+class CudaCopier:
+    """One staging buffer on the device, and a ring of pinned buffers: one for each step that can be in flight.
+
+    A step whose output nobody reads (warm-up) is simply overwritten. One that is read after its buffer was taken
+    again raises, so that rows of another step are never handed out.
+    """
+
+    def __init__(self, max_words: int, depth: int, device: torch.device) -> None:
+        self._device_words = torch.empty(max_words, dtype=torch.int16, device=device)
+        self._packed = self._device_words[:0]
+        self._ring = [torch.empty(max_words, dtype=torch.int16, pin_memory=True) for _ in range(depth)]
+        self._generations = [0] * depth
+        self._next = 0
+        self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+        self._copied: torch.cuda.Event | None = None
+
+    def staging(self, num_words: int) -> torch.Tensor:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)  # on the device; the host does not wait
+        self._packed = self._device_words[:num_words]
+        return self._packed
+
+    def start(self) -> "CudaCopy":
+        index = self._next
+        self._next = (index + 1) % len(self._ring)
+        self._generations[index] += 1
+        words = self._ring[index][: len(self._packed)]
+        packed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        packed.record()
+        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(packed)
+            words.copy_(self._packed, non_blocking=True)
+            self._copied.record()
+        return CudaCopy(self, index, self._generations[index], words, self._copied)
+
+    def is_current(self, index: int, generation: int) -> bool:
+        """Whether ring buffer `index` still holds the step that took it as its `generation`th."""
+        return self._generations[index] == generation
+
+
+@dataclass
+class CudaCopy:
+    copier: CudaCopier
+    index: int
+    generation: int
+    words: torch.Tensor
+    done: torch.cuda.Event
+
+    def wait(self) -> NDArray[np.int16]:
+        self.done.synchronize()
+        words: NDArray[np.int16] = self.words.numpy().copy()
+        if not self.copier.is_current(self.index, self.generation):
+            raise RuntimeError("rows of a step were read after its staging buffer had been used for a later step")
+        return words
+
+
+@dataclass
+class PendingRows:
+    """The rows of a step whose output has not been materialised yet."""
+
+    copy: Copy
+    offsets: NDArray[np.int64]
+    num_layers: int
+    top_k: int
+
+    def result(self) -> StepRows:
+        """Blocks until the rows are on the host."""
+        words = self.copy.wait()
+        n = int(self.offsets[-1])
+        return StepRows(
+            rows=words[n * _SLOT_WORDS :].reshape(n, self.num_layers, self.top_k),
+            slots=words[: n * _SLOT_WORDS].view(np.int64),
+            offsets=self.offsets,
+        )
+
+
+class Pipeline:
+    """Packs the rows of each step and starts them on their way to the host."""
+
+    def __init__(self, cache: DeviceCache, max_steps_in_flight: int) -> None:
+        self._cache = cache
+        self._words_per_token = _SLOT_WORDS + cache.num_layers * cache.top_k
+        device = cache.ids.device
+        self._copier: Copier = CpuCopier()
+        if device.type == "cuda":
+            self._copier = CudaCopier(cache.max_tokens * self._words_per_token, max_steps_in_flight + 1, device)
+
+    def submit(self, slots: torch.Tensor, offsets: NDArray[np.int64]) -> PendingRows:
+        """Takes the step that has just been launched. Returns at once.
+
+        Args:
+            slots: [>= n] int64 on the device, the KV slots of the batch's tokens.
+            offsets: [requests + 1], see `StepRows`; its last element is n, the number of real tokens.
+
+        Raises:
+            ValueError: more tokens than the device cache has rows.
+        """
+        cache = self._cache
+        n = int(offsets[-1])
+        if n > cache.max_tokens:
+            raise ValueError(f"a step of {n} tokens does not fit the device cache of {cache.max_tokens}")
+        staging = self._copier.staging(n * self._words_per_token)
+        staging[: n * _SLOT_WORDS].view(torch.int64).copy_(slots[:n])
+        rows = staging[n * _SLOT_WORDS :].view(n, cache.num_layers, cache.top_k)
+        # One kernel transposes and narrows. A copy to the host of a view that is not contiguous would block.
+        rows.copy_(cache.ids[:, :n].transpose(0, 1))
+        return PendingRows(self._copier.start(), offsets, cache.num_layers, cache.top_k)

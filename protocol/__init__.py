@@ -1,0 +1,1 @@
+"""The wire format: `protocol.codec` needs only numpy, `protocol.models` needs pydantic."""

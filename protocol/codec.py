@@ -1,0 +1,119 @@
+"""Rows of expert ids to and from the forms they take on the wire.
+
+Imports numpy and the standard library only, so that any client can use it without torch or vLLM.
+"""
+
+import base64
+import io
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+Format = Literal["object", "npy", "raw", "list"]
+WireDtype = Literal["int16", "uint8", "int32", "auto"]
+
+UNKNOWN = -1
+"""Fills a row that the server cannot know. Never a valid expert id."""
+
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    "int16": np.dtype("<i2"),
+    "uint8": np.dtype("u1"),
+    "int32": np.dtype("<i4"),
+}
+
+
+class RowsObject(TypedDict):
+    """The default form. `data` comes first: some clients cut it out of the bytes before they parse."""
+
+    data: str
+    shape: list[int]
+    dtype: str
+    start: int
+    missing: int
+
+
+class CodecError(ValueError):
+    """Rows cannot be put into, or read from, the form asked for."""
+
+
+def resolve_dtype(name: WireDtype, num_experts: int) -> str:
+    """Name of the element type on the wire for a model of `num_experts` logical experts.
+
+    Raises:
+        CodecError: the type is too narrow for the highest expert id.
+    """
+    if name == "auto":
+        return "uint8" if num_experts <= 256 else "int16"
+    if np.iinfo(_NUMPY_DTYPES[name]).max < num_experts - 1:
+        raise CodecError(f"{name} cannot hold the ids of {num_experts} experts")
+    return name
+
+
+def count_missing(rows: NDArray[np.integer[Any]]) -> int:
+    """How many of `rows` ([n, L, K]) hold at least one id that is not known."""
+    return int((rows == UNKNOWN).any(axis=(1, 2)).sum())
+
+
+def check_encodable(rows: NDArray[np.integer[Any]], dtype: str) -> None:
+    """Raises `CodecError` if `dtype` cannot hold `rows` because some of them are not known."""
+    if dtype == "uint8" and (rows == UNKNOWN).any():
+        raise CodecError(
+            f"{count_missing(rows)} rows are not known and are filled with -1, which uint8 cannot hold: ask for int16"
+        )
+
+
+def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: int) -> RowsObject | str | list[Any]:
+    """`rows` ([n, L, K], any integer type) in one of the forms of the wire.
+
+    Args:
+        rows: expert ids; -1 where not known.
+        fmt: `object`, `npy` (base64 of a .npy file), `raw` (base64 of the bare array) or `list`.
+        dtype: a result of `resolve_dtype`.
+        start: absolute position of the first row, in tokens.
+
+    Raises:
+        CodecError: `dtype` cannot hold -1 and a row is not known.
+    """
+    check_encodable(rows, dtype)
+    if fmt == "list":
+        return rows.tolist()  # type: ignore[no-any-return]
+    array = np.ascontiguousarray(rows, dtype=_NUMPY_DTYPES[dtype])
+    if fmt == "npy":
+        buffer = io.BytesIO()
+        np.save(buffer, array, allow_pickle=False)
+        return base64.b64encode(buffer.getbuffer()).decode("ascii")
+    data = base64.b64encode(array.data).decode("ascii")
+    if fmt == "raw":
+        return data
+    return {"data": data, "shape": list(array.shape), "dtype": dtype, "start": start, "missing": count_missing(rows)}
+
+
+def decode(
+    value: RowsObject | str | list[Any],
+    *,
+    dtype: str = "int16",
+    num_layers: int | None = None,
+    top_k: int | None = None,
+) -> NDArray[np.integer[Any]]:
+    """The array ([n, L, K]) behind any of the four forms.
+
+    `dtype`, `num_layers` and `top_k` are needed for `raw` only, whose bytes do not say them.
+
+    Raises:
+        CodecError: `value` is none of the forms, or `raw` without its shape.
+    """
+    if isinstance(value, dict):
+        raw = np.frombuffer(base64.b64decode(value["data"]), dtype=_NUMPY_DTYPES[value["dtype"]])
+        return raw.reshape(value["shape"])
+    if isinstance(value, list):
+        return np.asarray(value, dtype=np.int16)
+    if not isinstance(value, str):
+        raise CodecError(f"not an array of expert ids: {type(value).__name__}")
+    data = base64.b64decode(value)
+    if data.startswith(b"\x93NUMPY"):
+        loaded: NDArray[np.integer[Any]] = np.load(io.BytesIO(data), allow_pickle=False)
+        return loaded
+    if num_layers is None or top_k is None:
+        raise CodecError("the raw form does not carry its shape: give num_layers and top_k")
+    return np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)

@@ -1,0 +1,82 @@
+"""Fills in vLLM's `serve` arguments and runs it."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from capture.engine.config import UnsupportedConfig, check_vllm_version
+from server.cli import TINY_MODEL_NAME, CommandError
+
+_TINY_KV_CACHE_BYTES = 64 << 20
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off."""
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="routed-experts")
+    serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    serve.usage = "routed-experts serve [MODEL] [options]"
+    serve.set_defaults(enable_return_routed_experts=True)
+    args: argparse.Namespace = parser.parse_args(["serve", *argv])
+    return args
+
+
+def take_capture_flag(args: argparse.Namespace) -> bool:
+    """Whether to capture. vLLM's flag of that name means this project's capture here, and is not handed on."""
+    capture = bool(args.enable_return_routed_experts)
+    args.enable_return_routed_experts = False
+    return capture
+
+
+def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
+    """Serves the tiny model from `directory`, which is made if it is not there."""
+    if not (directory / "config.json").exists():
+        from server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
+
+        make_tiny_model(directory)
+    args.model_tag = args.model = str(directory)
+    args.served_model_name = args.served_model_name or [TINY_MODEL_NAME]
+    if args.dtype == "auto":
+        args.dtype = "float32"
+    if args.kv_cache_memory_bytes is None:
+        args.kv_cache_memory_bytes = _TINY_KV_CACHE_BYTES
+    if current_platform.is_cpu():
+        args.enforce_eager = True  # compiling takes longer than the tiny model ever runs
+
+
+def fill_in(args: argparse.Namespace, scheduler: str, workers: Mapping[str, str]) -> None:
+    """Names our scheduler and worker in vLLM's arguments.
+
+    Raises:
+        CommandError: the arguments name others, or the device or the version of vLLM is not supported.
+    """
+    try:
+        check_vllm_version()
+    except UnsupportedConfig as error:
+        raise CommandError(str(error)) from None
+    for flag in ("worker_cls", "scheduler_cls"):
+        given = getattr(args, flag)
+        if given not in (None, "auto", scheduler, *workers.values()):
+            raise CommandError(
+                f"--{flag.replace('_', '-')} {given} takes the place of this server's capture: remove it, or add "
+                "--no-enable-return-routed-experts."
+            )
+    device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
+    if device is None:
+        raise CommandError("Only CUDA and CPU are supported: add --no-enable-return-routed-experts.")
+    args.scheduler_cls = scheduler
+    args.worker_cls = workers[device]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs vLLM's `serve` until it stops."""
+    configure_logging_from_args(args)
+    command = ServeSubcommand()
+    command.validate(args)
+    command.cmd(args)

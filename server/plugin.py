@@ -1,0 +1,70 @@
+"""The endpoint plugin that vLLM loads into its API process."""
+
+import asyncio
+from argparse import Namespace
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+
+from server.probe import probe
+from server.routes import router
+from server.routing import Routing
+from server.serving import RoutedServingChat, RoutedServingCompletion, adopt
+from server.vllm_api import AsyncLLM, EngineClient, get_logger
+
+logger = get_logger(__name__)
+
+PLUGIN_NAME = "routed_experts"
+
+
+class RoutedExpertsPlugin:
+    """Puts our routes in the place of vLLM's, and our behaviour on its serving objects."""
+
+    name = PLUGIN_NAME
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(router)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Runs before the port answers.
+
+        Raises:
+            ProbeError: the capture does not bring back what it should.
+        """
+        model = state.openai_serving_models.base_model_paths[0].name
+        state.routing = None
+        if isinstance(engine_client, AsyncLLM) and captures(engine_client):
+            state.routing = await Routing.start(engine_client, model)
+            await probe(state.routing)
+        adopt(state.openai_serving_completion, RoutedServingCompletion, state.routing)
+        adopt(state.openai_serving_chat, RoutedServingChat, state.routing)
+        state.announcement = asyncio.create_task(announce(state, args, model))  # kept: a task alone may be dropped
+
+
+def captures(engine: AsyncLLM) -> bool:
+    """Whether the engine's workers and scheduler are ours."""
+    return "capture.engine." in str(engine.vllm_config.parallel_config.worker_cls)
+
+
+async def announce(state: State, args: Namespace, model: str) -> None:
+    """Logs where the server answers and a line to paste, once it does."""
+    while not getattr(getattr(state, "server", None), "started", False):
+        await asyncio.sleep(0.1)
+    base = f"http://{args.host or 'localhost'}:{args.port}"
+    routing: Routing | None = state.routing
+    if routing is None:
+        logger.info("Serving %s at %s without capturing routed experts.", model, base)
+        return
+    logger.info(
+        "Serving %s at %s: %d MoE layers, top %d of %d experts. Try:\n\n"
+        '  curl -N %s/v1/completions -H \'Content-Type: application/json\' -d \'{"model": "%s", "prompt": '
+        '"Hello", "max_tokens": 8, "stream": true, "return_routed_experts": true}\'\n',
+        model,
+        base,
+        routing.num_layers,
+        routing.top_k,
+        routing.num_experts,
+        base,
+        model,
+    )

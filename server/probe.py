@@ -1,0 +1,69 @@
+"""One tiny request through the real path, before the port answers."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.codec import UNKNOWN
+from server.feeds import RowFeed
+from server.requests import PROMPT_START_ARG
+from server.routing import Routing
+from server.vllm_api import RequestOutputKind, SamplingParams, tokens_input
+
+_PROMPT_TOKENS = 5
+_NEW_TOKENS = 3
+
+
+class ProbeError(RuntimeError):
+    """The capture does not bring back what it should; the server must not start."""
+
+
+async def probe(routing: Routing) -> None:
+    """Raises `ProbeError` unless a request brings back its routing, complete and possible."""
+    config = routing.engine.vllm_config
+    vocab = config.model_config.get_vocab_size()
+    for rank in range(config.parallel_config.data_parallel_size):
+        rows = await _rows_of_a_request(routing, [(7 * i + 1) % vocab for i in range(_PROMPT_TOKENS)], rank)
+        check_rows(rows, _PROMPT_TOKENS + _NEW_TOKENS - 1, routing.shape, routing.num_experts)
+
+
+async def _rows_of_a_request(routing: Routing, prompt: list[int], rank: int) -> NDArray[np.int16] | None:
+    params = SamplingParams(
+        max_tokens=_NEW_TOKENS,
+        temperature=0.0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args={PROMPT_START_ARG: 0},
+    )
+    outputs = routing.engine.generate(
+        tokens_input(prompt),
+        params,
+        f"routed-experts-probe-{rank}",
+        data_parallel_rank=rank if routing.engine.vllm_config.parallel_config.data_parallel_size > 1 else None,
+    )
+    feed: RowFeed | None = None
+    async for output in outputs:
+        if isinstance(output.outputs[0].routed_experts, RowFeed):
+            feed = output.outputs[0].routed_experts
+    return feed.take_until(_PROMPT_TOKENS + _NEW_TOKENS) if feed is not None else None
+
+
+def check_rows(rows: NDArray[np.int16] | None, expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:
+    """Raises `ProbeError`, saying what is wrong, unless `rows` are as many as expected and could be a router's."""
+    if rows is None:
+        raise ProbeError("The startup probe got no routing back: the engine's worker or scheduler is not ours.")
+    if rows.shape != (expected_rows, *shape):
+        raise ProbeError(
+            f"The startup probe got routing of shape {rows.shape}, not {(expected_rows, *shape)}: please report this."
+        )
+    silent = np.flatnonzero((rows == UNKNOWN).any(axis=(0, 2)))
+    if len(silent):
+        raise ProbeError(
+            f"The MoE layers at rows {silent.tolist()} were bound but wrote nothing: their kernel routes by itself. "
+            "Choose another one with --moe-backend."
+        )
+    if rows.min() < 0 or rows.max() >= num_experts:
+        raise ProbeError(f"The startup probe got expert ids outside 0 to {num_experts - 1}: please report this.")
+    ordered = np.sort(rows, axis=2)
+    if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
+        raise ProbeError("The startup probe got the same expert twice for one token: please report this.")

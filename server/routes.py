@@ -1,0 +1,100 @@
+"""The three routes: the two extended ones take the place of vLLM's, the third is new."""
+
+from collections.abc import AsyncGenerator
+from http import HTTPStatus
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from protocol import codec
+from protocol.models import RoutedExpertsInfo, RoutingOptions
+from server.requests import RoutedChatRequest, RoutedCompletionRequest, check_routing_fields
+from server.routing import Routing
+from server.serving import OPT_IN, _RoutedServing
+from server.vllm_api import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    ErrorResponse,
+    VLLMValidationError,
+    load_aware_call,
+    metrics_header,
+    validate_json_request,
+    with_cancellation,
+    with_sse_keep_alive,
+)
+
+router = APIRouter()
+
+_METRICS_HEADER = "endpoint-load-metrics-format"
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
+    HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
+    HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
+    HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
+    HTTPStatus.NOT_IMPLEMENTED.value: {"model": ErrorResponse},
+}
+Options = Annotated[RoutingOptions | None, Depends(check_routing_fields)]
+
+
+@router.post("/v1/completions", dependencies=[Depends(validate_json_request)], responses=_RESPONSES)
+@with_cancellation
+@load_aware_call
+async def create_completion(request: RoutedCompletionRequest, raw_request: Request, options: Options) -> Response:
+    """Text completion, as OpenAI's, with the routing of every token if asked for."""
+    serving = raw_request.app.state.openai_serving_completion
+    if serving is None:
+        raise NotImplementedError("The model does not support Completions API")
+    request._options = options
+    answer = await serving.create_completion(request, raw_request)
+    is_list = isinstance(request.prompt, list) and not all(isinstance(item, int) for item in request.prompt)
+    return _respond(answer, serving, request, raw_request, is_list)
+
+
+@router.post("/v1/chat/completions", dependencies=[Depends(validate_json_request)], responses=_RESPONSES)
+@with_cancellation
+@load_aware_call
+async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, options: Options) -> Response:
+    """Chat completion, as OpenAI's, with the routing of every token if asked for."""
+    serving = raw_request.app.state.openai_serving_chat
+    if serving is None:
+        raise NotImplementedError("The model does not support Chat Completions API")
+    request._options = options
+    answer = await serving.create_chat_completion(request, raw_request)
+    return _respond(answer, serving, request, raw_request, is_list=False)
+
+
+@router.get("/v1/routed_experts", responses={HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse}})
+async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
+    """What the arrays of routed experts mean for the served model."""
+    routing: Routing | None = raw_request.app.state.routing
+    if routing is None:
+        raise VLLMValidationError("This server does not capture routed experts.", parameter=OPT_IN)
+    return await routing.info()
+
+
+def _respond(
+    answer: ErrorResponse | CompletionResponse | ChatCompletionResponse | AsyncGenerator[str, None],
+    serving: _RoutedServing,
+    request: RoutedCompletionRequest | RoutedChatRequest,
+    raw_request: Request,
+    is_list: bool,
+) -> Response:
+    """The HTTP response that vLLM's route would send for `answer`, with the routing that was collected for it."""
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+    if not isinstance(answer, CompletionResponse | ChatCompletionResponse):
+        interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
+        return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
+    body = answer.model_dump()
+    for choice in body["choices"]:
+        choice.pop("routed_experts", None)  # vLLM's own field, null where it is not used
+    headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))
+    if request._options is None:
+        return JSONResponse(body, headers=headers)
+    try:
+        request._collected.add_to(body, serving.encoder(request._options), is_list)
+    except codec.CodecError as error:
+        raise VLLMValidationError(str(error), parameter="routed_experts_dtype") from None
+    return Response(orjson.dumps(body), media_type="application/json", headers=headers)

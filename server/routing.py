@@ -1,0 +1,61 @@
+"""What a server that captures knows about its routing."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from protocol.models import CaptureInfo, RoutedExpertsInfo
+from server.feeds import RowFeeds
+from server.vllm_api import VLLM_VERSION, AsyncLLM
+
+_BYTES_PER_ID = 2
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The captured engine, and what its rows look like. A server without capture has none."""
+
+    engine: AsyncLLM
+    feeds: RowFeeds
+    model: str
+    num_layers: int
+    top_k: int
+    num_experts: int
+
+    @classmethod
+    async def start(cls, engine: AsyncLLM, model: str) -> "Routing":
+        """Starts to take rows off the engine's outputs, and asks its workers what they mean."""
+        worker = await _ask_worker(engine)
+        feeds = RowFeeds.install(engine.output_processor)
+        return cls(engine, feeds, model, worker["num_layers"], worker["top_k"], worker["num_experts"])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, K)"""
+        return self.num_layers, self.top_k
+
+    async def info(self) -> RoutedExpertsInfo:
+        """The answer of `GET /v1/routed_experts`, with the counts of this moment."""
+        worker = await _ask_worker(self.engine)
+        slots = worker["kv_slots"]
+        return RoutedExpertsInfo(
+            model=self.model,
+            num_layers=self.num_layers,
+            top_k=self.top_k,
+            num_experts=self.num_experts,
+            layer_ids=worker["layer_ids"],
+            vllm_version=VLLM_VERSION,
+            capture=CaptureInfo(
+                runner=worker["runner"],
+                device=worker["device"],
+                kv_slots=slots,
+                host_cache_bytes=slots * self.num_layers * self.top_k * _BYTES_PER_ID,
+                tracked_requests=worker["tracked_requests"],
+                open_feeds=len(self.feeds),
+            ),
+        )
+
+
+async def _ask_worker(engine: AsyncLLM) -> dict[str, Any]:
+    answers = await engine.collective_rpc("routed_experts_info")
+    worker: dict[str, Any] = answers[0]
+    return worker
