@@ -97,4 +97,4 @@ def _respond(
         request._collected.add_to(body, serving.encoder(request._options), is_list)
     except codec.CodecError as error:
         raise VLLMValidationError(str(error), parameter="routed_experts_dtype") from None
-    return Response(orjson.dumps(body), media_type="application/json", headers=headers)
+    return Response(orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS), media_type="application/json", headers=headers)

@@ -1,0 +1,36 @@
+"""What the tiers share: the tiny model, its oracle and one server with the settings that provoke the most."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SMALL_KV, Oracle, Server, serving
+
+BLOCK_SIZE = 32
+CHUNK = 64
+# Chunks and blocks much smaller than the defaults, so that short prompts cross both.
+SERVER_FLAGS = (*SMALL_KV, "--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK))
+SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from server.tiny_model import make_tiny_model
+
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def oracle(tiny_model: Path) -> Oracle:
+    return Oracle(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The server that most end-to-end tests share."""
+    flags = (*SERVER_FLAGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    with serving(tiny_model, tmp_path_factory.mktemp("server") / "log", *flags) as running:
+        yield running

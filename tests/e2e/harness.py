@@ -1,0 +1,265 @@
+"""A real server in a process of its own, an oracle that shares no code with it, and what every answer must satisfy."""
+
+import base64
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import orjson
+import torch
+from transformers import AutoModelForCausalLM
+
+START_LIMIT_S = 240
+SMALL_KV = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(8 << 20))
+
+
+@dataclass
+class Server:
+    """`routed-experts serve` in a process group of its own, which is all that `stop` ends."""
+
+    model: Path
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def client(self) -> httpx.Client:
+        # Without TLS there is nothing to verify, and reading the certificates takes longer than most requests.
+        return httpx.Client(base_url=self.url, timeout=300, verify=False)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        return self._post("/v1/completions", body)
+
+    def chat(self, **body: Any) -> dict[str, Any]:
+        return self._post("/v1/chat/completions", body)
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        with self.client() as client:
+            response = client.post(path, json={"model": "tiny", "temperature": 0, **body})
+        assert response.status_code == 200, response.text
+        return orjson.loads(response.content)
+
+    def stream(self, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+        """The chunks of a streamed answer, in order, `[DONE]` checked and left out."""
+        payload = {"model": "tiny", "temperature": 0, **body, "stream": True}
+        with self.client() as client, client.stream("POST", path, json=payload) as response:
+            assert response.status_code == 200, response.read()
+            return list(read_events(response.iter_lines()))
+
+    def info(self) -> dict[str, Any]:
+        with self.client() as client:
+            return client.get("/v1/routed_experts").json()
+
+    def metric(self, name: str) -> float:
+        """Sum of a Prometheus counter of vLLM's over its labels."""
+        with self.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+
+    def stop(self) -> int:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
+
+def read_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """The JSON of server-sent events up to `[DONE]`, which must be the last."""
+    done = False
+    for line in lines:
+        if not line:
+            continue
+        assert not done, f"after [DONE]: {line}"
+        assert line.startswith("data: "), line
+        if line == "data: [DONE]":
+            done = True
+        else:
+            yield orjson.loads(line[len("data: ") :])
+    assert done, "no [DONE]"
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextmanager
+def serving(model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A running server for `model`; `flags` are those of `routed-experts serve`."""
+    port = free_port()
+    command = [
+        *(sys.executable, "-m", "server.cli", "serve", str(model), "--served-model-name", "tiny"),
+        *("--host", "127.0.0.1", "--port", str(port), *flags),
+    ]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(env or {})}
+        )
+    server = Server(model, f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_until_healthy(server)
+        yield server
+    finally:
+        server.stop()
+
+
+def _wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            break
+        try:
+            with server.client() as client:
+                if client.get("/health").status_code == 200:
+                    return
+        except httpx.TransportError:
+            time.sleep(0.3)
+    raise AssertionError(f"the server did not start:\n{server.log.read_text()[-6000:]}")
+
+
+def decode(array: dict[str, Any]) -> np.ndarray:
+    """The decoder of the documentation, written out again: the oracle must not use the code under test."""
+    rows = np.frombuffer(base64.b64decode(array["data"]), dtype=array["dtype"]).reshape(array["shape"])
+    assert array["missing"] == int((rows == -1).any(axis=(1, 2)).sum())
+    return rows
+
+
+class Oracle:
+    """The experts that a Hugging Face forward pass of the same weights chooses for the same tokens."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.top_k = int(self.model.config.num_experts_per_tok)
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Router scores [tokens, L, experts]."""
+        with torch.no_grad():
+            output = self.model(torch.tensor([list(tokens)]), output_router_logits=True, use_cache=False)
+        layers = [layer.reshape(len(tokens), -1) for layer in output.router_logits]
+        return torch.stack(layers, dim=1).float().numpy()
+
+    def rows(self, tokens: Sequence[int]) -> np.ndarray:
+        """[tokens, L, K], the chosen experts in ascending order."""
+        key = tuple(tokens)
+        if key not in self._known:
+            self._known[key] = np.sort(np.argsort(-self.logits(tokens), axis=2)[:, :, : self.top_k], axis=2)
+        return self._known[key]
+
+
+@dataclass
+class Answer:
+    """One choice, from a streamed or an unstreamed response, with all that belongs to it.
+
+    Attributes:
+        prompt: prompt token ids.
+        tokens: generated token ids.
+        start: first position that the request asked for.
+        prompt_rows, rows: arrays as received; `rows` starts at the prompt's end.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    start: int
+    prompt_rows: np.ndarray
+    rows: np.ndarray
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[float] = field(default_factory=list)
+
+
+def check(answer: Answer, oracle: Oracle, num_experts: int = 16) -> None:
+    """The invariants of every answer, and equality with the oracle in every row."""
+    p, g = len(answer.prompt), len(answer.tokens)
+    assert g >= 1
+    assert answer.prompt_rows.shape[0] == p - answer.start
+    assert answer.rows.shape[0] == g - 1
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    assert rows.min(initial=0) >= 0
+    assert rows.max(initial=0) < num_experts
+    ordered = np.sort(rows, axis=2)
+    assert (ordered[:, :, 1:] != ordered[:, :, :-1]).all(), "an expert twice in a row"
+    expected = oracle.rows([*answer.prompt, *answer.tokens[:-1]])[answer.start :]
+    wrong = np.flatnonzero((ordered != expected).any(axis=(1, 2)))
+    assert len(wrong) == 0, f"rows {(wrong + answer.start).tolist()} of {p} + {g} tokens differ from the oracle"
+
+
+def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
+    """The choices of an unstreamed completion in the default form, asked for with `return_token_ids`."""
+    prompts = response["prompt_routed_experts"]
+    prompts = prompts if isinstance(prompts, list) else [prompts]
+    per_prompt = len(response["choices"]) // len(prompts)
+    answers = []
+    for index, choice in enumerate(response["choices"]):
+        prompt = choice.get("prompt_token_ids") or response["prompt_token_ids"]
+        array, prompt_array = choice["routed_experts"], prompts[index // per_prompt]
+        assert prompt_array["start"] == start
+        assert array["start"] == len(prompt)
+        answers.append(
+            Answer(
+                prompt=prompt,
+                tokens=choice["token_ids"],
+                start=start,
+                prompt_rows=decode(prompt_array),
+                rows=decode(array),
+                text=choice["text"] if "text" in choice else choice["message"]["content"] or "",
+                finish_reason=choice["finish_reason"],
+                logprobs=((choice.get("logprobs") or {}).get("token_logprobs")) or [],
+            )
+        )
+    return answers
+
+
+def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: int = 1) -> list[Answer]:
+    """The choices of a streamed completion, checking on the way that each chunk carries the rows it should."""
+    prompt_arrays: dict[int, dict[str, Any]] = {}
+    answers: dict[int, Answer] = {}
+    shape: tuple[int, ...] = ()
+    for chunk in chunks:
+        assert "error" not in chunk, chunk
+        if not chunk["choices"]:
+            continue
+        (choice,) = chunk["choices"]
+        index = choice["index"]
+        prompt_index = index // per_prompt
+        if "prompt_routed_experts" in chunk:
+            assert prompt_index not in prompt_arrays, "prompt rows twice"
+            prompt_arrays[prompt_index] = chunk["prompt_routed_experts"]
+            assert chunk["prompt_routed_experts"]["start"] == start
+        assert prompt_index in prompt_arrays, "the first chunk of a prompt has no prompt rows"
+        prompt_rows = decode(prompt_arrays[prompt_index])
+        shape = prompt_rows.shape[1:]
+        answer = answers.setdefault(index, Answer([], [], start, prompt_rows, np.empty((0, *shape), np.int16)))
+        answer.prompt = answer.prompt or choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
+        answer.tokens += choice.get("token_ids") or []
+        answer.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+        answer.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
+        if "routed_experts" in choice:
+            array = choice["routed_experts"]
+            assert array["shape"][0] > 0, "an empty array in a chunk"
+            assert array["start"] == len(prompt_rows) + start + len(answer.rows)
+            answer.rows = np.concatenate([answer.rows, decode(array)])
+        known = max(len(answer.tokens) - 1, 0)
+        assert len(answer.rows) == known, f"{len(answer.rows)} rows after {len(answer.tokens)} tokens"
+    return [answers[index] for index in sorted(answers)]
+
+
+def same(a: Answer, b: Answer) -> None:
+    """Bit-equality of two answers to one request."""
+    assert (a.prompt, a.tokens, a.text, a.finish_reason) == (b.prompt, b.tokens, b.text, b.finish_reason)
+    assert np.array_equal(a.prompt_rows, b.prompt_rows)
+    assert np.array_equal(a.rows, b.rows)
