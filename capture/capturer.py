@@ -1,6 +1,7 @@
 """The worker's side of the capture, for both model runners."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,45 +11,87 @@ from capture.device_cache import DeviceCache
 from capture.pipeline import PendingRows, Pipeline
 
 
+@dataclass(frozen=True)
+class RowShape:
+    """What the rows of a model, or of one pipeline stage of it, look like.
+
+    Attributes:
+        layer_ids: absolute decoder-layer index of each MoE layer, ascending.
+        num_experts: logical experts of a layer.
+        top_k: experts per token.
+    """
+
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    @classmethod
+    def of_stages(cls, stages: Sequence["RowShape"]) -> "RowShape":
+        """The shape of the whole model from those of its pipeline stages, in order.
+
+        Raises:
+            ValueError: no stage has an MoE layer, or the stages differ in experts or top-k.
+        """
+        kinds = {(stage.num_experts, stage.top_k) for stage in stages if stage.layer_ids}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"the MoE layers of a model must agree in experts and top-k, but these are {sorted(kinds)}"
+            )
+        num_experts, top_k = kinds.pop()
+        return cls(tuple(layer for stage in stages for layer in stage.layer_ids), num_experts, top_k)
+
+
 class Capturer:
     """Owns the device cache of one worker and sends each step's rows to the host.
 
     Args:
-        layer_ids: absolute decoder-layer index of each MoE layer, ascending.
-        num_experts: logical experts of a layer.
-        top_k: experts per token.
+        shape: of the whole model.
+        stage_layers: how many MoE layers each pipeline stage has, in order.
+        stage: which of them this worker's is.
         max_tokens: most tokens in one step.
         max_steps_in_flight: most steps launched whose outputs have not been read.
     """
 
     def __init__(
         self,
-        layer_ids: tuple[int, ...],
-        num_experts: int,
-        top_k: int,
+        shape: RowShape,
+        stage_layers: Sequence[int],
+        stage: int,
         max_tokens: int,
         max_steps_in_flight: int,
         device: torch.device,
     ) -> None:
-        self.layer_ids = layer_ids
-        self.num_experts = num_experts
-        self.cache = DeviceCache(len(layer_ids), max_tokens, top_k, device)
-        self._pipeline = Pipeline(self.cache, max_steps_in_flight)
+        self.shape = shape
+        self.cache = DeviceCache(stage_layers[stage], max_tokens, shape.top_k, device)
+        self._pipeline = Pipeline(self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage]))
 
-    def sink(self, layer: int) -> Callable[[torch.Tensor], None]:
+    def sink(
+        self, layer: int, own_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> Callable[[torch.Tensor], None]:
         """A function that stores the `[n, >= K]` ids that the router of row index `layer` has chosen.
 
         Runs inside the model's MoE operator, under graph capture too: it only enqueues one copy. Columns after K
         are those of fused shared experts, which every token goes to and which are not the router's choice.
+
+        Args:
+            own_tokens: picks this rank's rows where the router sees those of other ranks as well.
         """
         view = self.cache.view(layer)
         top_k = self.cache.top_k
 
         def store(ids: torch.Tensor) -> None:
-            view[: ids.shape[0]].copy_(ids[:, :top_k])
+            own = ids if own_tokens is None else own_tokens(ids)
+            view[: own.shape[0]].copy_(own[:, :top_k])
 
         return store
 
-    def submit(self, slots: torch.Tensor, offsets: NDArray[np.int64]) -> PendingRows:
+    def submit(
+        self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None
+    ) -> PendingRows:
         """Takes the step that has just been launched; see `Pipeline.submit`."""
-        return self._pipeline.submit(slots, offsets)
+        return self._pipeline.submit(slots, offsets, upstream)
+
+    def downstream(self, num_tokens: int, upstream: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, layers so far, K] int32 for the next pipeline stage: `upstream`'s rows and this stage's."""
+        own = self.cache.ids[:, :num_tokens].transpose(0, 1)
+        return own.contiguous() if upstream is None else torch.cat([upstream[:num_tokens], own], dim=1)

@@ -153,20 +153,24 @@ class PendingRows:
 class Pipeline:
     """Packs the rows of each step and starts them on their way to the host."""
 
-    def __init__(self, cache: DeviceCache, max_steps_in_flight: int) -> None:
+    def __init__(self, cache: DeviceCache, max_steps_in_flight: int, num_upstream_layers: int = 0) -> None:
         self._cache = cache
-        self._words_per_token = _SLOT_WORDS + cache.num_layers * cache.top_k
+        self._num_layers = num_upstream_layers + cache.num_layers
+        self._words_per_token = _SLOT_WORDS + self._num_layers * cache.top_k
         device = cache.ids.device
         self._copier: Copier = CpuCopier()
         if device.type == "cuda":
             self._copier = CudaCopier(cache.max_tokens * self._words_per_token, max_steps_in_flight + 1, device)
 
-    def submit(self, slots: torch.Tensor, offsets: NDArray[np.int64]) -> PendingRows:
+    def submit(
+        self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None
+    ) -> PendingRows:
         """Takes the step that has just been launched. Returns at once.
 
         Args:
             slots: [>= n] int64 on the device, the KV slots of the batch's tokens.
             offsets: [requests + 1], see `StepRows`; its last element is n, the number of real tokens.
+            upstream: [>= n, layers, K], the rows of the layers that earlier pipeline stages hold.
 
         Raises:
             ValueError: more tokens than the device cache has rows.
@@ -177,7 +181,9 @@ class Pipeline:
             raise ValueError(f"a step of {n} tokens does not fit the device cache of {cache.max_tokens}")
         staging = self._copier.staging(n * self._words_per_token)
         staging[: n * _SLOT_WORDS].view(torch.int64).copy_(slots[:n])
-        rows = staging[n * _SLOT_WORDS :].view(n, cache.num_layers, cache.top_k)
+        rows = staging[n * _SLOT_WORDS :].view(n, self._num_layers, cache.top_k)
         # One kernel transposes and narrows. A copy to the host of a view that is not contiguous would block.
-        rows.copy_(cache.ids[:, :n].transpose(0, 1))
-        return PendingRows(self._copier.start(), offsets, cache.num_layers, cache.top_k)
+        rows[:, self._num_layers - cache.num_layers :].copy_(cache.ids[:, :n].transpose(0, 1))
+        if upstream is not None:
+            rows[:, : upstream.shape[1]].copy_(upstream[:n])
+        return PendingRows(self._copier.start(), offsets, self._num_layers, cache.top_k)

@@ -4,14 +4,17 @@ Written against vLLM 0.32.0. What is replaced in vLLM rather than subclassed sta
 """
 
 import logging
-from dataclasses import dataclass
 
 from vllm import SamplingParams
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+)
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse, CompletionResponseChoice
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
@@ -27,15 +30,19 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.version import __version__ as VLLM_VERSION
 
+from capture.replaced import Replacement
+
 __all__ = [
     "REPLACED",
     "VLLM_VERSION",
     "AsyncLLM",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
+    "ChatCompletionResponseChoice",
     "CompletionOutput",
     "CompletionRequest",
     "CompletionResponse",
+    "CompletionResponseChoice",
     "EngineClient",
     "EngineCoreOutput",
     "ErrorResponse",
@@ -64,23 +71,7 @@ def get_logger(name: str) -> logging.Logger:
     return _init_logger(f"vllm.routed_experts.{name}")
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """Something of vLLM's that is replaced at run time.
-
-    Attributes:
-        owner, attribute: what is replaced.
-        why: why no subclass or plugin entry point can do it.
-        until: when it can go.
-    """
-
-    owner: type
-    attribute: str
-    why: str
-    until: str
-
-
-REPLACED = (
+REPLACED: tuple[Replacement, ...] = (
     Replacement(
         OutputProcessor,
         "process_outputs",

@@ -1,66 +1,149 @@
 """Binds the model's MoE layers to the device cache."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
+    FusedTopKRouter,
+    dispatch_topk_sigmoid_func,
+    dispatch_topk_softmax_func,
+)
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
+from vllm.platforms import current_platform
 
-from capture.capturer import Capturer
+from capture.capturer import Capturer, RowShape
 from capture.engine.config import UnsupportedConfig
+from capture.replaced import Replacement
+
+REPLACED = (
+    Replacement(
+        FusedTopKRouter,
+        "_compute_routing",
+        why="the top-k kernel's output tensor is allocated inside; handing it the device cache's view saves one copy "
+        "kernel for each layer and step, and the router is made by the model.",
+        until="vLLM lets a router be given its output tensor.",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class MoELayers:
-    """The MoE layers of a model, in decoder order."""
+    """The MoE layers of this worker's part of a model, in decoder order."""
 
     runners: tuple[MoERunner, ...]
-    layer_ids: tuple[int, ...]
-    num_experts: int
-    top_k: int
+    shape: RowShape
 
 
 def find_moe_layers(model: torch.nn.Module) -> MoELayers:
-    """The MoE layers of `model` and what their rows look like.
+    """The MoE layers of `model` and what their rows look like; a pipeline stage may have none.
 
     Raises:
         UnsupportedConfig: a layer's routing cannot be captured, or the layers do not fit one array.
     """
-    runners = sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda m: int(m.layer_id))
-    if not runners:
-        raise UnsupportedConfig("No MoE layer was found in the model: add --no-enable-return-routed-experts.")
+    runners = tuple(sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda m: int(m.layer_id)))
     layer_ids = tuple(int(runner.layer_id) for runner in runners)
     if len(set(layer_ids)) != len(layer_ids):
         raise UnsupportedConfig(f"Several MoE layers share a decoder layer, which rows cannot express: {layer_ids}.")
     for runner in runners:
         _check_capturable(runner)
-    shapes = {(runner.moe_config.num_logical_experts, _top_k(runner)) for runner in runners}
-    if len(shapes) != 1:
+    kinds = {(int(runner.moe_config.num_logical_experts), _top_k(runner)) for runner in runners} or {(0, 0)}
+    if len(kinds) != 1:
         raise UnsupportedConfig(
-            f"The MoE layers differ in experts or top-k, which one array cannot express: {sorted(shapes)}."
+            f"The MoE layers differ in experts or top-k, which one array cannot express: {sorted(kinds)}."
         )
-    num_experts, top_k = shapes.pop()
-    return MoELayers(tuple(runners), layer_ids, num_experts, top_k)
+    num_experts, top_k = kinds.pop()
+    return MoELayers(runners, RowShape(layer_ids, num_experts, top_k))
 
 
-def bind(layers: MoELayers, capturer: Capturer) -> None:
+def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> None:
     """Makes every layer write its logical expert ids into its view of the device cache.
 
-    The routers call the function before they map logical to physical ids (expert load balancing), inside the
-    opaque MoE operator, so it works under torch.compile and is recorded by graph capture.
+    The routers do so before they map logical to physical ids (expert load balancing), inside the opaque MoE
+    operator, so it works under torch.compile and is recorded by graph capture.
     """
+    own_tokens = own_tokens_of(dp_rank) if dp_size > 1 else None
     for row, runner in enumerate(layers.runners):
-        runner.router.set_capture_fn(capturer.sink(row))
+        sink = capturer.sink(row, own_tokens)
+        if runner.is_monolithic:
+            experts = _monolithic_experts(runner)
+            runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
+        elif can_write_directly(runner, dp_size):
+            write_directly(runner.router, capturer.cache.view(row))
+        else:
+            runner.router.set_capture_fn(sink)
+
+
+def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
+    """Whether the layer's top-k kernel can be given the device cache's view as its output.
+
+    Only vLLM's default router on CUDA, where the kernel wants int32 ids, and where it sees this rank's tokens only.
+    """
+    return (
+        current_platform.is_cuda()
+        and dp_size == 1
+        and type(runner.router) is FusedTopKRouter
+        and runner._quant_method.topk_indices_dtype in (None, torch.int32)
+    )
+
+
+def write_directly(router: FusedTopKRouter, view: torch.Tensor) -> None:
+    """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its own."""
+    scores = {"softmax": dispatch_topk_softmax_func, "sigmoid": dispatch_topk_sigmoid_func}
+    top_k_kernel = scores[router.scoring_func]()
+
+    def compute_routing(
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert indices_type in (None, torch.int32)
+        ids = view[: hidden_states.shape[0]]
+        weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        source_rows = torch.empty_like(ids)
+        chosen = top_k_kernel(weights, ids, source_rows, router_logits, router.renormalize)
+        return chosen[0], chosen[1]
+
+    router._compute_routing = compute_routing
+
+
+def own_tokens_of(dp_rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that picks data-parallel rank `dp_rank`'s tokens out of a router's ids.
+
+    vLLM's dispatch either routes each rank's tokens where they are, or gathers those of all ranks first, in the
+    order of the ranks.
+    """
+
+    def own_tokens(ids: torch.Tensor) -> torch.Tensor:
+        metadata = get_forward_context().dp_metadata
+        if metadata is None:
+            return ids
+        counts = metadata.num_tokens_across_dp_cpu.tolist()
+        if ids.shape[0] == counts[dp_rank]:
+            return ids
+        if ids.shape[0] == sum(counts):
+            first = sum(counts[:dp_rank])
+            return ids[first : first + counts[dp_rank]]
+        raise RuntimeError(
+            f"a router saw {ids.shape[0]} tokens, which is neither this rank's share nor the sum of {counts}"
+        )
+
+    return own_tokens
 
 
 def _check_capturable(runner: MoERunner) -> None:
     router = runner.router
     if runner.is_monolithic:
-        raise UnsupportedConfig(
-            f"The MoE kernel of layer {runner.layer_id} routes by itself and its choice cannot be read: choose "
-            "another one with --moe-backend, for example --moe-backend triton."
-        )
+        _monolithic_experts(runner)
+        return
     if not isinstance(router, BaseRouter):
         raise UnsupportedConfig(f"The router {type(router).__name__} of layer {runner.layer_id} cannot be captured.")
     if isinstance(router, ZeroExpertRouter):
@@ -71,6 +154,22 @@ def _check_capturable(runner: MoERunner) -> None:
         raise UnsupportedConfig(
             f"The router of layer {runner.layer_id} is captured by something else already: only one can be."
         )
+
+
+def _monolithic_experts(runner: MoERunner) -> Any:
+    """The kernel of a layer that routes by itself, if it can write its choice out.
+
+    Raises:
+        UnsupportedConfig: it cannot.
+    """
+    kernel = getattr(getattr(runner._quant_method, "moe_kernel", None), "impl", None)
+    experts = getattr(kernel, "fused_experts", None)
+    if not (isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture()):
+        raise UnsupportedConfig(
+            f"The MoE kernel {type(experts).__name__} of layer {runner.layer_id} routes by itself and does not say "
+            "how: choose another one with --moe-backend, for example --moe-backend triton."
+        )
+    return experts
 
 
 def _top_k(runner: MoERunner) -> int:

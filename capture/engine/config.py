@@ -74,17 +74,6 @@ REFUSALS = (
         "--prefill-context-parallel-size to 1.",
     ),
     Refusal(
-        "pipeline parallelism",
-        lambda c: c.parallel_config.pipeline_parallel_size > 1,
-        "Routing is not yet gathered from several pipeline stages: set --pipeline-parallel-size 1 and use "
-        "--tensor-parallel-size.",
-    ),
-    Refusal(
-        "data parallelism",
-        lambda c: c.parallel_config.data_parallel_size > 1,
-        "Routing under data parallelism is not yet supported: start one server for each replica.",
-    ),
-    Refusal(
         "sequence-parallel MoE",
         lambda c: c.parallel_config.use_sequence_parallel_moe,
         "Sequence-parallel MoE shows each rank a part of the tokens only: choose an --all2all-backend without it.",

@@ -9,6 +9,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from capture.capturer import Capturer
+from capture.engine.stage import Stage, is_output_rank
 from capture.engine.transport import attach
 from capture.pipeline import PendingRows
 
@@ -20,18 +21,20 @@ class V1Adapter:
         self._runner = runner
         self._capturer = capturer
         self._kv_group = kv_group
+        self._stage = Stage(runner, capturer)
+        self._sends = is_output_rank()
         self._pending: PendingRows | None = None
 
     def post_forward(self, scheduler_output: SchedulerOutput) -> None:
         """Call after the forward pass was launched and before anything else is."""
-        if scheduler_output.total_num_scheduled_tokens == 0:
+        if not self._sends or scheduler_output.total_num_scheduled_tokens == 0:
             return
         batch = self._runner.input_batch
         counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
         offsets = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
         slots = batch.block_table[self._kv_group].slot_mapping.gpu
-        self._pending = self._capturer.submit(slots, offsets)
+        self._pending = self._capturer.submit(slots, offsets, self._stage.upstream)
 
     def post_sample(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput

@@ -8,6 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from capture.capturer import Capturer
+from capture.engine.stage import Stage, is_output_rank
 from capture.engine.transport import AuxOutputs, as_aux_outputs
 from capture.pipeline import PendingRows
 
@@ -19,15 +20,19 @@ class V2Adapter:
         self._runner = runner
         self._capturer = capturer
         self._kv_group = kv_group
+        self._stage = Stage(runner, capturer)
+        self._sends = is_output_rank()
 
     def begin_step(self, metadata: Any) -> None:
         """Called before the forward pass. Nothing to prepare: the device cache is always written from row 0."""
 
-    def prepare_output(self, input_batch: InputBatch) -> "V2Pending":
+    def prepare_output(self, input_batch: InputBatch) -> "V2Pending | None":
         """Called after sampling was launched, on the main stream."""
+        if not self._sends:
+            return None
         offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].astype(np.int64)
         slots = self._runner.block_tables.slot_mappings[self._kv_group]
-        return V2Pending(self._capturer.submit(slots, offsets))
+        return V2Pending(self._capturer.submit(slots, offsets, self._stage.upstream))
 
     def close(self) -> None:
         """Called when the worker shuts down. The buffers go with the capturer."""

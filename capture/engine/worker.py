@@ -3,16 +3,18 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from capture.capturer import Capturer
+from capture.capturer import Capturer, RowShape
 from capture.engine.binding import bind, find_moe_layers
 from capture.engine.config import check_engine_config, full_attention_group
 from capture.engine.scheduler import StepTag
+from capture.engine.stage import gather_stages
 from capture.engine.v1 import V1Adapter
 
 if TYPE_CHECKING or current_platform.is_cpu():
@@ -36,16 +38,18 @@ class _Capture(Worker):
         check_engine_config(self.vllm_config)
         super().load_model(load_dummy_weights=load_dummy_weights)
         layers = find_moe_layers(self.model_runner.get_model())
+        stages = gather_stages(layers.shape)
+        parallel = self.vllm_config.parallel_config
         # Here, so that vLLM's memory profiling sees the buffers and its graphs are captured with them.
         self._capturer = Capturer(
-            layer_ids=layers.layer_ids,
-            num_experts=layers.num_experts,
-            top_k=layers.top_k,
+            shape=RowShape.of_stages(stages),
+            stage_layers=[len(stage.layer_ids) for stage in stages],
+            stage=get_pp_group().rank_in_group,
             max_tokens=self.model_runner.max_num_tokens,
             max_steps_in_flight=self.vllm_config.max_concurrent_batches,
             device=torch.device(self.device),
         )
-        bind(layers, self._capturer)
+        bind(layers, self._capturer, parallel.data_parallel_rank, parallel.data_parallel_size)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -73,12 +77,12 @@ class _Capture(Worker):
 
     def routed_experts_info(self) -> dict[str, Any]:
         """What the rows of this worker mean, and what the capture holds; called over vLLM's collective RPC."""
-        capturer = self._capturer
+        shape = self._capturer.shape
         return {
-            "num_layers": len(capturer.layer_ids),
-            "top_k": capturer.cache.top_k,
-            "num_experts": capturer.num_experts,
-            "layer_ids": list(capturer.layer_ids),
+            "num_layers": len(shape.layer_ids),
+            "top_k": shape.top_k,
+            "num_experts": shape.num_experts,
+            "layer_ids": list(shape.layer_ids),
             "runner": "v2" if self.use_v2_model_runner else "v1",
             "device": torch.device(self.device).type,
             "kv_slots": self._kv_slots,

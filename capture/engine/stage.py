@@ -1,0 +1,70 @@
+"""What a worker is among its ranks, and the way of rows from one pipeline stage to the next."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.sequence import IntermediateTensors
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from capture.capturer import Capturer, RowShape
+from capture.replaced import Replacement
+
+_ROWS = "routed_experts"
+
+REPLACED = (
+    Replacement(
+        GPUModelRunner,
+        "execute_model",
+        why="between receiving a stage's hidden states, running it and sending its own, the worker leaves no room "
+        "for the rows to go with them. Only with pipeline parallelism.",
+        until="vLLM's runners let a connector add to the tensors that go to the next stage.",
+    ),
+)
+
+
+def gather_stages(own: RowShape) -> list[RowShape]:
+    """The row shapes of all pipeline stages, in order."""
+    group = get_pp_group()
+    shapes: list[Any] = [own] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(shapes, own, group=group.cpu_group)
+    return shapes
+
+
+def is_output_rank() -> bool:
+    """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline stage."""
+    return bool(get_pp_group().is_last_rank and get_tp_group().is_first_rank)
+
+
+class Stage:
+    """Sends the rows of this pipeline stage to the next one with the hidden states, and takes those that come.
+
+    Attributes:
+        upstream: [n, layers, K] int32 of the step that was run last; None on the first stage.
+    """
+
+    def __init__(self, runner: GPUModelRunner, capturer: Capturer) -> None:
+        self._capturer = capturer
+        self._execute: Callable[..., Any] = runner.execute_model
+        self.upstream: torch.Tensor | None = None
+        if get_pp_group().world_size > 1:
+            runner.execute_model = self._execute_model
+
+    def _execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if intermediate_tensors is not None:
+            self.upstream = intermediate_tensors.tensors.pop(_ROWS, None)
+        output = self._execute(scheduler_output, intermediate_tensors, *args, **kwargs)
+        if not isinstance(output, IntermediateTensors):
+            return output
+        rows = self._capturer.downstream(scheduler_output.total_num_scheduled_tokens, self.upstream)
+        return IntermediateTensors({**output.tensors, _ROWS: rows})
