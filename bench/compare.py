@@ -1,0 +1,95 @@
+"""Runs the variants side by side, repeat by repeat, and tabulates medians as ratios to the engine without capture."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+Run = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load.
+
+    Attributes:
+        long: length of one more prompt that arrives among the decoding requests; 0 for none.
+    """
+
+    name: str
+    size: int
+    prompt_len: int
+    new_tokens: int
+    long: int = 0
+
+
+@dataclass
+class Host:
+    """A running `bench.engine_host`."""
+
+    variant: str
+    process: subprocess.Popen[str]
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, variant: str, engine: dict[str, Any], device: str, log: Path) -> "Host":
+        command = [sys.executable, "-m", "bench.engine_host", "--variant", variant]
+        command += ["--device", device, "--engine", json.dumps(engine)]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True)
+        host = cls(variant, process)
+        host.info = host._read(log)["info"]
+        return host
+
+    def run(self, case: Case, routing: bool) -> Run:
+        assert self.process.stdin is not None
+        body = {"size": case.size, "prompt_len": case.prompt_len, "new_tokens": case.new_tokens, "long": case.long}
+        self.process.stdin.write(json.dumps({**body, "routing": routing}) + "\n")
+        self.process.stdin.flush()
+        return self._read(None)
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+    def _read(self, log: Path | None) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the engine of variant {self.variant} ended" + (f": see {log}" if log else ""))
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+def interleave(
+    hosts: list[Host], lines: list[tuple[str, Host, bool]], cases: list[Case], repeats: int, results: dict[str, Any]
+) -> None:
+    """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns, after a warm-up."""
+    for case in cases:
+        for host in hosts:
+            host.run(case, routing=False)
+        for repeat in range(repeats):
+            order = lines if repeat % 2 == 0 else lines[::-1]
+            for name, host, routing in order:
+                results.setdefault(case.name, {}).setdefault(name, []).append(host.run(case, routing))
+        print(f"done: {case.name}", file=sys.stderr, flush=True)
+
+
+def table(results: dict[str, Any], baseline: dict[str, str]) -> str:
+    """Markdown: medians, and their ratios to the baseline that ran in the same turns."""
+    head = "| case | variant | tokens/s | to off | TPOT ms | to off | ITL p99 ms | to off | ITL max ms |"
+    rows = [head, "| --- " * (head.count("|") - 1) + "|"]
+    for case, variants in results.items():
+        for name, runs in variants.items():
+            base = variants[baseline[name]]
+            cells = [case, name]
+            for key in ("tokens_per_s", "tpot_ms", "itl_p99_ms"):
+                value, reference = median(run[key] for run in runs), median(run[key] for run in base)
+                cells += [f"{value:.1f}" if value >= 100 else f"{value:.2f}", f"{100 * (value / reference - 1):+.2f} %"]
+            cells.append(f"{median(run['itl_max_ms'] for run in runs):.1f}")
+            rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)

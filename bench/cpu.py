@@ -1,0 +1,45 @@
+"""What the capture costs on this machine's CPU, with the tiny model: a smoke test of the benchmark, and a ratio."""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.compare import Case, Host, interleave, table
+from server.tiny_model import make_tiny_model
+
+CASES = [Case("batch 1", 1, 64, 64), Case("batch 16", 16, 64, 64)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    logs = Path(tempfile.mkdtemp())
+    make_tiny_model(logs / "model")
+    options = {
+        "model": str(logs / "model"),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 2048,
+        "kv_cache_memory_bytes": 64 << 20,
+        "disable_log_stats": True,
+    }
+    off, ours = (Host.start(variant, options, "cpu", logs / f"{variant}.log") for variant in ("off", "ours"))
+    lines = [
+        ("off", off, False),
+        ("captured, not asked for", ours, False),
+        ("returned to every request", ours, True),
+        ("off again", off, False),
+    ]
+    results: dict[str, Any] = {}
+    interleave([off, ours], lines, CASES, args.repeats, results)
+    for host in (off, ours):
+        host.stop()
+    (logs / "results.json").write_text(json.dumps(results))
+    print(table(results, dict.fromkeys(results["batch 1"], "off")))
+
+
+if __name__ == "__main__":
+    main()

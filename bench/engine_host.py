@@ -1,0 +1,121 @@
+"""One engine in a process of its own, driven over standard input and output: a JSON line for each run.
+
+Its load is that of a rollout: requests of one prompt length that decode together, every output read as it comes.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import numpy as np
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from capture.engine.scheduler import PROMPT_START_ARG
+from server.cli import SCHEDULER, WORKERS
+from server.feeds import RowFeed, RowFeeds
+
+VARIANTS = ("off", "vllm", "ours")
+
+
+def make_engine(args: argparse.Namespace) -> AsyncLLM:
+    """The engine of a variant; all else is equal between them."""
+    options: dict[str, Any] = json.loads(args.engine)
+    if args.variant == "vllm":
+        options["enable_return_routed_experts"] = True
+    elif args.variant == "ours":
+        options |= {"worker_cls": WORKERS[args.device], "scheduler_cls": SCHEDULER}
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
+
+
+class Load:
+    """Runs requests on an engine and times their tokens."""
+
+    def __init__(self, engine: AsyncLLM, variant: str) -> None:
+        self._engine = engine
+        self._variant = variant
+        self._vocab = engine.vllm_config.model_config.get_vocab_size()
+        self._random = random.Random(1)
+        self._next_id = 0
+        if variant == "ours":
+            RowFeeds.install(engine.output_processor)
+
+    async def request(self, prompt_len: int, new_tokens: int, routing: bool) -> list[float]:
+        """Arrival times of the tokens of one request, in seconds; checks that its rows came if it asked for them."""
+        self._next_id += 1
+        prompt = tokens_input([self._random.randrange(self._vocab) for _ in range(prompt_len)])
+        params = SamplingParams(
+            max_tokens=new_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={PROMPT_START_ARG: 0} if routing and self._variant == "ours" else None,
+        )
+        times: list[float] = []
+        rows = 0
+        async for output in self._engine.generate(prompt, params, str(self._next_id)):
+            now = time.perf_counter()
+            times += [now] * len(output.outputs[0].token_ids)
+            carried = output.outputs[0].routed_experts
+            if isinstance(carried, RowFeed):
+                taken = carried.take_until(prompt_len + len(times) - 1)
+                rows += 0 if taken is None else len(taken)
+            elif carried is not None:
+                rows += len(carried)
+        expected = (
+            prompt_len + new_tokens - 1 if self._variant == "vllm" or (routing and self._variant == "ours") else 0
+        )
+        if rows != expected:
+            raise RuntimeError(f"{self._variant}: {rows} rows of {expected} came back")
+        return times
+
+    async def batch(self, size: int, prompt_len: int, new_tokens: int, routing: bool, long: int) -> dict[str, float]:
+        """`size` requests at once, and with `long` one more with a prompt of that length among them."""
+        began = time.perf_counter()
+        tasks = [asyncio.create_task(self.request(prompt_len, new_tokens, routing)) for _ in range(size)]
+        if long:
+            await asyncio.sleep(1.0)
+            await self.request(long, 8, routing)
+        times = [np.array(await task) for task in tasks]
+        seconds = max(float(t[-1]) for t in times) - began
+        gaps = np.concatenate([np.diff(t) for t in times])
+        decode = [float(t[-1] - t[0]) / (len(t) - 1) for t in times]
+        return {
+            "tokens_per_s": size * new_tokens / seconds,
+            "tpot_ms": 1e3 * float(np.mean(decode)),
+            "itl_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
+            "itl_max_ms": 1e3 * float(gaps.max()),
+        }
+
+
+async def serve(args: argparse.Namespace, answers: Any) -> None:
+    engine = make_engine(args)
+    load = Load(engine, args.variant)
+    info = (await engine.collective_rpc("routed_experts_info"))[0] if args.variant == "ours" else {}
+    print(json.dumps({"ready": True, "info": info}), file=answers, flush=True)
+    loop = asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        print(json.dumps(await load.batch(**json.loads(line))), file=answers, flush=True)
+    engine.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", choices=VARIANTS, required=True)
+    parser.add_argument("--engine", required=True, help="engine arguments, as JSON")
+    parser.add_argument("--device", choices=sorted(WORKERS), required=True)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engine prints goes to the log, not among the answers
+    asyncio.run(serve(parser.parse_args(), answers))
+
+
+if __name__ == "__main__":
+    main()

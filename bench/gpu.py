@@ -1,0 +1,118 @@
+"""What the capture costs on one GPU, with the shape of Qwen3-30B-A3B and weights that nobody has to download.
+
+Pairs of engines run in turns on the same GPU where two fit (an H200); else one after the other (`--sequential`).
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench.compare import Case, Host, interleave, table
+
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "bos_token_id": 151643,
+}
+
+CASES = [
+    Case("batch 1", 1, 128, 256),
+    Case("batch 64", 64, 128, 256),
+    Case("batch 256", 256, 128, 256),
+    Case("64 + one of 16k", 64, 128, 256, long=16000),
+]
+
+OURS = [("captured, not asked for", False), ("returned to every request", True)]
+
+
+def engine_options(model: Path, kv_cache_bytes: int) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": 20480,
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "gpu_memory_utilization": 0.4,  # only checked against what is free; the KV cache has a size of its own
+        "kv_cache_memory_bytes": kv_cache_bytes,
+        "disable_log_stats": True,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--kv-cache-gib", type=float, default=9.0)
+    parser.add_argument("--sequential", action="store_true", help="one engine at a time")
+    parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
+    parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
+    args = parser.parse_args()
+    logs = args.logs or Path(tempfile.mkdtemp())
+    logs.mkdir(parents=True, exist_ok=True)
+    model = logs / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": args.layers}))
+    options = engine_options(model, int(args.kv_cache_gib * 2**30))
+
+    def start(variant: str) -> Host:
+        return Host.start(variant, options, "cuda", logs / f"{variant}.log")
+
+    results: dict[str, Any] = {}
+    off = start("off")
+    if args.sequential:
+        interleave([off], [("off", off, False), ("off again", off, False)], CASES, args.repeats, results)
+        off.stop()
+    ours = start("ours")
+    lines = [(name, ours, routing) for name, routing in OURS]
+    both = [off, ours]
+    if not args.sequential:
+        lines = [("off", off, False), *lines, ("off again", off, False)]
+    interleave([ours] if args.sequential else both, lines, CASES, args.repeats, results)
+    ours.stop()
+    peer = start("vllm")
+    lines = [("vLLM's own", peer, True)]
+    if not args.sequential:
+        lines.insert(0, ("off, beside vLLM's own", off, False))
+    interleave([peer] if args.sequential else [off, peer], lines, CASES, args.repeats, results)
+    peer.stop()
+    if not args.sequential:
+        off.stop()
+    (logs / "results.json").write_text(json.dumps(results))
+
+    baseline = dict.fromkeys((name for case in results.values() for name in case), "off")
+    if not args.sequential:
+        baseline["vLLM's own"] = baseline["off, beside vLLM's own"] = "off, beside vLLM's own"
+    device = subprocess.run(
+        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    print(f"\n{device.stdout.strip()}, {args.repeats} repeats, {args.layers} layers\n")
+    print(table(results, baseline))
+    print(f"\nours: {ours.info}")
+
+
+if __name__ == "__main__":
+    main()
