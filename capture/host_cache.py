@@ -18,7 +18,9 @@ class HostCache:
     def __init__(self, num_blocks: int, block_size: int, num_layers: int, top_k: int) -> None:
         self.block_size = block_size
         self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, num_layers, top_k), dtype=np.int16)
-        self._by_slot = self._rows.reshape(num_blocks * block_size, num_layers, top_k)
+        # A row as one opaque item: numpy then moves it with one copy and not with a loop over L and K.
+        self._row_type = np.dtype((np.void, num_layers * top_k * self._rows.itemsize))
+        self._by_slot = self._rows.reshape(num_blocks * block_size, -1).view(self._row_type)[:, 0]
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
         self._written: NDArray[np.bool_] = np.zeros((num_blocks, block_size), dtype=np.bool_)
         self._written_by_slot = self._written.reshape(-1)
@@ -30,7 +32,7 @@ class HostCache:
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
-        self._by_slot[slots] = rows
+        self._by_slot[slots] = rows.reshape(len(rows), -1).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -45,7 +47,12 @@ class HostCache:
         Args:
             block_ids: the sequence's block table, from position 0 on.
             first, end: absolute positions, `end` exclusive.
+
+        Raises:
+            ValueError: the block table ends before `end`; the rows behind would be given wrong positions.
         """
+        if len(block_ids) * self.block_size < end:
+            raise ValueError(f"a block table of {len(block_ids)} blocks does not reach position {end}")
         first_block, end_block = first // self.block_size, -(-end // self.block_size)
         blocks = block_ids[first_block:end_block]
         part = slice(first - first_block * self.block_size, end - first_block * self.block_size)
