@@ -21,6 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from capture.engine.scheduler import PROMPT_START_ARG
 from server.cli import SCHEDULER, WORKERS
 from server.feeds import RowFeed, RowFeeds
+from server.launch import keep_small_arrays_in_messages
 
 VARIANTS = ("off", "vllm", "ours")
 
@@ -32,6 +33,7 @@ def make_engine(args: argparse.Namespace) -> AsyncLLM:
         options["enable_return_routed_experts"] = True
     elif args.variant == "ours":
         options |= {"worker_cls": WORKERS[args.device], "scheduler_cls": SCHEDULER}
+        keep_small_arrays_in_messages()
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
 

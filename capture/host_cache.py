@@ -32,7 +32,8 @@ class HostCache:
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
-        self._by_slot[slots] = rows.reshape(len(rows), -1).view(self._row_type)[:, 0]
+        layers, top_k = self._rows.shape[2:]
+        self._by_slot[slots] = rows.reshape(-1, layers * top_k).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

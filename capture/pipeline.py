@@ -173,10 +173,12 @@ class Pipeline:
             upstream: [>= n, layers, K], the rows of the layers that earlier pipeline stages hold.
 
         Raises:
-            ValueError: more tokens than the device cache has rows.
+            ValueError: more tokens than the device cache has rows, or rows of earlier stages are missing.
         """
         cache = self._cache
         n = int(offsets[-1])
+        if (0 if upstream is None else upstream.shape[1]) != self._num_layers - cache.num_layers:
+            raise ValueError("the rows of the earlier pipeline stages did not come with the step")
         if n > cache.max_tokens:
             raise ValueError(f"a step of {n} tokens does not fit the device cache of {cache.max_tokens}")
         staging = self._copier.staging(n * self._words_per_token)

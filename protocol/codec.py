@@ -98,7 +98,8 @@ def decode(
 ) -> NDArray[np.integer[Any]]:
     """The array ([n, L, K]) behind any of the four forms.
 
-    `dtype`, `num_layers` and `top_k` are needed for `raw` only, whose bytes do not say them.
+    `dtype`, `num_layers` and `top_k` are needed for `raw`, whose bytes do not say them. A `list` without rows does not
+    say its shape either.
 
     Raises:
         CodecError: `value` is none of the forms, or `raw` without its shape.
@@ -107,6 +108,8 @@ def decode(
         raw = np.frombuffer(base64.b64decode(value["data"]), dtype=_NUMPY_DTYPES[value["dtype"]])
         return raw.reshape(value["shape"])
     if isinstance(value, list):
+        if not value:
+            return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
         return np.asarray(value, dtype=np.int16)
     if not isinstance(value, str):
         raise CodecError(f"not an array of expert ids: {type(value).__name__}")

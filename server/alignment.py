@@ -68,12 +68,14 @@ class StreamAligner:
 
     Args:
         encoder: how the request wants its arrays.
+        shape: (L, K) of the served model.
         num_choices: `n`, choices for each prompt.
         preface_chunks: chunks that the generator sends before the first one that brings tokens.
     """
 
-    def __init__(self, encoder: Encoder, num_choices: int, preface_chunks: int = 0) -> None:
+    def __init__(self, encoder: Encoder, shape: tuple[int, int], num_choices: int, preface_chunks: int = 0) -> None:
         self._encoder = encoder
+        self._shape = shape
         self._options = encoder.options
         self._num_choices = num_choices
         self._preface_chunks = preface_chunks
@@ -106,13 +108,14 @@ class StreamAligner:
             state.feed = choice.routed_experts
             choice.routed_experts = None
         state.generated += len(choice.token_ids)
-        if state.feed is None:
-            return
         end = prompt_len + state.generated - 1
-        rows = state.feed.take_until(end - start)
+        complete = choice.finish_reason in ("stop", "length", "repetition")
+        rows = state.feed.take_until(end - start) if state.feed is not None else None
         if rows is None:
-            return
-        if choice.finish_reason in ("stop", "length", "repetition") and state.next_row + len(rows) < end:
+            if not complete:
+                return
+            rows = np.empty((0, *self._shape), dtype=np.int16)
+        if complete and state.next_row + len(rows) < end:
             lost = end - state.next_row - len(rows)
             logger.error("Request %s: %d rows did not arrive and are sent as -1.", output.request_id, lost)
             rows = np.concatenate([rows, np.full((lost, *rows.shape[1:]), codec.UNKNOWN, dtype=np.int16)])

@@ -1,6 +1,7 @@
 """Fills in vLLM's `serve` arguments and runs it."""
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,13 +18,20 @@ _TINY_KV_CACHE_BYTES = 64 << 20
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off."""
+    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off.
+
+    Raises:
+        CommandError: vLLM's parser refuses them, such as a name for a model that is not given.
+    """
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="routed-experts")
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve.usage = "routed-experts serve [MODEL] [options]"
     serve.set_defaults(enable_return_routed_experts=True)
-    args: argparse.Namespace = parser.parse_args(["serve", *argv])
+    try:
+        args: argparse.Namespace = parser.parse_args(["serve", *argv])
+    except ValueError as error:
+        raise CommandError(str(error)) from None
     return args
 
 
@@ -72,6 +80,16 @@ def fill_in(args: argparse.Namespace, scheduler: str, workers: Mapping[str, str]
         raise CommandError("Only CUDA and CPU are supported: add --no-enable-return-routed-experts.")
     args.scheduler_cls = scheduler
     args.worker_cls = workers[device]
+    keep_small_arrays_in_messages()
+
+
+def keep_small_arrays_in_messages() -> None:
+    """Has the engine send the rows of a decoding step inside its message, not as a message part for each request.
+
+    vLLM sends arrays above a threshold apart, to spare a copy; at a few hundred requests with a row each, the parts
+    cost more than the copy. A value that the user has set stays.
+    """
+    os.environ.setdefault("VLLM_MSGPACK_ZERO_COPY_THRESHOLD", str(16 << 10))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,8 +1,7 @@
 """The three routes: the two extended ones take the place of vLLM's, the third is new."""
 
 from collections.abc import AsyncGenerator
-from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated
 
 import orjson
 from fastapi import APIRouter, Depends, Request
@@ -10,6 +9,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from protocol import codec
 from protocol.models import RoutedExpertsInfo, RoutingOptions
+from server import schemas
 from server.requests import RoutedChatRequest, RoutedCompletionRequest, check_routing_fields
 from server.routing import Routing
 from server.serving import OPT_IN, _RoutedServing
@@ -28,17 +28,17 @@ from server.vllm_api import (
 router = APIRouter()
 
 _METRICS_HEADER = "endpoint-load-metrics-format"
-_RESPONSES: dict[int | str, dict[str, Any]] = {
-    HTTPStatus.OK.value: {"content": {"text/event-stream": {}}},
-    HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse},
-    HTTPStatus.NOT_FOUND.value: {"model": ErrorResponse},
-    HTTPStatus.INTERNAL_SERVER_ERROR.value: {"model": ErrorResponse},
-    HTTPStatus.NOT_IMPLEMENTED.value: {"model": ErrorResponse},
-}
 Options = Annotated[RoutingOptions | None, Depends(check_routing_fields)]
 
 
-@router.post("/v1/completions", dependencies=[Depends(validate_json_request)], responses=_RESPONSES)
+@router.post(
+    "/v1/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.generate_responses(
+        schemas.RoutedCompletionResponse, schemas.COMPLETION_ANSWER, schemas.COMPLETION_STREAM
+    ),
+    openapi_extra=schemas.request_example(schemas.COMPLETION_REQUEST),
+)
 @with_cancellation
 @load_aware_call
 async def create_completion(request: RoutedCompletionRequest, raw_request: Request, options: Options) -> Response:
@@ -52,7 +52,12 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
     return _respond(answer, serving, request, raw_request, is_list)
 
 
-@router.post("/v1/chat/completions", dependencies=[Depends(validate_json_request)], responses=_RESPONSES)
+@router.post(
+    "/v1/chat/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.generate_responses(schemas.RoutedChatResponse, schemas.CHAT_ANSWER, schemas.CHAT_STREAM),
+    openapi_extra=schemas.request_example(schemas.CHAT_REQUEST),
+)
 @with_cancellation
 @load_aware_call
 async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, options: Options) -> Response:
@@ -65,7 +70,7 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
     return _respond(answer, serving, request, raw_request, is_list=False)
 
 
-@router.get("/v1/routed_experts", responses={HTTPStatus.BAD_REQUEST.value: {"model": ErrorResponse}})
+@router.get("/v1/routed_experts", responses=schemas.info_responses())
 async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     """What the arrays of routed experts mean for the served model."""
     routing: Routing | None = raw_request.app.state.routing

@@ -70,6 +70,10 @@ class _RoutedServing:
         assert self.routing is not None
         return Encoder(options, codec.resolve_dtype(options.dtype, self.routing.num_experts))
 
+    def aligner(self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0) -> StreamAligner:
+        assert self.routing is not None
+        return StreamAligner(self.encoder(options), self.routing.shape, num_choices, preface_chunks)
+
 
 def _options(request: Any) -> RoutingOptions | None:
     return request._options if isinstance(request, RoutedCompletionRequest | RoutedChatRequest) else None
@@ -101,7 +105,7 @@ class RoutedServingCompletion(_RoutedServing, OpenAIServingCompletion):
         options = _options(request)
         if options is None:
             return super().completion_stream_generator(request, engine_inputs, result_generator, *args, **kwargs)
-        aligner = StreamAligner(self.encoder(options), num_choices=request.n)
+        aligner = self.aligner(options, num_choices=request.n)
         return aligner.rewrite(
             super().completion_stream_generator(
                 request, engine_inputs, aligner.watch(result_generator), *args, **kwargs
@@ -155,7 +159,7 @@ class RoutedServingChat(_RoutedServing, OpenAIServingChat):
         last = conversation[-1] if conversation else {}
         if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
             preface += num_choices
-        aligner = StreamAligner(self.encoder(options), num_choices=num_choices, preface_chunks=preface)
+        aligner = self.aligner(options, num_choices, preface)
         watched = aligner.watch(result_generator)
         return aligner.rewrite(make(request, watched, request_id, model_name, conversation, *args, **kwargs))
 

@@ -69,7 +69,8 @@ class SchedulerConnector:
         """Starts tracking a request that opted in."""
         params = request.sampling_params
         prompt_start = params.extra_args.get(PROMPT_START_ARG) if params and params.extra_args else None
-        if prompt_start is not None:
+        # Our endpoints set it; at others, whose `extra_args` clients may set, anything can be in it.
+        if isinstance(prompt_start, int) and prompt_start >= 0:
             self._tracked[request.request_id] = RequestRows(next_row=min(prompt_start, request.num_prompt_tokens))
 
     def request_finished(self, request: Request) -> None:

@@ -102,16 +102,22 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(model: Path, log: Path, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A running server for `model`; `flags` are those of `routed-experts serve`."""
+def serving(
+    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, module: str = "server.cli"
+) -> Iterator[Server]:
+    """A running server for `model`; `flags` are those of `routed-experts serve`, which `module` runs."""
     port = free_port()
     command = [
-        *(sys.executable, "-m", "server.cli", "serve", str(model), "--served-model-name", "tiny"),
+        *(sys.executable, "-m", module, "serve", str(model), "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", str(port), *flags),
     ]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **FULL_PRECISION, **(env or {})}
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **FULL_PRECISION, **(env or {})},
         )
     server = Server(model, f"http://127.0.0.1:{port}", process, log)
     try:

@@ -202,7 +202,9 @@ def test_forms_and_dtypes(server: Server, dtype: str) -> None:
 
 
 def test_usage_chunk_has_no_rows(server: Server) -> None:
-    chunks = server.stream(prompt="abc", max_tokens=3, return_routed_experts=True, stream_options={"include_usage": True})
+    chunks = server.stream(
+        prompt="abc", max_tokens=3, return_routed_experts=True, stream_options={"include_usage": True}
+    )
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 3
     assert "prompt_routed_experts" not in chunks[-1]
@@ -230,7 +232,12 @@ def test_32_concurrent_streams_with_mixed_options(server: Server, oracle: Oracle
         shared = prompt_of(96, seed=99)[: rng.randrange(0, 97)]
         prompt = [*shared, *prompt_of(length, seed=1000 + index)]
         start = rng.choice([0, 0, len(prompt) // 2, len(prompt)])
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": rng.randrange(1, 40), "temperature": rng.choice([0, 1])}
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": rng.randrange(1, 40),
+            "temperature": rng.choice([0, 1]),
+        }
         if index % 4 == 3:  # without the opt-in, among the others
             body["stream"] = True
         else:

@@ -1,0 +1,116 @@
+"""Writes the description of the API, from the routes as the server declares them.
+
+python -m server.openapi openapi.yaml          writes the file
+python -m server.openapi --check openapi.yaml  fails if the file is not what it would write
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+from fastapi import FastAPI
+
+from server.routes import router
+
+DESCRIPTION = """\
+An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
+A request that does not ask for them gets what vLLM answers, and all of vLLM's other endpoints are served as well.
+
+P is the number of prompt tokens, G of generated tokens, L of MoE layers (dense layers are not counted), K of experts
+per token. Row p holds the `[L, K]` logical expert ids that the token at absolute position p was routed to in its
+forward pass, in the order of the layers, experts in the router's own order. The last generated token never enters a
+forward pass, so a finished request has P + G - 1 rows: P prompt rows and G - 1 generated rows. A row that the server
+cannot know is filled with -1 and counted in `missing`.
+
+To decode the default form:
+
+    np.frombuffer(base64.b64decode(a["data"]), dtype=a["dtype"]).reshape(a["shape"])
+"""
+
+_REF = "#/components/schemas/"
+
+
+def describe() -> dict[str, Any]:
+    """The OpenAPI description of our routes, and of nothing else of vLLM's."""
+    app = FastAPI(
+        title="routed-experts-server", version=version("routed-experts-server"), description=DESCRIPTION.strip()
+    )
+    app.include_router(router)
+    spec = app.openapi()
+    schemas = spec["components"]["schemas"]
+    spec["components"]["schemas"] = {name: schemas[name] for name in sorted(_reachable(spec["paths"], schemas))}
+    return spec
+
+
+def _reachable(part: Any, schemas: dict[str, Any]) -> set[str]:
+    """Names of the schemas that `part` of a description refers to, directly or through others."""
+    found: set[str] = set()
+    waiting = [part]
+    while waiting:
+        for ref in _references(waiting.pop()):
+            if ref not in found:
+                found.add(ref)
+                waiting.append(schemas[ref])
+    return found
+
+
+def _references(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        ref = part.get("$ref")
+        if isinstance(ref, str) and ref.startswith(_REF):
+            yield ref.removeprefix(_REF)
+        for value in part.values():
+            yield from _references(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from _references(value)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as blocks, and everything that occurs twice out again."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
+    is_shape = bool(items) and all(isinstance(item, int) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_shape)
+
+
+_Dumper.add_representer(str, _represent_text)
+_Dumper.add_representer(list, _represent_list)
+
+
+def render() -> str:
+    """The text of `openapi.yaml`."""
+    head = "# Made from the routes by `make spec`; a test compares the two.\n"
+    return head + yaml.dump(describe(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes or checks the file named on the command line."""
+    parser = argparse.ArgumentParser(prog="python -m server.openapi", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    parser.add_argument("file", type=Path)
+    args = parser.parse_args(argv)
+    text = render()
+    if not args.check:
+        args.file.write_text(text, encoding="utf-8")
+        return 0
+    if not args.file.exists() or args.file.read_text(encoding="utf-8") != text:
+        print(f"{args.file} is not what the server's routes say: run `make spec`.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

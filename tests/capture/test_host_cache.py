@@ -1,0 +1,99 @@
+"""Rows that live and die with the KV of their tokens."""
+
+import numpy as np
+import pytest
+
+from capture.host_cache import UNKNOWN, HostCache
+
+BLOCK, L, K = 4, 2, 3
+
+
+@pytest.fixture
+def cache() -> HostCache:
+    return HostCache(num_blocks=8, block_size=BLOCK, num_layers=L, top_k=K)
+
+
+def rows_of(*positions: int) -> np.ndarray:
+    """Rows [n, L, K] that say which position they belong to."""
+    return np.stack([np.full((L, K), position, dtype=np.int16) for position in positions])
+
+
+def slots_of(block_ids: list[int], *positions: int) -> np.ndarray:
+    return np.array([block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in positions], dtype=np.int64)
+
+
+def write(cache: HostCache, block_ids: list[int], *positions: int) -> None:
+    cache.write(slots_of(block_ids, *positions), rows_of(*positions))
+
+
+def read(cache: HostCache, block_ids: list[int], first: int, end: int) -> list[int]:
+    rows = cache.read(np.array(block_ids, dtype=np.int64), first, end)
+    assert rows.shape == (end - first, L, K)
+    assert (rows == rows[:, :1, :1]).all()
+    return [int(value) for value in rows[:, 0, 0]]
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 10), (0, 4), (3, 5), (4, 8), (5, 6), (7, 9), (9, 10), (4, 4), (0, 0)])
+def test_reads_follow_the_block_table(cache: HostCache, first: int, end: int) -> None:
+    blocks = [5, 0, 7]
+    write(cache, blocks, *range(10))
+    assert read(cache, blocks, first, end) == list(range(first, end))
+
+
+def test_slots_that_were_never_written_are_unknown(cache: HostCache) -> None:
+    """The memory is not cleared at the start: what lies there may look like ids."""
+    cache._rows[:] = 3
+    write(cache, [2, 1], 1, 2, 6)
+    assert read(cache, [2, 1], 0, 8) == [UNKNOWN, 1, 2, UNKNOWN, UNKNOWN, UNKNOWN, 6, UNKNOWN]
+
+
+def test_a_step_without_rows(cache: HostCache) -> None:
+    cache.write(np.empty(0, dtype=np.int64), np.empty((0, L, K), dtype=np.int16))
+    assert read(cache, [0], 0, 1) == [UNKNOWN]
+
+
+def test_reading_changes_nothing(cache: HostCache) -> None:
+    write(cache, [0], 0, 1)
+    rows = cache.read(np.array([0], dtype=np.int64), 0, 4)
+    rows[:] = 9
+    assert read(cache, [0], 0, 4) == [0, 1, UNKNOWN, UNKNOWN]
+
+
+def test_a_block_that_is_used_again(cache: HostCache) -> None:
+    """New KV overwrites old KV, and new rows old rows."""
+    write(cache, [3], 0, 1, 2, 3)
+    cache.write(slots_of([3], 0, 1), rows_of(40, 41))
+    assert read(cache, [3], 0, 4) == [40, 41, 2, 3]
+
+
+def test_a_prefix_that_two_sequences_share(cache: HostCache) -> None:
+    write(cache, [1, 2], *range(8))
+    cache.write(slots_of([1, 4], 4, 5), rows_of(14, 15))
+    assert read(cache, [1, 4], 0, 6) == [0, 1, 2, 3, 14, 15]
+    assert read(cache, [1, 2], 0, 6) == [0, 1, 2, 3, 4, 5]
+
+
+def test_copied_blocks_bring_their_rows(cache: HostCache) -> None:
+    write(cache, [1], 0, 1)
+    cache.copy_blocks([(1, 6)])
+    write(cache, [1], 2)
+    assert read(cache, [6], 0, 4) == [0, 1, UNKNOWN, UNKNOWN]
+    assert read(cache, [1], 0, 4) == [0, 1, 2, UNKNOWN]
+
+
+def test_copies_are_made_in_order(cache: HostCache) -> None:
+    write(cache, [1], 0)
+    cache.copy_blocks([(1, 2), (2, 3)])
+    assert read(cache, [3], 0, 1) == [0]
+
+
+def test_a_block_table_that_is_too_short_is_an_error(cache: HostCache) -> None:
+    """Fewer rows than asked for would put those that follow at wrong positions."""
+    write(cache, [1], 0, 1, 2, 3)
+    with pytest.raises(ValueError, match="block table"):
+        cache.read(np.array([1], dtype=np.int64), 2, 6)
+
+
+def test_nbytes_is_the_whole_of_the_memory(cache: HostCache) -> None:
+    slots = 8 * BLOCK
+    assert cache.nbytes == slots * L * K * 2 + slots

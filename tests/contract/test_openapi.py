@@ -1,0 +1,200 @@
+"""`openapi.yaml` says what the server serves: no less, no more, and its examples are true."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import orjson
+import pytest
+import yaml
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+
+from protocol.codec import decode
+from protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
+from server import cli, launch, openapi, schemas
+from server.requests import RoutedChatRequest, RoutedCompletionRequest
+from server.routes import router
+
+FILE = Path(__file__).parents[2] / "openapi.yaml"
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+
+@pytest.fixture(scope="module")
+def spec() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(FILE.read_text(encoding="utf-8"))
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def served() -> dict[str, Any]:
+    """What vLLM's whole application says of itself, with our plugin attached by vLLM."""
+    from vllm.entrypoints.launchers.app import build_app
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_PLUGINS", "")
+        cli.allow_plugin()
+        args = launch.parse(["model"])
+        app: FastAPI = build_app(args, ("generate",))
+    return app.openapi()
+
+
+def operations(spec: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in spec["paths"].items():
+        for method, operation in item.items():
+            yield path, method, operation
+
+
+def validate(spec: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    """Checks `value` against a schema of the file, whose references are to its components."""
+    jsonschema.Draft202012Validator({**schema, "components": spec["components"]}).validate(value)
+
+
+def check_array(array: dict[str, Any], start: int) -> np.ndarray:
+    """Decodes an array of an example; its ids must be possible for the tiny model."""
+    rows = decode(array)  # type: ignore[arg-type]
+    assert rows.shape[1:] == (schemas.INFO_ANSWER["num_layers"], schemas.INFO_ANSWER["top_k"])
+    assert (array["start"], array["missing"]) == (start, 0)
+    ordered = np.sort(rows, axis=2)
+    assert (ordered[:, :, 1:] > ordered[:, :, :-1]).all()
+    assert ordered.min() >= 0
+    assert ordered.max() < schemas.INFO_ANSWER["num_experts"]
+    return rows
+
+
+def content(spec: dict[str, Any], path: str, code: str = "200", kind: str = "application/json") -> dict[str, Any]:
+    method = "get" if path == "/v1/routed_experts" else "post"
+    found: dict[str, Any] = spec["paths"][path][method]["responses"][code]["content"][kind]
+    return found
+
+
+def test_the_file_is_what_the_routes_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert openapi.main(["--check", str(FILE)]) == 0
+    assert openapi.main([str(tmp_path / "made.yaml")]) == 0
+    assert (tmp_path / "made.yaml").read_text(encoding="utf-8") == FILE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_stale_file_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str], exists: bool) -> None:
+    stale = tmp_path / "openapi.yaml"
+    if exists:
+        stale.write_text(FILE.read_text(encoding="utf-8").replace("start", "begin"), encoding="utf-8")
+    assert openapi.main(["--check", str(stale)]) == 1
+    assert "run `make spec`" in capsys.readouterr().err
+
+
+def test_our_routes_are_in_the_file_and_nothing_else(spec: dict[str, Any]) -> None:
+    ours = {
+        (route.path, method.lower())
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods
+    }
+    assert {(path, method) for path, method, _ in operations(spec)} == ours
+    assert len(ours) == 3
+
+
+def test_vllms_application_serves_the_file(spec: dict[str, Any], served: dict[str, Any]) -> None:
+    """Our routes have taken the place of vLLM's, and say the same there."""
+    for path, method, operation in operations(spec):
+        assert served["paths"][path][method] == operation
+
+
+def test_fields_of_the_file_and_of_vllms_application(spec: dict[str, Any], served: dict[str, Any]) -> None:
+    """Names only: where vLLM has two models of one name, the references of the two descriptions differ."""
+    ours = [name for name in spec["components"]["schemas"] if name.startswith(("Routed", "Capture", "Error"))]
+    assert len(ours) == 11
+    for name in ours:
+        here, there = spec["components"]["schemas"][name], served["components"]["schemas"][name]
+        assert set(here["properties"]) == set(there["properties"]), name
+        assert here.get("required") == there.get("required"), name
+
+
+@pytest.mark.parametrize("model", [RoutedCompletionRequest, RoutedChatRequest])
+def test_every_field_of_a_request_is_in_the_file(spec: dict[str, Any], model: Any) -> None:
+    properties = spec["components"]["schemas"][model.__name__]["properties"]
+    assert set(properties) == set(model.model_fields)
+    for name, field in RoutingFields.model_fields.items():
+        assert properties[name]["description"] == field.description
+
+
+def test_every_reference_is_defined_and_every_definition_used(spec: dict[str, Any]) -> None:
+    assert openapi._reachable(spec["paths"], spec["components"]["schemas"]) == set(spec["components"]["schemas"])
+
+
+def test_rows_are_described_as_absent_and_not_null(spec: dict[str, Any]) -> None:
+    for name, field in [
+        ("RoutedCompletionResponse", "prompt_routed_experts"),
+        ("RoutedCompletionChoice", "routed_experts"),
+        ("RoutedChatResponse", "prompt_routed_experts"),
+        ("RoutedChatChoice", "routed_experts"),
+    ]:
+        schema = spec["components"]["schemas"][name]
+        described = schema["properties"][field]
+        assert "default" not in described
+        assert field not in schema.get("required", [])
+        assert {"type": "null"} not in described["anyOf"]
+        assert {"$ref": "#/components/schemas/RoutedExpertsArray"} in described["anyOf"]
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_errors_are_vllms_and_not_fastapis(spec: dict[str, Any], path: str) -> None:
+    responses = spec["paths"][path]["post"]["responses"]
+    assert {"200", "400", "404", "500", "501"} <= set(responses)
+    for code, response in responses.items():
+        if code != "200":
+            assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
+
+
+def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
+    count = 0
+    for _, _, operation in operations(spec):
+        bodies = [operation.get("requestBody", {}), *operation["responses"].values()]
+        for body in bodies:
+            described = body.get("content", {}).get("application/json", {})
+            if "example" in described:
+                validate(spec, described["schema"], described["example"])
+                count += 1
+    assert count == 2 + 3 + 3  # requests, answers, errors
+
+
+@pytest.mark.parametrize(("path", "model"), zip(GENERATING, (RoutedCompletionRequest, RoutedChatRequest), strict=True))
+def test_example_requests_are_accepted(spec: dict[str, Any], path: str, model: Any) -> None:
+    example = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+    model.model_validate(example)
+    assert parse_options(example) is not None
+
+
+@pytest.mark.parametrize(("path", "start"), zip(GENERATING, (0, 19), strict=True))
+def test_example_answers_have_all_their_rows(spec: dict[str, Any], path: str, start: int) -> None:
+    answer = content(spec, path)["example"]
+    prompt_tokens, tokens = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+    prompt_rows = check_array(answer["prompt_routed_experts"], start)
+    rows = check_array(answer["choices"][0]["routed_experts"], prompt_tokens)
+    assert len(prompt_rows) == prompt_tokens - start
+    assert len(rows) == tokens - 1
+
+
+@pytest.mark.parametrize("path", GENERATING)
+def test_example_streams_are_the_same_answers(spec: dict[str, Any], path: str) -> None:
+    events = content(spec, path, kind="text/event-stream")["example"].split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    chunks = [orjson.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    answer = content(spec, path)["example"]
+    assert [chunk.get("prompt_routed_experts") for chunk in chunks] == [
+        answer["prompt_routed_experts"],
+        *([None] * (len(chunks) - 1)),
+    ]
+    arrays = [chunk["choices"][0]["routed_experts"] for chunk in chunks if "routed_experts" in chunk["choices"][0]]
+    rows = [check_array(array, array["start"]) for array in arrays]
+    whole = answer["choices"][0]["routed_experts"]
+    assert arrays[0]["start"] == whole["start"]
+    assert np.array_equal(np.concatenate(rows), check_array(whole, whole["start"]))
+
+
+def test_example_of_the_info_is_whole(spec: dict[str, Any]) -> None:
+    example = content(spec, "/v1/routed_experts")["example"]
+    assert RoutedExpertsInfo.model_validate(example).model_dump() == example
+    assert len(example["layer_ids"]) == example["num_layers"]

@@ -1,0 +1,550 @@
+"""Every place where this project holds on to vLLM, inspected without an engine: what a new version has to keep."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import vllm
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.plugins.endpoint_plugins.interface import EndpointPlugin
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from capture.engine import config, scheduler, worker
+from capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config, check_vllm_version
+from protocol.codec import CodecError
+from protocol.models import FieldError
+from server import requests, serving, vllm_api
+from server.cli import CommandError
+from server.plugin import RoutedExpertsPlugin
+from server.probe import ProbeError
+
+ROOT = Path(__file__).parents[2]
+VLLM = Path(vllm.__file__).parent
+PACKAGES = ("protocol", "server", "capture")
+MAY_IMPORT_VLLM = ("capture/engine/", "server/vllm_api.py", "server/launch.py")
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Every file of the three packages: its path below the root, and what is in it."""
+    for package in PACKAGES:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            yield str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Names of the modules that a file imports, within functions too."""
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def imports_of(tree: ast.Module, package: str) -> set[str]:
+    return {name for name in imports(tree) if name == package or name.startswith(package + ".")}
+
+
+def replacements() -> list[Any]:
+    """What all modules of ours say that they replace."""
+    found: list[Any] = []
+    for path, _ in sources():
+        if path.startswith(("server/", "capture/")) and path not in ("server/cli.py", "server/__init__.py"):
+            module = importlib.import_module(path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
+            here = vars(module).get("REPLACED", ())
+            found += [entry for entry in here if entry not in found]
+    return found
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def assigned(cls: type, attribute: str) -> bool:
+    """Whether `cls` has the attribute, or one of its methods sets it."""
+    lines = "".join(inspect.getsource(base) for base in cls.__mro__ if base.__module__.startswith("vllm"))
+    return hasattr(cls, attribute) or bool(re.search(rf"\bself\.{attribute}\b(: [^=]+)? =", lines))
+
+
+def calls_on(path: str, attribute: str) -> dict[str, set[int]]:
+    """The methods that a file of vLLM's calls on `self.<attribute>`, and with how many arguments."""
+    found: dict[str, set[int]] = {}
+    for node in ast.walk(ast.parse((VLLM / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            on = node.func.value
+            if isinstance(on, ast.Attribute) and on.attr == attribute:
+                found.setdefault(node.func.attr, set()).add(len(node.args) + len(node.keywords))
+    return found
+
+
+# ---- our side: who may know vLLM ----
+
+
+def test_only_the_named_files_import_vllm() -> None:
+    found = {path for path, tree in sources() if imports_of(tree, "vllm")}
+    assert [path for path in found if not path.startswith(MAY_IMPORT_VLLM)] == []
+
+
+def test_layers() -> None:
+    """`protocol` knows nothing of ours, `capture` nothing of the server."""
+    for path, tree in sources():
+        if path.startswith("protocol/"):
+            assert not imports_of(tree, "server") | imports_of(tree, "capture"), path
+            assert not imports_of(tree, "torch"), path
+        if path.startswith("capture/"):
+            assert not imports_of(tree, "server"), path
+
+
+def test_the_codec_needs_numpy_only(tmp_path: Path) -> None:
+    """In an interpreter that finds nothing but the standard library, numpy and `protocol`."""
+    site = Path(np.__file__).parents[1]
+    for entry in (*site.glob("numpy"), *site.glob("numpy.libs"), ROOT / "protocol"):
+        (tmp_path / entry.name).symlink_to(entry)
+    code = f"""
+import sys
+sys.path.append({str(tmp_path)!r})
+import numpy as np
+from protocol.codec import decode, encode
+rows = np.arange(24, dtype=np.int16).reshape(3, 2, 4)
+assert (decode(encode(rows, fmt="object", dtype="int16", start=0)) == rows).all()
+heavy = {{"torch", "vllm", "pydantic", "fastapi", "orjson", "transformers"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
+
+
+def test_the_key_of_the_opt_in_is_one() -> None:
+    """Written twice, because the two processes share no module that knows it."""
+    assert requests.PROMPT_START_ARG == scheduler.PROMPT_START_ARG
+
+
+def test_the_bare_capture_does_not_load_vllm() -> None:
+    code = """
+import sys
+import capture.capturer, capture.device_cache, capture.host_cache, capture.pipeline, capture.split
+assert "vllm" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+
+
+# ---- what is replaced ----
+
+
+def test_everything_replaced_exists() -> None:
+    found = replacements()
+    assert {entry.attribute for entry in found} >= {"process_outputs", "__class__"}
+    for entry in found:
+        assert hasattr(entry.owner, entry.attribute), entry
+        assert entry.owner.__module__.startswith("vllm."), entry
+        assert entry.why.endswith("."), entry
+        assert entry.until.endswith("."), entry
+
+
+def test_nothing_is_replaced_by_importing() -> None:
+    """Installing is an explicit call, and on instances only: vLLM's classes stay as they are."""
+    for entry in replacements():
+        if entry.attribute != "__class__":
+            assert inspect.unwrap(getattr(entry.owner, entry.attribute)).__module__.startswith("vllm."), entry
+
+
+def test_the_output_handler_looks_up_what_is_replaced_at_each_call() -> None:
+    source = inspect.getsource(vllm_api.AsyncLLM._run_output_handler)
+    assert "output_processor.process_outputs(" in source
+    assert parameters(vllm_api.OutputProcessor.process_outputs)[:2] == ["self", "engine_core_outputs"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "base"),
+    [
+        (serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
+        (serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+    ],
+)
+def test_adopting_twice_is_harmless(cls: Any, base: type) -> None:
+    instance = object.__new__(base)
+    for _ in range(2):
+        serving.adopt(instance, cls, None)
+        assert type(instance) is cls
+        assert instance.routing is None  # type: ignore[attr-defined]
+
+
+def test_adopting_another_class_is_refused() -> None:
+    class Derived(vllm_api.OpenAIServingChat):
+        pass
+
+    for other in (Derived, vllm_api.OpenAIServingCompletion):
+        with pytest.raises(TypeError, match="is not the class that RoutedServingChat extends"):
+            serving.adopt(object.__new__(other), serving.RoutedServingChat, None)
+
+
+# ---- what is overridden ----
+
+NEW_METHODS = {"routed_experts_info"}
+OVERRIDING = [
+    (serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
+    (serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+    (requests.RoutedCompletionRequest, vllm_api.CompletionRequest),
+    (requests.RoutedChatRequest, vllm_api.ChatCompletionRequest),
+    (scheduler._Capture, Scheduler),
+    (scheduler._Capture, AsyncScheduler),
+    (worker._Capture, Worker),
+    (worker._Capture, CPUWorker),
+]
+
+
+@pytest.mark.parametrize(("cls", "base"), OVERRIDING)
+def test_overridden_methods_are_vllms_and_take_its_arguments(cls: type, base: type) -> None:
+    """Each method of ours takes at least the positional arguments of vLLM's, by the same names."""
+    methods = {name for name, value in vars(cls).items() if inspect.isfunction(value) and not name.startswith("_")}
+    methods -= NEW_METHODS | {"collect", "_collecting"}
+    assert methods
+    for name in methods:
+        theirs = inspect.signature(getattr(base, name)).parameters
+        ours = inspect.signature(getattr(cls, name)).parameters
+        takes_all = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in ours.values())
+        named = [p for p in ours if p not in ("args", "kwargs")]
+        assert list(theirs)[: len(named)] == named, f"{base.__name__}.{name}{tuple(theirs)}"
+        assert takes_all or len(named) == len(theirs), f"{base.__name__}.{name} has arguments that ours does not take"
+
+
+@pytest.mark.parametrize(
+    ("caller", "names"),
+    [
+        (
+            vllm_api.OpenAIServingCompletion._create_completion,
+            ["render_completion_request", "completion_stream_generator", "request_output_to_completion_response"],
+        ),
+        (
+            vllm_api.OpenAIServingChat._create_chat_completion,
+            ["render_chat_request", "chat_completion_stream_generator", "chat_completion_full_generator"],
+        ),
+        (vllm_api.OpenAIServingCompletion.create_completion, ["_create_completion"]),
+        (vllm_api.OpenAIServingChat.create_chat_completion, ["_create_chat_completion"]),
+    ],
+)
+def test_overridden_methods_are_called(caller: Callable[..., Any], names: list[str]) -> None:
+    source = inspect.getsource(caller)
+    for name in names:
+        assert f"self.{name}(" in source
+
+
+def test_methods_that_ours_call() -> None:
+    for base in (vllm_api.OpenAIServingCompletion, vllm_api.OpenAIServingChat):
+        assert parameters(base._extract_prompt_len) == ["self", "prompt"]
+    assert parameters(vllm_api.OpenAIServingChat.get_chat_request_role) == ["self", "request"]
+    assert {"method"} <= set(parameters(vllm_api.AsyncLLM.collective_rpc))
+    generate = parameters(vllm_api.AsyncLLM.generate)
+    assert generate[1:4] == ["prompt", "sampling_params", "request_id"]
+    assert "data_parallel_rank" in generate
+    assert len(parameters(vllm_api.with_sse_keep_alive)) == 2
+
+
+def test_fields_of_requests_that_ours_read() -> None:
+    for model in (vllm_api.CompletionRequest, vllm_api.ChatCompletionRequest):
+        assert {"n", "echo", "use_beam_search", "stream", "routed_experts_prompt_start"} <= set(model.model_fields)
+    assert "extra_args" in parameters(SamplingParams)
+    assert hasattr(SamplingParams(), "routed_experts_prompt_start")
+
+
+def test_routing_fields_win_over_vllms_of_the_same_name() -> None:
+    for model in (requests.RoutedCompletionRequest, requests.RoutedChatRequest):
+        field = model.model_fields["routed_experts_prompt_start"]
+        assert field.description == requests.RoutingFields.model_fields["routed_experts_prompt_start"].description
+
+
+def test_outputs_carry_rows() -> None:
+    assert "routed_experts" in vllm_api.EngineCoreOutput.__struct_fields__
+    assert "routed_experts" in vllm_api.CompletionOutput.__dataclass_fields__
+    assert "aux_output_connector_output" in ModelRunnerOutput.__dataclass_fields__
+    assert {
+        "aux_output_connector_metadata",
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "kv_cache_block_copies",
+    } <= set(SchedulerOutput.__dataclass_fields__)
+
+
+def test_the_plugin_is_one() -> None:
+    plugin = RoutedExpertsPlugin()
+    assert isinstance(plugin, EndpointPlugin)
+    for name in ("attach_router", "init_state"):
+        assert parameters(getattr(RoutedExpertsPlugin, name)) == parameters(getattr(EndpointPlugin, name))
+
+
+def test_state_that_the_plugin_adopts() -> None:
+    source = (VLLM / "entrypoints/generate/api_router.py").read_text(encoding="utf-8")
+    for name in ("openai_serving_completion", "openai_serving_chat"):
+        assert f"state.{name} = (" in source
+    assert "state.openai_serving_models = " in (VLLM / "entrypoints/launchers/api_server/app_state.py").read_text(
+        encoding="utf-8"
+    )
+
+
+# ---- the connector's place ----
+
+
+def test_calls_on_the_schedulers_connector() -> None:
+    """All that the scheduler calls is there and takes the arguments; and all that we rely on is called."""
+    calls = calls_on("v1/core/sched/scheduler.py", "aux_output_connector")
+    assert calls == {"build_connector_meta": {2}, "request_finished": {1}, "take_output": {2}, "reset": {0}}
+    check_takes(scheduler.SchedulerConnector, calls)
+
+
+def test_calls_on_the_runners_connector() -> None:
+    from capture.engine import v2
+
+    calls = calls_on("v1/worker/gpu/model_runner.py", "aux_output_connector")
+    assert calls == {"begin_step": {1}, "prepare_output": {1}, "close": {0}}
+    check_takes(v2.V2Adapter, calls)
+    pending = calls_on("v1/worker/gpu/async_utils.py", "pending_aux_output")
+    assert pending == {"enqueue_cpu_copy": {2}, "process_output": {0}}
+    check_takes(v2.V2Pending, pending)
+
+
+def check_takes(cls: type, calls: dict[str, set[int]]) -> None:
+    for name, counts in calls.items():
+        for count in counts:
+            inspect.signature(getattr(cls, name)).bind("self", *range(count))
+
+
+def test_a_request_ends_and_is_preempted_through_the_connector() -> None:
+    for method in (Scheduler._preempt_request, Scheduler._free_request):
+        assert "self.aux_output_connector.request_finished(request)" in inspect.getsource(method)
+    preempt = inspect.getsource(Scheduler._preempt_request)
+    assert preempt.index("request_finished(request)") < preempt.index("request.status = RequestStatus.PREEMPTED")
+
+
+def test_the_step_is_tagged_before_its_requests_are_advanced() -> None:
+    source = inspect.getsource(Scheduler.schedule)
+    assert source.index(".build_connector_meta(") < source.index("self._update_after_schedule(scheduler_output)")
+
+
+def test_attributes_of_the_engine() -> None:
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    for cls, names in {
+        Scheduler: ["kv_cache_manager", "requests", "aux_output_connector"],
+        KVCacheCoordinator: ["single_type_managers"],
+        SingleTypeKVCacheManager: ["req_to_blocks"],
+        GPUModelRunner: ["input_batch", "max_num_tokens", "get_model"],
+        InputBatch: ["req_ids", "block_table"],
+        MultiGroupBlockTable: ["__getitem__"],
+        BlockTable: ["slot_mapping"],
+        Worker: ["model_runner", "use_v2_model_runner", "device", "vllm_config"],
+        MoERunner: ["layer_id", "is_monolithic", "moe_config", "router"],
+        BaseRouter: ["capture_fn", "top_k"],
+        VllmConfig: ["max_concurrent_batches"],
+    }.items():
+        for name in names:
+            assert assigned(cls, name), f"{cls.__name__}.{name}"
+
+
+def test_routers_capture_logical_ids() -> None:
+    """Before expert load balancing maps them to physical ones."""
+    assert parameters(BaseRouter.set_capture_fn) == ["self", "capture_fn"]
+    source = inspect.getsource(BaseRouter)
+    assert source.index("self.capture_fn(topk_ids)") < source.index("topk_ids = self._apply_eplb_mapping(topk_ids)")
+
+
+# ---- what is refused ----
+
+
+def supported() -> SimpleNamespace:
+    """The parts of a configuration that the refusals look at, as they are for a model that is served."""
+    return SimpleNamespace(
+        model_config=SimpleNamespace(is_moe=True, is_encoder_decoder=False, runner_type="generate"),
+        aux_output_config=SimpleNamespace(enabled=False),
+        diffusion_config=None,
+        kv_transfer_config=None,
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            use_sequence_parallel_moe=False,
+            use_ubatching=False,
+            enable_elastic_ep=False,
+        ),
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
+    )
+
+
+REFUSED: dict[str, list[tuple[str, Any]]] = {
+    "dense model": [("model_config.is_moe", False)],
+    "vLLM's own capture": [("aux_output_config.enabled", True)],
+    "encoder-decoder or pooling model": [
+        ("model_config.is_encoder_decoder", True),
+        ("model_config.runner_type", "pooling"),
+    ],
+    "diffusion model": [("diffusion_config", SimpleNamespace())],
+    "KV connector": [("kv_transfer_config", SimpleNamespace())],
+    "context parallelism": [
+        ("parallel_config.decode_context_parallel_size", 2),
+        ("parallel_config.prefill_context_parallel_size", 2),
+    ],
+    "sequence-parallel MoE": [("parallel_config.use_sequence_parallel_moe", True)],
+    "dual-batch overlap": [("parallel_config.use_ubatching", True)],
+    "elastic expert parallelism": [("parallel_config.enable_elastic_ep", True)],
+    "KV-sharing fast prefill": [("cache_config.kv_sharing_fast_prefill", True)],
+}
+
+
+def test_a_supported_configuration() -> None:
+    check_engine_config(supported())
+
+
+def test_every_refusal_is_tried() -> None:
+    assert sorted(REFUSED) == sorted(refusal.name for refusal in REFUSALS)
+
+
+@pytest.mark.parametrize(("name", "path", "value"), [(n, *case) for n, cases in REFUSED.items() for case in cases])
+def test_refusals(name: str, path: str, value: Any) -> None:
+    refused = supported()
+    *owners, attribute = path.split(".")
+    owner = refused
+    for part in owners:
+        owner = getattr(owner, part)
+    setattr(owner, attribute, value)
+    with pytest.raises(UnsupportedConfig) as raised:
+        check_engine_config(refused)
+    message = str(raised.value)
+    assert message == next(refusal.message for refusal in REFUSALS if refusal.name == name)
+    assert re.search(r"\b(add|remove|set|choose|use)\b.* --[a-z]", message), f"does not say what to change: {message}"
+
+
+def test_refusals_look_at_fields_that_exist() -> None:
+    for cls, names in {
+        VllmConfig: [
+            *("model_config", "aux_output_config", "diffusion_config", "kv_transfer_config"),
+            *("parallel_config", "cache_config"),
+        ],
+        ParallelConfig: list(vars(supported().parallel_config)),
+        CacheConfig: ["kv_sharing_fast_prefill"],
+    }.items():
+        for name in names:
+            assert name in cls.__dataclass_fields__ or hasattr(cls, name), f"{cls.__name__}.{name}"
+    for name in ("is_moe", "is_encoder_decoder"):
+        assert isinstance(inspect.getattr_static(ModelConfig, name), property) or hasattr(ModelConfig, name)
+    assert assigned(ModelConfig, "runner_type")
+
+
+def test_flags_that_refusals_name_exist() -> None:
+    known = flags_of_serve()
+    for refusal in REFUSALS:
+        for flag in re.findall(r"--[a-z0-9-]+[a-z0-9]", refusal.message):
+            assert flag in known, f"{refusal.name}: {flag}"
+
+
+def flags_of_serve() -> set[str]:
+    """Every option of vLLM's `serve`."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers(dest="subparser"))
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.33.0", "1.0", "0.32.0rc1", "0.32"])
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(config.vllm, "__version__", version)
+    with pytest.raises(UnsupportedConfig, match=f"supports vLLM 0.32.0, but vLLM {version} is installed: install"):
+        check_vllm_version()
+    with pytest.raises(UnsupportedConfig):
+        check_engine_config(supported())
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.0+cu129"])
+def test_builds_of_the_supported_vllm(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(config.vllm, "__version__", version)
+    check_vllm_version()
+
+
+# ---- the connector on real configurations and requests ----
+
+
+def kv_cache_config(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
+SLIDING = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16)
+
+
+def test_the_group_that_keeps_every_token() -> None:
+    """Hybrid models: not group 0 because it is the first (vLLM issue 35744)."""
+    assert config.full_attention_group(kv_cache_config(FULL)) == 0
+    assert config.full_attention_group(kv_cache_config(SLIDING, FULL)) == 1
+    with pytest.raises(UnsupportedConfig, match="no full-attention layers"):
+        config.full_attention_group(kv_cache_config(SLIDING))
+
+
+def request_with(extra_args: dict[str, Any] | None) -> Request:
+    return Request("r", [1, 2, 3], SamplingParams(extra_args=extra_args), None)
+
+
+@pytest.mark.parametrize(("prompt_start", "next_row"), [(0, 0), (2, 2), (3, 3)])
+def test_requests_that_opted_in_are_tracked(prompt_start: int, next_row: int) -> None:
+    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL))
+    connector.add_request(request_with({scheduler.PROMPT_START_ARG: prompt_start}))
+    assert connector._tracked["r"].next_row == next_row
+
+
+@pytest.mark.parametrize(
+    "extra_args", [None, {}, {"other": 1}, *({scheduler.PROMPT_START_ARG: v} for v in ("1", -1, [0], 1.5, None))]
+)
+def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: dict[str, Any] | None) -> None:
+    """`vllm_xargs` of /v1/responses ends in `extra_args`; an exception here would end the engine."""
+    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL))
+    connector.add_request(request_with(extra_args))
+    assert connector._tracked == {}
+
+
+# ---- errors ----
+
+AT_START = {CommandError, ProbeError, UnsupportedConfig}
+"""The process ends with the sentence."""
+ANSWERED = {CodecError, FieldError}
+"""Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
+
+
+def test_every_exception_of_ours_is_in_one_of_the_lists() -> None:
+    found = set()
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+                cls = vars(module).get(node.name)
+                if isinstance(cls, type) and issubclass(cls, BaseException):
+                    found.add(cls)
+    assert found == AT_START | ANSWERED
+    assert not AT_START & ANSWERED
+
+
+def test_answered_errors_are_bad_requests() -> None:
+    error = create_error_response(vllm_api.VLLMValidationError("no", parameter="routed_experts_dtype")).error
+    assert (error.code, error.type, error.param) == (400, "BadRequestError", "routed_experts_dtype")
+    for cls in ANSWERED:
+        raised = cls("routed_experts_dtype", "no") if cls is FieldError else cls("no")
+        assert create_error_response(raised).error.code == 400

@@ -1,0 +1,99 @@
+"""The rules of the request's routing fields."""
+
+from typing import Any
+
+import pytest
+
+from protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
+
+OPT_IN = {"return_routed_experts": True}
+OTHERS = [name for name in RoutingFields.model_fields if name != "return_routed_experts"]
+VALID: dict[str, Any] = {
+    "routed_experts_prompt_start": 3,
+    "routed_experts_start_len": 3,
+    "routed_experts_format": "npy",
+    "routed_experts_dtype": "auto",
+    "routed_experts_layout": "joined",
+}
+BAD = {
+    "return_routed_experts": [None, 0, 1, 1.0, "true", "1", "", [], {}],
+    "routed_experts_prompt_start": [None, -1, "1", 1.0, 1.5, True, False, [], {}],
+    "routed_experts_start_len": [None, -1, "1", 1.0, 1.5, True, False, [], {}],
+    "routed_experts_format": [None, "", "OBJECT", "base64", 1, True, ["npy"]],
+    "routed_experts_dtype": [None, "", "int8", "uint16", "int64", 16, True],
+    "routed_experts_layout": [None, "", "Split", "both", 0, True],
+}
+
+
+def test_nothing_asked_for() -> None:
+    assert parse_options({"model": "tiny", "prompt": "abc", "n": 3}) is None
+
+
+def test_opt_in_alone_gives_the_defaults_of_the_contract() -> None:
+    options = parse_options({"model": "tiny", **OPT_IN})
+    assert options == RoutingOptions(prompt_start=0, format="object", dtype="int16", layout="split")
+
+
+def test_opt_in_that_is_false() -> None:
+    assert parse_options({"return_routed_experts": False}) is None
+
+
+def test_every_field_is_tried_here() -> None:
+    assert sorted(VALID) == sorted(OTHERS)
+    assert sorted(BAD) == sorted(RoutingFields.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "attribute"),
+    [
+        ("routed_experts_prompt_start", 0, "prompt_start"),
+        ("routed_experts_prompt_start", 1 << 40, "prompt_start"),
+        ("routed_experts_start_len", 7, "prompt_start"),
+        *(("routed_experts_format", form, "format") for form in ("object", "npy", "raw", "list")),
+        *(("routed_experts_dtype", dtype, "dtype") for dtype in ("int16", "uint8", "int32", "auto")),
+        *(("routed_experts_layout", layout, "layout") for layout in ("split", "joined")),
+    ],
+)
+def test_values_that_are_taken(field: str, value: Any, attribute: str) -> None:
+    options = parse_options({**OPT_IN, field: value})
+    assert getattr(options, attribute) == value
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
+def test_values_that_are_refused(field: str, value: Any) -> None:
+    with pytest.raises(FieldError) as raised:
+        parse_options({**OPT_IN, field: value})
+    assert raised.value.param == field
+    assert field in str(raised.value)
+
+
+@pytest.mark.parametrize("opt_in", [{}, {"return_routed_experts": False}])
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_field_needs_the_opt_in(field: str, opt_in: dict[str, Any]) -> None:
+    """A gateway that strips the opt-in must not lose the routing without a word."""
+    with pytest.raises(FieldError, match=f"{field} needs return_routed_experts: true") as raised:
+        parse_options({field: VALID[field], **opt_in})
+    assert raised.value.param == field
+
+
+def test_a_field_with_its_default_needs_the_opt_in_too() -> None:
+    with pytest.raises(FieldError) as raised:
+        parse_options({"routed_experts_prompt_start": 0})
+    assert raised.value.param == "routed_experts_prompt_start"
+
+
+def test_two_names_of_one_value() -> None:
+    both = {**OPT_IN, "routed_experts_prompt_start": 4, "routed_experts_start_len": 4}
+    assert parse_options(both) == RoutingOptions(prompt_start=4)
+    with pytest.raises(FieldError, match="two names for one value and differ") as raised:
+        parse_options({**both, "routed_experts_start_len": 5})
+    assert raised.value.param == "routed_experts_start_len"
+    with pytest.raises(FieldError):
+        parse_options({**both, "routed_experts_prompt_start": 0})
+
+
+def test_the_body_is_left_as_it_is() -> None:
+    body = {**OPT_IN, "routed_experts_start_len": 2, "prompt": "abc"}
+    before = dict(body)
+    parse_options(body)
+    assert body == before

@@ -1,0 +1,359 @@
+"""Rows on the chunks of a stream, with hand-made results in and a generator like vLLM's in between."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from protocol.codec import CodecError, decode
+from protocol.models import RoutingOptions
+from server.alignment import Encoder, StreamAligner
+from server.feeds import RowFeed
+from server.vllm_api import CompletionOutput, RequestOutput
+
+L, K = 2, 3
+Result = RequestOutput | tuple[int, RequestOutput]
+Chunk = dict[str, Any]
+
+
+def rows_of(first: int, end: int) -> np.ndarray:
+    """Rows [n, L, K] that say which position they belong to."""
+    return np.repeat(np.arange(first, end, dtype=np.int16), L * K).reshape(-1, L, K)
+
+
+def result(prompt_len: int, *choices: CompletionOutput) -> RequestOutput:
+    return RequestOutput("r", None, list(range(prompt_len)), None, list(choices), finished=False)
+
+
+def choice(tokens: int, feed: RowFeed | None = None, index: int = 0, finish: str | None = None) -> CompletionOutput:
+    return CompletionOutput(
+        index,
+        "",
+        list(range(tokens)),
+        None,
+        None,
+        routed_experts=feed,
+        finish_reason=finish,  # type: ignore[arg-type]
+    )
+
+
+class Engine:
+    """One choice as the engine streams it: `step` gives the output that brings its next tokens."""
+
+    def __init__(self, prompt_len: int, start: int = 0, index: int = 0) -> None:
+        self.prompt_len, self.index = prompt_len, index
+        self.sent, self.tokens = start, 0
+        self.feed = RowFeed()
+
+    def step(self, tokens: int = 1, finish: str | None = None, lost: int = 0, surplus: int = 0) -> RequestOutput:
+        """An output of `tokens`; `lost` of its rows do not come, `surplus` are of tokens that were cut off again."""
+        self.tokens += tokens
+        end = self.prompt_len + self.tokens - 1
+        self.feed.push(rows_of(self.sent, end - lost + surplus))
+        self.sent = end - lost
+        return result(self.prompt_len, choice(tokens, self.feed, self.index, finish))
+
+
+def aligner_of(num_choices: int = 1, preface: int = 0, dtype: str = "int16", **options: Any) -> StreamAligner:
+    return StreamAligner(Encoder(RoutingOptions(**options), dtype), (L, K), num_choices, preface)
+
+
+def generator(
+    held: Callable[[int], bool] = lambda chunk: False, preface: int = 0, num_choices: int = 1
+) -> Callable[[AsyncIterator[Result]], AsyncIterator[str]]:
+    """A generator like vLLM's: `preface` chunks, then one for each choice of a result that is not held back."""
+
+    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        seen = 0
+        async for item in results:
+            prompt_index, output = item if isinstance(item, tuple) else (0, item)
+            if not seen:
+                for index in range(preface):
+                    yield event({"choices": [{"index": index % num_choices, "preface": True}]})
+            for each in output.outputs:
+                seen += 1
+                if not held(seen) or each.finish_reason:
+                    index = prompt_index * num_choices + each.index
+                    yield event({"choices": [{"index": index, "finish_reason": each.finish_reason}]})
+        yield event({"choices": [], "usage": {}})
+        yield "data: [DONE]\n\n"
+
+    return generate
+
+
+def event(body: Chunk) -> str:
+    return f"data: {orjson.dumps(body).decode()}\n\n"
+
+
+def stream(aligner: StreamAligner, results: Iterable[Result], generate: Any = None) -> list[Chunk]:
+    """The chunks that a client gets, those of the usage and of the end checked and left out."""
+
+    async def feed() -> AsyncIterator[Result]:
+        for item in results:
+            yield item
+
+    async def collect() -> list[str]:
+        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(feed())))]
+
+    *chunks, usage, done = asyncio.run(collect())
+    assert usage == event({"choices": [], "usage": {}})
+    assert done == "data: [DONE]\n\n"
+    assert all(chunk.endswith("}\n\n") for chunk in chunks)
+    return [orjson.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def prompt_positions(chunk: Chunk) -> list[int] | None:
+    return _positions(chunk.get("prompt_routed_experts"))
+
+
+def positions(chunk: Chunk) -> list[int] | None:
+    return _positions(chunk["choices"][0].get("routed_experts"))
+
+
+def _positions(array: Any) -> list[int] | None:
+    """The positions that the rows of `array` belong to, -1 where not known; None without an array."""
+    if array is None:
+        return None
+    rows = decode(array)
+    assert rows.shape[1:] == (L, K)
+    assert array["missing"] == int((rows[:, 0, 0] == -1).sum())
+    known = [int(row[0, 0]) for row in rows]
+    assert all(value in (-1, array["start"] + index) for index, value in enumerate(known))
+    return known
+
+
+def test_a_token_a_chunk() -> None:
+    engine = Engine(prompt_len=4)
+    chunks = stream(aligner_of(), [engine.step(), engine.step(), engine.step(finish="length")])
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], None, None]
+    assert [positions(chunk) for chunk in chunks] == [None, [4], [5]]
+
+
+def test_one_token_has_no_generated_row() -> None:
+    (chunk,) = stream(aligner_of(), [Engine(prompt_len=3).step(finish="length")])
+    assert prompt_positions(chunk) == [0, 1, 2]
+    assert positions(chunk) is None
+
+
+def test_several_tokens_in_the_first_chunk() -> None:
+    engine = Engine(prompt_len=3)
+    chunks = stream(aligner_of(), [engine.step(3), engine.step(2, finish="stop")])
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2], None]
+    assert [positions(chunk) for chunk in chunks] == [[3, 4], [5, 6]]
+
+
+def test_outputs_merged_for_a_slow_reader() -> None:
+    """vLLM's own merging: the rows of both outputs come with the one chunk that is left."""
+    engine = Engine(prompt_len=3)
+    first = engine.step()
+    second = engine.step(2)
+    second.add(engine.step(1), aggregate=True)
+    assert len(second.outputs[0].token_ids) == 3
+    chunks = stream(aligner_of(), [first, second, engine.step(finish="stop")])
+    assert [positions(chunk) for chunk in chunks] == [None, [3, 4, 5], [6]]
+
+
+def test_rows_that_came_early_wait_for_their_tokens() -> None:
+    """The feed is shared, so that it may hold rows of an output that is still in the queue."""
+    engine = Engine(prompt_len=3)
+    outputs = [engine.step(), engine.step(), engine.step(finish="stop")]
+    chunks = stream(aligner_of(), outputs)
+    assert [positions(chunk) for chunk in chunks] == [None, [3], [4]]
+
+
+def test_an_output_without_a_feed_uses_the_one_seen_before() -> None:
+    engine = Engine(prompt_len=2)
+    results = [engine.step(), engine.step(), engine.step(finish="stop")]
+    results[2].outputs[0].routed_experts = None
+    assert [positions(chunk) for chunk in stream(aligner_of(), results)] == [None, [2], [3]]
+
+
+def test_feeds_do_not_reach_vllm() -> None:
+    engine = Engine(prompt_len=2)
+    results = [engine.step(), engine.step(finish="stop")]
+    stream(aligner_of(), results)
+    assert all(output.outputs[0].routed_experts is None for output in results)
+
+
+def test_chunks_held_back_by_a_parser() -> None:
+    engine = Engine(prompt_len=2)
+    results = [engine.step() for _ in range(5)] + [engine.step(finish="stop")]
+    chunks = stream(aligner_of(), results, generator(held=lambda chunk: chunk in (1, 3, 4)))
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1], None, None]
+    assert [positions(chunk) for chunk in chunks] == [[2], [3, 4, 5], [6]]
+
+
+def test_all_chunks_held_back_but_the_last() -> None:
+    engine = Engine(prompt_len=2)
+    results = [engine.step() for _ in range(3)] + [engine.step(finish="stop")]
+    (chunk,) = stream(aligner_of(), results, generator(held=lambda chunk: True))
+    assert prompt_positions(chunk) == [0, 1]
+    assert positions(chunk) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("preface", [1, 2])
+def test_preface_chunks_have_prompt_rows_only(preface: int) -> None:
+    """The chat generator sends the role, and with `echo` a message, after it took a result and before its tokens."""
+    engine = Engine(prompt_len=2)
+    results = [engine.step(3), engine.step(finish="stop")]
+    chunks = stream(aligner_of(preface=preface), results, generator(preface=preface))
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1], *([None] * (preface + 1))]
+    assert [positions(chunk) for chunk in chunks] == [*([None] * preface), [2, 3], [4]]
+
+
+def test_preface_chunks_of_several_choices() -> None:
+    """Whichever choice comes first, the first chunk has the prompt's rows."""
+    engines = [Engine(prompt_len=2, index=index) for index in range(2)]
+    results = [engines[1].step(2), engines[0].step(2, finish="stop"), engines[1].step(finish="stop")]
+    chunks = stream(aligner_of(2, preface=2), results, generator(preface=2, num_choices=2))
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1], None, None, None, None]
+    assert [positions(chunk) for chunk in chunks] == [None, None, [2], [2], [3]]
+
+
+def test_choices_of_one_prompt() -> None:
+    engines = [Engine(prompt_len=3, index=index) for index in range(2)]
+    both = result(3, engines[1].step().outputs[0], engines[0].step(2).outputs[0])
+    results = [both, engines[0].step(finish="stop"), engines[1].step(2, finish="stop")]
+    chunks = stream(aligner_of(2), results, generator(num_choices=2))
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [1, 0, 0, 1]
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2], None, None, None]
+    assert [positions(chunk) for chunk in chunks] == [None, [3], [4], [3, 4]]
+
+
+def test_a_list_of_prompts() -> None:
+    engines = [Engine(prompt_len=length) for length in (2, 4)]
+    results: list[Result] = [
+        (1, engines[1].step()),
+        (0, engines[0].step()),
+        (1, engines[1].step(finish="stop")),
+        (0, engines[0].step(finish="stop")),
+    ]
+    chunks = stream(aligner_of(), results)
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [1, 0, 1, 0]
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], [0, 1], None, None]
+    assert [positions(chunk) for chunk in chunks] == [None, None, [4], [2]]
+
+
+def test_prompt_start_leaves_rows_out() -> None:
+    engine = Engine(prompt_len=5, start=3)
+    chunks = stream(aligner_of(prompt_start=3), [engine.step(), engine.step(finish="stop")])
+    assert prompt_positions(chunks[0]) == [3, 4]
+    assert positions(chunks[1]) == [5]
+
+
+def test_prompt_start_at_the_end_of_the_prompt() -> None:
+    engine = Engine(prompt_len=3, start=3)
+    chunks = stream(aligner_of(prompt_start=3), [engine.step(), engine.step(), engine.step(finish="stop")])
+    assert [prompt_positions(chunk) for chunk in chunks] == [[], None, None]
+    assert chunks[0]["prompt_routed_experts"]["shape"] == [0, L, K]
+    assert chunks[0]["prompt_routed_experts"]["start"] == 3
+    assert [positions(chunk) for chunk in chunks] == [None, [3], [4]]
+
+
+def test_joined_layout() -> None:
+    engine = Engine(prompt_len=3, start=1)
+    results = [engine.step(), engine.step(2), engine.step(finish="stop")]
+    chunks = stream(aligner_of(prompt_start=1, layout="joined"), results)
+    assert all(prompt_positions(chunk) is None for chunk in chunks)
+    assert [positions(chunk) for chunk in chunks] == [[1, 2], [3, 4], [5]]
+
+
+def test_rows_of_tokens_behind_a_stop_string_are_not_sent() -> None:
+    """The end is found in this process; the engine has gone on, and its rows are in the feed."""
+    engine = Engine(prompt_len=2)
+    chunks = stream(aligner_of(), [engine.step(), engine.step(2, finish="stop", surplus=3)])
+    assert [positions(chunk) for chunk in chunks] == [None, [2, 3]]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "repetition"])
+def test_lost_rows_are_unknown(finish: str) -> None:
+    engine = Engine(prompt_len=2)
+    chunks = stream(aligner_of(), [engine.step(), engine.step(3, finish=finish, lost=2)])
+    assert positions(chunks[1]) == [2, -1, -1]
+    assert chunks[1]["choices"][0]["routed_experts"]["missing"] == 2
+
+
+def test_lost_prompt_rows_are_unknown() -> None:
+    engine = Engine(prompt_len=3)
+    (chunk,) = stream(aligner_of(), [engine.step(2, finish="length", lost=2)])
+    assert prompt_positions(chunk) == [0, 1, -1]
+    assert positions(chunk) == [-1]
+
+
+def test_rows_that_are_late_are_not_lost() -> None:
+    engine = Engine(prompt_len=2)
+    steps: list[dict[str, Any]] = [{}, {"tokens": 2, "lost": 1}, {"finish": "stop"}]
+    chunks = stream(aligner_of(), (engine.step(**step) for step in steps))  # each made when it is asked for
+    assert [positions(chunk) for chunk in chunks] == [None, [2], [3, 4]]
+
+
+def test_all_rows_lost() -> None:
+    """Not one array arrived to tell the shape: the fields are there all the same."""
+    results: list[Result] = [result(2, choice(1)), result(2, choice(2, finish="stop"))]
+    chunks = stream(aligner_of(), results)
+    assert [prompt_positions(chunk) for chunk in chunks] == [None, [-1, -1]]
+    assert positions(chunks[1]) == [-1, -1]
+
+
+def test_an_abort_is_never_padded() -> None:
+    engine = Engine(prompt_len=2)
+    chunks = stream(aligner_of(), [engine.step(), engine.step(2, finish="abort", lost=1)])
+    assert [positions(chunk) for chunk in chunks] == [None, [2]]
+    aborted: list[Result] = [result(2, choice(0, finish="abort"))]
+    (chunk,) = stream(aligner_of(), aborted)
+    assert prompt_positions(chunk) is None
+    assert positions(chunk) is None
+
+
+def test_uint8_cannot_say_that_a_row_is_lost() -> None:
+    """Raised where vLLM's generator takes the result, which makes an error event of it."""
+    engine = Engine(prompt_len=2)
+
+    async def results() -> AsyncIterator[Result]:
+        yield engine.step()
+        yield engine.step(2, finish="stop", lost=1)
+
+    async def collect() -> list[Result]:
+        return [item async for item in aligner_of(dtype="uint8").watch(results())]
+
+    with pytest.raises(CodecError, match="uint8 cannot hold"):
+        asyncio.run(collect())
+
+
+@pytest.mark.parametrize("form", ["npy", "raw", "list"])
+def test_other_forms(form: Any) -> None:
+    engine = Engine(prompt_len=2)
+    chunks = stream(aligner_of(format=form), [engine.step(), engine.step(finish="stop")])
+    arrays = chunks[0]["prompt_routed_experts"], chunks[1]["choices"][0]["routed_experts"]
+    assert np.array_equal(decode(arrays[0], num_layers=L, top_k=K), rows_of(0, 2))
+    assert np.array_equal(decode(arrays[1], num_layers=L, top_k=K), rows_of(2, 3))
+
+
+def test_other_events_are_left_as_they_are() -> None:
+    events = [": keep-alive\n\n", event({"error": {"message": "x"}}), "data: [DONE]\n\n", "data: {}\n\n"]
+
+    async def generate() -> AsyncIterator[str]:
+        for each in events:
+            yield each
+
+    async def collect() -> list[str]:
+        return [chunk async for chunk in aligner_of().rewrite(generate())]
+
+    assert asyncio.run(collect()) == events
+
+
+def test_a_failing_engine_fails_the_stream() -> None:
+    engine = Engine(prompt_len=2)
+
+    async def results() -> AsyncIterator[Result]:
+        yield engine.step()
+        raise RuntimeError("engine")
+
+    async def collect() -> list[Result]:
+        return [item async for item in aligner_of().watch(results())]
+
+    with pytest.raises(RuntimeError, match="engine"):
+        asyncio.run(collect())

@@ -1,0 +1,195 @@
+"""The command line: what is filled in, and what is refused with a sentence."""
+
+import argparse
+import os
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server import cli
+from server.cli import PLUGIN_GROUP, PLUGIN_NAME, SCHEDULER, WORKERS, CommandError
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """What is installed, for a test to change; ours is in it."""
+    installed = [EntryPoint(PLUGIN_NAME, "server.plugin:RoutedExpertsPlugin", PLUGIN_GROUP)]
+
+    def entry_points(**params: Any) -> EntryPoints:
+        return EntryPoints(installed).select(**params)
+
+    monkeypatch.setattr(cli, "entry_points", entry_points)
+    unset_plugins(monkeypatch)
+    return installed
+
+
+def unset_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "")  # so that it is put back as it was, whatever the test sets it to
+    monkeypatch.delenv("VLLM_PLUGINS")
+
+
+def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> str:
+    if given is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", given)
+    cli.allow_plugin()
+    return os.environ["VLLM_PLUGINS"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = cli.main(list(argv))
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, PLUGIN_NAME),
+        ("", PLUGIN_NAME),
+        ("lora_filesystem_resolver,mine", f"lora_filesystem_resolver,mine,{PLUGIN_NAME}"),
+        (PLUGIN_NAME, PLUGIN_NAME),
+        (f"{PLUGIN_NAME},mine", f"mine,{PLUGIN_NAME}"),
+    ],
+)
+def test_the_users_plugins_stay(
+    plugins: list[EntryPoint], monkeypatch: pytest.MonkeyPatch, given: str | None, expected: str
+) -> None:
+    assert allowed(monkeypatch, given) == expected
+    assert allowed(monkeypatch, None) == expected  # a second time
+
+
+def test_plugins_that_load_without_being_named_stay(plugins: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`VLLM_PLUGINS` filters every group, where it is set. Other endpoint plugins were not loaded before either."""
+    plugins += [
+        EntryPoint("general", "a:b", "vllm.general_plugins"),
+        EntryPoint("platform", "a:b", "vllm.platform_plugins"),
+        EntryPoint("endpoint", "a:b", PLUGIN_GROUP),
+        EntryPoint("console", "a:b", "console_scripts"),
+    ]
+    assert allowed(monkeypatch, None) == f"general,platform,{PLUGIN_NAME}"
+
+
+def test_the_installed_package_registers_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    unset_plugins(monkeypatch)
+    assert allowed(monkeypatch, None).split(",")[-1] == PLUGIN_NAME
+
+
+def test_a_plugin_that_is_not_registered(plugins: list[EntryPoint]) -> None:
+    plugins.clear()
+    with pytest.raises(CommandError, match="not installed properly"):
+        cli.allow_plugin()
+
+
+@pytest.mark.parametrize("target", ["server.no_such_module:Plugin", "server.plugin:NoSuchPlugin"])
+def test_a_plugin_that_cannot_be_loaded(plugins: list[EntryPoint], target: str) -> None:
+    """vLLM would log it and serve without."""
+    plugins[:] = [EntryPoint(PLUGIN_NAME, target, PLUGIN_GROUP)]
+    with pytest.raises(CommandError, match="cannot be loaded"):
+        cli.allow_plugin()
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "sreve", "model")
+    assert code == 2
+    assert out == ""
+    assert "sreve is not a command" in err
+    assert "usage: routed-experts serve" in err
+
+
+@pytest.mark.parametrize("argv", [(), ("-h",), ("--help",), ("help",)])
+def test_help(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    code, out, err = run(capsys, *argv)
+    assert (code, out, err) == (0, cli.USAGE, "")
+
+
+@pytest.mark.parametrize("argv", [(), ("a", "b"), ("--help",)])
+def test_tiny_model_takes_a_folder(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    code, _, err = run(capsys, "tiny-model", *argv)
+    assert code == 2
+    assert "one argument" in err
+
+
+def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cli.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cli.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    from server import launch
+
+    return launch.parse(["model", *argv])
+
+
+def filled_in(*argv: str) -> argparse.Namespace:
+    from server import launch
+
+    args = parsed(*argv)
+    launch.fill_in(args, SCHEDULER, WORKERS)
+    return args
+
+
+@pytest.mark.parametrize("argv", [(), ("--worker-cls", "auto"), ("--worker-cls", WORKERS["cpu"])])
+def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
+    args = filled_in(*argv)
+    assert args.worker_cls in WORKERS.values()
+    assert args.scheduler_cls == SCHEDULER
+
+
+@pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls"])
+def test_another_worker_or_scheduler_is_refused(flag: str) -> None:
+    with pytest.raises(CommandError, match=f"{flag} their.Class takes the place of this server's capture: remove it"):
+        filled_in(flag, "their.Class")
+
+
+@pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls"])
+def test_refusals_are_sentences_and_not_tracebacks(
+    capsys: pytest.CaptureFixture[str], plugins: list[EntryPoint], flag: str
+) -> None:
+    code, _, err = run(capsys, "serve", "model", flag, "their.Class")
+    assert code == 2
+    assert err.startswith(f"routed-experts: {flag} their.Class")
+
+
+@pytest.mark.parametrize(
+    ("argv", "capture"),
+    [((), True), (("--enable-return-routed-experts",), True), (("--no-enable-return-routed-experts",), False)],
+)
+def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], capture: bool) -> None:
+    from server import launch
+
+    args = parsed(*argv)
+    assert launch.take_capture_flag(args) is capture
+    assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
+
+
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.33.1")
+    with pytest.raises(CommandError, match=r"supports vLLM 0\.32\.0, but vLLM 0\.33\.1 is installed: install"):
+        filled_in()
+
+
+def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:
+    from server import launch
+
+    args = launch.parse([])
+    assert args.model_tag is None
+    launch.use_tiny_model(args, tiny_model)
+    assert args.model == args.model_tag == str(tiny_model)
+    assert args.served_model_name == ["tiny-moe"]
+    assert args.dtype == "float32"
+    given = launch.parse(["--dtype", "bfloat16", "--kv-cache-memory-bytes", "123456"])
+    launch.use_tiny_model(given, tiny_model)
+    assert (given.dtype, given.kv_cache_memory_bytes) == ("bfloat16", 123456)
+
+
+def test_what_vllms_parser_refuses_is_a_sentence(capsys: pytest.CaptureFixture[str], plugins: list[EntryPoint]) -> None:
+    code, _, err = run(capsys, "serve", "--served-model-name", "mine")
+    assert code == 2
+    assert "`model` should be provided" in err

@@ -1,0 +1,235 @@
+"""Rows from the engine's outputs to streams, through vLLM's own output processor and collectors."""
+
+import gc
+import time
+
+import numpy as np
+import pytest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from server.feeds import RowFeed, RowFeeds
+from server.vllm_api import RequestOutput
+
+L, K = 2, 3
+
+
+def rows_of(first: int, end: int) -> np.ndarray:
+    """Rows [n, L, K] that say which position they belong to."""
+    return np.repeat(np.arange(first, end, dtype=np.int16), L * K).reshape(-1, L, K)
+
+
+def positions(rows: np.ndarray | None) -> list[int] | None:
+    if rows is None:
+        return None
+    assert rows.shape[1:] == (L, K)
+    return [int(value) for value in rows[:, 0, 0]]
+
+
+def output(request_id: str, tokens: int, first: int | None = None, finish: FinishReason | None = None, rows: int = 0):
+    """What the engine sends: `tokens` tokens and, if `first` is given, `rows` rows from there on."""
+    sent = None if first is None else rows_of(first, first + (rows or tokens))
+    return EngineCoreOutput(request_id, list(range(tokens)), routed_experts=sent, finish_reason=finish)
+
+
+class Frontend:
+    """vLLM's output processor with requests of three prompt tokens, and our feeds installed."""
+
+    def __init__(self, stream_interval: int = 1) -> None:
+        self.processor = OutputProcessor(None, log_stats=False, stream_interval=stream_interval)
+        self.feeds = RowFeeds.install(self.processor)
+
+    def add(
+        self, request_id: str, kind: RequestOutputKind = RequestOutputKind.DELTA, n: int = 1
+    ) -> RequestOutputCollector:
+        params = SamplingParams(n=n, output_kind=kind, detokenize=False)
+        queue = RequestOutputCollector(kind, request_id)
+        if n == 1:
+            self.processor.add_request(self._request(request_id, params, request_id), None, queue=queue)
+            return queue
+        parent_request = self._request(request_id, params, request_id)
+        parent = ParentRequest(parent_request)
+        for index in range(n):
+            child_id, child_params = parent.get_child_info(index)
+            child = self._request(child_id, child_params, request_id)
+            self.processor.add_request(child, None, parent_req=parent, request_index=index, queue=queue)
+        return queue
+
+    @staticmethod
+    def _request(request_id: str, params: SamplingParams, external_id: str) -> EngineCoreRequest:
+        request = EngineCoreRequest(request_id, [1, 2, 3], None, params, None, time.time(), None, None, None)
+        request.external_req_id = external_id
+        return request
+
+    def step(self, *outputs: EngineCoreOutput) -> None:
+        self.processor.process_outputs(list(outputs))
+
+
+def take(queue: RequestOutputCollector) -> RequestOutput:
+    result = queue.get_nowait()
+    assert isinstance(result, RequestOutput)
+    return result
+
+
+def feed_of(result: RequestOutput, choice: int = 0) -> RowFeed:
+    feed = result.outputs[choice].routed_experts
+    assert isinstance(feed, RowFeed)
+    return feed
+
+
+def test_rows_ride_on_the_output_of_their_tokens() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(output("a", 1, first=0, rows=3))
+    first = take(queue)
+    assert positions(feed_of(first).take_until(3)) == [0, 1, 2]
+    frontend.step(output("a", 1, first=3, finish=FinishReason.LENGTH))
+    last = take(queue)
+    assert feed_of(last) is feed_of(first)
+    assert positions(feed_of(last).take_until(4)) == [3]
+    assert last.finished
+
+
+def test_merged_outputs_lose_nothing() -> None:
+    """A reader slower than the engine: vLLM merges the outputs, and would keep the last one's rows only."""
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(output("a", 1, first=0, rows=3))
+    for position in (3, 4):
+        frontend.step(output("a", 1, first=position))
+    frontend.step(output("a", 1, first=5, finish=FinishReason.STOP))
+    merged = take(queue)
+    assert queue.get_nowait() is None
+    assert len(merged.outputs[0].token_ids) == 4
+    assert positions(feed_of(merged).take_until(6)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_output_without_rows_does_not_take_the_feed_away() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(output("a", 1, first=0, rows=3))
+    frontend.step(output("a", 0, finish=FinishReason.ABORT))
+    merged = take(queue)
+    assert merged.outputs[0].finish_reason == "abort"
+    assert positions(feed_of(merged).take_until(3)) == [0, 1, 2]
+
+
+def test_choices_have_feeds_of_their_own() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a", n=2)
+    frontend.step(output("1_a", 1, first=0, rows=3))
+    frontend.step(output("0_a", 1, first=0, rows=3), output("1_a", 1, first=3))
+    merged = take(queue)
+    by_index = {choice.index: choice.routed_experts for choice in merged.outputs}
+    assert isinstance(by_index[0], RowFeed)
+    assert isinstance(by_index[1], RowFeed)
+    assert positions(by_index[0].take_until(9)) == [0, 1, 2]
+    assert positions(by_index[1].take_until(9)) == [0, 1, 2, 3]
+
+
+def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
+    frontend = Frontend(stream_interval=3)
+    queue = frontend.add("a")
+    frontend.step(output("a", 1, first=0, rows=3))
+    first = take(queue)
+    feed = feed_of(first)
+    assert positions(feed.take_until(3)) == [0, 1, 2]
+    for position in (3, 4):
+        frontend.step(output("a", 1, first=position))
+        assert queue.get_nowait() is None
+    frontend.step(output("a", 1, first=5))
+    held = take(queue)
+    assert len(held.outputs[0].token_ids) == 3
+    assert feed_of(held) is feed
+    assert positions(feed.take_until(6)) == [3, 4, 5]
+
+
+def test_requests_that_are_not_streamed_keep_vllms_way() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a", RequestOutputKind.FINAL_ONLY)
+    frontend.step(output("a", 1, first=0, rows=3))
+    assert len(frontend.feeds) == 0
+    frontend.step(output("a", 1, first=3, finish=FinishReason.LENGTH))
+    assert positions(take(queue).outputs[0].routed_experts) == [0, 1, 2, 3]
+
+
+def test_requests_without_the_opt_in_have_no_feed() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(output("a", 1))
+    assert take(queue).outputs[0].routed_experts is None
+    assert len(frontend.feeds) == 0
+
+
+def test_rows_of_a_request_that_is_gone() -> None:
+    frontend = Frontend()
+    frontend.step(output("gone", 1, first=0))
+    assert len(frontend.feeds) == 0
+
+
+@pytest.mark.parametrize("how", ["finish", "abort"])
+def test_nothing_is_left_behind(how: str) -> None:
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(output("a", 1, first=0, rows=3))
+    assert len(frontend.feeds) == 1
+    if how == "abort":
+        frontend.processor.abort_requests(["a"], internal=True)
+    else:
+        frontend.step(output("a", 1, first=3, finish=FinishReason.STOP))
+    take(queue)
+    del queue
+    gc.collect()
+    assert len(frontend.feeds) == 0
+
+
+def test_installing_twice_is_harmless() -> None:
+    frontend = Frontend()
+    replaced = frontend.processor.process_outputs
+    assert RowFeeds.install(frontend.processor) is frontend.feeds
+    assert frontend.processor.process_outputs == replaced
+    queue = frontend.add("a")
+    frontend.step(output("a", 1, first=0, rows=3))
+    assert positions(feed_of(take(queue)).take_until(9)) == [0, 1, 2]
+
+
+def test_processors_have_feeds_of_their_own() -> None:
+    """Two engines in one process share nothing."""
+    one, other = Frontend(), Frontend()
+    assert one.feeds is not other.feeds
+    one.add("a")
+    one.step(output("a", 1, first=0, rows=3))
+    assert (len(one.feeds), len(other.feeds)) == (1, 0)
+
+
+def test_taking_less_and_more_than_there_is() -> None:
+    feed = RowFeed()
+    assert feed.take_until(5) is None
+    feed.push(rows_of(0, 3))
+    feed.push(rows_of(3, 5))
+    assert positions(feed.take_until(2)) == [0, 1]
+    assert positions(feed.take_until(2)) == []
+    assert positions(feed.take_until(1)) == []
+    assert positions(feed.take_until(99)) == [2, 3, 4]
+    assert positions(feed.take_until(99)) == []
+    feed.push(rows_of(5, 6))
+    assert positions(feed.take_until(6)) == [5]
+
+
+def test_a_prompt_that_asks_for_no_row_still_tells_the_shape() -> None:
+    feed = RowFeed()
+    feed.push(rows_of(3, 3))
+    rows = feed.take_until(0)
+    assert rows is not None
+    assert rows.shape == (0, L, K)
+
+
+def test_a_feed_keeps_no_rows_that_were_taken() -> None:
+    feed = RowFeed()
+    feed.push(rows_of(0, 1000))
+    feed.take_until(999)
+    (kept,) = feed._chunks
+    assert kept.base is None
+    assert len(kept) == 1
