@@ -3,7 +3,9 @@
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,27 +67,43 @@ class Host:
         return answer
 
 
+def start_all(starts: list[Callable[[], Host]]) -> list[Host]:
+    """The hosts, started at the same time: a start is mostly waiting."""
+    with ThreadPoolExecutor(len(starts)) as pool:
+        return list(pool.map(lambda start: start(), starts))
+
+
 def interleave(
-    hosts: list[Host], lines: list[tuple[str, Host, bool]], cases: list[Case], repeats: int, results: dict[str, Any]
+    hosts: list[Host],
+    lines: list[tuple[str, Host, bool]],
+    cases: list[Case],
+    repeats: int,
+    results: dict[str, dict[str, list[Run]]],
+    save: Path,
 ) -> None:
     """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns, after a warm-up."""
     for case in cases:
         for host in hosts:
-            host.run(case, routing=False)
+            host.run(replace(case, new_tokens=32), routing=False)
         for repeat in range(repeats):
             order = lines if repeat % 2 == 0 else lines[::-1]
             for name, host, routing in order:
                 results.setdefault(case.name, {}).setdefault(name, []).append(host.run(case, routing))
+        save.write_text(json.dumps(results))
         print(f"done: {case.name}", file=sys.stderr, flush=True)
 
 
-def table(results: dict[str, Any], baseline: dict[str, str]) -> str:
-    """Markdown: medians, and their ratios to the baseline that ran in the same turns."""
+def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) -> str:
+    """Markdown: medians, and their ratios to the baseline that ran in the same turns.
+
+    The noise is a row of its own: the runs of the baseline in even turns against those in odd ones.
+    """
     head = "| case | variant | tokens/s | to off | TPOT ms | to off | ITL p99 ms | to off | ITL max ms |"
     rows = [head, "| --- " * (head.count("|") - 1) + "|"]
     for case, variants in results.items():
-        for name, runs in variants.items():
-            base = variants[baseline[name]]
+        lines = [(name, runs, variants[baseline[name]]) for name, runs in variants.items()]
+        lines += [(f"{name}: even turns to odd", variants[name][::2], variants[name][1::2]) for name in ("off",)]
+        for name, runs, base in lines:
             cells = [case, name]
             for key in ("tokens_per_s", "tpot_ms", "itl_p99_ms"):
                 value, reference = median(run[key] for run in runs), median(run[key] for run in base)

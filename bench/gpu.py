@@ -1,16 +1,18 @@
 """What the capture costs on one GPU, with the shape of Qwen3-30B-A3B and weights that nobody has to download.
 
-Pairs of engines run in turns on the same GPU where two fit (an H200); else one after the other (`--sequential`).
+Two engines run in turns on the same GPU: that takes one of 140 GB (an H200), or fewer `--layers` on a smaller one.
 """
 
 import argparse
 import json
 import subprocess
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.compare import Case, Host, interleave, table
+from bench.compare import Case, Host, interleave, start_all, table
+from bench.host_step import host_step_table
 
 QWEN3_30B_A3B = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -39,10 +41,10 @@ QWEN3_30B_A3B = {
 }
 
 CASES = [
-    Case("batch 1", 1, 128, 256),
-    Case("batch 64", 64, 128, 256),
     Case("batch 256", 256, 128, 256),
     Case("64 + one of 16k", 64, 128, 256, long=16000),
+    Case("batch 64", 64, 128, 256),
+    Case("batch 1", 1, 128, 256),
 ]
 
 OURS = [("captured, not asked for", False), ("returned to every request", True)]
@@ -67,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kv-cache-gib", type=float, default=9.0)
-    parser.add_argument("--sequential", action="store_true", help="one engine at a time")
+    parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
     args = parser.parse_args()
@@ -82,36 +84,33 @@ def main() -> None:
         return Host.start(variant, options, "cuda", logs / f"{variant}.log")
 
     results: dict[str, Any] = {}
-    off = start("off")
-    if args.sequential:
-        interleave([off], [("off", off, False), ("off again", off, False)], CASES, args.repeats, results)
-        off.stop()
-    ours = start("ours")
-    lines = [(name, ours, routing) for name, routing in OURS]
-    both = [off, ours]
-    if not args.sequential:
-        lines = [("off", off, False), *lines, ("off again", off, False)]
-    interleave([ours] if args.sequential else both, lines, CASES, args.repeats, results)
+    save = logs / "results.json"
+    off, ours = start_all([partial(start, "off"), partial(start, "ours")])
+    lines = [("off", off, False), *((name, ours, routing) for name, routing in OURS)]
+    interleave([off, ours], lines, CASES, args.repeats, results, save)
     ours.stop()
-    peer = start("vllm")
-    lines = [("vLLM's own", peer, True)]
-    if not args.sequential:
-        lines.insert(0, ("off, beside vLLM's own", off, False))
-    interleave([peer] if args.sequential else [off, peer], lines, CASES, args.repeats, results)
-    peer.stop()
-    if not args.sequential:
+    report(results, args, ours)
+    if args.skip_peer:
         off.stop()
-    (logs / "results.json").write_text(json.dumps(results))
+        return
+    peer = start("vllm")
+    lines = [("off, beside vLLM's own", off, False), ("vLLM's own", peer, True)]
+    interleave([off, peer], lines, CASES, args.repeats, results, save)
+    for host in (off, peer):
+        host.stop()
+    report(results, args, ours)
 
-    baseline = dict.fromkeys((name for case in results.values() for name in case), "off")
-    if not args.sequential:
-        baseline["vLLM's own"] = baseline["off, beside vLLM's own"] = "off, beside vLLM's own"
-    device = subprocess.run(
-        ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True, text=True
-    )
-    print(f"\n{device.stdout.strip()}, {args.repeats} repeats, {args.layers} layers\n")
+
+def report(results: dict[str, Any], args: argparse.Namespace, ours: Host) -> None:
+    """Prints the table, what it was measured on, and the memory that the capture takes."""
+    beside = "off, beside vLLM's own"
+    baseline = {name: "off" for case in results.values() for name in case}
+    baseline |= {beside: beside, "vLLM's own": beside}
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    device = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    print(f"\n{device}, {args.repeats} repeats, {args.layers} layers\n")
     print(table(results, baseline))
-    print(f"\nours: {ours.info}")
+    print(f"\nours: {ours.info}\n\n{host_step_table('cuda', num_layers=args.layers)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ class Capturer:
     ) -> None:
         self.shape = shape
         self.cache = DeviceCache(stage_layers[stage], max_tokens, shape.top_k, device)
-        self._pipeline = Pipeline(self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage]))
+        self.pipeline = Pipeline(self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage]))
 
     def sink(
         self, layer: int, own_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -89,7 +89,7 @@ class Capturer:
         self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None
     ) -> PendingRows:
         """Takes the step that has just been launched; see `Pipeline.submit`."""
-        return self._pipeline.submit(slots, offsets, upstream)
+        return self.pipeline.submit(slots, offsets, upstream)
 
     def downstream(self, num_tokens: int, upstream: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, layers so far, K] int32 for the next pipeline stage: `upstream`'s rows and this stage's."""

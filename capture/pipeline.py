@@ -32,7 +32,14 @@ class StepRows:
 
 
 class Copier(Protocol):
-    """Moves the packed words of one step to the host."""
+    """Moves the packed words of one step to the host.
+
+    Attributes:
+        device_bytes, pinned_bytes: what it keeps allocated.
+    """
+
+    device_bytes: int
+    pinned_bytes: int
 
     def staging(self, num_words: int) -> torch.Tensor:
         """The flat int16 buffer ([num_words]) on the device to pack this step into."""
@@ -53,6 +60,8 @@ class Copy(Protocol):
 
 class CpuCopier:
     """The device is the host: each step packs into memory of its own, and nothing is left to copy."""
+
+    device_bytes = pinned_bytes = 0
 
     def __init__(self) -> None:
         self._packed = torch.empty(0, dtype=torch.int16)
@@ -84,6 +93,8 @@ class CudaCopier:
         self._device_words = torch.empty(max_words, dtype=torch.int16, device=device)
         self._packed = self._device_words[:0]
         self._ring = [torch.empty(max_words, dtype=torch.int16, pin_memory=True) for _ in range(depth)]
+        self.device_bytes = self._device_words.nbytes
+        self.pinned_bytes = sum(words.nbytes for words in self._ring)
         self._generations = [0] * depth
         self._next = 0
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
@@ -161,6 +172,16 @@ class Pipeline:
         self._copier: Copier = CpuCopier()
         if device.type == "cuda":
             self._copier = CudaCopier(cache.max_tokens * self._words_per_token, max_steps_in_flight + 1, device)
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory taken on the device: the device cache, and one packed step."""
+        return self._cache.ids.nbytes + self._copier.device_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Pinned memory taken on the host."""
+        return self._copier.pinned_bytes
 
     def submit(
         self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None

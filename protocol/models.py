@@ -125,6 +125,8 @@ class CaptureInfo(BaseModel):
     device: str
     kv_slots: int = Field(description="rows that the host cache can hold: one per KV slot")
     host_cache_bytes: int = Field(description="upper bound; the operating system reserves it as it is written")
+    device_bytes: int = Field(description="memory on each worker's device that the capture takes")
+    pinned_bytes: int = Field(description="pinned host memory that each worker's capture takes")
     tracked_requests: int = Field(description="requests with the opt-in that the engine holds state for")
     open_feeds: int = Field(description="streamed choices that this API process holds rows for")
 

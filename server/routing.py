@@ -49,6 +49,8 @@ class Routing:
                 device=worker["device"],
                 kv_slots=slots,
                 host_cache_bytes=slots * self.num_layers * self.top_k * _BYTES_PER_ID,
+                device_bytes=worker["device_bytes"],
+                pinned_bytes=worker["pinned_bytes"],
                 tracked_requests=worker["tracked_requests"],
                 open_feeds=len(self.feeds),
             ),

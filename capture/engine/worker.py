@@ -86,6 +86,8 @@ class _Capture(Worker):
             "runner": "v2" if self.use_v2_model_runner else "v1",
             "device": torch.device(self.device).type,
             "kv_slots": self._kv_slots,
+            "device_bytes": self._capturer.pipeline.device_bytes,
+            "pinned_bytes": self._capturer.pipeline.pinned_bytes,
             "tracked_requests": self._tracked_requests,
         }
 
