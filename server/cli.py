@@ -5,6 +5,8 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from server.errors import CommandError
+
 PLUGIN_GROUP = "vllm.endpoint_plugins"
 PLUGIN_NAME = "routed_experts"
 SCHEDULER = "capture.engine.scheduler.make_scheduler"
@@ -24,10 +26,6 @@ serve       vLLM's OpenAI-compatible server, which also returns the experts that
             --help=all lists every flag.
 tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
 """
-
-
-class CommandError(Exception):
-    """A command line that cannot be carried out. The message says what to change."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +68,7 @@ def serve(argv: list[str]) -> None:
     allow_plugin()
     if capture:
         launch.fill_in(args, SCHEDULER, WORKERS)
+        launch.check(args)
     launch.run(args)
 
 

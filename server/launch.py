@@ -5,14 +5,17 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from capture.engine.config import UnsupportedConfig, check_vllm_version
-from server.cli import TINY_MODEL_NAME, CommandError
+from capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
+from server.cli import TINY_MODEL_NAME
+from server.errors import CommandError
 
 _TINY_KV_CACHE_BYTES = 64 << 20
 
@@ -32,6 +35,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
     except ValueError as error:
         raise CommandError(str(error)) from None
+    if args.model_tag is not None:  # as vLLM's own command does, but before the configuration is checked
+        args.model = args.model_tag
+    configure_logging_from_args(args)
     return args
 
 
@@ -92,9 +98,23 @@ def keep_small_arrays_in_messages() -> None:
     os.environ.setdefault("VLLM_MSGPACK_ZERO_COPY_THRESHOLD", str(16 << 10))
 
 
+def check(args: argparse.Namespace) -> None:
+    """Refuses here, in a sentence, what the engine's processes would refuse later among their stack traces.
+
+    Raises:
+        CommandError: the engine's configuration cannot give exact routing.
+    """
+    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER, headless=args.headless
+    )
+    try:
+        check_engine_config(config)
+    except UnsupportedConfig as error:
+        raise CommandError(str(error)) from None
+
+
 def run(args: argparse.Namespace) -> None:
     """Runs vLLM's `serve` until it stops."""
-    configure_logging_from_args(args)
     command = ServeSubcommand()
     command.validate(args)
     command.cmd(args)

@@ -35,7 +35,7 @@ from capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_conf
 from protocol.codec import CodecError
 from protocol.models import FieldError
 from server import requests, serving, vllm_api
-from server.cli import CommandError
+from server.errors import CommandError
 from server.plugin import RoutedExpertsPlugin
 from server.probe import ProbeError
 

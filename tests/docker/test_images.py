@@ -1,0 +1,275 @@
+"""Both images, built for real on stand-ins for their bases; the CPU image is also run, as its own user.
+
+No registry is needed: the stand-in is a minimal Debian, and buildah builds without a daemon, as root, in a store of
+its own that is removed at the end.
+"""
+
+import ast
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.harness import Server, answers_of_stream, free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PORT = 8000
+USER_ID = 2000
+START_LIMIT_S = 600
+STOP_LIMIT_S = 120
+# Which of pip's settings say where packages come from.
+PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy", "cert")
+PIP_SETTINGS += ("timeout", "default-timeout")
+MISSING_TOOLS = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
+
+needs_buildah = pytest.mark.skipif(
+    bool(MISSING_TOOLS) or os.geteuid() != 0,
+    reason=f"needs root and buildah and debootstrap (apt-get install buildah debootstrap); missing: {MISSING_TOOLS}",
+)
+
+
+@dataclass(frozen=True)
+class Builder:
+    """buildah with a store of its own.
+
+    Attributes:
+        folder: holds the store and all that buildah writes.
+        build_options: options of every build, which let its pip find packages as this machine's pip does.
+    """
+
+    folder: Path
+    build_options: tuple[str, ...]
+
+    def command(self, *args: str) -> list[str]:
+        store = ("--root", str(self.folder / "store"), "--runroot", str(self.folder / "run"))
+        return ["buildah", "--storage-driver", "vfs", *store, *args]
+
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "TMPDIR": str(self.folder), "BUILDAH_ISOLATION": "chroot"}
+
+    def __call__(self, *args: str) -> str:
+        done = subprocess.run(self.command(*args), env=self.environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"buildah {' '.join(args)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout.strip()
+
+    def build(self, tag: str, dockerfile: Path, context: Path, *options: str) -> None:
+        every = ("--pull-never", "--network", "host", "--format", "docker", *self.build_options)
+        self("bud", *every, *options, "--file", str(dockerfile), "--tag", tag, str(context))
+
+    def config(self, image: str) -> dict[str, Any]:
+        return json.loads(self("inspect", "--type", "image", image))["Docker"]["config"]
+
+    @contextmanager
+    def container(self, image: str) -> Iterator[str]:
+        name = self("from", "--pull-never", image)
+        try:
+            yield name
+        finally:
+            self("rm", name)
+
+
+def pip_settings() -> dict[str, str]:
+    """Where this machine's pip finds packages. A variable of the environment wins over a file, as in pip."""
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    settings = {}
+    for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
+        name, _, value = line.partition("=")
+        settings[name.rpartition(".")[2]] = ast.literal_eval(value)
+    return {name: settings[name] for name in PIP_SETTINGS if name in settings}
+
+
+def local_paths(value: str) -> Iterator[Path]:
+    """The files and folders of this machine that a setting of pip names.
+
+    An index in a folder links to files beside it, so its parent is meant.
+    """
+    for word in value.split():
+        path = Path(word.removeprefix("file://"))
+        if path.is_absolute() and path.exists():
+            yield path.parent if word.startswith("file://") else path
+
+
+def pip_options(folder: Path) -> Iterator[str]:
+    """Options of a build that hand this machine's pip settings on, without leaving them in the image."""
+    settings = pip_settings()
+    config = folder / "pip.conf"
+    config.write_text("".join(["[global]\n", *(f"{name} = {value}\n" for name, value in settings.items())]))
+    yield from ("--volume", f"{config}:/etc/pip.conf:ro")
+    for path in sorted({path for value in settings.values() for path in local_paths(value)}):
+        yield from ("--volume", f"{path}:{path}:ro")
+
+
+@pytest.fixture(scope="module")
+def builder() -> Iterator[Builder]:
+    # Not pytest's folder, which stays and may be in memory: the images take several gigabytes.
+    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="images-") as name:
+        folder = Path(name)
+        yield Builder(folder, tuple(pip_options(folder)))
+
+
+@pytest.fixture(scope="module")
+def minimal_debian(builder: Builder) -> str:
+    """A stand-in for the CPU image's base, under that base's name."""
+    container = builder("from", "scratch")
+    packages = "--include=python3,python3-venv,passwd,ca-certificates"
+    command = ["debootstrap", "--variant=minbase", packages, "bookworm", builder("mount", container)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    tag = f"docker.io/library/{default_base(ROOT / 'docker/Dockerfile.cpu')}"
+    builder("commit", "--rm", container, tag)
+    return tag
+
+
+@pytest.fixture(scope="module")
+def vllm_stand_in(builder: Builder, minimal_debian: str) -> str:
+    """What the GPU image relies on in its base, vLLM left out: python3 with pip and setuptools on the path."""
+    dockerfile = builder.folder / "stand-in"
+    dockerfile.write_text(
+        f"FROM {minimal_debian}\n"
+        f"RUN python3 -m venv /opt/venv && /opt/venv/bin/pip install {pinned('setuptools')}\n"
+        "ENV PATH=/opt/venv/bin:$PATH\n"
+    )
+    context = builder.folder / "empty"
+    context.mkdir()
+    builder.build("localhost/vllm-stand-in", dockerfile, context)
+    return "localhost/vllm-stand-in"
+
+
+def default_base(dockerfile: Path) -> str:
+    match = re.search(r"^ARG BASE=(\S+)$", dockerfile.read_text(), re.MULTILINE)
+    assert match is not None
+    return match[1]
+
+
+def pinned(package: str) -> str:
+    """The package with its version, as the images install it."""
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith(package + "=="))
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """What both images promise to whoever runs them."""
+    assert config["Entrypoint"] == ["routed-experts", "serve"]
+    assert not config["Cmd"], "an argument of the image would be lost as soon as the user gives one"
+    assert list(config["ExposedPorts"]) == [f"{PORT}/tcp"]
+    assert config["User"] == "vllm"
+    assert f"127.0.0.1:{PORT}/health" in " ".join(config["Healthcheck"]["Test"])
+    assert not [entry for entry in config["Env"] if entry.startswith("PIP_")]
+
+
+@contextmanager
+def running(builder: Builder, container: str, argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`argv` in the container, as the image's user; whatever it leaves behind is killed at the end."""
+    with log.open("wb") as out:
+        command = builder.command("run", container, "--", *argv)
+        process = subprocess.Popen(command, env=builder.environment(), stdout=out, stderr=subprocess.STDOUT)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for leftover in [*psutil.Process(process.pid).children(recursive=True), process]:
+                leftover.kill()
+        process.wait()
+
+
+def wait_until_healthy(builder: Builder, container: str, check: list[str], server: Server) -> None:
+    """Runs the image's own health check in the container until it passes."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline and server.process.poll() is None:
+        command = builder.command("run", container, "--", *check)
+        if subprocess.run(command, env=builder.environment(), capture_output=True, check=False).returncode == 0:
+            return
+        time.sleep(3)
+    raise AssertionError(f"the container did not become healthy:\n{server.log.read_text()[-6000:]}")
+
+
+def server_processes(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The processes in the container; the first is the one that a container engine would signal."""
+    processes = psutil.Process(process.pid).children(recursive=True)
+    main = next(p for p in processes if p.name() == "routed-experts")
+    return [main, *main.children(recursive=True)]
+
+
+def is_over(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@needs_buildah
+@pytest.mark.e2e
+@pytest.mark.timeout(1200)
+def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, tmp_path: Path) -> None:
+    """Built as the documentation says, run without arguments but for the port, asked, and stopped."""
+    builder.build("localhost/cpu", ROOT / "docker/Dockerfile.cpu", ROOT)
+    config = builder.config("localhost/cpu")
+    check_config(config)
+    port, log = free_port(), tmp_path / "log"
+    health_check = [arg.replace(str(PORT), str(port)) for arg in config["Healthcheck"]["Test"][1:]]
+    with (
+        builder.container("localhost/cpu") as container,
+        running(builder, container, [*config["Entrypoint"], "--port", str(port)], log) as process,
+    ):
+        server = Server(Path(), f"http://127.0.0.1:{port}", process, log)
+        wait_until_healthy(builder, container, health_check, server)
+        processes = server_processes(process)
+        assert {p.uids().real for p in processes} == {USER_ID}
+        assert {c.laddr.ip for c in processes[0].net_connections() if c.laddr.port == port} >= {"0.0.0.0"}
+
+        body = {"model": "tiny-moe", "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
+        (answer,) = answers_of_stream(server.stream(**body, return_routed_experts=True, return_token_ids=True))
+        assert answer.prompt_rows.shape == (len("Hello"), 5, 4)
+        assert answer.rows.shape == (8 - 1, 5, 4)
+
+        processes[0].send_signal(signal.SIGTERM)
+        assert process.wait(STOP_LIMIT_S) == 0, log.read_text()[-6000:]
+        assert all(is_over(p) for p in processes)
+
+
+@needs_buildah
+@pytest.mark.timeout(1200)
+def test_gpu_image_adds_only_what_its_base_lacks(builder: Builder, vllm_stand_in: str) -> None:
+    """As far as it goes without vLLM: the command starts, and nothing that the base brought was replaced."""
+    builder.build("localhost/gpu", ROOT / "docker/Dockerfile", ROOT, "--build-arg", f"BASE={vllm_stand_in}")
+    check_config(builder.config("localhost/gpu"))
+    freeze = ("python3", "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
+    with builder.container(vllm_stand_in) as container:
+        before = set(builder("run", container, "--", *freeze).splitlines())
+    with builder.container("localhost/gpu") as container:
+        after = set(builder("run", container, "--", *freeze).splitlines())
+        assert "usage: routed-experts" in builder("run", container, "--", "routed-experts", "--help")
+        assert builder("run", container, "--", "id", "-u") == str(USER_ID)
+        # A user id that the image does not know, as some clusters give out, can write there too.
+        builder("run", "--user", "12345:0", container, "--", "touch", "/home/vllm/.cache/written")
+        assert "tests" not in builder("run", container, "--", "ls", "-A", "/src").split()
+    assert before <= after
+    assert {line.partition("==")[0] for line in after - before} == {"orjson", "routed-experts-server"}
+    assert pinned("orjson") in after
+
+
+def test_compose_file_fits_the_image() -> None:
+    """There may be no compose on the machine; what it names must exist nevertheless."""
+    path = ROOT / "docker/compose.yaml"
+    compose = yaml.safe_load(path.read_text())
+    service = compose["services"]["server"]
+    context = (path.parent / service["build"]["context"]).resolve()
+    assert context == ROOT
+    assert (context / service["build"]["dockerfile"]).is_file()
+    (volume,) = service["volumes"]
+    name, target = volume.split(":")
+    assert name in compose["volumes"]
+    assert target in (ROOT / "docker/Dockerfile").read_text()
+    assert service["ports"] == [f"${{PORT:-{PORT}}}:{PORT}"]
+    assert service["ipc"] == "host"

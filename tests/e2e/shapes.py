@@ -1,0 +1,371 @@
+"""Tiny random models of many architectures, made on the spot, and an oracle that fits them all."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from server.tiny_model import make_tokenizer
+from tests.e2e.harness import Oracle
+
+_SEED = 20261121
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An architecture, and what its arrays must look like.
+
+    Attributes:
+        model_type: as in `config.json`.
+        options: of the Hugging Face configuration, beside those that all shapes share.
+        layer_ids: decoder layers that have experts.
+        router_std: of the router's weights. Wide ones keep the experts' scores apart, so that rounding never
+            decides which one is chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
+        flags: of the server, beside those that all shapes share.
+        env: of the server.
+        prefix_cache: whether vLLM has a prefix cache for it.
+        repeats_logits: whether the model's `router_logits` alone say which experts are chosen.
+        in_ci: whether it is one of the few that every run starts a server for.
+        needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
+    """
+
+    name: str
+    model_type: str
+    options: dict[str, Any]
+    layer_ids: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    router_std: float = 1.0
+    flags: tuple[str, ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    prefix_cache: bool = True
+    repeats_logits: bool = True
+    in_ci: bool = False
+    needs_gpu: str = ""
+
+
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_QWEN3_MOE = {**_ATTENTION, "intermediate_size": 128, "moe_intermediate_size": 64, "norm_topk_prob": True}
+# The head size, 512 + 64, is the only one that vLLM's CPU kernel for latent attention has.
+_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+# As every DeepSeek has it. (vLLM's CPU operator for plain rotary embeddings rotates wrongly where queries come as
+# [tokens, heads, head size].)
+_DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_DEEPSEEK_YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 1024}
+_DEEPSEEK = {
+    **_MLA,
+    "rope_parameters": _DEEPSEEK_YARN,
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 4, "first_k_dense_replace": 1},
+    **{"intermediate_size": 128, "moe_intermediate_size": 64, "n_routed_experts": 16, "num_experts_per_tok": 4},
+    **{"n_group": 4, "topk_group": 2},
+}
+_DEEPSEEK_V2 = {
+    **_DEEPSEEK,
+    **{"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "group_limited_greedy"},
+    **{"routed_scaling_factor": 1.0, "norm_topk_prob": False},
+}
+_DEEPSEEK_V3 = {
+    **_DEEPSEEK,
+    **{"q_lora_rank": 32, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+    **{"topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # for vLLM; Hugging Face knows no others
+}
+_MIXTRAL = {
+    **_ATTENTION,
+    **{"intermediate_size": 64, "num_hidden_layers": 4, "num_local_experts": 8, "num_experts_per_tok": 2},
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN |= {"truncate": False, "original_max_position_embeddings": 1024}
+_WITHOUT_MLA = {"VLLM_MLA_DISABLE": "1"}
+
+SHAPES = (
+    Shape("mixtral", "mixtral", _MIXTRAL, (0, 1, 2, 3), 8, 2),
+    Shape(
+        "olmoe",
+        "olmoe",
+        {
+            **{"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+            **{"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4},
+        },
+        (0, 1, 2),
+        16,
+        4,
+    ),
+    Shape(
+        "qwen2-moe, shared expert, every other layer",
+        "qwen2_moe",
+        {
+            **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6},
+            **{"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+            **{"num_experts": 12, "num_experts_per_tok": 3, "decoder_sparse_step": 2},
+        },
+        (1, 3, 5),
+        12,
+        3,
+    ),
+    Shape(
+        "deepseek-v2, latent attention",
+        "deepseek_v2",
+        _DEEPSEEK_V2,
+        (1, 2, 3),
+        16,
+        4,
+        prefix_cache=False,
+        repeats_logits=False,
+    ),
+    Shape(
+        "deepseek-v2, plain attention",
+        "deepseek_v2",
+        _DEEPSEEK_V2,
+        (1, 2, 3),
+        16,
+        4,
+        env=_WITHOUT_MLA,
+        repeats_logits=False,
+    ),
+    Shape(
+        "deepseek-v3, latent attention",
+        "deepseek_v3",
+        _DEEPSEEK_V3,
+        (1, 2, 3),
+        16,
+        4,
+        router_std=0.2,
+        prefix_cache=False,
+        repeats_logits=False,
+        in_ci=True,
+    ),
+    Shape(
+        "deepseek-v3, plain attention",
+        "deepseek_v3",
+        _DEEPSEEK_V3,
+        (1, 2, 3),
+        16,
+        4,
+        router_std=0.2,
+        env=_WITHOUT_MLA,
+        repeats_logits=False,
+    ),
+    Shape(
+        "gpt-oss, sliding and full attention",
+        "gpt_oss",
+        {
+            **_ATTENTION,
+            **{"intermediate_size": 64, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 4},
+            **{"sliding_window": 40, "rope_parameters": _YARN},
+        },
+        (0, 1, 2, 3),
+        16,
+        4,
+        in_ci=True,
+    ),
+    Shape(
+        "granite-moe-hybrid, mamba and full attention",
+        "granitemoehybrid",
+        {
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 4},
+            **{"shared_intermediate_size": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
+            **{"layer_types": ["mamba", "attention", "mamba", "attention"], "mamba_n_heads": 4, "mamba_d_state": 32},
+            **{"mamba_expand": 2, "mamba_chunk_size": 64, "attention_multiplier": 0.2},
+        },
+        (0, 1, 2, 3),
+        16,
+        4,
+        in_ci=True,
+    ),
+    Shape(
+        "qwen3-next, linear and full attention",
+        "qwen3_next",
+        {
+            **_QWEN3_MOE,
+            **{"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
+            **{"shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+            **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": 2},
+        },
+        (0, 1, 2, 3),
+        16,
+        4,
+        needs_gpu="vLLM's CPU kernel for gated delta networks takes bfloat16 only, in which near-ties decide",
+    ),
+    Shape(
+        "jamba, mamba and full attention",
+        "jamba",
+        {
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 4},
+            **{"num_experts": 8, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+            **{"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        },
+        (1, 3),
+        8,
+        2,
+        needs_gpu="vLLM's CPU build has no operator for Mamba 1 (selective_scan_fwd)",
+    ),
+    Shape(
+        "lfm2-moe, convolutions and full attention, sigmoid with bias",
+        "lfm2_moe",
+        {
+            **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128},
+            **{"moe_intermediate_size": 64, "num_hidden_layers": 5, "num_dense_layers": 2, "num_experts": 16},
+            **{
+                "num_experts_per_tok": 4,
+                "tie_word_embeddings": True,
+                "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+            },
+        },
+        (2, 3, 4),
+        16,
+        4,
+        router_std=0.15,
+        repeats_logits=False,
+        needs_gpu="vLLM's CPU operator for rotary embeddings rotates [tokens, heads, head size] queries wrongly",
+    ),
+    Shape(
+        "llama4, chunked and full attention, top 1",
+        "llama4_text",
+        {
+            **_ATTENTION,
+            **{"intermediate_size": 64, "intermediate_size_mlp": 128, "num_hidden_layers": 4},
+            **{"num_local_experts": 8, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+            **{"attention_chunk_size": 128, "no_rope_layers": [1, 0, 1, 0]},
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        },
+        (1, 3),
+        8,
+        1,
+        repeats_logits=False,
+    ),
+    Shape(
+        "qwen3-moe, 300 experts",
+        "qwen3_moe",
+        {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 8},
+        (0, 1, 2),
+        300,
+        8,
+        in_ci=True,
+    ),
+    Shape(
+        "qwen3-moe, top 1",
+        "qwen3_moe",
+        {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1},
+        (0, 1, 2),
+        8,
+        1,
+    ),
+)
+
+SLIDING_ONLY = Shape("sliding window only", "mixtral", {**_MIXTRAL, "sliding_window": 40}, (0, 1, 2, 3), 8, 2)
+DENSE = Shape("dense", "qwen3", {**_ATTENTION, "intermediate_size": 128, "num_hidden_layers": 3}, (), 0, 0)
+
+
+def make_model(shape: Shape, directory: Path) -> None:
+    """Writes a random float32 model of `shape` and the byte-level tokenizer to `directory`."""
+    tokenizer = make_tokenizer()
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    shared = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False, "dtype": "float32"}
+    config = AutoConfig.for_model(shape.model_type, **{**shared, **special, **shape.options}, vocab_size=len(tokenizer))
+    torch.manual_seed(_SEED)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
+            _fill(name, tensor, shape, config)
+        # Printable ASCII only, so that every token is a character of the text.
+        head = model.get_output_embeddings().weight
+        head[:33] = head[127:] = 0
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _fill(name: str, tensor: torch.Tensor, shape: Shape, config: PreTrainedConfig) -> None:
+    """Random values for a weight; norms, and what describes a recurrence, stay as Hugging Face initialises them."""
+    is_router = any(part in name for part in (".gate.weight", ".router.weight", ".router.layer.weight"))
+    if "correction_bias" in name or "expert_bias" in name:
+        tensor.normal_(0, 0.3)
+    elif is_router:
+        tensor.normal_(0, shape.router_std)
+    elif name == "lm_head.weight":
+        tensor.normal_(0, 0.6)
+    elif "embed_tokens" in name:
+        tensor.normal_(0, 0.3)  # enough to tell tokens apart, and little beside what attention adds: both must matter
+    elif name.endswith("_bias") or name.endswith(".bias") or "sinks" in name:
+        if "dt" not in name:
+            tensor.normal_(0, 0.1)
+    elif tensor.dim() > 1 and name.endswith(("weight", "_proj")):
+        tensor.normal_(0, 0.08)
+
+
+class HookOracle(Oracle):
+    """The experts that Hugging Face's own routers hand to its own experts, whatever rule they choose them by."""
+
+    def __init__(self, model: Path | PreTrainedModel, shape: Shape) -> None:
+        if isinstance(model, Path):
+            model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.model = model.eval()
+        self.top_k = shape.top_k
+        self._known = {}
+        self._seen: list[torch.Tensor] = []
+        for name, module in self.model.named_modules():
+            if type(module).__name__ == "Llama4Router":
+                module.register_forward_hook(self._see_scores)
+            elif name.endswith(".experts") and not self._is_llama4():
+                module.register_forward_pre_hook(self._see_indices)
+
+    def rows(self, tokens: Sequence[int]) -> np.ndarray:
+        """[tokens, L, K], the chosen experts in ascending order."""
+        key = tuple(tokens)
+        if key not in self._known:
+            self._seen.clear()
+            with torch.no_grad():
+                self.model(torch.tensor([list(tokens)]), use_cache=False)
+            self._known[key] = np.sort(torch.stack(self._seen, dim=1).numpy(), axis=2)
+        return self._known[key]
+
+    def _is_llama4(self) -> bool:
+        return str(self.model.config.model_type).startswith("llama4")
+
+    def _see_indices(self, module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        """Every family but one calls its experts with hidden states, chosen indices, weights."""
+        self._seen.append(args[1].reshape(-1, self.top_k))
+
+    def _see_scores(self, module: torch.nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Llama 4 runs every expert, with a score of 0 for those that were not chosen."""
+        self._seen.append(output[0].nonzero()[:, 1].reshape(-1, self.top_k))
+
+
+def attach_adapter(config: PreTrainedConfig, directory: Path, scale: float = 0.1) -> Callable[[PreTrainedModel], None]:
+    """Writes a random LoRA adapter for the attention projections of a Qwen3-MoE model to `directory`.
+
+    Returns a function that merges the same adapter into a Hugging Face model.
+    """
+    rank, alpha = 8, 16
+    generator = torch.Generator().manual_seed(_SEED)
+    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
+    kv_heads = config.num_key_value_heads * config.head_dim
+    sizes = {"q_proj": (hidden, heads), "k_proj": (hidden, kv_heads), "v_proj": (hidden, kv_heads)}
+    sizes["o_proj"] = (heads, hidden)
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(config.num_hidden_layers):
+        for name, (fan_in, fan_out) in sizes.items():
+            key = f"model.layers.{layer}.self_attn.{name}"
+            tensors[f"{key}.lora_A.weight"] = torch.randn((rank, fan_in), generator=generator) * scale
+            tensors[f"{key}.lora_B.weight"] = torch.randn((fan_out, rank), generator=generator) * scale
+    directory.mkdir(parents=True)
+    save_file({f"base_model.model.{name}": t for name, t in tensors.items()}, directory / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "bias": "none"}
+    described["target_modules"] = sorted(sizes)
+    (directory / "adapter_config.json").write_text(json.dumps(described))
+
+    def merge(model: PreTrainedModel) -> None:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                key = name.removesuffix(".weight")
+                if f"{key}.lora_A.weight" in tensors:
+                    down, up = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
+                    parameter += alpha / rank * (up @ down)
+
+    return merge
