@@ -224,6 +224,8 @@ INFO_ANSWER: dict[str, Any] = {
         "device": "cpu",
         "kv_slots": 2720,
         "host_cache_bytes": 108800,
+        "device_bytes": 163840,
+        "pinned_bytes": 0,
         "tracked_requests": 0,
         "open_feeds": 0,
     },
