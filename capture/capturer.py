@@ -33,6 +33,8 @@ class RowShape:
             ValueError: no stage has an MoE layer, or the stages differ in experts or top-k.
         """
         kinds = {(stage.num_experts, stage.top_k) for stage in stages if stage.layer_ids}
+        if not kinds:
+            raise ValueError("no MoE layer was found in the model")
         if len(kinds) != 1:
             raise ValueError(
                 f"the MoE layers of a model must agree in experts and top-k, but these are {sorted(kinds)}"

@@ -68,14 +68,11 @@ def take_rows(state: RequestRows, part: StepPart, end: int, cache: HostCache) ->
     if first < part.start:
         until = min(end, part.start)
         if part.block_ids is None:
-            pieces.append(_unknown(until - first, part.rows))
+            pieces.append(with_unknown(part.rows[:0], until - first))
         else:
             pieces.append(cache.read(part.block_ids, first, until))
     pieces.append(own)
-    known = sum(len(piece) for piece in pieces)
-    if known < end - first:
-        pieces.append(_unknown(end - first - known, part.rows))
-    return np.concatenate(pieces)
+    return with_unknown(np.concatenate(pieces), end - first)
 
 
 def split_at_prompt(
@@ -86,5 +83,9 @@ def split_at_prompt(
     return rows[:cut], rows[cut:]
 
 
-def _unknown(count: int, like: NDArray[np.int16]) -> NDArray[np.int16]:
-    return np.full((count, *like.shape[1:]), UNKNOWN, dtype=np.int16)
+def with_unknown(rows: NDArray[np.int16], count: int) -> NDArray[np.int16]:
+    """`rows` ([n, L, K]), followed by rows of -1 up to `count` if they are fewer."""
+    missing = count - len(rows)
+    if missing <= 0:
+        return rows
+    return np.concatenate([rows, np.full((missing, *rows.shape[1:]), UNKNOWN, dtype=np.int16)])

@@ -56,9 +56,14 @@ class RoutingFields(BaseModel):
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """A request's opt-in, checked."""
+    """A request's opt-in, checked.
+
+    Attributes:
+        prompt_start_param: which of its two names the client gave the prompt start.
+    """
 
     prompt_start: int = 0
+    prompt_start_param: str = "routed_experts_prompt_start"
     format: Format = "object"
     dtype: WireDtype = "int16"
     layout: Layout = "split"
@@ -100,8 +105,10 @@ def parse_options(body: dict[str, Any]) -> RoutingOptions | None:
                 "routed_experts_start_len and routed_experts_prompt_start are two names for one value and differ",
             )
         start = fields.routed_experts_start_len
+    alias = fields.routed_experts_start_len is not None and "routed_experts_prompt_start" not in given
     return RoutingOptions(
         prompt_start=start,
+        prompt_start_param="routed_experts_start_len" if alias else "routed_experts_prompt_start",
         format=fields.routed_experts_format,
         dtype=fields.routed_experts_dtype,
         layout=fields.routed_experts_layout,

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from capture.split import split_at_prompt
+from capture.split import split_at_prompt, with_unknown
 from protocol import codec
 from protocol.models import RoutingOptions
 from server.feeds import RowFeed
@@ -118,7 +118,7 @@ class StreamAligner:
         if complete and state.next_row + len(rows) < end:
             lost = end - state.next_row - len(rows)
             logger.error("Request %s: %d rows did not arrive and are sent as -1.", output.request_id, lost)
-            rows = np.concatenate([rows, np.full((lost, *rows.shape[1:]), codec.UNKNOWN, dtype=np.int16)])
+            rows = with_unknown(rows, len(rows) + lost)
         self._encoder.check(rows)
         if self._options.layout == "split" and state.next_row < prompt_len:
             prompt_rows, rows = split_at_prompt(rows, state.next_row, prompt_len)

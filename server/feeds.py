@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 from server.vllm_api import EngineCoreOutput, OutputProcessor, OutputProcessorOutput, RequestOutputKind, RequestState
 
+SMALL_ARRAY_BYTES = 16 << 10
+"""Up to this size, rows travel inside the engine's message; see `server.launch.keep_small_arrays_in_messages`."""
+
 
 class RowFeed:
     """The rows of one streamed choice that arrived from the engine and were not sent yet.
@@ -68,13 +71,17 @@ class RowFeeds:
         """vLLM's `process_outputs`, with the rows of streamed requests on their outputs."""
         fed: list[tuple[RequestState, RowFeed]] = []
         for output in engine_core_outputs:
-            if output.routed_experts is None:
+            rows = output.routed_experts
+            if rows is None:
                 continue
+            if rows.base is not None and rows.nbytes <= SMALL_ARRAY_BYTES:
+                # It lies in the engine's message, and would keep the rows of all other requests in memory.
+                output.routed_experts = rows = rows.copy()
             state = self._processor.request_states.get(output.request_id)
             if state is None or state.output_kind is not RequestOutputKind.DELTA:
                 continue
             feed = self._feeds.setdefault(state, RowFeed())
-            feed.push(output.routed_experts)
+            feed.push(rows)
             output.routed_experts = None
             fed.append((state, feed))
         processed = self._process(engine_core_outputs, *args, **kwargs)

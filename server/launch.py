@@ -16,6 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
 from server.cli import TINY_MODEL_NAME
 from server.errors import CommandError
+from server.feeds import SMALL_ARRAY_BYTES
 
 _TINY_KV_CACHE_BYTES = 64 << 20
 
@@ -95,7 +96,7 @@ def keep_small_arrays_in_messages() -> None:
     vLLM sends arrays above a threshold apart, to spare a copy; at a few hundred requests with a row each, the parts
     cost more than the copy. A value that the user has set stays.
     """
-    os.environ.setdefault("VLLM_MSGPACK_ZERO_COPY_THRESHOLD", str(16 << 10))
+    os.environ.setdefault("VLLM_MSGPACK_ZERO_COPY_THRESHOLD", str(SMALL_ARRAY_BYTES))
 
 
 def check(args: argparse.Namespace) -> None:

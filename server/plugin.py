@@ -51,7 +51,8 @@ async def announce(state: State, args: Namespace, model: str) -> None:
     """Logs where the server answers and a line to paste, once it does."""
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(0.1)
-    base = f"http://{args.host or 'localhost'}:{args.port}"
+    scheme = "https" if args.ssl_certfile else "http"
+    base = f"{scheme}://{args.host or 'localhost'}:{args.port}"
     routing: Routing | None = state.routing
     if routing is None:
         logger.info("Serving %s at %s without capturing routed experts.", model, base)

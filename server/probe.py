@@ -21,12 +21,16 @@ async def probe(routing: Routing) -> None:
     """Raises `ProbeError` unless a request brings back its routing, complete and possible."""
     config = routing.engine.vllm_config
     vocab = config.model_config.get_vocab_size()
-    for rank in range(config.parallel_config.data_parallel_size):
-        rows = await _rows_of_a_request(routing, [(7 * i + 1) % vocab for i in range(_PROMPT_TOKENS)], rank)
+    parallel = config.parallel_config
+    # Where something else balances the load, this process reaches the ranks of its own node only.
+    ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    for rank in range(ranks):
+        prompt = [(7 * i + 1) % vocab for i in range(_PROMPT_TOKENS)]
+        rows = await _rows_of_a_request(routing, prompt, rank if ranks > 1 else None)
         check_rows(rows, _PROMPT_TOKENS + _NEW_TOKENS - 1, routing.shape, routing.num_experts)
 
 
-async def _rows_of_a_request(routing: Routing, prompt: list[int], rank: int) -> NDArray[np.int16] | None:
+async def _rows_of_a_request(routing: Routing, prompt: list[int], rank: int | None) -> NDArray[np.int16] | None:
     params = SamplingParams(
         max_tokens=_NEW_TOKENS,
         temperature=0.0,
@@ -39,7 +43,7 @@ async def _rows_of_a_request(routing: Routing, prompt: list[int], rank: int) -> 
         tokens_input(prompt),
         params,
         f"routed-experts-probe-{rank}",
-        data_parallel_rank=rank if routing.engine.vllm_config.parallel_config.data_parallel_size > 1 else None,
+        data_parallel_rank=rank,
     )
     feed: RowFeed | None = None
     async for output in outputs:

@@ -8,8 +8,7 @@ from fastapi import Request
 from numpy.typing import NDArray
 from pydantic import PrivateAttr
 
-from capture.split import split_at_prompt
-from protocol import codec
+from capture.split import split_at_prompt, with_unknown
 from protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
 from server.alignment import Encoder
 from server.vllm_api import (
@@ -56,6 +55,11 @@ class CollectedRouting:
         if prompt_rows is not None:
             self.prompts.append(prompt_rows)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all rows."""
+        return sum(rows.nbytes for rows in (*self.prompts, *(rows for _, rows in self.choices)))
+
     def add_to(self, body: dict[str, Any], encoder: Encoder, is_list: bool) -> None:
         """Puts the arrays into the response `body`.
 
@@ -66,7 +70,7 @@ class CollectedRouting:
             choice["routed_experts"] = encoder(rows, start)
         if encoder.options.layout == "split":
             prompts = [encoder(rows, encoder.options.prompt_start) for rows in self.prompts]
-            body["prompt_routed_experts"] = prompts if is_list else prompts[0]
+            body["prompt_routed_experts"] = prompts if is_list or len(prompts) > 1 else prompts[0]
 
 
 def _final_rows(
@@ -81,7 +85,7 @@ def _final_rows(
     missing = expected - len(rows)
     if missing > 0 and choice.finish_reason != "abort":
         logger.error("Request %s: %d rows did not arrive and are sent as -1.", request_id, missing)
-        rows = np.concatenate([rows, np.full((missing, *shape), codec.UNKNOWN, dtype=np.int16)])
+        rows = with_unknown(rows, expected)
     return rows[:expected]
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import orjson
 from fastapi import APIRouter, Depends, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from protocol import codec
@@ -27,6 +28,7 @@ from server.vllm_api import (
 
 router = APIRouter()
 
+_LARGE = 1 << 20
 _METRICS_HEADER = "endpoint-load-metrics-format"
 Options = Annotated[RoutingOptions | None, Depends(check_routing_fields)]
 
@@ -49,7 +51,7 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
     request._options = options
     answer = await serving.create_completion(request, raw_request)
     is_list = isinstance(request.prompt, list) and not all(isinstance(item, int) for item in request.prompt)
-    return _respond(answer, serving, request, raw_request, is_list)
+    return await _respond(answer, serving, request, raw_request, is_list)
 
 
 @router.post(
@@ -67,7 +69,7 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
         raise NotImplementedError("The model does not support Chat Completions API")
     request._options = options
     answer = await serving.create_chat_completion(request, raw_request)
-    return _respond(answer, serving, request, raw_request, is_list=False)
+    return await _respond(answer, serving, request, raw_request, is_list=False)
 
 
 @router.get("/v1/routed_experts", responses=schemas.info_responses())
@@ -79,7 +81,7 @@ async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     return await routing.info()
 
 
-def _respond(
+async def _respond(
     answer: ErrorResponse | CompletionResponse | ChatCompletionResponse | AsyncGenerator[str, None],
     serving: _RoutedServing,
     request: RoutedCompletionRequest | RoutedChatRequest,
@@ -98,8 +100,15 @@ def _respond(
     headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))
     if request._options is None:
         return JSONResponse(body, headers=headers)
+    encoder, collected = serving.encoder(request._options), request._collected
+
+    def encode() -> bytes:
+        collected.add_to(body, encoder, is_list)
+        return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+
     try:
-        request._collected.add_to(body, serving.encoder(request._options), is_list)
+        # Large arrays would hold up every other stream if they were encoded on the event loop.
+        content = await run_in_threadpool(encode) if collected.nbytes > _LARGE else encode()
     except codec.CodecError as error:
         raise VLLMValidationError(str(error), parameter="routed_experts_dtype") from None
-    return Response(orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS), media_type="application/json", headers=headers)
+    return Response(content, media_type="application/json", headers=headers)

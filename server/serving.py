@@ -62,8 +62,8 @@ class _RoutedServing:
         for length in prompt_lens:
             if options.prompt_start > length:
                 _reject(
-                    f"routed_experts_prompt_start is {options.prompt_start}, but the prompt has {length} tokens",
-                    "routed_experts_prompt_start",
+                    f"{options.prompt_start_param} is {options.prompt_start}, but the prompt has {length} tokens",
+                    options.prompt_start_param,
                 )
 
     def encoder(self, options: RoutingOptions) -> Encoder:

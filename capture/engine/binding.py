@@ -8,7 +8,10 @@ import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import RoutedExpertsSink
+from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
+    RoutedExpertsCaptureSource,
+    RoutedExpertsSink,
+)
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
     FusedTopKRouter,
@@ -47,6 +50,10 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
     Raises:
         UnsupportedConfig: a layer's routing cannot be captured, or the layers do not fit one array.
     """
+    if any(isinstance(module, RoutedExpertsCaptureSource) for module in model.modules()):
+        raise UnsupportedConfig(
+            "The model's fused MoE layers (MegaMoE) cannot be captured: choose another kernel with --moe-backend."
+        )
     runners = tuple(sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda m: int(m.layer_id)))
     layer_ids = tuple(int(runner.layer_id) for runner in runners)
     if len(set(layer_ids)) != len(layer_ids):

@@ -66,6 +66,11 @@ REFUSALS = (
         "--kv-transfer-config and KV offloading, or add --no-enable-return-routed-experts.",
     ),
     Refusal(
+        "encoder-only instance",
+        lambda c: c.ec_transfer_config is not None and c.ec_transfer_config.is_ec_producer,
+        "An instance that only encodes routes no tokens: add --no-enable-return-routed-experts to it.",
+    ),
+    Refusal(
         "context parallelism",
         lambda c: (
             c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1

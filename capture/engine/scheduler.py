@@ -116,14 +116,13 @@ class SchedulerConnector:
         scheduled = self._steps.pop(tag.step)
         self._parts = {}
         step = detach(output)
+        if self._cache is not None and scheduler_output.kv_cache_block_copies:
+            self._cache.copy_blocks(scheduler_output.kv_cache_block_copies)
         if step is None:
             if scheduler_output.total_num_scheduled_tokens:
                 raise RuntimeError("a step ran, but the worker sent no rows with its output")
             return
-        cache = self._host_cache(step)
-        if scheduler_output.kv_cache_block_copies:
-            cache.copy_blocks(scheduler_output.kv_cache_block_copies)
-        cache.write(step.slots, step.rows)
+        self._host_cache(step).write(step.slots, step.rows)
         offsets = step.offsets.tolist()
         for req_id, part in scheduled.items():
             request = requests.get(req_id)
@@ -147,7 +146,7 @@ class SchedulerConnector:
             return None
         first = state.next_row
         rows = take_rows(state, part, end=request.num_tokens - 1, cache=self._cache)
-        if first < part.start and (rows == UNKNOWN).any():
+        if first < part.start and (rows[:, 0, 0] == UNKNOWN).any():
             logger.error("Request %s: some of its rows are not known and are sent as -1.", request.request_id)
         return rows
 

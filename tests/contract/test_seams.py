@@ -26,7 +26,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -374,6 +374,7 @@ def supported() -> SimpleNamespace:
     """The parts of a configuration that the refusals look at, as they are for a model that is served."""
     return SimpleNamespace(
         model_config=SimpleNamespace(is_moe=True, is_encoder_decoder=False, runner_type="generate"),
+        ec_transfer_config=None,
         aux_output_config=SimpleNamespace(enabled=False),
         diffusion_config=None,
         kv_transfer_config=None,
@@ -399,6 +400,7 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
     ],
     "diffusion model": [("diffusion_config", SimpleNamespace())],
     "KV connector": [("kv_transfer_config", SimpleNamespace())],
+    "encoder-only instance": [("ec_transfer_config", SimpleNamespace(is_ec_producer=True))],
     "context parallelism": [
         ("parallel_config.decode_context_parallel_size", 2),
         ("parallel_config.prefill_context_parallel_size", 2),
@@ -436,7 +438,7 @@ def test_refusals(name: str, path: str, value: Any) -> None:
 def test_refusals_look_at_fields_that_exist() -> None:
     for cls, names in {
         VllmConfig: [
-            *("model_config", "aux_output_config", "diffusion_config", "kv_transfer_config"),
+            *("model_config", "aux_output_config", "diffusion_config", "kv_transfer_config", "ec_transfer_config"),
             *("parallel_config", "cache_config"),
         ],
         ParallelConfig: list(vars(supported().parallel_config)),
@@ -518,6 +520,31 @@ def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: di
     """`vllm_xargs` of /v1/responses ends in `extra_args`; an exception here would end the engine."""
     connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL))
     connector.add_request(request_with(extra_args))
+    assert connector._tracked == {}
+
+
+def test_rows_before_the_step_are_read_again_after_a_preemption() -> None:
+    """Even when the preemption falls between scheduling the last chunk of a prefill and its output."""
+    request = request_with({scheduler.PROMPT_START_ARG: 0})
+    block = SimpleNamespace(block_id=1)
+    manager = SimpleNamespace(req_to_blocks={"r": [block]})
+    coordinator = SimpleNamespace(single_type_managers=[manager])
+    owner = SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))
+    connector = scheduler.SchedulerConnector(owner, kv_cache_config(FULL))
+    connector.add_request(request)
+
+    def schedule(start: int, count: int) -> scheduler.ScheduledPart:
+        request.num_computed_tokens = start
+        tag = connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": count}), {"r": request})
+        return connector._steps[tag.step]["r"]
+
+    assert schedule(0, 2).block_ids is None  # not the last chunk
+    assert schedule(2, 1).block_ids is not None
+    assert schedule(3, 1).block_ids is None  # decoding
+    connector.request_finished(request)  # preempted: it has not finished
+    assert schedule(2, 1).block_ids is not None
+    request.status = RequestStatus.FINISHED_STOPPED
+    connector.request_finished(request)
     assert connector._tracked == {}
 
 

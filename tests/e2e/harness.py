@@ -2,6 +2,7 @@
 
 import base64
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +27,15 @@ SMALL_KV: tuple[str, ...] = ("--dtype", "float32", "--kv-cache-memory-bytes", st
 # and Triton's products in full precision. There the engine compiles and captures its graphs, as it would in earnest.
 SMALL_KV += ("--attention-backend", "TRITON_ATTN", "--moe-backend", "triton") if ON_GPU else ("--enforce-eager",)
 FULL_PRECISION = {"TRITON_F32_DEFAULT": "ieee"}
+
+
+ASK: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": True}
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    """Printable token ids that a seed decides."""
+    rng = random.Random(seed)
+    return [rng.randrange(33, 120) for _ in range(length)]
 
 
 @dataclass

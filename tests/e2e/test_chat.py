@@ -5,12 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.harness import Answer, Oracle, Server, answers_of, answers_of_stream, check, decode, same
+from tests.e2e.harness import ASK, Answer, Oracle, Server, answers_of, answers_of_stream, check, decode, same
 
 pytestmark = pytest.mark.e2e
 
 PATH = "/v1/chat/completions"
-ASK: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": True}
 USER: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me something about experts."}]}
 TOOL = {
     "type": "function",

@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 
 from tests.conftest import BLOCK_SIZE, CHUNK
-from tests.e2e.harness import Answer, Oracle, Server, answers_of, answers_of_stream, check, decode, read_events, same
+from tests.e2e.harness import (
+    ASK,
+    Answer,
+    Oracle,
+    Server,
+    answers_of,
+    answers_of_stream,
+    check,
+    decode,
+    prompt_of,
+    read_events,
+    same,
+)
 
 pytestmark = pytest.mark.e2e
-
-ASK: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": True}
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(33, 120) for _ in range(length)]
 
 
 def one(server: Server, start: int = 0, **body: Any) -> Answer:

@@ -1,6 +1,5 @@
 """Models of many shapes on a real engine: every row against a Hugging Face forward pass of the same weights."""
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +8,27 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.harness import Answer, Oracle, Server, answers_of, answers_of_stream, check, decode, same, serving
+from tests.e2e.harness import (
+    ASK,
+    Answer,
+    Oracle,
+    Server,
+    answers_of,
+    answers_of_stream,
+    check,
+    decode,
+    prompt_of,
+    same,
+    serving,
+)
 from tests.e2e.shapes import DENSE, SHAPES, SLIDING_ONLY, HookOracle, Shape, attach_adapter, make_model
 
 pytestmark = pytest.mark.e2e
 
-ASK: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": True}
 CHUNK = 64
 # Blocks are of the size that vLLM chooses: some of these shapes dictate it.
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024")
 FLAGS += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--enable-prefix-caching")
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(33, 120) for _ in range(length)]
 
 
 def one(server: Server, **body: Any) -> Answer:

@@ -24,6 +24,7 @@ from tests.e2e.harness import (
     answers_of_stream,
     check,
     free_port,
+    prompt_of,
     read_events,
     same,
     serving,
@@ -95,11 +96,6 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
             assert capture["runner"] == "v1"
     if engine.log_says:
         assert engine.log_says in (tmp_path / "log").read_text()
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(33, 120) for _ in range(length)]
 
 
 def one(server: Server, oracle: Oracle, **body: Any) -> None:
