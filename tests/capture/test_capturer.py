@@ -1,0 +1,57 @@
+"""Two pipeline stages in one process: what the first sends on, the last packs with its own."""
+
+import numpy as np
+import pytest
+import torch
+
+from capture.capturer import Capturer, RowShape
+
+CPU = torch.device("cpu")
+STAGES = [RowShape((1, 2), 16, 4), RowShape((), 0, 0), RowShape((5, 6, 7), 16, 4)]
+
+
+def capturer(stage: int) -> Capturer:
+    layers = [len(shape.layer_ids) for shape in STAGES]
+    return Capturer(RowShape.of_stages(STAGES), layers, stage, max_tokens=8, max_steps_in_flight=2, device=CPU)
+
+
+def ids(layer: int, tokens: int) -> torch.Tensor:
+    """[tokens, K + 1], distinct for each layer, token and column; the last column is a fused shared expert's."""
+    return layer * 1000 + torch.arange(tokens * 5, dtype=torch.int32).reshape(tokens, 5)
+
+
+def test_the_shape_of_the_whole_model() -> None:
+    assert RowShape.of_stages(STAGES) == RowShape((1, 2, 5, 6, 7), 16, 4)
+    with pytest.raises(ValueError, match="agree in experts and top-k"):
+        RowShape.of_stages([RowShape((1,), 16, 4), RowShape((2,), 16, 2)])
+    with pytest.raises(ValueError, match="no MoE layer"):
+        RowShape.of_stages([RowShape((), 0, 0)])
+
+
+def test_rows_of_earlier_stages_come_first() -> None:
+    """Through a stage without MoE layers; padding tokens (5 and 6) go no further."""
+    first, middle, last = (capturer(stage) for stage in range(3))
+    for stage, base in ((first, 0), (last, 2)):
+        for row in range(stage.cache.num_layers):
+            stage.sink(row)(ids(base + row, tokens=7))
+    upstream = middle.downstream(5, first.downstream(5, None))
+    assert upstream.shape == (5, 2, 4)
+    assert upstream.is_contiguous()
+    slots = torch.arange(100, 107)
+    step = last.submit(slots, np.array([0, 2, 5]), upstream).result()
+    assert step.slots.tolist() == [100, 101, 102, 103, 104]
+    for row in range(5):
+        assert np.array_equal(step.rows[:, row], ids(row, 5)[:, :4].numpy())
+
+
+def test_a_step_without_the_rows_of_earlier_stages_is_an_error() -> None:
+    with pytest.raises(ValueError, match="earlier pipeline stages"):
+        capturer(2).submit(torch.arange(3), np.array([0, 3]))
+
+
+def test_only_this_ranks_tokens_are_stored() -> None:
+    first = capturer(0)
+    first.sink(0, own_tokens=lambda rows: rows[2:5])(ids(0, tokens=7))
+    first.sink(1)(ids(1, tokens=3))
+    step = first.submit(torch.arange(3), np.array([0, 3])).result()
+    assert np.array_equal(step.rows[:, 0], ids(0, 7)[2:5, :4].numpy())
