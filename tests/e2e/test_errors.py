@@ -95,7 +95,7 @@ def test_prompt_start_behind_the_prompt(client: httpx.Client, path: str, stream:
 
 def test_prompt_start_behind_one_of_several_prompts(client: httpx.Client) -> None:
     response = post(client, "/v1/completions", **OPT_IN, prompt=["abcdef", "ab"], routed_experts_start_len=3)
-    assert "the prompt has 2 tokens" in refused(response, "routed_experts_prompt_start")
+    assert "the prompt has 2 tokens" in refused(response, "routed_experts_start_len")
 
 
 @both
