@@ -41,10 +41,10 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_tiny_model(directory: Path, config: Qwen3MoeConfig | None = None) -> None:
+def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
     """Writes the model and its tokenizer to `directory`, a few MB in float32, in a few seconds."""
     tokenizer = make_tokenizer()
-    config = config or Qwen3MoeConfig(
+    config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -65,7 +65,7 @@ def make_tiny_model(directory: Path, config: Qwen3MoeConfig | None = None) -> No
         dtype="float32",
     )
     model = Qwen3MoeForCausalLM(config)
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if parameter.dim() > 1:

@@ -71,6 +71,12 @@ REFUSALS = (
         "An instance that only encodes routes no tokens: add --no-enable-return-routed-experts to it.",
     ),
     Refusal(
+        "sleep mode",
+        lambda c: c.model_config.enable_sleep_mode,
+        "It has not been shown that routing stays exact after the engine slept: remove --enable-sleep-mode, or add "
+        "--no-enable-return-routed-experts.",
+    ),
+    Refusal(
         "context parallelism",
         lambda c: (
             c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1

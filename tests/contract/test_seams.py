@@ -373,7 +373,9 @@ def test_routers_capture_logical_ids() -> None:
 def supported() -> SimpleNamespace:
     """The parts of a configuration that the refusals look at, as they are for a model that is served."""
     return SimpleNamespace(
-        model_config=SimpleNamespace(is_moe=True, is_encoder_decoder=False, runner_type="generate"),
+        model_config=SimpleNamespace(
+            is_moe=True, is_encoder_decoder=False, runner_type="generate", enable_sleep_mode=False
+        ),
         ec_transfer_config=None,
         aux_output_config=SimpleNamespace(enabled=False),
         diffusion_config=None,
@@ -400,6 +402,7 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
     ],
     "diffusion model": [("diffusion_config", SimpleNamespace())],
     "KV connector": [("kv_transfer_config", SimpleNamespace())],
+    "sleep mode": [("model_config.enable_sleep_mode", True)],
     "encoder-only instance": [("ec_transfer_config", SimpleNamespace(is_ec_producer=True))],
     "context parallelism": [
         ("parallel_config.decode_context_parallel_size", 2),

@@ -1,0 +1,76 @@
+"""Weights that change under a running server, and a second model beside the first that drafts for it."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from server.tiny_model import make_tiny_model
+from tests.conftest import SERVER_FLAGS
+from tests.e2e.harness import ASK, ON_GPU, Oracle, Server, answers_of, answers_of_stream, check, prompt_of, serving
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model's shape with other weights."""
+    directory = tmp_path_factory.mktemp("other") / "tiny"
+    make_tiny_model(directory, seed=7)
+    return directory
+
+
+def post(server: Server, path: str, body: dict[str, Any] | None = None) -> None:
+    response = httpx.post(server.url + path, json=body, timeout=120)
+    assert response.status_code == 200, response.text
+
+
+def reload_weights(server: Server, model: Path) -> None:
+    post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}})
+
+
+@pytest.mark.skipif(not ON_GPU, reason="vLLM's CPU build keeps the experts' old weights when it reloads")
+def test_weights_that_are_reloaded_while_serving(
+    tiny_model: Path, other_model: Path, oracle: Oracle, tmp_path: Path
+) -> None:
+    """The layers stay bound; once the prefix cache is reset, as after any reload, rows are the new weights'."""
+    body: dict[str, Any] = {**ASK, "prompt": prompt_of(70, seed=1), "max_tokens": 12, "ignore_eos": True}
+    with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        check(answers_of(server.complete(**body))[0], oracle)
+        chunks: list[dict[str, Any]] = []
+        running = threading.Thread(target=lambda: chunks.extend(server.stream(**{**body, "max_tokens": 300})))
+        running.start()
+        reload_weights(server, other_model)
+        running.join()
+        (answer,) = answers_of_stream(chunks)  # of both weights, and complete: every row known, none twice
+        assert len(answer.rows) == 299
+        assert answer.rows.min() >= 0
+
+        post(server, "/reset_prefix_cache")
+        other_oracle = Oracle(other_model)
+        new = answers_of(server.complete(**body))[0]
+        check(new, other_oracle)
+        with pytest.raises(AssertionError, match="differ from the oracle"):
+            check(new, oracle)
+        reload_weights(server, tiny_model)
+        post(server, "/reset_prefix_cache")
+        check(answers_of(server.complete(**body))[0], oracle)
+
+
+def test_a_draft_model_leaves_no_rows(tiny_model: Path, other_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """A draft model with MoE layers of its own, whose drafts are sometimes right: itself, and another one."""
+    for draft, accepted in ((tiny_model, True), (other_model, False)):
+        speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+        log = tmp_path / f"log-{accepted}"
+        with serving(tiny_model, log, *SERVER_FLAGS, "--speculative-config", json.dumps(speculative)) as server:
+            assert server.info()["layer_ids"] == [1, 2, 3, 4, 5]
+            for seed in range(6):
+                body = {**ASK, "prompt": prompt_of(10 + 13 * seed, seed=seed), "max_tokens": 40, "ignore_eos": True}
+                check(answers_of(server.complete(**body))[0], oracle)
+                check(answers_of_stream(server.stream(**body))[0], oracle)
+            drafts = server.metric("vllm:spec_decode_num_draft_tokens_total")
+            right = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+            assert (right > 0.9 * drafts > 0) if accepted else (drafts > right)
