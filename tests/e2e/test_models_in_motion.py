@@ -6,11 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from server.tiny_model import make_tiny_model
 from tests.conftest import SERVER_FLAGS
-from tests.e2e.harness import ASK, ON_GPU, Oracle, Server, answers_of, answers_of_stream, check, prompt_of, serving
+from tests.e2e.harness import (
+    ASK,
+    ON_GPU,
+    Answer,
+    Oracle,
+    Server,
+    answers_of,
+    answers_of_stream,
+    check,
+    prompt_of,
+    serving,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -32,11 +44,21 @@ def reload_weights(server: Server, model: Path) -> None:
     post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}})
 
 
-@pytest.mark.skipif(not ON_GPU, reason="vLLM's CPU build keeps the experts' old weights when it reloads")
+def rows_by_layer(answer: Answer, oracle: Oracle) -> np.ndarray:
+    """[L]: in which layers all rows of `answer` are the oracle's."""
+    rows = np.sort(np.concatenate([answer.prompt_rows, answer.rows]), axis=2)
+    equal: np.ndarray = (rows == oracle.rows([*answer.prompt, *answer.tokens[:-1]])).all(axis=(0, 2))
+    return equal
+
+
 def test_weights_that_are_reloaded_while_serving(
     tiny_model: Path, other_model: Path, oracle: Oracle, tmp_path: Path
 ) -> None:
-    """The layers stay bound; once the prefix cache is reset, as after any reload, rows are the new weights'."""
+    """The layers stay bound; once the prefix cache is reset, as after any reload, rows are the new weights'.
+
+    vLLM's CPU build keeps the experts' old weights when it reloads, so that there the hidden states are right up to the
+    first MoE layer only: its rows are the new weights', those behind it follow a model that is neither.
+    """
     body: dict[str, Any] = {**ASK, "prompt": prompt_of(70, seed=1), "max_tokens": 12, "ignore_eos": True}
     with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
         check(answers_of(server.complete(**body))[0], oracle)
@@ -50,14 +72,14 @@ def test_weights_that_are_reloaded_while_serving(
         assert answer.rows.min() >= 0
 
         post(server, "/reset_prefix_cache")
-        other_oracle = Oracle(other_model)
         new = answers_of(server.complete(**body))[0]
-        check(new, other_oracle)
-        with pytest.raises(AssertionError, match="differ from the oracle"):
-            check(new, oracle)
+        right = rows_by_layer(new, Oracle(other_model))
+        assert right.all() if ON_GPU else right[0]
+        assert not rows_by_layer(new, oracle).any()
         reload_weights(server, tiny_model)
         post(server, "/reset_prefix_cache")
-        check(answers_of(server.complete(**body))[0], oracle)
+        back = rows_by_layer(answers_of(server.complete(**body))[0], oracle)
+        assert back.all() if ON_GPU else back[0]
 
 
 def test_a_draft_model_leaves_no_rows(tiny_model: Path, other_model: Path, oracle: Oracle, tmp_path: Path) -> None:
