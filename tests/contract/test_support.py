@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def rows() -> list[tuple[str, str, str]]:
-    lines = (ROOT / "docs/support.md").read_text().splitlines()
+    situations, _, _ = (ROOT / "docs/support.md").read_text().partition("\n## ")
+    lines = situations.splitlines()
     cells = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines if line.startswith("| ")]
     return [(row[0], row[1], row[2]) for row in cells[2:]]
 
