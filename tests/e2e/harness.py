@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM
 
 START_LIMIT_S = 240
 ON_GPU = torch.cuda.is_available()
-SMALL_KV: tuple[str, ...] = ("--dtype", "float32", "--kv-cache-memory-bytes", str(8 << 20))
 # float32 throughout, so that no rounding decides which expert is chosen: on a GPU that takes kernels that can do it,
 # and Triton's products in full precision. There the engine compiles and captures its graphs, as it would in earnest.
-SMALL_KV += ("--attention-backend", "TRITON_ATTN", "--moe-backend", "triton") if ON_GPU else ("--enforce-eager",)
+FLOAT32: tuple[str, ...] = ("--dtype", "float32")
+FLOAT32 += ("--attention-backend", "TRITON_ATTN", "--moe-backend", "triton") if ON_GPU else ("--enforce-eager",)
+SMALL_KV = (*FLOAT32, "--kv-cache-memory-bytes", str(8 << 20))
 FULL_PRECISION = {"TRITON_F32_DEFAULT": "ieee"}
 
 

@@ -33,6 +33,7 @@ class Shape:
         repeats_logits: whether the model's `router_logits` alone say which experts are chosen.
         in_ci: whether it is one of the few that every run starts a server for.
         needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
+        needs_cpu: why it is not run on a GPU, if it is not.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Shape:
     repeats_logits: bool = True
     in_ci: bool = False
     needs_gpu: str = ""
+    needs_cpu: str = ""
 
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -82,6 +84,7 @@ _MIXTRAL = {
 _YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _YARN |= {"truncate": False, "original_max_position_embeddings": 1024}
 _WITHOUT_MLA = {"VLLM_MLA_DISABLE": "1"}
+_NO_FLOAT32 = "vLLM's kernels for latent attention take no float32 on CUDA, and in bfloat16 near-ties decide"
 
 SHAPES = (
     Shape("mixtral", "mixtral", _MIXTRAL, (0, 1, 2, 3), 8, 2),
@@ -117,6 +120,7 @@ SHAPES = (
         4,
         prefix_cache=False,
         repeats_logits=False,
+        needs_cpu=_NO_FLOAT32,
     ),
     Shape(
         "deepseek-v2, plain attention",
@@ -138,6 +142,7 @@ SHAPES = (
         router_std=0.2,
         prefix_cache=False,
         repeats_logits=False,
+        needs_cpu=_NO_FLOAT32,
         in_ci=True,
     ),
     Shape(

@@ -6,10 +6,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import torch
 
 from tests.e2e.harness import (
     ASK,
+    FLOAT32,
+    ON_GPU,
     Answer,
     Oracle,
     Server,
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.e2e
 
 CHUNK = 64
 # Blocks are of the size that vLLM chooses: some of these shapes dictate it.
-FLAGS = ("--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024")
+FLAGS = (*FLOAT32, "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024")
 FLAGS += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--enable-prefix-caching")
 
 
@@ -48,8 +49,8 @@ def log_of_refusal(model: Path, log: Path, *flags: str) -> str:
 
 def as_param(shape: Shape) -> Any:
     marks = [] if shape.in_ci else [pytest.mark.slow]
-    if shape.needs_gpu:
-        marks.append(pytest.mark.skipif(not torch.cuda.is_available(), reason=shape.needs_gpu))
+    if reason := shape.needs_cpu if ON_GPU else shape.needs_gpu:
+        marks.append(pytest.mark.skip(reason=reason))
     return pytest.param(shape, id=shape.name, marks=marks)
 
 
@@ -145,7 +146,7 @@ def lora_flags(adapter: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="with LoRA, vLLM's MoE layers need Triton")
+@pytest.mark.skipif(not ON_GPU, reason="with LoRA, vLLM's MoE layers need Triton")
 def test_adapter_and_base_are_exact_and_share_no_prefix(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
     """A LoRA adapter on the attention: it changes the routing, though no expert and no router is in it."""
     merge = attach_adapter(oracle.model.config, tmp_path / "adapter")
