@@ -16,12 +16,12 @@ import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from capture.engine.scheduler import PROMPT_START_ARG
+from capture.message import PROMPT_START_ARG
 from server.cli import SCHEDULER, WORKERS
 from server.feeds import RowFeed, RowFeeds
-from server.launch import keep_small_arrays_in_messages
 
 VARIANTS = ("off", "vllm", "ours")
 
@@ -33,7 +33,6 @@ def make_engine(args: argparse.Namespace) -> AsyncLLM:
         options["enable_return_routed_experts"] = True
     elif args.variant == "ours":
         options |= {"worker_cls": WORKERS[args.device], "scheduler_cls": SCHEDULER}
-        keep_small_arrays_in_messages()
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**options))
 
 
@@ -80,15 +79,22 @@ class Load:
         return times
 
     async def batch(self, size: int, prompt_len: int, new_tokens: int, routing: bool, long: int) -> dict[str, float]:
-        """`size` requests at once, and with `long` one more with a prompt of that length among them."""
+        """`size` requests at once, and with `long` one more with a prompt of that length among them.
+
+        Returns the output tokens per second, and of the `size` requests the mean time per token and the inter-token
+        latency: with `long`, that of the tokens which waited while the long request was served.
+        """
         began = time.perf_counter()
         tasks = [asyncio.create_task(self.request(prompt_len, new_tokens, routing)) for _ in range(size)]
+        sent, answered = -np.inf, np.inf
         if long:
             await asyncio.sleep(1.0)
+            sent = time.perf_counter()
             await self.request(long, 8, routing)
+            answered = time.perf_counter()
         times = [np.array(await task) for task in tasks]
         seconds = max(float(t[-1]) for t in times) - began
-        gaps = np.concatenate([np.diff(t) for t in times])
+        gaps = np.concatenate([np.diff(t)[(t[1:] > sent) & (t[:-1] < answered)] for t in times])
         decode = [float(t[-1] - t[0]) / (len(t) - 1) for t in times]
         return {
             "tokens_per_s": size * new_tokens / seconds,
@@ -101,6 +107,7 @@ class Load:
 async def serve(args: argparse.Namespace, answers: Any) -> None:
     engine = make_engine(args)
     load = Load(engine, args.variant)
+    freeze_gc_heap()  # as vLLM's server does: otherwise a full collection stops all requests for half a second
     info = (await engine.collective_rpc("routed_experts_info"))[0] if args.variant == "ours" else {}
     print(json.dumps({"ready": True, "info": info}), file=answers, flush=True)
     loop = asyncio.get_running_loop()

@@ -6,9 +6,11 @@ from statistics import median
 
 import numpy as np
 import torch
+from vllm.v1.engine import EngineCoreOutput
 
 from capture.capturer import Capturer, RowShape
 from capture.host_cache import HostCache
+from capture.message import pack
 from capture.pipeline import StepRows
 from capture.split import RequestRows, StepPart, take_rows
 
@@ -36,8 +38,8 @@ def host_step_table(device: str, num_layers: int = 48, top_k: int = 8, num_exper
             cache.write(step.slots, step.rows)
 
         def hand_out(step: StepRows = step, n: int = n) -> None:
-            for i in range(n):
-                take_rows(RequestRows(next_row=7), StepPart(7, step.rows[i : i + 1]), 8, cache)
+            parts = (StepPart(7, step.rows[i : i + 1]) for i in range(n))
+            pack([EngineCoreOutput("", [0], routed_experts=take_rows(RequestRows(7), p, 8, cache)) for p in parts])
 
         cells = [str(n), *(f"{_microseconds(part):.0f} µs" for part in (launch, receive, hand_out))]
         rows.append("| " + " | ".join(cells) + " |")

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-UNKNOWN = -1
+from protocol.codec import UNKNOWN
 
 
 class HostCache:

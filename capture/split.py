@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from capture.host_cache import UNKNOWN, HostCache
+from capture.host_cache import HostCache
+from protocol.codec import UNKNOWN
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestRows:
     """What a request with the opt-in has been sent.
 
@@ -22,7 +23,7 @@ class RequestRows:
     prefilling: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StepPart:
     """A request's share of one step.
 

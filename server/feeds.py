@@ -7,10 +7,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from capture.message import Unpacker
 from server.vllm_api import EngineCoreOutput, OutputProcessor, OutputProcessorOutput, RequestOutputKind, RequestState
-
-SMALL_ARRAY_BYTES = 16 << 10
-"""Up to this size, rows travel inside the engine's message; see `server.launch.keep_small_arrays_in_messages`."""
 
 
 class RowFeed:
@@ -22,9 +20,12 @@ class RowFeed:
 
     def __init__(self) -> None:
         self._chunks: list[NDArray[np.int16]] = []
+        self._empty: NDArray[np.int16] | None = None
         self._taken = 0
 
     def push(self, rows: NDArray[np.int16]) -> None:
+        if self._empty is None:
+            self._empty = np.empty_like(rows, shape=(0, *rows.shape[1:]))
         self._chunks.append(rows)
 
     def take_until(self, total: int) -> NDArray[np.int16] | None:
@@ -32,13 +33,17 @@ class RowFeed:
 
         None if there has not been anything, not even an empty array to tell the shape.
         """
-        if not self._chunks:
+        if self._empty is None:
             return None
-        rows = self._chunks[0] if len(self._chunks) == 1 else np.concatenate(self._chunks)
-        count = min(max(total - self._taken, 0), len(rows))
-        self._taken += count
-        self._chunks = [rows[count:].copy()]  # a view would keep the rows that were taken
-        return rows[:count]
+        wanted = max(total - self._taken, 0)
+        if len(self._chunks) == 1 and len(self._chunks[0]) <= wanted:  # nearly always
+            rows = self._chunks.pop()
+        else:
+            arrived = np.concatenate([self._empty, *self._chunks])
+            rows, rest = arrived[:wanted], arrived[wanted:]
+            self._chunks = [rest.copy()] if len(rest) else []  # a view would keep the rows that were taken
+        self._taken += len(rows)
+        return rows
 
 
 class RowFeeds:
@@ -51,6 +56,7 @@ class RowFeeds:
         self._processor = processor
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
         self._feeds: WeakKeyDictionary[RequestState, RowFeed] = WeakKeyDictionary()
+        self._unpacker = Unpacker()
 
     @classmethod
     def install(cls, processor: OutputProcessor) -> "RowFeeds":
@@ -66,26 +72,27 @@ class RowFeeds:
         return len(self._feeds)
 
     def process_outputs(
-        self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any
+        self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, with the rows of streamed requests on their outputs."""
-        fed: list[tuple[RequestState, RowFeed]] = []
+        self._unpacker.unpack(engine_core_outputs, message=engine_core_timestamp)
+        states: list[RequestState] = []
+        feeds: list[RowFeed] = []  # two lists: a pair for each output would make the garbage collector run each step
         for output in engine_core_outputs:
-            rows = output.routed_experts
-            if rows is None:
+            if output.routed_experts is None:
                 continue
-            if rows.base is not None and rows.nbytes <= SMALL_ARRAY_BYTES:
-                # It lies in the engine's message, and would keep the rows of all other requests in memory.
-                output.routed_experts = rows = rows.copy()
             state = self._processor.request_states.get(output.request_id)
             if state is None or state.output_kind is not RequestOutputKind.DELTA:
                 continue
-            feed = self._feeds.setdefault(state, RowFeed())
-            feed.push(rows)
+            feed = self._feeds.get(state)
+            if feed is None:
+                feed = self._feeds[state] = RowFeed()
+            feed.push(output.routed_experts)
             output.routed_experts = None
-            fed.append((state, feed))
-        processed = self._process(engine_core_outputs, *args, **kwargs)
-        for state, feed in fed:
+            states.append(state)
+            feeds.append(feed)
+        processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
+        for state, feed in zip(states, feeds, strict=True):
             queued = state.queue.output if state.queue is not None else None
             for choice in getattr(queued, "outputs", ()):
                 if choice.index == state.request_index:

@@ -1,7 +1,6 @@
 """Fills in vLLM's `serve` arguments and runs it."""
 
 import argparse
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
 from server.cli import TINY_MODEL_NAME
 from server.errors import CommandError
-from server.feeds import SMALL_ARRAY_BYTES
 
 _TINY_KV_CACHE_BYTES = 64 << 20
 
@@ -87,16 +85,6 @@ def fill_in(args: argparse.Namespace, scheduler: str, workers: Mapping[str, str]
         raise CommandError("Only CUDA and CPU are supported: add --no-enable-return-routed-experts.")
     args.scheduler_cls = scheduler
     args.worker_cls = workers[device]
-    keep_small_arrays_in_messages()
-
-
-def keep_small_arrays_in_messages() -> None:
-    """Has the engine send the rows of a decoding step inside its message, not as a message part for each request.
-
-    vLLM sends arrays above a threshold apart, to spare a copy; at a few hundred requests with a row each, the parts
-    cost more than the copy. A value that the user has set stays.
-    """
-    os.environ.setdefault("VLLM_MSGPACK_ZERO_COPY_THRESHOLD", str(SMALL_ARRAY_BYTES))
 
 
 def check(args: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from fastapi import FastAPI
 from starlette.datastructures import State
 
+from server.cli import PLUGIN_NAME
 from server.probe import probe
 from server.routes import router
 from server.routing import Routing
@@ -13,8 +14,6 @@ from server.serving import RoutedServingChat, RoutedServingCompletion, adopt
 from server.vllm_api import AsyncLLM, EngineClient, get_logger
 
 logger = get_logger(__name__)
-
-PLUGIN_NAME = "routed_experts"
 
 
 class RoutedExpertsPlugin:

@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from capture.message import PROMPT_START_ARG
 from protocol.codec import UNKNOWN
 from server.feeds import RowFeed
-from server.requests import PROMPT_START_ARG
 from server.routing import Routing
 from server.vllm_api import RequestOutputKind, SamplingParams, tokens_input
 

@@ -8,6 +8,7 @@ from fastapi import Request
 from numpy.typing import NDArray
 from pydantic import PrivateAttr
 
+from capture.message import PROMPT_START_ARG
 from capture.split import split_at_prompt, with_unknown
 from protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
 from server.alignment import Encoder
@@ -22,9 +23,6 @@ from server.vllm_api import (
 )
 
 logger = get_logger(__name__)
-
-PROMPT_START_ARG = "routed_experts_server.prompt_start"
-"""Key in `SamplingParams.extra_args` that opts a request in; `capture.engine.scheduler` reads it."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and knows what each request is owed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,13 @@ from vllm.v1.request import Request
 
 from capture.engine.config import check_engine_config, full_attention_group
 from capture.engine.transport import detach
-from capture.host_cache import UNKNOWN, HostCache
+from capture.host_cache import HostCache
+from capture.message import PROMPT_START_ARG, pack
 from capture.pipeline import StepRows
 from capture.split import RequestRows, StepPart, step_start, take_rows
+from protocol.codec import UNKNOWN
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
-
-PROMPT_START_ARG = "routed_experts_server.prompt_start"
-"""Key in `SamplingParams.extra_args` that opts a request in; its value is the first prompt row to send."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,42 @@ class StepTag:
 
 
 @dataclass
-class ScheduledPart:
-    """What has to be remembered from scheduling a step until its output arrives, for a request with the opt-in.
+class ScheduledStep:
+    """What has to be remembered from scheduling a step until its output arrives.
 
-    `block_ids` is None unless the step brings the first tokens after a prefill, whose rows lie in the host cache.
+    Attributes:
+        starts: for each request with the opt-in, the absolute position of its first token in the step.
+        block_ids: its block table, if the step brings the first tokens after a prefill whose rows lie in the host
+            cache.
     """
 
-    start: int
-    block_ids: NDArray[np.int64] | None
+    starts: dict[str, int] = field(default_factory=dict)
+    block_ids: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+
+
+@dataclass
+class ArrivedStep:
+    """A step whose output is being handed to the requests.
+
+    Attributes:
+        offsets: where each request's rows begin in `rows`, in the order of the batch.
+        index: of each request in the batch.
+    """
+
+    scheduled: ScheduledStep
+    rows: NDArray[np.int16]
+    offsets: list[int]
+    index: Mapping[str, int]
+    cache: HostCache
+
+    def part(self, req_id: str) -> StepPart | None:
+        """A request's share; None if it was not in the step, or has not opted in."""
+        start = self.scheduled.starts.get(req_id)
+        if start is None:
+            return None
+        index = self.index[req_id]
+        rows = self.rows[self.offsets[index] : self.offsets[index + 1]]
+        return StepPart(start, rows, self.scheduled.block_ids.get(req_id))
 
 
 class SchedulerConnector:
@@ -54,16 +81,17 @@ class SchedulerConnector:
     prefix. Only requests with the opt-in are sent anything, and only what is new.
     """
 
-    def __init__(self, scheduler: Scheduler, kv_cache_config: KVCacheConfig) -> None:
+    def __init__(self, scheduler: Scheduler, kv_cache_config: KVCacheConfig, has_drafts: bool) -> None:
         self._scheduler = scheduler
+        self._has_drafts = has_drafts
         self._kv_group = full_attention_group(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._block_size = kv_cache_config.kv_cache_groups[self._kv_group].kv_cache_spec.block_size
         self._cache: HostCache | None = None  # made with the first rows, which say L and K
         self._tracked: dict[str, RequestRows] = {}
-        self._steps: dict[int, dict[str, ScheduledPart]] = {}
+        self._steps: dict[int, ScheduledStep] = {}
         self._step = 0
-        self._parts: dict[str, StepPart] = {}
+        self._arrived: ArrivedStep | None = None
 
     def add_request(self, request: Request) -> None:
         """Starts tracking a request that opted in."""
@@ -85,7 +113,7 @@ class SchedulerConnector:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> StepTag:
         """Called when a step has been scheduled, before its requests are advanced."""
-        parts: dict[str, ScheduledPart] = {}
+        step = ScheduledStep()
         scheduled = scheduler_output.num_scheduled_tokens
         for req_id, state in self._tracked.items():
             count = scheduled.get(req_id)
@@ -93,14 +121,13 @@ class SchedulerConnector:
                 continue
             request = requests[req_id]
             start = request.num_computed_tokens
-            block_ids = None
+            step.starts[req_id] = start
             if state.prefilling and start + count >= request.num_tokens:
                 state.prefilling = False
                 if state.next_row < start:
-                    block_ids = self._block_ids(req_id)
-            parts[req_id] = ScheduledPart(start, block_ids)
+                    step.block_ids[req_id] = self._block_ids(req_id)
         self._step += 1
-        self._steps[self._step] = parts
+        self._steps[self._step] = step
         return StepTag(self._step, len(self._tracked))
 
     def receive(
@@ -114,7 +141,7 @@ class SchedulerConnector:
         tag = scheduler_output.aux_output_connector_metadata
         assert isinstance(tag, StepTag)
         scheduled = self._steps.pop(tag.step)
-        self._parts = {}
+        self._arrived = None
         step = detach(output)
         if self._cache is not None and scheduler_output.kv_cache_block_copies:
             self._cache.copy_blocks(scheduler_output.kv_cache_block_copies)
@@ -122,18 +149,13 @@ class SchedulerConnector:
             if scheduler_output.total_num_scheduled_tokens:
                 raise RuntimeError("a step ran, but the worker sent no rows with its output")
             return
-        self._host_cache(step).write(step.slots, step.rows)
-        offsets = step.offsets.tolist()
-        for req_id, part in scheduled.items():
-            request = requests.get(req_id)
-            if request is None:
-                continue
-            index = output.req_id_to_index[req_id]
-            self._parts[req_id] = StepPart(
-                start=step_start(part.start, request.num_tokens),
-                rows=step.rows[offsets[index] : offsets[index + 1]],
-                block_ids=part.block_ids,
-            )
+        cache = self._host_cache(step)
+        cache.write(step.slots, step.rows)
+        if self._has_drafts:
+            for req_id, start in scheduled.starts.items():
+                if (request := requests.get(req_id)) is not None:
+                    scheduled.starts[req_id] = step_start(start, request.num_tokens)
+        self._arrived = ArrivedStep(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index, cache)
 
     def take_output(self, request: Request, output: Any) -> NDArray[np.int16] | None:
         """Called for each request that a step brought tokens to, after they were appended.
@@ -141,11 +163,10 @@ class SchedulerConnector:
         Returns [n, L, K], the rows that became known with those tokens; None without the opt-in.
         """
         state = self._tracked.get(request.request_id)
-        part = self._parts.get(request.request_id)
-        if state is None or part is None or self._cache is None:
+        if state is None or self._arrived is None or (part := self._arrived.part(request.request_id)) is None:
             return None
         first = state.next_row
-        rows = take_rows(state, part, end=request.num_tokens - 1, cache=self._cache)
+        rows = take_rows(state, part, end=request.num_tokens - 1, cache=self._arrived.cache)
         if first < part.start and (rows[:, 0, 0] == UNKNOWN).any():
             logger.error("Request %s: some of its rows are not known and are sent as -1.", request.request_id)
         return rows
@@ -169,7 +190,9 @@ class _Capture(Scheduler):
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         check_engine_config(vllm_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.aux_output_connector = SchedulerConnector(self, kv_cache_config)
+        self.aux_output_connector = SchedulerConnector(
+            self, kv_cache_config, has_drafts=vllm_config.speculative_config is not None
+        )
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
@@ -179,7 +202,10 @@ class _Capture(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        for message in messages.values():
+            pack(message.outputs)
+        return messages
 
 
 class CaptureScheduler(_Capture, Scheduler):

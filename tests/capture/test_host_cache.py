@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from capture.host_cache import UNKNOWN, HostCache
+from capture.host_cache import HostCache
+from protocol.codec import UNKNOWN
 
 BLOCK, L, K = 4, 2, 3
 

@@ -32,6 +32,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from capture.engine import config, scheduler, worker
 from capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config, check_vllm_version
+from capture.message import PROMPT_START_ARG
 from protocol.codec import CodecError
 from protocol.models import FieldError
 from server import requests, serving, vllm_api
@@ -130,15 +131,10 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
-def test_the_key_of_the_opt_in_is_one() -> None:
-    """Written twice, because the two processes share no module that knows it."""
-    assert requests.PROMPT_START_ARG == scheduler.PROMPT_START_ARG
-
-
 def test_the_bare_capture_does_not_load_vllm() -> None:
     code = """
 import sys
-import capture.capturer, capture.device_cache, capture.host_cache, capture.pipeline, capture.split
+import capture.capturer, capture.device_cache, capture.host_cache, capture.message, capture.pipeline, capture.split
 assert "vllm" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
@@ -511,41 +507,43 @@ def request_with(extra_args: dict[str, Any] | None) -> Request:
 
 @pytest.mark.parametrize(("prompt_start", "next_row"), [(0, 0), (2, 2), (3, 3)])
 def test_requests_that_opted_in_are_tracked(prompt_start: int, next_row: int) -> None:
-    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL))
-    connector.add_request(request_with({scheduler.PROMPT_START_ARG: prompt_start}))
+    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL), has_drafts=False)
+    connector.add_request(request_with({PROMPT_START_ARG: prompt_start}))
     assert connector._tracked["r"].next_row == next_row
 
 
 @pytest.mark.parametrize(
-    "extra_args", [None, {}, {"other": 1}, *({scheduler.PROMPT_START_ARG: v} for v in ("1", -1, [0], 1.5, None))]
+    "extra_args", [None, {}, {"other": 1}, *({PROMPT_START_ARG: v} for v in ("1", -1, [0], 1.5, None))]
 )
 def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: dict[str, Any] | None) -> None:
     """`vllm_xargs` of /v1/responses ends in `extra_args`; an exception here would end the engine."""
-    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL))
+    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL), has_drafts=False)
     connector.add_request(request_with(extra_args))
     assert connector._tracked == {}
 
 
 def test_rows_before_the_step_are_read_again_after_a_preemption() -> None:
     """Even when the preemption falls between scheduling the last chunk of a prefill and its output."""
-    request = request_with({scheduler.PROMPT_START_ARG: 0})
+    request = request_with({PROMPT_START_ARG: 0})
     block = SimpleNamespace(block_id=1)
     manager = SimpleNamespace(req_to_blocks={"r": [block]})
     coordinator = SimpleNamespace(single_type_managers=[manager])
     owner = SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))
-    connector = scheduler.SchedulerConnector(owner, kv_cache_config(FULL))
+    connector = scheduler.SchedulerConnector(owner, kv_cache_config(FULL), has_drafts=False)
     connector.add_request(request)
 
-    def schedule(start: int, count: int) -> scheduler.ScheduledPart:
+    def reads_blocks(start: int, count: int) -> bool:
         request.num_computed_tokens = start
         tag = connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": count}), {"r": request})
-        return connector._steps[tag.step]["r"]
+        step = connector._steps[tag.step]
+        assert step.starts == {"r": start}
+        return "r" in step.block_ids
 
-    assert schedule(0, 2).block_ids is None  # not the last chunk
-    assert schedule(2, 1).block_ids is not None
-    assert schedule(3, 1).block_ids is None  # decoding
+    assert not reads_blocks(0, 2)  # not the last chunk
+    assert reads_blocks(2, 1)
+    assert not reads_blocks(3, 1)  # decoding
     connector.request_finished(request)  # preempted: it has not finished
-    assert schedule(2, 1).block_ids is not None
+    assert reads_blocks(2, 1)
     request.status = RequestStatus.FINISHED_STOPPED
     connector.request_finished(request)
     assert connector._tracked == {}

@@ -1,0 +1,84 @@
+"""What the engine and the API process say to each other, in fields that vLLM sends anyway: the opt-in and the rows."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROMPT_START_ARG = "routed_experts_server.prompt_start"
+"""Key in `SamplingParams.extra_args` that opts a request in; its value is the first prompt row to send."""
+
+SMALL_ARRAY_BYTES = 16 << 10
+"""Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy."""
+
+Rows = NDArray[np.int16]
+
+_NONE = -1
+_HEADER_TYPE = np.dtype(np.int32)
+
+
+class Output(Protocol):
+    """A request's part of the engine's message for a step; vLLM's `EngineCoreOutput`."""
+
+    routed_experts: Rows | None
+
+
+def pack(outputs: Sequence[Output]) -> None:
+    """Puts the small arrays ([n, L, K]) of a message into one, a flat one on the first output that had one.
+
+    At hundreds of requests with a row each, an array costs much more to encode and decode than its contents.
+    """
+    small: list[int] = []
+    arrays: list[Rows] = []
+    for index, output in enumerate(outputs):
+        rows = output.routed_experts
+        if rows is not None and rows.nbytes <= SMALL_ARRAY_BYTES:
+            small.append(index)
+            arrays.append(rows)
+            output.routed_experts = None
+    if not small:
+        return
+    counts = np.full(small[-1] - small[0] + 1, _NONE, dtype=_HEADER_TYPE)
+    counts[np.array(small) - small[0]] = [len(rows) for rows in arrays]
+    header = np.array([len(counts), *arrays[0].shape[1:]], dtype=_HEADER_TYPE)
+    outputs[small[0]].routed_experts = np.concatenate(
+        [header.view(np.int16), counts.view(np.int16), np.concatenate(arrays).reshape(-1)]
+    )
+
+
+class Unpacker:
+    """Undoes `pack`, for messages whose outputs come in one slice or in several."""
+
+    def __init__(self) -> None:
+        self._message: object = None
+        self._following: Iterator[Rows | None] = iter(())
+
+    def unpack(self, outputs: Iterable[Output], message: object) -> None:
+        """Gives each output its own array back, which shares no memory with others.
+
+        Args:
+            outputs: the next slice of a message.
+            message: tells messages apart, so that what is left of one is never taken for another's.
+        """
+        if message != self._message:
+            self._message, self._following = message, iter(())
+        for output in outputs:
+            packed = output.routed_experts
+            if packed is not None and packed.ndim == 1:
+                self._following = _unpacked(packed)
+                output.routed_experts = None
+            if (rows := next(self._following, None)) is not None:
+                output.routed_experts = rows
+
+
+def _unpacked(packed: NDArray[np.int16]) -> Iterator[Rows | None]:
+    """The arrays in `packed`, one for each output from the one that carries it on."""
+    words = _HEADER_TYPE.itemsize // packed.itemsize
+    num_outputs, num_layers, top_k = packed[: 3 * words].view(_HEADER_TYPE).tolist()
+    counts, body = np.split(packed[3 * words :], [num_outputs * words])
+    rows = body.reshape(-1, num_layers, top_k)
+    first = 0
+    for count in counts.view(_HEADER_TYPE).tolist():
+        yield None if count == _NONE else rows[first : first + count].copy()
+        first += max(count, 0)
