@@ -84,7 +84,7 @@ def interleave(
     """Runs every line (name, host, routing asked for) of every case `repeats` times, in turns, after a warm-up."""
     for case in cases:
         for host in hosts:
-            host.run(replace(case, new_tokens=32), routing=False)
+            host.run(case if case.long else replace(case, new_tokens=32), routing=False)
         for repeat in range(repeats):
             order = lines if repeat % 2 == 0 else lines[::-1]
             for name, host, routing in order:
