@@ -10,7 +10,7 @@ PROMPT_START_ARG = "routed_experts_server.prompt_start"
 """Key in `SamplingParams.extra_args` that opts a request in; its value is the first prompt row to send."""
 
 SMALL_ARRAY_BYTES = 16 << 10
-"""Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy."""
+"""Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy, and apart."""
 
 Rows = NDArray[np.int16]
 
@@ -24,6 +24,11 @@ class Output(Protocol):
     routed_experts: Rows | None
 
 
+def is_large(output: Output) -> bool:
+    """Whether the rows are too many to be packed."""
+    return output.routed_experts is not None and output.routed_experts.nbytes > SMALL_ARRAY_BYTES
+
+
 def pack(outputs: Sequence[Output]) -> None:
     """Puts the small arrays ([n, L, K]) of a message into one, a flat one on the first output that had one.
 
@@ -33,7 +38,7 @@ def pack(outputs: Sequence[Output]) -> None:
     arrays: list[Rows] = []
     for index, output in enumerate(outputs):
         rows = output.routed_experts
-        if rows is not None and rows.nbytes <= SMALL_ARRAY_BYTES:
+        if rows is not None and not is_large(output):
             small.append(index)
             arrays.append(rows)
             output.routed_experts = None

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from capture.engine.config import check_engine_config, full_attention_group
 from capture.engine.transport import detach
 from capture.host_cache import HostCache
-from capture.message import PROMPT_START_ARG, pack
+from capture.message import PROMPT_START_ARG, is_large, pack
 from capture.pipeline import StepRows
 from capture.split import RequestRows, StepPart, step_start, take_rows
 from protocol.codec import UNKNOWN
@@ -72,6 +72,30 @@ class ArrivedStep:
         index = self.index[req_id]
         rows = self.rows[self.offsets[index] : self.offsets[index + 1]]
         return StepPart(start, rows, self.scheduled.block_ids.get(req_id))
+
+
+class Messages(dict[int, EngineCoreOutputs]):
+    """A step's message to each API process, and after them the messages with large arrays.
+
+    An API process reads a message as a whole. If a prompt's rows, which can be megabytes, came in the same one, the
+    tokens of all other requests would wait for them. vLLM sends what `items` gives, in that order.
+    """
+
+    def __init__(self, messages: Mapping[int, EngineCoreOutputs]) -> None:
+        super().__init__(messages)
+        self._large: list[tuple[int, EngineCoreOutputs]] = []
+        for client, message in messages.items():
+            large = [output for output in message.outputs if is_large(output)]
+            if 0 < len(large) < len(message.outputs):
+                message.outputs = [output for output in message.outputs if not is_large(output)]
+                self._large.append((client, EngineCoreOutputs(outputs=large)))
+            pack(message.outputs)
+
+    def items(self) -> Any:
+        return [*super().items(), *self._large]
+
+    def values(self) -> Any:
+        return [message for _, message in self.items()]
 
 
 class SchedulerConnector:
@@ -202,10 +226,7 @@ class _Capture(Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)
-        messages: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
-        for message in messages.values():
-            pack(message.outputs)
-        return messages
+        return Messages(super().update_from_output(scheduler_output, model_runner_output))
 
 
 class CaptureScheduler(_Capture, Scheduler):

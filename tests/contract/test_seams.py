@@ -24,6 +24,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -32,7 +34,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from capture.engine import config, scheduler, worker
 from capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config, check_vllm_version
-from capture.message import PROMPT_START_ARG
+from capture.message import PROMPT_START_ARG, Unpacker
 from protocol.codec import CodecError
 from protocol.models import FieldError
 from server import requests, serving, vllm_api
@@ -330,6 +332,32 @@ def test_a_request_ends_and_is_preempted_through_the_connector() -> None:
 def test_the_step_is_tagged_before_its_requests_are_advanced() -> None:
     source = inspect.getsource(Scheduler.schedule)
     assert source.index(".build_connector_meta(") < source.index("self._update_after_schedule(scheduler_output)")
+
+
+def test_messages_are_sent_as_items_gives_them() -> None:
+    assert "for output in outputs.items()" in inspect.getsource(EngineCoreProc._process_engine_step)
+    for step in (EngineCoreProc.step, EngineCoreProc.step_with_batch_queue):
+        assert "engine_core_outputs = self.scheduler.update_from_output(" in inspect.getsource(step)
+        assert "return engine_core_outputs, " in inspect.getsource(step)
+    assert "outputs.values()" in inspect.getsource(EngineCoreProc._attach_weight_version)
+
+
+def test_large_arrays_come_after_the_tokens_of_others() -> None:
+    def output(request_id: str, rows: int | None) -> EngineCoreOutput:
+        array = None if rows is None else np.full((rows, 2, 4), rows, dtype=np.int16)
+        return EngineCoreOutput(request_id, [1], routed_experts=array)
+
+    outputs = [output("large", 5000), output("none", None), output("small", 1), output("large too", 2000)]
+    alone = EngineCoreOutputs(outputs=[output("alone", 5000)])
+    messages = scheduler.Messages({0: EngineCoreOutputs(outputs=outputs), 3: alone})
+    sent = [(client, [output.request_id for output in message.outputs]) for client, message in messages.items()]
+    assert sent == [(0, ["none", "small"]), (3, ["alone"]), (0, ["large", "large too"])]
+    assert [message.outputs for message in messages.values()] == [message.outputs for _, message in messages.items()]
+    assert (len(messages), messages[3]) == (2, alone)
+    assert all(large.routed_experts.shape[0] > 1 for large in messages.values()[-1].outputs)
+    unpacker = Unpacker()
+    unpacker.unpack(messages[0].outputs, message=1)
+    assert messages[0].outputs[1].routed_experts.shape == (1, 2, 4)
 
 
 def test_attributes_of_the_engine() -> None:

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
+from capture.message import SMALL_ARRAY_BYTES
 from tests.conftest import BLOCK_SIZE, CHUNK
 from tests.e2e.harness import (
     ASK,
@@ -146,6 +147,20 @@ def test_a_list_of_prompts_with_several_choices(server: Server, oracle: Oracle) 
     for answers in (unstreamed, streamed):
         for index, answer in enumerate(answers):
             answer.prompt = prompts[index // 2]
+            check(answer, oracle)
+
+
+def test_prompt_rows_too_large_for_a_common_message(server: Server, oracle: Oracle) -> None:
+    """They come apart from the tokens of requests that decode meanwhile."""
+    prompts = [prompt_of(5, seed=21), prompt_of(470, seed=22), prompt_of(9, seed=23)]
+    assert np.prod([len(prompts[1]), 5, 4]) * 2 > SMALL_ARRAY_BYTES
+    body = {"prompt": prompts, "max_tokens": 30, "ignore_eos": True}
+    unstreamed = answers_of(server.complete(**ASK, **body))
+    streamed = answers_of_stream(server.stream(**ASK, **body))
+    for answers in (unstreamed, streamed):
+        assert len(answers) == 3
+        for answer, prompt in zip(answers, prompts, strict=True):
+            answer.prompt = prompt
             check(answer, oracle)
 
 
