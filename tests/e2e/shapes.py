@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from server.tiny_model import make_tokenizer
@@ -376,3 +376,61 @@ def attach_adapter(config: PreTrainedConfig, directory: Path, scale: float = 0.1
                     parameter += alpha / rank * (up @ down)
 
     return merge
+
+
+def keep_few_letters(tensors: dict[str, torch.Tensor], *heads: str) -> None:
+    """Leaves the heads four tokens to choose from, so that even a random draft is right now and then."""
+    for head in heads:
+        tensors[head][: ord("A")] = tensors[head][ord("E") :] = 0
+
+
+def make_mtp_model(directory: Path) -> Shape:
+    """A DeepSeek-V3 whose last layer is one for multi-token prediction, with experts of its own."""
+    shape = next(shape for shape in SHAPES if shape.name == "deepseek-v3, plain attention")
+    own = int(shape.options["num_hidden_layers"])
+    make_model(replace(shape, options={**shape.options, "num_hidden_layers": own + 1}), directory)
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"num_hidden_layers": own, "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    hidden = int(config["hidden_size"])
+    layer = f"model.layers.{own}."
+    tensors |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+    generator = torch.Generator().manual_seed(_SEED)
+    tensors[f"{layer}eh_proj.weight"] = torch.randn((hidden, 2 * hidden), generator=generator) * 0.08
+    tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    keep_few_letters(tensors, "lm_head.weight", f"{layer}shared_head.head.weight")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return shape
+
+
+def make_eagle_models(directory: Path, head: Path) -> Shape:
+    """A Mixtral in `directory`, and in `head` a random EAGLE head for it, which uses its embeddings and its LM head."""
+    shape = SHAPES[0]
+    make_model(shape, directory)
+    tensors = load_file(directory / "model.safetensors")
+    keep_few_letters(tensors, "lm_head.weight")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    target = json.loads((directory / "config.json").read_text())
+    shared = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
+    config = {key: target[key] for key in shared} | {"num_hidden_layers": 1, "max_position_embeddings": 4096}
+    config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32"}
+    layer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).model.layers[0]
+    generator = torch.Generator().manual_seed(_SEED)
+    own = {
+        f"layers.0.{name}": tensor for name, tensor in layer.state_dict().items() if name != "input_layernorm.weight"
+    }
+    hidden = int(config["hidden_size"])
+    own["fc.weight"] = torch.randn((hidden, 2 * hidden), generator=generator) * 0.08
+    head.mkdir()
+    (head / "config.json").write_text(json.dumps(config))
+    save_file(own, head / "model.safetensors", metadata={"format": "pt"})
+    return shape

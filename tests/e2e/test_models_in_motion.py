@@ -23,6 +23,7 @@ from tests.e2e.harness import (
     prompt_of,
     serving,
 )
+from tests.e2e.shapes import HookOracle, make_eagle_models, make_mtp_model
 
 pytestmark = pytest.mark.e2e
 
@@ -98,3 +99,23 @@ def test_a_draft_model_leaves_no_rows(tiny_model: Path, other_model: Path, oracl
             drafts = server.metric("vllm:spec_decode_num_draft_tokens_total")
             right = server.metric("vllm:spec_decode_num_accepted_tokens_total")
             assert (right > 0.9 * drafts > 0) if accepted else (drafts > right)
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
+def test_heads_that_draft_from_hidden_states(method: str, tmp_path: Path) -> None:
+    """Their layers, which have experts too with multi-token prediction, are not the target's."""
+    model, head = tmp_path / "model", tmp_path / "head"
+    shape = make_mtp_model(model) if method == "mtp" else make_eagle_models(model, head)
+    oracle = HookOracle(model, shape)
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method == "eagle":
+        speculative["model"] = str(head)
+    flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
+    with serving(model, tmp_path / "log", *flags, env=dict(shape.env)) as server:
+        assert server.info()["layer_ids"] == list(shape.layer_ids)
+        for seed in range(6):
+            body = {**ASK, "prompt": prompt_of(10 + 31 * seed, seed=seed), "max_tokens": 60, "ignore_eos": True}
+            check(answers_of(server.complete(**body))[0], oracle, shape.num_experts)
+            check(answers_of_stream(server.stream(**body, temperature=1))[0], oracle, shape.num_experts)
+        drafts = server.metric("vllm:spec_decode_num_draft_tokens_total")
+        assert 0 < server.metric("vllm:spec_decode_num_accepted_tokens_total") < drafts
