@@ -107,7 +107,8 @@ def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) ->
             cells = [case, name]
             for key in ("tokens_per_s", "tpot_ms", "itl_p99_ms"):
                 value, reference = median(run[key] for run in runs), median(run[key] for run in base)
-                cells += [f"{value:.1f}" if value >= 100 else f"{value:.2f}", f"{100 * (value / reference - 1):+.2f} %"]
+                ratio = "" if runs is base else f"{100 * (value / reference - 1):+.2f} %"
+                cells += [f"{value:.1f}" if value >= 100 else f"{value:.2f}", ratio]
             cells.append(f"{median(run['itl_max_ms'] for run in runs):.1f}")
             rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)

@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kv-cache-gib", type=float, default=9.0)
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
+    parser.add_argument("--noise", action="store_true", help="only two engines without capture against each other")
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
     args = parser.parse_args()
@@ -80,11 +81,20 @@ def main() -> None:
     (model / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": args.layers}))
     options = engine_options(model, int(args.kv_cache_gib * 2**30))
 
-    def start(variant: str) -> Host:
-        return Host.start(variant, options, "cuda", logs / f"{variant}.log")
+    def start(variant: str, log: str | None = None) -> Host:
+        return Host.start(variant, options, "cuda", logs / f"{log or variant}.log")
 
     results: dict[str, Any] = {}
     save = logs / "results.json"
+    if args.noise:
+        off, other = start_all([partial(start, "off"), partial(start, "off", log="other")])
+        interleave(
+            [off, other], [("off", off, False), ("off, other engine", other, False)], CASES, args.repeats, results, save
+        )
+        for host in (off, other):
+            host.stop()
+        print(table(results, {name: "off" for case in results.values() for name in case}))
+        return
     off, ours = start_all([partial(start, "off"), partial(start, "ours")])
     lines = [("off", off, False), *((name, ours, routing) for name, routing in OURS)]
     interleave([off, ours], lines, CASES, args.repeats, results, save)

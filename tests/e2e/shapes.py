@@ -185,21 +185,6 @@ SHAPES = (
         in_ci=True,
     ),
     Shape(
-        "qwen3-next, linear and full attention",
-        "qwen3_next",
-        {
-            **_QWEN3_MOE,
-            **{"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4},
-            **{"shared_expert_intermediate_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-            **{"linear_key_head_dim": 32, "linear_value_head_dim": 32, "full_attention_interval": 2},
-        },
-        (0, 1, 2, 3),
-        16,
-        4,
-        flags=("--gdn-prefill-backend", "triton"),  # the default takes no float32
-        needs_gpu="vLLM's CPU kernel for gated delta networks takes bfloat16 only, in which near-ties decide",
-    ),
-    Shape(
         "jamba, mamba and full attention",
         "jamba",
         {
