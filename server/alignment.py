@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import orjson
+from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 
 from capture.split import split_at_prompt, with_unknown
@@ -18,6 +19,9 @@ logger = get_logger(__name__)
 
 T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 Rows = NDArray[np.int16]
+
+LARGE_BYTES = 1 << 20
+"""Rows above this size are encoded in a thread: on the event loop they would hold up every other stream."""
 
 _DATA = "data: "
 
@@ -81,6 +85,7 @@ class StreamAligner:
         self._preface_chunks = preface_chunks
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, _Prompt] = {}
+        self._large = False
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """`results`, unchanged but for the feeds, which are taken off.
@@ -97,7 +102,12 @@ class StreamAligner:
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """`chunks`, server-sent events, with the rows that belong to each."""
         async for chunk in chunks:
-            yield self._with_rows(chunk)
+            if self._large:
+                rewritten = await run_in_threadpool(self._with_rows, chunk)
+                self._large = rewritten is chunk  # nothing was added yet
+                yield rewritten
+            else:
+                yield self._with_rows(chunk)
 
     def _take(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> None:
         prompt_len = len(output.prompt_token_ids or ())
@@ -120,6 +130,7 @@ class StreamAligner:
             logger.error("Request %s: %d rows did not arrive and are sent as -1.", output.request_id, lost)
             rows = with_unknown(rows, len(rows) + lost)
         self._encoder.check(rows)
+        self._large = self._large or rows.nbytes > LARGE_BYTES
         if self._options.layout == "split" and state.next_row < prompt_len:
             prompt_rows, rows = split_at_prompt(rows, state.next_row, prompt_len)
             state.next_row += len(prompt_rows)

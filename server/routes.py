@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from protocol import codec
 from protocol.models import RoutedExpertsInfo, RoutingOptions
 from server import schemas
+from server.alignment import LARGE_BYTES
 from server.requests import RoutedChatRequest, RoutedCompletionRequest, check_routing_fields
 from server.routing import Routing
 from server.serving import OPT_IN, _RoutedServing
@@ -28,7 +29,6 @@ from server.vllm_api import (
 
 router = APIRouter()
 
-_LARGE = 1 << 20
 _METRICS_HEADER = "endpoint-load-metrics-format"
 Options = Annotated[RoutingOptions | None, Depends(check_routing_fields)]
 
@@ -107,8 +107,7 @@ async def _respond(
         return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
     try:
-        # Large arrays would hold up every other stream if they were encoded on the event loop.
-        content = await run_in_threadpool(encode) if collected.nbytes > _LARGE else encode()
+        content = await run_in_threadpool(encode) if collected.nbytes > LARGE_BYTES else encode()
     except codec.CodecError as error:
         raise VLLMValidationError(str(error), parameter="routed_experts_dtype") from None
     return Response(content, media_type="application/json", headers=headers)

@@ -67,6 +67,17 @@ def test_npy_is_a_file_that_numpy_loads() -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
+def test_arrays_above_a_slice(fmt: Format) -> None:
+    """Encoded in several slices, with no padding in between."""
+    rows = np.random.default_rng(1).integers(-1, 300, (codec._SLICE // 24 + 1, 3, 5)).astype(np.int16)
+    assert rows.nbytes > codec._SLICE
+    sent = encode(rows, fmt=fmt, dtype="int16", start=0)
+    assert np.array_equal(decode(sent, num_layers=3, top_k=5), rows)
+    if fmt == "raw":
+        assert sent == base64.b64encode(rows.tobytes()).decode()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_arrays_that_are_not_contiguous(fmt: Format) -> None:
     """A step's rows are slices, and transposed on their way from the device."""
     rows = rows_of(2, 4, 6).transpose(1, 0, 2)[1:3, :, ::2]

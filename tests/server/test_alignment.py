@@ -1,6 +1,7 @@
 """Rows on the chunks of a stream, with hand-made results in and a generator like vLLM's in between."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from protocol.codec import CodecError, decode
 from protocol.models import RoutingOptions
+from server import alignment
 from server.alignment import Encoder, StreamAligner
 from server.feeds import RowFeed
 from server.vllm_api import CompletionOutput, RequestOutput
@@ -130,6 +132,28 @@ def test_a_token_a_chunk() -> None:
     chunks = stream(aligner_of(), [engine.step(), engine.step(), engine.step(finish="length")])
     assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], None, None]
     assert [positions(chunk) for chunk in chunks] == [None, [4], [5]]
+
+
+@pytest.mark.parametrize("preface", [0, 2])
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_large_rows_are_encoded_off_the_event_loop(layout: Any, preface: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alignment, "LARGE_BYTES", 1000)
+    threads: list[tuple[int, bool]] = []
+
+    class Watched(Encoder):
+        def __call__(self, rows: np.ndarray, start: int) -> Any:
+            threads.append((len(rows), threading.current_thread() is threading.main_thread()))
+            return super().__call__(rows, start)
+
+    length = 1000 // (2 * L * K) + 1
+    engine = Engine(prompt_len=length)
+    aligner = StreamAligner(Watched(RoutingOptions(layout=layout), "int16"), (L, K), 1, preface)
+    chunks = stream(aligner, [engine.step(), engine.step(), engine.step(finish="stop")], generator(preface=preface))
+    assert len(chunks) == preface + 3
+    assert threads == [(length, False), (1, True), (1, True)]
+    (large,) = [chunk for chunk in chunks if len(orjson.dumps(chunk)) > 1000]
+    array = large["prompt_routed_experts"] if layout == "split" else large["choices"][0]["routed_experts"]
+    assert np.array_equal(decode(array), rows_of(0, length))
 
 
 def test_one_token_has_no_generated_row() -> None:
