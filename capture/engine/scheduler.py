@@ -175,7 +175,7 @@ class SchedulerConnector:
             return
         cache = self._host_cache(step)
         cache.write(step.slots, step.rows)
-        if self._has_drafts:
+        if self._has_drafts:  # else a step begins where it was scheduled, and no request needs a look
             for req_id, start in scheduled.starts.items():
                 if (request := requests.get(req_id)) is not None:
                     scheduled.starts[req_id] = step_start(start, request.num_tokens)
