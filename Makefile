@@ -52,15 +52,16 @@ test: setup
 check: setup
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/ruff check $(CODE)
-	$(BIN)/mypy
-	$(BIN)/python -m server.openapi --check openapi.yaml
+	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(VENV)/src/routed_experts/
+	MYPYPATH=$(VENV)/src $(BIN)/mypy
+	$(BIN)/python -m routed_experts.server.openapi --check openapi.yaml
 
 format: setup
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
 spec: setup
-	$(BIN)/python -m server.openapi openapi.yaml
+	$(BIN)/python -m routed_experts.server.openapi openapi.yaml
 
 bench: setup
 	$(BIN)/python -m bench.cpu $(ARGS)

@@ -6,13 +6,12 @@ from statistics import median
 
 import numpy as np
 import torch
+from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.message import pack
+from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.split import RequestRows, StepPart, take_rows
 from vllm.v1.engine import EngineCoreOutput
-
-from capture.capturer import Capturer, RowShape
-from capture.host_cache import HostCache
-from capture.message import pack
-from capture.pipeline import StepRows
-from capture.split import RequestRows, StepPart, take_rows
 
 _SIZES = (1, 64, 256, 8192)
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-from capture.device_cache import DeviceCache
-from capture.pipeline import PendingRows, Pipeline
+from routed_experts.capture.device_cache import DeviceCache
+from routed_experts.capture.pipeline import PendingRows, Pipeline
 
 
 @dataclass(frozen=True)

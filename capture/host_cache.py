@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
-from protocol.codec import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN
 
 
 class HostCache:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
-from capture.host_cache import HostCache
-from protocol.codec import UNKNOWN
+from routed_experts.capture.host_cache import HostCache
+from routed_experts.protocol.codec import UNKNOWN
 
 
 @dataclass(slots=True)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
-
-from protocol.codec import Format, WireDtype
+from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]
 

@@ -8,12 +8,11 @@ import numpy as np
 import orjson
 from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
-
-from capture.split import split_at_prompt, with_unknown
-from protocol import codec
-from protocol.models import RoutingOptions
-from server.feeds import RowFeed
-from server.vllm_api import CompletionOutput, RequestOutput, get_logger
+from routed_experts.capture.split import split_at_prompt, with_unknown
+from routed_experts.protocol import codec
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.feeds import RowFeed
+from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
 

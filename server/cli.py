@@ -5,14 +5,14 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from server.errors import CommandError
+from routed_experts.server.errors import CommandError
 
 PLUGIN_GROUP = "vllm.endpoint_plugins"
 PLUGIN_NAME = "routed_experts"
-SCHEDULER = "capture.engine.scheduler.make_scheduler"
+SCHEDULER = "routed_experts.capture.engine.scheduler.make_scheduler"
 WORKERS = {
-    "cpu": "capture.engine.worker.CpuCaptureWorker",
-    "cuda": "capture.engine.worker.CudaCaptureWorker",
+    "cpu": "routed_experts.capture.engine.worker.CpuCaptureWorker",
+    "cuda": "routed_experts.capture.engine.worker.CudaCaptureWorker",
 }
 TINY_MODEL_NAME = "tiny-moe"
 
@@ -51,7 +51,7 @@ def tiny_model(argv: list[str]) -> None:
     """`routed-experts tiny-model DIR`"""
     if len(argv) != 1 or argv[0].startswith("-"):
         raise CommandError("tiny-model takes one argument, the folder to write the model to.")
-    from server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
+    from routed_experts.server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
 
     make_tiny_model(Path(argv[0]))
     print(f"Wrote the tiny MoE model to {argv[0]}.")
@@ -59,7 +59,7 @@ def tiny_model(argv: list[str]) -> None:
 
 def serve(argv: list[str]) -> None:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
-    from server import launch  # imports vLLM, which takes seconds
+    from routed_experts.server import launch  # imports vLLM, which takes seconds
 
     args = launch.parse(argv)
     if args.model_tag is None:

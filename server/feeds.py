@@ -6,9 +6,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
-
-from capture.message import Unpacker
-from server.vllm_api import EngineCoreOutput, OutputProcessor, OutputProcessorOutput, RequestOutputKind, RequestState
+from routed_experts.capture.message import Unpacker
+from routed_experts.server.vllm_api import (
+    EngineCoreOutput,
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputKind,
+    RequestState,
+)
 
 
 class RowFeed:
@@ -60,7 +65,7 @@ class RowFeeds:
 
     @classmethod
     def install(cls, processor: OutputProcessor) -> "RowFeeds":
-        """Replaces `processor.process_outputs`, once for each processor. See `server.vllm_api.REPLACED`."""
+        """Replaces `processor.process_outputs`, once for each processor. See `vllm_api.REPLACED`."""
         installed = vars(processor).get("process_outputs")
         if installed is not None:
             return installed.__self__

@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from routed_experts.capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
+from routed_experts.server.cli import TINY_MODEL_NAME
+from routed_experts.server.errors import CommandError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -11,10 +14,6 @@ from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-from capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
-from server.cli import TINY_MODEL_NAME
-from server.errors import CommandError
 
 _TINY_KV_CACHE_BYTES = 64 << 20
 
@@ -50,7 +49,7 @@ def take_capture_flag(args: argparse.Namespace) -> bool:
 def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
     """Serves the tiny model from `directory`, which is made if it is not there."""
     if not (directory / "config.json").exists():
-        from server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
+        from routed_experts.server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
 
         make_tiny_model(directory)
     args.model_tag = args.model = str(directory)

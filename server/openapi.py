@@ -1,7 +1,7 @@
 """Writes the description of the API, from the routes as the server declares them.
 
-python -m server.openapi openapi.yaml          writes the file
-python -m server.openapi --check openapi.yaml  fails if the file is not what it would write
+python -m routed_experts.server.openapi openapi.yaml          writes the file
+python -m routed_experts.server.openapi --check openapi.yaml  fails if the file is not what it would write
 """
 
 import argparse
@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 from fastapi import FastAPI
-
-from server.routes import router
+from routed_experts.server.routes import router
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
@@ -98,7 +97,7 @@ def render() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Writes or checks the file named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m server.openapi", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m routed_experts.server.openapi", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("file", type=Path)
     args = parser.parse_args(argv)

@@ -4,14 +4,13 @@ import asyncio
 from argparse import Namespace
 
 from fastapi import FastAPI
+from routed_experts.server.cli import PLUGIN_NAME
+from routed_experts.server.probe import probe
+from routed_experts.server.routes import router
+from routed_experts.server.routing import Routing
+from routed_experts.server.serving import RoutedServingChat, RoutedServingCompletion, adopt
+from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
 from starlette.datastructures import State
-
-from server.cli import PLUGIN_NAME
-from server.probe import probe
-from server.routes import router
-from server.routing import Routing
-from server.serving import RoutedServingChat, RoutedServingCompletion, adopt
-from server.vllm_api import AsyncLLM, EngineClient, get_logger
 
 logger = get_logger(__name__)
 
@@ -43,7 +42,7 @@ class RoutedExpertsPlugin:
 
 def captures(engine: AsyncLLM) -> bool:
     """Whether the engine's workers and scheduler are ours."""
-    return "capture.engine." in str(engine.vllm_config.parallel_config.worker_cls)
+    return "routed_experts.capture.engine." in str(engine.vllm_config.parallel_config.worker_cls)
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:

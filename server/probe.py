@@ -2,12 +2,11 @@
 
 import numpy as np
 from numpy.typing import NDArray
-
-from capture.message import PROMPT_START_ARG
-from protocol.codec import UNKNOWN
-from server.feeds import RowFeed
-from server.routing import Routing
-from server.vllm_api import RequestOutputKind, SamplingParams, tokens_input
+from routed_experts.capture.message import PROMPT_START_ARG
+from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.server.feeds import RowFeed
+from routed_experts.server.routing import Routing
+from routed_experts.server.vllm_api import RequestOutputKind, SamplingParams, tokens_input
 
 _PROMPT_TOKENS = 5
 _NEW_TOKENS = 3

@@ -7,12 +7,11 @@ import numpy as np
 from fastapi import Request
 from numpy.typing import NDArray
 from pydantic import PrivateAttr
-
-from capture.message import PROMPT_START_ARG
-from capture.split import split_at_prompt, with_unknown
-from protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
-from server.alignment import Encoder
-from server.vllm_api import (
+from routed_experts.capture.message import PROMPT_START_ARG
+from routed_experts.capture.split import split_at_prompt, with_unknown
+from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
+from routed_experts.server.alignment import Encoder
+from routed_experts.server.vllm_api import (
     ChatCompletionRequest,
     CompletionOutput,
     CompletionRequest,

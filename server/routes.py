@@ -7,15 +7,14 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-
-from protocol import codec
-from protocol.models import RoutedExpertsInfo, RoutingOptions
-from server import schemas
-from server.alignment import LARGE_BYTES
-from server.requests import RoutedChatRequest, RoutedCompletionRequest, check_routing_fields
-from server.routing import Routing
-from server.serving import OPT_IN, _RoutedServing
-from server.vllm_api import (
+from routed_experts.protocol import codec
+from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
+from routed_experts.server import schemas
+from routed_experts.server.alignment import LARGE_BYTES
+from routed_experts.server.requests import RoutedChatRequest, RoutedCompletionRequest, check_routing_fields
+from routed_experts.server.routing import Routing
+from routed_experts.server.serving import OPT_IN, _RoutedServing
+from routed_experts.server.vllm_api import (
     ChatCompletionResponse,
     CompletionResponse,
     ErrorResponse,

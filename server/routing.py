@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.models import CaptureInfo, RoutedExpertsInfo
-from server.feeds import RowFeeds
-from server.vllm_api import VLLM_VERSION, AsyncLLM
+from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
+from routed_experts.server.feeds import RowFeeds
+from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
 _BYTES_PER_ID = 2
 

@@ -5,9 +5,8 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
-
-from protocol.models import RoutedExpertsArray
-from server.vllm_api import (
+from routed_experts.protocol.models import RoutedExpertsArray
+from routed_experts.server.vllm_api import (
     VLLM_VERSION,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,

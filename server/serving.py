@@ -3,12 +3,12 @@
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, NoReturn
 
-from protocol import codec
-from protocol.models import RoutingOptions
-from server.alignment import Encoder, StreamAligner
-from server.requests import RoutedChatRequest, RoutedCompletionRequest
-from server.routing import Routing
-from server.vllm_api import (
+from routed_experts.protocol import codec
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.alignment import Encoder, StreamAligner
+from routed_experts.server.requests import RoutedChatRequest, RoutedCompletionRequest
+from routed_experts.server.routing import Routing
+from routed_experts.server.vllm_api import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     CompletionRequest,
@@ -184,7 +184,7 @@ class RoutedServingChat(_RoutedServing, OpenAIServingChat):
 def adopt(serving: Any, cls: type[_RoutedServing], routing: Routing | None) -> None:
     """Makes vLLM's serving object `serving` an instance of `cls`, a subclass of its class without state of its own.
 
-    See `server.vllm_api.REPLACED` for why. Safe to repeat.
+    See `vllm_api.REPLACED` for why. Safe to repeat.
     """
     if not isinstance(serving, cls):
         if type(serving) is not cls.__mro__[2]:

@@ -16,7 +16,7 @@ SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from server.tiny_model import make_tiny_model
+    from routed_experts.server.tiny_model import make_tiny_model
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(directory)

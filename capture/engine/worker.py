@@ -3,19 +3,18 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
+from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.engine.binding import bind, find_moe_layers
+from routed_experts.capture.engine.config import check_engine_config, full_attention_group
+from routed_experts.capture.engine.scheduler import StepTag
+from routed_experts.capture.engine.stage import gather_stages
+from routed_experts.capture.engine.v1 import V1Adapter
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
-
-from capture.capturer import Capturer, RowShape
-from capture.engine.binding import bind, find_moe_layers
-from capture.engine.config import check_engine_config, full_attention_group
-from capture.engine.scheduler import StepTag
-from capture.engine.stage import gather_stages
-from capture.engine.v1 import V1Adapter
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -56,7 +55,7 @@ class _Capture(Worker):
         group = full_attention_group(kv_cache_config)
         self._kv_slots = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         if self.use_v2_model_runner:
-            from capture.engine.v2 import V2Adapter  # its runner needs Triton, which has no CPU build
+            from routed_experts.capture.engine.v2 import V2Adapter  # its runner needs Triton, which has no CPU build
 
             self.model_runner.aux_output_connector = V2Adapter(self.model_runner, self._capturer, group)
         else:

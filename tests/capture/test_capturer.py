@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-
-from capture.capturer import Capturer, RowShape
+from routed_experts.capture.capturer import Capturer, RowShape
 
 CPU = torch.device("cpu")
 STAGES = [RowShape((1, 2), 16, 4), RowShape((), 0, 0), RowShape((5, 6, 7), 16, 4)]

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-
-from capture.host_cache import HostCache
-from protocol.codec import UNKNOWN
+from routed_experts.capture.host_cache import HostCache
+from routed_experts.protocol.codec import UNKNOWN
 
 BLOCK, L, K = 4, 2, 3
 

@@ -11,12 +11,11 @@ import pytest
 import yaml
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-
-from protocol.codec import decode
-from protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
-from server import cli, launch, openapi, schemas
-from server.requests import RoutedChatRequest, RoutedCompletionRequest
-from server.routes import router
+from routed_experts.protocol.codec import decode
+from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
+from routed_experts.server import cli, launch, openapi, schemas
+from routed_experts.server.requests import RoutedChatRequest, RoutedCompletionRequest
+from routed_experts.server.routes import router
 
 FILE = Path(__file__).parents[2] / "openapi.yaml"
 GENERATING = ("/v1/completions", "/v1/chat/completions")

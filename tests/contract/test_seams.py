@@ -15,6 +15,15 @@ import numpy as np
 import pytest
 import torch
 import vllm
+from routed_experts.capture.engine import config, scheduler, worker
+from routed_experts.capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config, check_vllm_version
+from routed_experts.capture.message import PROMPT_START_ARG, Unpacker
+from routed_experts.protocol.codec import CodecError
+from routed_experts.protocol.models import FieldError
+from routed_experts.server import requests, serving, vllm_api
+from routed_experts.server.errors import CommandError
+from routed_experts.server.plugin import RoutedExpertsPlugin
+from routed_experts.server.probe import ProbeError
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -32,16 +41,6 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from capture.engine import config, scheduler, worker
-from capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config, check_vllm_version
-from capture.message import PROMPT_START_ARG, Unpacker
-from protocol.codec import CodecError
-from protocol.models import FieldError
-from server import requests, serving, vllm_api
-from server.errors import CommandError
-from server.plugin import RoutedExpertsPlugin
-from server.probe import ProbeError
-
 ROOT = Path(__file__).parents[2]
 VLLM = Path(vllm.__file__).parent
 PACKAGES = ("protocol", "server", "capture")
@@ -53,6 +52,11 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
             yield str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))
+
+
+def module_name(path: str) -> str:
+    """Under which name the file at `path` is imported."""
+    return "routed_experts." + path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -70,7 +74,7 @@ def replacements() -> list[Any]:
     found: list[Any] = []
     for path, _ in sources():
         if path.startswith(("server/", "capture/")) and path not in ("server/cli.py", "server/__init__.py"):
-            module = importlib.import_module(path.removesuffix(".py").replace("/", ".").removesuffix(".__init__"))
+            module = importlib.import_module(module_name(path))
             here = vars(module).get("REPLACED", ())
             found += [entry for entry in here if entry not in found]
     return found
@@ -109,22 +113,24 @@ def test_layers() -> None:
     """`protocol` knows nothing of ours, `capture` nothing of the server."""
     for path, tree in sources():
         if path.startswith("protocol/"):
-            assert not imports_of(tree, "server") | imports_of(tree, "capture"), path
+            assert not imports_of(tree, "routed_experts.server") | imports_of(tree, "routed_experts.capture"), path
             assert not imports_of(tree, "torch"), path
         if path.startswith("capture/"):
-            assert not imports_of(tree, "server"), path
+            assert not imports_of(tree, "routed_experts.server"), path
 
 
 def test_the_codec_needs_numpy_only(tmp_path: Path) -> None:
     """In an interpreter that finds nothing but the standard library, numpy and `protocol`."""
     site = Path(np.__file__).parents[1]
-    for entry in (*site.glob("numpy"), *site.glob("numpy.libs"), ROOT / "protocol"):
+    for entry in (*site.glob("numpy"), *site.glob("numpy.libs")):
         (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "routed_experts").mkdir()
+    (tmp_path / "routed_experts/protocol").symlink_to(ROOT / "protocol")
     code = f"""
 import sys
 sys.path.append({str(tmp_path)!r})
 import numpy as np
-from protocol.codec import decode, encode
+from routed_experts.protocol.codec import decode, encode
 rows = np.arange(24, dtype=np.int16).reshape(3, 2, 4)
 assert (decode(encode(rows, fmt="object", dtype="int16", start=0)) == rows).all()
 heavy = {{"torch", "vllm", "pydantic", "fastapi", "orjson", "transformers"}} & set(sys.modules)
@@ -136,7 +142,7 @@ assert not heavy, heavy
 def test_the_bare_capture_does_not_load_vllm() -> None:
     code = """
 import sys
-import capture.capturer, capture.device_cache, capture.host_cache, capture.message, capture.pipeline, capture.split
+from routed_experts.capture import capturer, device_cache, host_cache, message, pipeline, split
 assert "vllm" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
@@ -306,7 +312,7 @@ def test_calls_on_the_schedulers_connector() -> None:
 
 
 def test_calls_on_the_runners_connector() -> None:
-    from capture.engine import v2
+    from routed_experts.capture.engine import v2
 
     calls = calls_on("v1/worker/gpu/model_runner.py", "aux_output_connector")
     assert calls == {"begin_step": {1}, "prepare_output": {1}, "close": {0}}
@@ -590,7 +596,7 @@ def test_every_exception_of_ours_is_in_one_of_the_lists() -> None:
     for path, tree in sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+                module = importlib.import_module(module_name(path))
                 cls = vars(module).get(node.name)
                 if isinstance(cls, type) and issubclass(cls, BaseException):
                     found.add(cls)

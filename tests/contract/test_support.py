@@ -4,8 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-from capture.engine.config import REFUSALS
+from routed_experts.capture.engine.config import REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -114,7 +114,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(
-    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, module: str = "server.cli"
+    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, module: str = "routed_experts.server.cli"
 ) -> Iterator[Server]:
     """A running server for `model`; `flags` are those of `routed-experts serve`, which `module` runs."""
     port = free_port()

@@ -45,7 +45,7 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 @contextmanager
 def left_without_state(
-    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, module: str = "server.cli"
+    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, module: str = "routed_experts.server.cli"
 ) -> Iterator[Server]:
     """A server that must hold no request state, and must have logged no error, when its tests are done."""
     with serving(model, log, *flags, env=env, module=module) as server:
@@ -208,7 +208,7 @@ class TestAsynchronousScheduling:
     def engine(self, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         log = tmp_path_factory.mktemp("async") / "log"
         flags = (*TINY_KV, "--async-scheduling", "--max-num-batched-tokens", "32")
-        module = "server.cli" if ON_GPU else "tests.e2e.async_on_cpu"
+        module = "routed_experts.server.cli" if ON_GPU else "tests.e2e.async_on_cpu"
         with left_without_state(tiny_model, log, *flags, env=DEV_MODE, module=module) as server:
             yield server
 

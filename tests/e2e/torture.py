@@ -86,7 +86,7 @@ class Profile:
 
     flags: tuple[str, ...]
     async_scheduling: bool
-    module: str = "server.cli"
+    module: str = "routed_experts.server.cli"
     must: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
 
@@ -99,7 +99,7 @@ PROFILES = {
     "async": Profile(
         ("--async-scheduling",),
         async_scheduling=True,
-        module="server.cli" if ON_GPU else "tests.e2e.async_on_cpu",
+        module="routed_experts.server.cli" if ON_GPU else "tests.e2e.async_on_cpu",
     ),
     "ngram": Profile(
         ("--speculative-config", json.dumps(NGRAM)),
@@ -771,7 +771,7 @@ def torture(model: Path, log: Path, profile: str, requests: int, seed: int = 1) 
 
 
 def main() -> int:
-    from server.tiny_model import make_tiny_model
+    from routed_experts.server.tiny_model import make_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=5000)

@@ -6,9 +6,8 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-
-from protocol import codec
-from protocol.codec import CodecError, Format, decode, encode, resolve_dtype
+from routed_experts.protocol import codec
+from routed_experts.protocol.codec import CodecError, Format, decode, encode, resolve_dtype
 
 SHAPE = (3, 2, 4)
 DTYPES = ("int16", "uint8", "int32")

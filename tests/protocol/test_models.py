@@ -3,8 +3,7 @@
 from typing import Any
 
 import pytest
-
-from protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
+from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
 
 OPT_IN = {"return_routed_experts": True}
 OTHERS = [name for name in RoutingFields.model_fields if name != "return_routed_experts"]

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-
-from protocol.codec import CodecError, decode
-from protocol.models import RoutingOptions
-from server import alignment
-from server.alignment import Encoder, StreamAligner
-from server.feeds import RowFeed
-from server.vllm_api import CompletionOutput, RequestOutput
+from routed_experts.protocol.codec import CodecError, decode
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server import alignment
+from routed_experts.server.alignment import Encoder, StreamAligner
+from routed_experts.server.feeds import RowFeed
+from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
 L, K = 2, 3
 Result = RequestOutput | tuple[int, RequestOutput]

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from server import cli
-from server.cli import PLUGIN_GROUP, PLUGIN_NAME, SCHEDULER, WORKERS, CommandError
+from routed_experts.server import cli
+from routed_experts.server.cli import PLUGIN_GROUP, PLUGIN_NAME, SCHEDULER, WORKERS, CommandError
 
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """What is installed, for a test to change; ours is in it."""
-    installed = [EntryPoint(PLUGIN_NAME, "server.plugin:RoutedExpertsPlugin", PLUGIN_GROUP)]
+    installed = [EntryPoint(PLUGIN_NAME, "routed_experts.server.plugin:RoutedExpertsPlugin", PLUGIN_GROUP)]
 
     def entry_points(**params: Any) -> EntryPoints:
         return EntryPoints(installed).select(**params)
@@ -82,7 +81,9 @@ def test_a_plugin_that_is_not_registered(plugins: list[EntryPoint]) -> None:
         cli.allow_plugin()
 
 
-@pytest.mark.parametrize("target", ["server.no_such_module:Plugin", "server.plugin:NoSuchPlugin"])
+@pytest.mark.parametrize(
+    "target", ["routed_experts.server.no_such_module:Plugin", "routed_experts.server.plugin:NoSuchPlugin"]
+)
 def test_a_plugin_that_cannot_be_loaded(plugins: list[EntryPoint], target: str) -> None:
     """vLLM would log it and serve without."""
     plugins[:] = [EntryPoint(PLUGIN_NAME, target, PLUGIN_GROUP)]
@@ -120,13 +121,13 @@ def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def parsed(*argv: str) -> argparse.Namespace:
-    from server import launch
+    from routed_experts.server import launch
 
     return launch.parse(["model", *argv])
 
 
 def filled_in(*argv: str) -> argparse.Namespace:
-    from server import launch
+    from routed_experts.server import launch
 
     args = parsed(*argv)
     launch.fill_in(args, SCHEDULER, WORKERS)
@@ -160,7 +161,7 @@ def test_refusals_are_sentences_and_not_tracebacks(
     [((), True), (("--enable-return-routed-experts",), True), (("--no-enable-return-routed-experts",), False)],
 )
 def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], capture: bool) -> None:
-    from server import launch
+    from routed_experts.server import launch
 
     args = parsed(*argv)
     assert launch.take_capture_flag(args) is capture
@@ -176,7 +177,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:
-    from server import launch
+    from routed_experts.server import launch
 
     args = launch.parse([])
     assert args.model_tag is None

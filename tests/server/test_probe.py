@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-
-from server.probe import ProbeError, check_rows
+from routed_experts.server.probe import ProbeError, check_rows
 
 SHAPE = (3, 2)
 EXPERTS = 8
