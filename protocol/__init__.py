@@ -1,1 +1,1 @@
-"""The wire format: `routed_experts.protocol.codec` needs only numpy, `routed_experts.protocol.models` needs pydantic."""
+"""The wire format: `codec` needs numpy only, `models` needs pydantic."""
