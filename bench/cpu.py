@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from routed_experts.server.tiny_model import make_tiny_model
-
 from bench.compare import Case, Host, interleave, start_all, table
+from routed_experts.server.tiny_model import make_tiny_model
 
 CASES = [Case("batch 1", 1, 64, 64), Case("batch 16", 16, 64, 64)]
 

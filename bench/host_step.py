@@ -6,12 +6,13 @@ from statistics import median
 
 import numpy as np
 import torch
+from vllm.v1.engine import EngineCoreOutput
+
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import pack
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.split import RequestRows, StepPart, take_rows
-from vllm.v1.engine import EngineCoreOutput
 
 _SIZES = (1, 64, 256, 8192)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from routed_experts.capture.device_cache import DeviceCache
 from routed_experts.capture.pipeline import PendingRows, Pipeline
 

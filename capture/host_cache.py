@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+
 from routed_experts.protocol.codec import UNKNOWN
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
 from routed_experts.capture.device_cache import DeviceCache
 
 _SLOT_WORDS = 4  # int16 words in one int64 slot number

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.protocol.codec import UNKNOWN
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
+
 from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]

@@ -8,6 +8,7 @@ import numpy as np
 import orjson
 from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
+
 from routed_experts.capture.split import split_at_prompt, with_unknown
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutingOptions

@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
+
 from routed_experts.capture.message import Unpacker
 from routed_experts.server.vllm_api import (
     EngineCoreOutput,

@@ -4,9 +4,6 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from routed_experts.capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
-from routed_experts.server.cli import TINY_MODEL_NAME
-from routed_experts.server.errors import CommandError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
@@ -14,6 +11,10 @@ from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from routed_experts.capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
+from routed_experts.server.cli import TINY_MODEL_NAME
+from routed_experts.server.errors import CommandError
 
 _TINY_KV_CACHE_BYTES = 64 << 20
 

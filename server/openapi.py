@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 from fastapi import FastAPI
+
 from routed_experts.server.routes import router
 
 DESCRIPTION = """\

@@ -4,13 +4,14 @@ import asyncio
 from argparse import Namespace
 
 from fastapi import FastAPI
+from starlette.datastructures import State
+
 from routed_experts.server.cli import PLUGIN_NAME
 from routed_experts.server.probe import probe
 from routed_experts.server.routes import router
 from routed_experts.server.routing import Routing
 from routed_experts.server.serving import RoutedServingChat, RoutedServingCompletion, adopt
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
-from starlette.datastructures import State
 
 logger = get_logger(__name__)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 from numpy.typing import NDArray
+
 from routed_experts.capture.message import PROMPT_START_ARG
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.feeds import RowFeed

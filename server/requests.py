@@ -7,6 +7,7 @@ import numpy as np
 from fastapi import Request
 from numpy.typing import NDArray
 from pydantic import PrivateAttr
+
 from routed_experts.capture.message import PROMPT_START_ARG
 from routed_experts.capture.split import split_at_prompt, with_unknown
 from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options

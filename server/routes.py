@@ -7,6 +7,7 @@ import orjson
 from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
 from routed_experts.server import schemas

@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
+
 from routed_experts.protocol.models import RoutedExpertsArray
 from routed_experts.server.vllm_api import (
     VLLM_VERSION,

@@ -5,7 +5,6 @@ Written against vLLM 0.32.0. What is replaced in vLLM rather than subclassed sta
 
 import logging
 
-from routed_experts.capture.replaced import Replacement
 from vllm import SamplingParams
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
@@ -30,6 +29,8 @@ from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.version import __version__ as VLLM_VERSION
+
+from routed_experts.capture.replaced import Replacement
 
 __all__ = [
     "REPLACED",

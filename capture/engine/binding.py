@@ -5,9 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.config import UnsupportedConfig
-from routed_experts.capture.replaced import Replacement
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
@@ -23,6 +20,10 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
 )
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.platforms import current_platform
+
+from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.engine.config import UnsupportedConfig
+from routed_experts.capture.replaced import Replacement
 
 REPLACED = (
     Replacement(

@@ -6,13 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.transport import detach
-from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import PROMPT_START_ARG, is_large, pack
-from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.split import RequestRows, StepPart, step_start, take_rows
-from routed_experts.protocol.codec import UNKNOWN
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -22,6 +15,14 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
+
+from routed_experts.capture.engine.config import check_engine_config, full_attention_group
+from routed_experts.capture.engine.transport import detach
+from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.message import PROMPT_START_ARG, is_large, pack
+from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.split import RequestRows, StepPart, step_start, take_rows
+from routed_experts.protocol.codec import UNKNOWN
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
 

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.replaced import Replacement
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.replaced import Replacement
 
 _ROWS = "routed_experts"
 

@@ -1,7 +1,8 @@
 """How a step's rows travel from the worker to the scheduler: in `ModelRunnerOutput`, with every executor."""
 
-from routed_experts.capture.pipeline import StepRows
 from vllm.v1.outputs import ModelRunnerOutput
+
+from routed_experts.capture.pipeline import StepRows
 
 AuxOutputs = dict[str, StepRows]
 

@@ -4,13 +4,14 @@ It has no place to attach to, so the worker calls in here around its own steps.
 """
 
 import numpy as np
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
 from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine.stage import Stage, is_output_rank
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.pipeline import PendingRows
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class V1Adapter:

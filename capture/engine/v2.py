@@ -4,12 +4,13 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
 from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine.stage import Stage, is_output_rank
 from routed_experts.capture.engine.transport import AuxOutputs, as_aux_outputs
 from routed_experts.capture.pipeline import PendingRows
-from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 
 class V2Adapter:

@@ -3,18 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 import torch
-from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.binding import bind, find_moe_layers
-from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.scheduler import StepTag
-from routed_experts.capture.engine.stage import gather_stages
-from routed_experts.capture.engine.v1 import V1Adapter
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
+
+from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.engine.binding import bind, find_moe_layers
+from routed_experts.capture.engine.config import check_engine_config, full_attention_group
+from routed_experts.capture.engine.scheduler import StepTag
+from routed_experts.capture.engine.stage import gather_stages
+from routed_experts.capture.engine.v1 import V1Adapter
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from routed_experts.capture.capturer import Capturer, RowShape
 
 CPU = torch.device("cpu")

@@ -1,6 +1,7 @@
 """The buffer that the MoE layers write into."""
 
 import torch
+
 from routed_experts.capture.device_cache import UNWRITTEN, DeviceCache
 
 CPU = torch.device("cpu")

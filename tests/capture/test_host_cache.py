@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.protocol.codec import UNKNOWN
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+
 from routed_experts.capture.message import SMALL_ARRAY_BYTES, Unpacker, pack
 
 L, K = 3, 5  # odd, so that nothing is aligned by chance

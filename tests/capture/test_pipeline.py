@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+
 from routed_experts.capture.device_cache import DeviceCache
 from routed_experts.capture.pipeline import Pipeline
 

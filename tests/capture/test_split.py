@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.split import RequestRows, StepPart, split_at_prompt, step_start, take_rows
 from routed_experts.protocol.codec import UNKNOWN

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
 from routed_experts.server import cli, launch, openapi, schemas

@@ -15,15 +15,6 @@ import numpy as np
 import pytest
 import torch
 import vllm
-from routed_experts.capture.engine import config, scheduler, worker
-from routed_experts.capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config, check_vllm_version
-from routed_experts.capture.message import PROMPT_START_ARG, Unpacker
-from routed_experts.protocol.codec import CodecError
-from routed_experts.protocol.models import FieldError
-from routed_experts.server import requests, serving, vllm_api
-from routed_experts.server.errors import CommandError
-from routed_experts.server.plugin import RoutedExpertsPlugin
-from routed_experts.server.probe import ProbeError
 from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -40,6 +31,16 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
+
+from routed_experts.capture.engine import config, scheduler, worker
+from routed_experts.capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config, check_vllm_version
+from routed_experts.capture.message import PROMPT_START_ARG, Unpacker
+from routed_experts.protocol.codec import CodecError
+from routed_experts.protocol.models import FieldError
+from routed_experts.server import requests, serving, vllm_api
+from routed_experts.server.errors import CommandError
+from routed_experts.server.plugin import RoutedExpertsPlugin
+from routed_experts.server.probe import ProbeError
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(vllm.__file__).parent

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from routed_experts.capture.engine.config import REFUSALS
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,9 +12,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from routed_experts.server.cli import main
 from vllm.config import VllmConfig
 from vllm.platforms.cpu import CpuPlatform
+
+from routed_experts.server.cli import main
 
 
 class _Done:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from routed_experts.server.tiny_model import make_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from routed_experts.server.tiny_model import make_tokenizer
 from tests.e2e.harness import Oracle
 
 _SEED = 20261121

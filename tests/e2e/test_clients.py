@@ -8,8 +8,8 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from routed_experts.protocol.codec import decode
 
+from routed_experts.protocol.codec import decode
 from tests.e2e.harness import Oracle, Server
 
 pytestmark = pytest.mark.e2e

@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from routed_experts.capture.message import SMALL_ARRAY_BYTES
 
+from routed_experts.capture.message import SMALL_ARRAY_BYTES
 from tests.conftest import BLOCK_SIZE, CHUNK
 from tests.e2e.harness import (
     ASK,

@@ -4,8 +4,8 @@ from typing import Any
 
 import httpx
 import pytest
-from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields
 
+from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields
 from tests.e2e.harness import Server
 
 pytestmark = pytest.mark.e2e

@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from routed_experts.server.tiny_model import make_tiny_model
 
+from routed_experts.server.tiny_model import make_tiny_model
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import (
     ASK,

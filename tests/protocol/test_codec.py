@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError, Format, decode, encode, resolve_dtype
 

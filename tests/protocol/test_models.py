@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
 
 OPT_IN = {"return_routed_experts": True}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+
 from routed_experts.protocol.codec import CodecError, decode
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import alignment

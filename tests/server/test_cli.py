@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from routed_experts.server import cli
 from routed_experts.server.cli import PLUGIN_GROUP, PLUGIN_NAME, SCHEDULER, WORKERS, CommandError
 

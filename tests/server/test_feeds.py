@@ -5,12 +5,13 @@ import time
 
 import numpy as np
 import pytest
-from routed_experts.server.feeds import RowFeed, RowFeeds
-from routed_experts.server.vllm_api import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+
+from routed_experts.server.feeds import RowFeed, RowFeeds
+from routed_experts.server.vllm_api import RequestOutput
 
 L, K = 2, 3
 

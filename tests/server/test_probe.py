@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from routed_experts.server.probe import ProbeError, check_rows
 
 SHAPE = (3, 2)
