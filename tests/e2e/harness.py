@@ -114,12 +114,17 @@ def free_port() -> int:
 
 @contextmanager
 def serving(
-    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, module: str = "routed_experts.server.cli"
+    model: Path,
+    log: Path,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    module: str = "routed_experts.server.cli",
+    python: str = sys.executable,
 ) -> Iterator[Server]:
     """A running server for `model`; `flags` are those of `routed-experts serve`, which `module` runs."""
     port = free_port()
     command = [
-        *(sys.executable, "-m", module, "serve", str(model), "--served-model-name", "tiny"),
+        *(python, "-m", module, "serve", str(model), "--served-model-name", "tiny"),
         *("--host", "127.0.0.1", "--port", str(port), *flags),
     ]
     with log.open("wb") as out:

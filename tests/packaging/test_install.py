@@ -1,0 +1,111 @@
+"""Installed, everything is the one package `routed_experts`, whatever else is on the path."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import SERVER_FLAGS
+from tests.e2e.harness import answers_of, serving
+from tests.packaging.conftest import Environment
+
+FOLDERS = ("server", "capture", "protocol")
+# The same files of ours as where nothing of the user's is on the path.
+WHERE_IS_OURS = """
+import json, sys
+import routed_experts.protocol.codec
+from importlib.util import find_spec
+names = ["routed_experts.server.cli", "routed_experts.capture.host_cache", "routed_experts.protocol.codec"]
+print(json.dumps([find_spec(name).origin for name in names]))
+"""
+
+
+@pytest.fixture(scope="session")
+def users_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with packages of its own called like our folders. Nobody but the user may import them."""
+    root = tmp_path_factory.mktemp("project")
+    for name in FOLDERS:
+        (root / name).mkdir()
+        (root / name / "__init__.py").write_text(
+            "import os\n"
+            "if not os.environ.get('THE_USER_IMPORTS'):\n"
+            f"    raise ImportError('the {name} of the user was taken for ours')\n"
+        )
+    return root
+
+
+def test_the_wheel_puts_one_folder_into_site_packages(wheel_environment: Environment) -> None:
+    names = {path.name for path in wheel_environment.site_packages.iterdir()}
+    assert names - {"borrowed.pth"} == {"routed_experts", "routed_experts_server-0.1.0.dist-info"}
+    packages = {path.name for path in (wheel_environment.site_packages / "routed_experts").iterdir()}
+    assert packages == set(FOLDERS)
+
+
+@pytest.mark.parametrize("kind", ["wheel_environment", "editable_environment"])
+def test_folders_of_the_users_change_nothing(kind: str, users_folders: Path, request: pytest.FixtureRequest) -> None:
+    environment: Environment = request.getfixturevalue(kind)
+    alone = json.loads(environment.python_says(WHERE_IS_OURS))
+    assert json.loads(environment.python_says(WHERE_IS_OURS, PYTHONPATH=str(users_folders))) == alone
+    command = environment.run("routed-experts", "--help", cwd=users_folders, PYTHONPATH=str(users_folders))
+    assert command.returncode == 0, command.stderr
+    for name in FOLDERS:
+        theirs = environment.python_says(
+            f"import {name}; print({name}.__file__)", PYTHONPATH=str(users_folders), THE_USER_IMPORTS="1"
+        )
+        assert Path(theirs).parent == users_folders / name
+
+
+@pytest.mark.parametrize("kind", ["wheel_environment", "editable_environment"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_our_folders_are_not_packages_of_their_own(
+    kind: str, name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    environment: Environment = request.getfixturevalue(kind)
+    done = environment.run("python", "-c", f"import {name}", cwd=tmp_path)
+    assert f"No module named '{name}'" in done.stderr
+
+
+@pytest.mark.e2e
+def test_a_server_starts_among_folders_of_the_users(
+    editable_environment: Environment, users_folders: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """With the engine in a process of its own, which imports the capture by name."""
+    # Without the working directory on the path, as for the command, and unlike for `python -m`.
+    env = {"PYTHONPATH": str(users_folders), "PYTHONSAFEPATH": "1"}
+    python = str(editable_environment.python)
+    with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, env=env, python=python) as server:
+        response = server.complete(prompt="Hello", max_tokens=4, return_routed_experts=True, return_token_ids=True)
+        (answer,) = answers_of(response)
+    assert answer.prompt_rows.shape == (5, 5, 4)
+    assert answer.rows.shape == (3, 5, 4)
+    assert "was taken for ours" not in server.log.read_text()
+
+
+def test_the_decoder_needs_numpy_only(wheel_environment: Environment) -> None:
+    printed = wheel_environment.python_says(
+        "import sys\n"
+        "from routed_experts.protocol.codec import decode\n"
+        "array = {'data': 'AQACAAMABAAFAAYA', 'shape': [1, 2, 3], 'dtype': 'int16', 'start': 0, 'missing': 0}\n"
+        "print(decode(array).tolist())\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))\n"
+    )
+    rows, modules = printed.splitlines()
+    assert rows == "[[[1, 2, 3], [4, 5, 6]]]"
+    assert {name for name in json.loads(modules.replace("'", '"')) if not name.startswith("_")} == {
+        "numpy",
+        "routed_experts",
+    }
+
+
+def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -> None:
+    """Without `py.typed`, a type checker takes everything of ours for Any, and says so."""
+    client = tmp_path / "client.py"
+    client.write_text("from routed_experts.protocol.codec import decode\nreveal_type(decode)\n")
+    python = wheel_environment.python
+    options = ("--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "--config-file=", "--strict")
+    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), *options, str(client)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "ndarray" in done.stdout
+    assert done.returncode == 0, done.stdout
