@@ -87,6 +87,11 @@ class Capturer:
 
         return store
 
+    def begin_step(self, num_tokens: int) -> None:
+        """Call before the forward pass of a step of `num_tokens` tokens, on the stream that it runs on."""
+        if num_tokens:
+            self.cache.forget(num_tokens)
+
     def submit(
         self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None
     ) -> PendingRows:
@@ -94,6 +99,9 @@ class Capturer:
         return self.pipeline.submit(slots, offsets, upstream)
 
     def downstream(self, num_tokens: int, upstream: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, layers so far, K] int32 for the next pipeline stage: `upstream`'s rows and this stage's."""
+        """[num_tokens, layers so far, K] int32 for the next pipeline stage: `upstream`'s rows and this stage's.
+
+        Always memory of its own: the next forward pass writes into the device cache while this is still being sent.
+        """
         own = self.cache.ids[:, :num_tokens].transpose(0, 1)
-        return own.contiguous() if upstream is None else torch.cat([upstream[:num_tokens], own], dim=1)
+        return torch.cat([own] if upstream is None else [upstream[:num_tokens], own], dim=1)

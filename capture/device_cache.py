@@ -11,7 +11,8 @@ class DeviceCache:
     Its addresses never change, so a CUDA graph that was captured with it writes to it at every replay. int32 is
     what vLLM's top-k kernels write; the narrowing to int16 happens when a step's rows are packed.
 
-    Filled with -1 at the start: a layer that is bound but never writes is seen by the startup probe.
+    Before each step the rows that it will fill are put back to -1, so that a layer that does not write in that step (a
+    kernel that goes around the router, for some batch sizes only) leaves -1 behind and not the ids of another step.
     """
 
     def __init__(self, num_layers: int, max_tokens: int, top_k: int, device: torch.device) -> None:
@@ -32,3 +33,11 @@ class DeviceCache:
     def view(self, layer: int) -> torch.Tensor:
         """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder)."""
         return self.ids[layer]
+
+    def forget(self, num_tokens: int) -> None:
+        """Puts -1 back into the first `num_tokens` rows of every layer.
+
+        Enqueues one kernel on the current stream, which is the one that the last step was packed on and the next one
+        will run on; the host does not wait.
+        """
+        self.ids[:, :num_tokens].fill_(UNWRITTEN)

@@ -66,6 +66,8 @@ class _Capture(Worker):
         tag = scheduler_output.aux_output_connector_metadata
         if isinstance(tag, StepTag):
             self._tracked_requests = tag.tracked_requests
+        # On all ranks: of what one pipeline stage sends to the next, each tensor-parallel rank sends a part.
+        self._capturer.begin_step(scheduler_output.total_num_scheduled_tokens)
         output = super().execute_model(scheduler_output)
         if self._v1 is not None:
             self._v1.post_forward(scheduler_output)

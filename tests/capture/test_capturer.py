@@ -55,3 +55,31 @@ def test_only_this_ranks_tokens_are_stored() -> None:
     first.sink(1)(ids(1, tokens=3))
     step = first.submit(torch.arange(3), np.array([0, 3])).result()
     assert np.array_equal(step.rows[:, 0], ids(0, 7)[2:5, :4].numpy())
+
+
+@pytest.mark.parametrize("skipping", [0, 1])
+def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int) -> None:
+    """And padding tokens that it wrote in an earlier, smaller step do not come up in a larger one."""
+    first = capturer(0)
+    first.begin_step(2)
+    for row in range(2):
+        first.sink(row)(ids(row, tokens=8))  # padded
+    first.submit(torch.arange(2), np.array([0, 2]))
+    first.begin_step(6)
+    first.sink(1 - skipping)(ids(1 - skipping, tokens=8))
+    step = first.submit(torch.arange(6), np.array([0, 6])).result()
+    assert (step.rows[:, skipping] == -1).all()
+    assert np.array_equal(step.rows[:, 1 - skipping], ids(1 - skipping, 6)[:, :4].numpy())
+
+
+@pytest.mark.parametrize("layers", [[1, 2], [2, 2]])
+def test_rows_for_the_next_stage_are_a_copy(layers: list[int]) -> None:
+    """They are still being sent when the next step, or a dummy one, writes into the device cache."""
+    shape = RowShape(tuple(range(sum(layers))), 16, 4)
+    first = Capturer(shape, layers, 0, max_tokens=8, max_steps_in_flight=2, device=CPU)
+    for row in range(layers[0]):
+        first.sink(row)(ids(row, tokens=8))
+    sent = first.downstream(8, None)
+    first.cache.ids.fill_(0)
+    for row in range(layers[0]):
+        assert torch.equal(sent[:, row], ids(row, 8)[:, :4])

@@ -37,3 +37,16 @@ def test_addresses_stay() -> None:
     addresses = [cache.view(layer).data_ptr() for layer in range(2)]
     cache.view(0)[:] = 1
     assert [cache.view(layer).data_ptr() for layer in range(2)] == addresses
+
+
+def test_forgotten_rows_are_no_ids() -> None:
+    """A layer that does not write in a step must not hand out the ids of the step before."""
+    cache = DeviceCache(num_layers=3, max_tokens=8, top_k=2, device=CPU)
+    addresses = [cache.view(layer).data_ptr() for layer in range(3)]
+    cache.ids[:] = 5
+    cache.forget(6)
+    assert (cache.ids[:, :6] == UNWRITTEN).all()
+    assert (cache.ids[:, 6:] == 5).all()
+    cache.forget(8)
+    assert (cache.ids == UNWRITTEN).all()
+    assert [cache.view(layer).data_ptr() for layer in range(3)] == addresses

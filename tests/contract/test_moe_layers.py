@@ -1,0 +1,146 @@
+"""vLLM's real MoE layers, model runner and scheduler with ours, in this process: no server, no engine process."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import ModelRunnerOutput
+
+from routed_experts.capture.engine.transport import detach
+from routed_experts.capture.pipeline import StepRows
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build")
+
+
+class Engine:
+    """vLLM's engine core with our worker and scheduler, stepped by hand."""
+
+    def __init__(self, model: Path) -> None:
+        args = EngineArgs(
+            model=str(model),
+            dtype="float32",
+            enforce_eager=True,
+            kv_cache_memory_bytes=8 << 20,
+            max_model_len=512,
+            max_num_batched_tokens=64,
+            enable_prefix_caching=False,
+            worker_cls="routed_experts.capture.engine.worker.CpuCaptureWorker",
+            scheduler_cls="routed_experts.capture.engine.scheduler.CaptureScheduler",
+        )
+        self.config = args.create_engine_config()
+        self.core = EngineCore(self.config, UniProcExecutor, log_stats=False)
+        self.worker: Any = self.core.model_executor.driver_worker.worker
+        self.model = self.worker.model_runner.get_model()
+        self.runners = [module for module in self.model.modules() if isinstance(module, MoERunner)]
+        self.ids: torch.Tensor = self.worker._capturer.cache.ids
+        self._requests = 0
+
+    def steps(self, prompts: list[list[int]], max_tokens: int) -> list[StepRows]:
+        """What each step brought back while it generated `max_tokens` tokens for each prompt."""
+        steps: list[StepRows] = []
+        update: Callable[..., Any] = self.core.scheduler.update_from_output
+
+        def recording(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Any:
+            rows = detach(output)
+            if rows is not None:
+                steps.append(rows)
+            return update(scheduled, output)
+
+        self.core.scheduler.update_from_output = recording
+        for prompt in prompts:
+            self._requests += 1
+            request = EngineCoreRequest(
+                request_id=str(self._requests),
+                prompt_token_ids=prompt,
+                mm_features=None,
+                sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            )
+            self.core.add_request(*self.core.preprocess_add_request(request))
+        while self.core.scheduler.has_unfinished_requests():
+            self.core.step()
+        self.core.scheduler.update_from_output = update
+        return steps
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path) -> Iterator[Engine]:
+    set_num_threads, environment = torch.set_num_threads, dict(os.environ)
+    running = Engine(tiny_model)
+    try:
+        yield running
+    finally:
+        running.core.shutdown()
+        cleanup_dist_env_and_memory()
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts another in its place
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+def test_a_layer_writes_what_its_gate_chooses(engine: Engine, tiny_model: Path, tokens: int) -> None:
+    """The oracle is the product with the gate's weights as they are in the file."""
+    hidden = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(tokens))
+    weights = load_file(tiny_model / "model.safetensors")
+    moe_layers = [1, 2, 3, 4, 5]
+    assert len(engine.ids) == len(moe_layers)
+    with torch.inference_mode(), set_forward_context(None, engine.config, num_tokens=tokens):
+        for row, layer in enumerate(moe_layers):
+            engine.ids.fill_(-1)
+            engine.model.model.layers[layer].mlp(hidden)
+            scores = hidden @ weights[f"model.layers.{layer}.mlp.gate.weight"].T
+            written = engine.ids[row, :tokens].long()
+            # In the router's own order: on CPU that of an unsorted top-k, which is not by score.
+            assert torch.equal(written, scores.topk(4, dim=1, sorted=False).indices)
+            assert (engine.ids[row, tokens:] == -1).all()
+            assert (np.delete(engine.ids.numpy(), row, axis=0) == -1).all()
+
+
+def test_the_steps_of_requests(engine: Engine) -> None:
+    """Every row of every step is known, in prefill and decode steps and in a batch."""
+    steps = engine.steps([[40, 41, 42, 43, 44], [50, 51, 52], [60]], max_tokens=4)
+    assert [np.diff(step.offsets).tolist() for step in steps] == [[5, 3, 1], *([[1, 1, 1]] * 3)]
+    for step in steps:
+        assert step.rows.min() >= 0
+        assert len(set(step.slots.tolist())) == len(step.slots)
+
+
+def capture_only(run: Callable[[int], bool], capture: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """A capture function for a layer that goes around its router for some sizes of a batch."""
+
+    def captured(ids: torch.Tensor) -> None:
+        if run(len(ids)):
+            capture(ids)
+
+    return captured
+
+
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    """Such as a kernel for small batches that routes by itself: its rows are unknown, and not those of another step."""
+    router = engine.runners[layer].router
+    monkeypatch.setattr(router, "capture_fn", capture_only(lambda n: n > 3, router.capture_fn))
+    prefill, *decode = engine.steps([[70, 71, 72], [73, 74, 75]], max_tokens=4)
+    assert prefill.rows.min() >= 0
+    assert len(decode) == 3
+    for step in decode:
+        assert (step.rows[:, layer] == -1).all()
+        assert (np.delete(step.rows, layer, axis=1) >= 0).all()
