@@ -19,9 +19,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.message import PROMPT_START_ARG
-from routed_experts.server.cli import SCHEDULER, WORKERS
-from routed_experts.server.feeds import RowFeed, RowFeeds
+from routed_experts.server.row_feeds import RowFeed, RowFeeds
 
 VARIANTS = ("off", "vllm", "ours")
 

@@ -1,7 +1,9 @@
-"""Fills in vLLM's `serve` arguments and runs it."""
+"""`routed-experts serve`: vLLM's `serve` with our plugin, worker and scheduler filled in."""
 
 import argparse
-from collections.abc import Mapping
+import os
+import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -12,11 +14,43 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
-from routed_experts.server.cli import TINY_MODEL_NAME
-from routed_experts.server.errors import CommandError
+from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 
+TINY_MODEL_NAME = "tiny-moe"
 _TINY_KV_CACHE_BYTES = 64 << 20
+
+
+class CommandError(Exception):
+    """A command line that cannot be carried out. The message says what to change."""
+
+
+def main(argv: list[str]) -> int:
+    """Serves until the server is stopped; returns the command's exit status."""
+    try:
+        serve(argv)
+    except CommandError as error:
+        print(f"routed-experts: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def serve(argv: list[str]) -> None:
+    """Serves until the server is stopped.
+
+    Raises:
+        CommandError: the arguments or the installation do not allow it.
+    """
+    args = parse(argv)
+    if args.model_tag is None:
+        use_tiny_model(args, tiny_model_dir())
+    capture = take_capture_flag(args)
+    allow_plugin()
+    if capture:
+        fill_in(args)
+        check(args)
+    run(args)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -47,6 +81,12 @@ def take_capture_flag(args: argparse.Namespace) -> bool:
     return capture
 
 
+def tiny_model_dir() -> Path:
+    """Where the tiny model of the default lives: the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "routed-experts" / TINY_MODEL_NAME
+
+
 def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
     """Serves the tiny model from `directory`, which is made if it is not there."""
     if not (directory / "config.json").exists():
@@ -63,7 +103,36 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
         args.enforce_eager = True  # compiling takes longer than the tiny model ever runs
 
 
-def fill_in(args: argparse.Namespace, scheduler: str, workers: Mapping[str, str]) -> None:
+def allow_plugin() -> None:
+    """Names our plugin in `VLLM_PLUGINS`, without which vLLM does not load it.
+
+    The variable filters every group of plugins, so where it was not set, all that is installed stays allowed.
+
+    Raises:
+        CommandError: the plugin cannot be imported. vLLM would log that and serve without it.
+    """
+    plugins = entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
+    if not plugins:
+        raise CommandError(
+            "The package is not installed properly (its plugin for vLLM is not registered): reinstall it."
+        )
+    try:
+        next(iter(plugins)).load()
+    except Exception as error:
+        raise CommandError(f"The plugin for vLLM cannot be loaded: {error!r}") from error
+    given = os.environ.get("VLLM_PLUGINS")
+    names = given.split(",") if given is not None else sorted(_other_plugins())
+    os.environ["VLLM_PLUGINS"] = ",".join([*(name for name in names if name and name != PLUGIN_NAME), PLUGIN_NAME])
+
+
+def _other_plugins() -> set[str]:
+    """Every installed plugin of vLLM that loads without being named: endpoint plugins do not."""
+    every = entry_points()
+    groups = [group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP]
+    return {plugin.name for group in groups for plugin in every.select(group=group)}
+
+
+def fill_in(args: argparse.Namespace) -> None:
     """Names our scheduler and worker in vLLM's arguments.
 
     Raises:
@@ -75,7 +144,7 @@ def fill_in(args: argparse.Namespace, scheduler: str, workers: Mapping[str, str]
         raise CommandError(str(error)) from None
     for flag in ("worker_cls", "scheduler_cls"):
         given = getattr(args, flag)
-        if given not in (None, "auto", scheduler, *workers.values()):
+        if given not in (None, "auto", SCHEDULER, *WORKERS.values()):
             raise CommandError(
                 f"--{flag.replace('_', '-')} {given} takes the place of this server's capture: remove it, or add "
                 "--no-enable-return-routed-experts."
@@ -83,8 +152,8 @@ def fill_in(args: argparse.Namespace, scheduler: str, workers: Mapping[str, str]
     device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
     if device is None:
         raise CommandError("Only CUDA and CPU are supported: add --no-enable-return-routed-experts.")
-    args.scheduler_cls = scheduler
-    args.worker_cls = workers[device]
+    args.scheduler_cls = SCHEDULER
+    args.worker_cls = WORKERS[device]
 
 
 def check(args: argparse.Namespace) -> None:

@@ -6,12 +6,13 @@ from argparse import Namespace
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from routed_experts.server.cli import PLUGIN_NAME
+from routed_experts.capture import WORKERS
+from routed_experts.server import PLUGIN_NAME
+from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.probe import probe
 from routed_experts.server.routes import router
-from routed_experts.server.routing import Routing
-from routed_experts.server.serving import RoutedServingChat, RoutedServingCompletion, adopt
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
+from routed_experts.server.vllm_serving import RoutedServingChat, RoutedServingCompletion, adopt
 
 logger = get_logger(__name__)
 
@@ -32,18 +33,18 @@ class RoutedExpertsPlugin:
             ProbeError: the capture does not bring back what it should.
         """
         model = state.openai_serving_models.base_model_paths[0].name
-        state.routing = None
+        state.captured_engine = None
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
-            state.routing = await Routing.start(engine_client, model)
-            await probe(state.routing)
-        adopt(state.openai_serving_completion, RoutedServingCompletion, state.routing)
-        adopt(state.openai_serving_chat, RoutedServingChat, state.routing)
+            state.captured_engine = await CapturedEngine.start(engine_client, model)
+            await probe(state.captured_engine)
+        adopt(state.openai_serving_completion, RoutedServingCompletion, state.captured_engine)
+        adopt(state.openai_serving_chat, RoutedServingChat, state.captured_engine)
         state.announcement = asyncio.create_task(announce(state, args, model))  # kept: a task alone may be dropped
 
 
 def captures(engine: AsyncLLM) -> bool:
     """Whether the engine's workers and scheduler are ours."""
-    return "routed_experts.capture.engine." in str(engine.vllm_config.parallel_config.worker_cls)
+    return engine.vllm_config.parallel_config.worker_cls in WORKERS.values()
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:
@@ -52,8 +53,8 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         await asyncio.sleep(0.1)
     scheme = "https" if args.ssl_certfile else "http"
     base = f"{scheme}://{args.host or 'localhost'}:{args.port}"
-    routing: Routing | None = state.routing
-    if routing is None:
+    captured: CapturedEngine | None = state.captured_engine
+    if captured is None:
         logger.info("Serving %s at %s without capturing routed experts.", model, base)
         return
     logger.info(
@@ -62,9 +63,9 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         '"Hello", "max_tokens": 8, "stream": true, "return_routed_experts": true}\'\n',
         model,
         base,
-        routing.num_layers,
-        routing.top_k,
-        routing.num_experts,
+        captured.num_layers,
+        captured.top_k,
+        captured.num_experts,
         base,
         model,
     )

@@ -5,8 +5,8 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.message import PROMPT_START_ARG
 from routed_experts.protocol.codec import UNKNOWN
-from routed_experts.server.feeds import RowFeed
-from routed_experts.server.routing import Routing
+from routed_experts.server.captured_engine import CapturedEngine
+from routed_experts.server.row_feeds import RowFeed
 from routed_experts.server.vllm_api import RequestOutputKind, SamplingParams, tokens_input
 
 _PROMPT_TOKENS = 5
@@ -17,20 +17,20 @@ class ProbeError(RuntimeError):
     """The capture does not bring back what it should; the server must not start."""
 
 
-async def probe(routing: Routing) -> None:
+async def probe(captured: CapturedEngine) -> None:
     """Raises `ProbeError` unless a request brings back its routing, complete and possible."""
-    config = routing.engine.vllm_config
+    config = captured.engine.vllm_config
     vocab = config.model_config.get_vocab_size()
     parallel = config.parallel_config
     # Where something else balances the load, this process reaches the ranks of its own node only.
     ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
     for rank in range(ranks):
         prompt = [(7 * i + 1) % vocab for i in range(_PROMPT_TOKENS)]
-        rows = await _rows_of_a_request(routing, prompt, rank if ranks > 1 else None)
-        check_rows(rows, _PROMPT_TOKENS + _NEW_TOKENS - 1, routing.shape, routing.num_experts)
+        rows = await _rows_of_a_request(captured, prompt, rank if ranks > 1 else None)
+        check_rows(rows, _PROMPT_TOKENS + _NEW_TOKENS - 1, captured.shape, captured.num_experts)
 
 
-async def _rows_of_a_request(routing: Routing, prompt: list[int], rank: int | None) -> NDArray[np.int16] | None:
+async def _rows_of_a_request(captured: CapturedEngine, prompt: list[int], rank: int | None) -> NDArray[np.int16] | None:
     params = SamplingParams(
         max_tokens=_NEW_TOKENS,
         temperature=0.0,
@@ -39,7 +39,7 @@ async def _rows_of_a_request(routing: Routing, prompt: list[int], rank: int | No
         output_kind=RequestOutputKind.DELTA,
         extra_args={PROMPT_START_ARG: 0},
     )
-    outputs = routing.engine.generate(
+    outputs = captured.engine.generate(
         tokens_input(prompt),
         params,
         f"routed-experts-probe-{rank}",

@@ -91,3 +91,10 @@ def _prefer_printable(
     rows = torch.randn((len(printable), head.shape[1]), generator=generator) * 0.6
     head.zero_()
     head[printable] = rows
+
+
+def main(directory: str) -> int:
+    """`routed-experts tiny-model DIR`; returns the command's exit status."""
+    make_tiny_model(Path(directory))
+    print(f"Wrote the tiny MoE model to {directory}.")
+    return 0

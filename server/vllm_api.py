@@ -1,13 +1,9 @@
-"""Every name of vLLM that the API process uses, in one place: the list to check when vLLM's version changes.
-
-Written against vLLM 0.32.0. What is replaced in vLLM rather than subclassed stands in `REPLACED`.
-"""
+"""Every name of vLLM that requests meet in the API process: the list to check when vLLM's version changes."""
 
 import logging
 
 from vllm import SamplingParams
 from vllm.engine.protocol import EngineClient
-from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -30,10 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
 from vllm.version import __version__ as VLLM_VERSION
 
-from routed_experts.capture.replaced import Replacement
-
 __all__ = [
-    "REPLACED",
     "VLLM_VERSION",
     "AsyncLLM",
     "ChatCompletionRequest",
@@ -52,7 +45,6 @@ __all__ = [
     "OutputProcessorOutput",
     "RequestOutput",
     "RequestOutputKind",
-    "RequestResponseMetadata",
     "RequestState",
     "SamplingParams",
     "VLLMValidationError",
@@ -69,27 +61,3 @@ __all__ = [
 def get_logger(name: str) -> logging.Logger:
     """A logger below vLLM's, which is the one that its command configures."""
     return _init_logger(f"vllm.routed_experts.{name}")
-
-
-REPLACED: tuple[Replacement, ...] = (
-    Replacement(
-        OutputProcessor,
-        "process_outputs",
-        why="vLLM collects a request's rows until it finishes, and keeps only the last ones when outputs merge for a "
-        "slow reader; AsyncLLM makes its OutputProcessor itself, so a subclass cannot be given to it.",
-        until="vLLM streams routed experts itself.",
-    ),
-    Replacement(
-        OpenAIServingCompletion,
-        "__class__",
-        why="init_generate_state makes the instance from two dozen arguments; making it a second time would copy "
-        "that list and break with it.",
-        until="vLLM lets a plugin name its serving classes.",
-    ),
-    Replacement(
-        OpenAIServingChat,
-        "__class__",
-        why="as for OpenAIServingCompletion.",
-        until="vLLM lets a plugin name its serving classes.",
-    ),
-)

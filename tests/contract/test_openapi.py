@@ -14,8 +14,10 @@ from fastapi.routing import APIRoute
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
-from routed_experts.server import cli, launch, openapi, schemas
-from routed_experts.server.requests import RoutedChatRequest, RoutedCompletionRequest
+from routed_experts.server import launch
+from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest
+from routed_experts.server.openapi import examples
+from routed_experts.server.openapi import spec as spec_file
 from routed_experts.server.routes import router
 
 FILE = Path(__file__).parents[2] / "openapi.yaml"
@@ -35,7 +37,7 @@ def served() -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "")
-        cli.allow_plugin()
+        launch.allow_plugin()
         args = launch.parse(["model"])
         app: FastAPI = build_app(args, ("generate",))
     return app.openapi()
@@ -55,12 +57,12 @@ def validate(spec: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
 def check_array(array: dict[str, Any], start: int) -> np.ndarray:
     """Decodes an array of an example; its ids must be possible for the tiny model."""
     rows = decode(array)  # type: ignore[arg-type]
-    assert rows.shape[1:] == (schemas.INFO_ANSWER["num_layers"], schemas.INFO_ANSWER["top_k"])
+    assert rows.shape[1:] == (examples.INFO_ANSWER["num_layers"], examples.INFO_ANSWER["top_k"])
     assert (array["start"], array["missing"]) == (start, 0)
     ordered = np.sort(rows, axis=2)
     assert (ordered[:, :, 1:] > ordered[:, :, :-1]).all()
     assert ordered.min() >= 0
-    assert ordered.max() < schemas.INFO_ANSWER["num_experts"]
+    assert ordered.max() < examples.INFO_ANSWER["num_experts"]
     return rows
 
 
@@ -71,8 +73,8 @@ def content(spec: dict[str, Any], path: str, code: str = "200", kind: str = "app
 
 
 def test_the_file_is_what_the_routes_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert openapi.main(["--check", str(FILE)]) == 0
-    assert openapi.main([str(tmp_path / "made.yaml")]) == 0
+    assert spec_file.main(["--check", str(FILE)]) == 0
+    assert spec_file.main([str(tmp_path / "made.yaml")]) == 0
     assert (tmp_path / "made.yaml").read_text(encoding="utf-8") == FILE.read_text(encoding="utf-8")
 
 
@@ -81,7 +83,7 @@ def test_a_stale_file_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
     stale = tmp_path / "openapi.yaml"
     if exists:
         stale.write_text(FILE.read_text(encoding="utf-8").replace("start", "begin"), encoding="utf-8")
-    assert openapi.main(["--check", str(stale)]) == 1
+    assert spec_file.main(["--check", str(stale)]) == 1
     assert "run `make spec`" in capsys.readouterr().err
 
 
@@ -121,7 +123,7 @@ def test_every_field_of_a_request_is_in_the_file(spec: dict[str, Any], model: An
 
 
 def test_every_reference_is_defined_and_every_definition_used(spec: dict[str, Any]) -> None:
-    assert openapi._reachable(spec["paths"], spec["components"]["schemas"]) == set(spec["components"]["schemas"])
+    assert spec_file._reachable(spec["paths"], spec["components"]["schemas"]) == set(spec["components"]["schemas"])
 
 
 def test_rows_are_described_as_absent_and_not_null(spec: dict[str, Any]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from routed_experts.server import cli
-from routed_experts.server.cli import PLUGIN_GROUP, PLUGIN_NAME, SCHEDULER, WORKERS, CommandError
+from routed_experts.capture import SCHEDULER, WORKERS
+from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME, cli, launch
+from routed_experts.server.launch import CommandError
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     def entry_points(**params: Any) -> EntryPoints:
         return EntryPoints(installed).select(**params)
 
-    monkeypatch.setattr(cli, "entry_points", entry_points)
+    monkeypatch.setattr(launch, "entry_points", entry_points)
     unset_plugins(monkeypatch)
     return installed
 
@@ -33,7 +34,7 @@ def unset_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> str:
     if given is not None:
         monkeypatch.setenv("VLLM_PLUGINS", given)
-    cli.allow_plugin()
+    launch.allow_plugin()
     return os.environ["VLLM_PLUGINS"]
 
 
@@ -79,7 +80,7 @@ def test_the_installed_package_registers_the_plugin(monkeypatch: pytest.MonkeyPa
 def test_a_plugin_that_is_not_registered(plugins: list[EntryPoint]) -> None:
     plugins.clear()
     with pytest.raises(CommandError, match="not installed properly"):
-        cli.allow_plugin()
+        launch.allow_plugin()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +90,7 @@ def test_a_plugin_that_cannot_be_loaded(plugins: list[EntryPoint], target: str) 
     """vLLM would log it and serve without."""
     plugins[:] = [EntryPoint(PLUGIN_NAME, target, PLUGIN_GROUP)]
     with pytest.raises(CommandError, match="cannot be loaded"):
-        cli.allow_plugin()
+        launch.allow_plugin()
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,23 +116,19 @@ def test_tiny_model_takes_a_folder(capsys: pytest.CaptureFixture[str], argv: tup
 
 def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cli.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
+    assert launch.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert cli.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
+    assert launch.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
 
 
 def parsed(*argv: str) -> argparse.Namespace:
-    from routed_experts.server import launch
-
     return launch.parse(["model", *argv])
 
 
 def filled_in(*argv: str) -> argparse.Namespace:
-    from routed_experts.server import launch
-
     args = parsed(*argv)
-    launch.fill_in(args, SCHEDULER, WORKERS)
+    launch.fill_in(args)
     return args
 
 
@@ -162,8 +159,6 @@ def test_refusals_are_sentences_and_not_tracebacks(
     [((), True), (("--enable-return-routed-experts",), True), (("--no-enable-return-routed-experts",), False)],
 )
 def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], capture: bool) -> None:
-    from routed_experts.server import launch
-
     args = parsed(*argv)
     assert launch.take_capture_flag(args) is capture
     assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
@@ -178,8 +173,6 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:
-    from routed_experts.server import launch
-
     args = launch.parse([])
     assert args.model_tag is None
     launch.use_tiny_model(args, tiny_model)

@@ -66,7 +66,12 @@ class RowFeeds:
 
     @classmethod
     def install(cls, processor: OutputProcessor) -> "RowFeeds":
-        """Replaces `processor.process_outputs`, once for each processor. See `vllm_api.REPLACED`."""
+        """Replaces `processor.process_outputs`, once for each processor.
+
+        vLLM would collect the rows until the request finishes, and keep the last ones only when outputs merge for a
+        slow reader. AsyncLLM makes its OutputProcessor itself, so it cannot be given a subclass. Until vLLM streams
+        routed experts.
+        """
         installed = vars(processor).get("process_outputs")
         if installed is not None:
             return installed.__self__

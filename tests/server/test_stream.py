@@ -11,9 +11,10 @@ import pytest
 
 from routed_experts.protocol.codec import CodecError, decode
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server import alignment
-from routed_experts.server.alignment import Encoder, StreamAligner
-from routed_experts.server.feeds import RowFeed
+from routed_experts.server import stream as stream_module
+from routed_experts.server.encoding import Encoder
+from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.stream import StreamAligner
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
 L, K = 2, 3
@@ -137,7 +138,7 @@ def test_a_token_a_chunk() -> None:
 @pytest.mark.parametrize("preface", [0, 2])
 @pytest.mark.parametrize("layout", ["split", "joined"])
 def test_large_rows_are_encoded_off_the_event_loop(layout: Any, preface: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alignment, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(stream_module, "LARGE_BYTES", 1000)
     threads: list[tuple[int, bool]] = []
 
     class Watched(Encoder):

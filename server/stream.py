@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import orjson
@@ -10,9 +10,8 @@ from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 
 from routed_experts.capture.split import split_at_prompt, with_unknown
-from routed_experts.protocol import codec
-from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.feeds import RowFeed
+from routed_experts.server.encoding import LARGE_BYTES, Encoder
+from routed_experts.server.row_feeds import RowFeed
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -20,24 +19,7 @@ logger = get_logger(__name__)
 T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 Rows = NDArray[np.int16]
 
-LARGE_BYTES = 1 << 20
-"""Rows above this size are encoded in a thread: on the event loop they would hold up every other stream."""
-
 _DATA = "data: "
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """How one request wants its arrays."""
-
-    options: RoutingOptions
-    dtype: str
-
-    def __call__(self, rows: Rows, start: int) -> Any:
-        return codec.encode(rows, fmt=self.options.format, dtype=self.dtype, start=start)
-
-    def check(self, rows: Rows) -> None:
-        codec.check_encodable(rows, self.dtype)
 
 
 @dataclass

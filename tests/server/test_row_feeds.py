@@ -10,7 +10,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from routed_experts.server.feeds import RowFeed, RowFeeds
+from routed_experts.server.row_feeds import RowFeed, RowFeeds
 from routed_experts.server.vllm_api import RequestOutput
 
 L, K = 2, 3

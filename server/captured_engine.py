@@ -1,18 +1,18 @@
-"""What a server that captures knows about its routing."""
+"""The engine of a server that captures, and what its rows mean."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
-from routed_experts.server.feeds import RowFeeds
+from routed_experts.server.row_feeds import RowFeeds
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
 _BYTES_PER_ID = 2
 
 
 @dataclass(frozen=True)
-class Routing:
-    """The captured engine, and what its rows look like. A server without capture has none."""
+class CapturedEngine:
+    """A server without capture has none."""
 
     engine: AsyncLLM
     feeds: RowFeeds
@@ -22,7 +22,7 @@ class Routing:
     num_experts: int
 
     @classmethod
-    async def start(cls, engine: AsyncLLM, model: str) -> "Routing":
+    async def start(cls, engine: AsyncLLM, model: str) -> "CapturedEngine":
         """Starts to take rows off the engine's outputs, and asks its workers what they mean."""
         worker = await _ask_worker(engine)
         feeds = RowFeeds.install(engine.output_processor)

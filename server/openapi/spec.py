@@ -110,7 +110,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{args.file} is not what the server's routes say: run `make spec`.", file=sys.stderr)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,24 +1,20 @@
-"""The request models of the two extended endpoints: vLLM's, with the routing fields."""
+"""Rows of answers that are not streamed: taken off the engine's final outputs, put into the response."""
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from fastapi import Request
 from numpy.typing import NDArray
-from pydantic import PrivateAttr
 
-from routed_experts.capture.message import PROMPT_START_ARG
 from routed_experts.capture.split import split_at_prompt, with_unknown
-from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
-from routed_experts.server.alignment import Encoder
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.encoding import Encoder
 from routed_experts.server.vllm_api import (
-    ChatCompletionRequest,
+    ChatCompletionResponse,
     CompletionOutput,
-    CompletionRequest,
+    CompletionResponse,
     RequestOutput,
-    SamplingParams,
-    VLLMValidationError,
     get_logger,
 )
 
@@ -26,7 +22,7 @@ logger = get_logger(__name__)
 
 
 @dataclass
-class CollectedRouting:
+class CollectedRows:
     """The rows of a response that is not streamed, taken off the engine's final outputs.
 
     Attributes:
@@ -52,6 +48,14 @@ class CollectedRouting:
                 prompt_rows = before
         if prompt_rows is not None:
             self.prompts.append(prompt_rows)
+
+    async def collect_from(
+        self, outputs: AsyncIterator[RequestOutput], options: RoutingOptions, shape: tuple[int, int]
+    ) -> AsyncIterator[RequestOutput]:
+        """`outputs`, with their rows taken off."""
+        async for output in outputs:
+            self.collect(output, options, shape)
+            yield output
 
     @property
     def nbytes(self) -> int:
@@ -87,51 +91,9 @@ def _final_rows(
     return rows[:expected]
 
 
-class _Routed(RoutingFields):
-    """What both request models add to vLLM's."""
+@dataclass(frozen=True)
+class WholeAnswer:
+    """vLLM's response, and the rows that go with it."""
 
-    _options: RoutingOptions | None = PrivateAttr(default=None)
-    _collected: CollectedRouting = PrivateAttr(default_factory=CollectedRouting)
-
-    def opt_in(self, params: SamplingParams) -> SamplingParams:
-        """`params`, telling the engine whether to send this request's rows."""
-        args = dict(params.extra_args or {})
-        args.pop(PROMPT_START_ARG, None)  # not a client's to set
-        if self._options is not None:
-            args[PROMPT_START_ARG] = self._options.prompt_start
-        params.extra_args = args or None
-        # vLLM's own field of that name is not used; it has its own check of it, which comes after a stream began.
-        params.routed_experts_prompt_start = 0
-        return params
-
-
-class RoutedCompletionRequest(_Routed, CompletionRequest):
-    """A completion request that may ask for routing."""
-
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
-        return self.opt_in(super().to_sampling_params(*args, **kwargs))
-
-
-class RoutedChatRequest(_Routed, ChatCompletionRequest):
-    """A chat completion request that may ask for routing."""
-
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
-        return self.opt_in(super().to_sampling_params(*args, **kwargs))
-
-
-async def check_routing_fields(raw_request: Request) -> RoutingOptions | None:
-    """The request's routing options, checked before vLLM's model of the body is.
-
-    Raises:
-        VLLMValidationError: with `parameter` set to the field's name.
-    """
-    try:
-        body = await raw_request.json()
-    except ValueError:
-        return None  # vLLM answers bodies that are not JSON
-    if not isinstance(body, dict):
-        return None
-    try:
-        return parse_options(body)
-    except FieldError as error:
-        raise VLLMValidationError(str(error), parameter=error.param) from None
+    response: CompletionResponse | ChatCompletionResponse
+    rows: CollectedRows

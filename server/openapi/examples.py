@@ -1,75 +1,10 @@
-"""What the answers look like, for the API description only: nothing is made from these models while serving."""
+"""Requests to the tiny model and their answers, as they came; a test makes them again."""
 
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, Field
-from pydantic.json_schema import SkipJsonSchema
 
-from routed_experts.protocol.models import RoutedExpertsArray
-from routed_experts.server.vllm_api import (
-    VLLM_VERSION,
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-    CompletionResponse,
-    CompletionResponseChoice,
-    ErrorResponse,
-)
-
-Ids = list[list[list[int]]]
-Rows = RoutedExpertsArray | str | Ids
-"""One array in any of the forms of `routed_experts_format`: `object`; `npy` and `raw`; `list`."""
-
-
-def _absent_unless_asked_for(schema: dict[str, Any]) -> None:
-    """The server leaves the field out, where a default of null would say that it is there."""
-    schema.pop("default", None)
-
-
-def _rows_field(description: str) -> Any:
-    return Field(default=None, description=description, json_schema_extra=_absent_unless_asked_for)
-
-
-_GENERATED = (
-    "The choice's generated rows, from the prompt's end on; with `routed_experts_layout: joined`, its prompt rows "
-    "before them. Absent without `return_routed_experts`."
-)
-_PROMPT = (
-    "The prompt's rows from `routed_experts_prompt_start` on, once for all choices. Absent without "
-    "`return_routed_experts` and with `routed_experts_layout: joined`."
-)
-
-
-class RoutedCompletionChoice(CompletionResponseChoice):
-    """vLLM's choice of a completion, with its rows."""
-
-    routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_GENERATED)
-
-
-class RoutedCompletionResponse(CompletionResponse):
-    """vLLM's completion, with the routing that was asked for."""
-
-    choices: list[RoutedCompletionChoice]
-    prompt_routed_experts: Rows | list[Rows] | SkipJsonSchema[None] = _rows_field(
-        _PROMPT + " For a list of prompts, a list of arrays in its order."
-    )
-
-
-class RoutedChatChoice(ChatCompletionResponseChoice):
-    """vLLM's choice of a chat completion, with its rows."""
-
-    routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_GENERATED)
-
-
-class RoutedChatResponse(ChatCompletionResponse):
-    """vLLM's chat completion, with the routing that was asked for."""
-
-    choices: list[RoutedChatChoice]
-    prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
-
-
-# The examples are answers of the tiny model that `routed-experts serve` makes by itself; fields that are null there
-# are left out for the reader.
+from routed_experts.server.vllm_api import VLLM_VERSION
 
 
 def _array(data: str, rows: int, start: int) -> dict[str, Any]:
@@ -247,51 +182,3 @@ NO_CAPTURE_ERROR: dict[str, Any] = {
         "code": 400,
     }
 }
-
-_STREAM = """\
-With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`. With `return_routed_experts: true`
-
-- the first chunk of a prompt has its rows as `prompt_routed_experts` at the top level, once for all its choices;
-- `choices[0].routed_experts` has the rows that became known with the chunk's tokens: after the chunk that brings a
-  choice to its g-th token, all rows before position P + g - 1 have been sent. A chunk with nothing new has no field;
-- concatenated, the arrays are equal to those of the same request without `stream`.
-
-An error after the first byte is one event with `error`, then `[DONE]`."""
-
-_ERRORS = {
-    400: "Something in the request cannot be accepted; `param` names the field.",
-    404: "The model does not exist.",
-    422: "Something that the request refers to, such as an image, cannot be used.",
-    500: "The server failed.",
-    501: "The model does not support this endpoint.",
-}
-
-
-def error_responses(*codes: int, example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route, for FastAPI's `responses`; `example` is of the first one."""
-    responses: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorResponse, "description": _ERRORS[code]} for code in codes
-    }
-    responses[codes[0]]["content"] = {"application/json": {"example": example}}
-    return responses
-
-
-def generate_responses(model: type[BaseModel], answer: dict[str, Any], stream: str) -> dict[int | str, dict[str, Any]]:
-    """The answers of a generating route, for FastAPI's `responses`."""
-    content = {
-        "application/json": {"example": answer},
-        "text/event-stream": {"schema": {"type": "string", "description": _STREAM}, "example": stream},
-    }
-    ok: dict[str, Any] = {"model": model, "description": "The completion, whole or as a stream.", "content": content}
-    return {200: ok, **error_responses(*_ERRORS, example=FIELD_ERROR)}
-
-
-def info_responses() -> dict[int | str, dict[str, Any]]:
-    """The answers of the route that describes the arrays, for FastAPI's `responses`."""
-    ok = {"description": "What the arrays mean.", "content": {"application/json": {"example": INFO_ANSWER}}}
-    return {200: ok, **error_responses(400, 500, example=NO_CAPTURE_ERROR)}
-
-
-def request_example(example: dict[str, Any]) -> dict[str, Any]:
-    """An example of a route's request, for FastAPI's `openapi_extra`."""
-    return {"requestBody": {"content": {"application/json": {"example": example}}}}

@@ -1,0 +1,1 @@
+"""The description of the API: `schemas` is what the routes declare, `examples` shows them, `spec` writes the file."""

@@ -1,0 +1,7 @@
+"""`python -m routed_experts.server.openapi`: writes or checks `openapi.yaml`."""
+
+import sys
+
+from routed_experts.server.openapi.spec import main
+
+sys.exit(main())
