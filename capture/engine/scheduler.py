@@ -135,6 +135,19 @@ class SchedulerConnector:
     def reset(self) -> None:
         """Called when the prefix cache was reset. No block can be hit any more, so nothing stale can be read."""
 
+    # vLLM 0.33: asks for these three too. The last two are called with a KV connector only, which is refused.
+
+    def max_cache_hit(self, request: Request) -> int | None:
+        """How many tokens a prefix hit may cover; None is no limit: rows are there as long as the KV is."""
+        return None
+
+    def cap_external_hit(self, request: Request, num_local: int, num_external: int) -> int:
+        """How many tokens may come from another engine's KV: none, as their rows do not come with it."""
+        return 0
+
+    def request_loading(self, request: Request, num_tokens: int) -> None:
+        """Called when KV of another engine is about to be loaded."""
+
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> StepTag:
         """Called when a step has been scheduled, before its requests are advanced."""
         step = ScheduledStep()

