@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_OPTIONS)
 CODE := server capture protocol tests bench
 
-.PHONY: help setup serve test check format spec bench bench-gpu clean
+.PHONY: help setup serve test check format spec bench bench-gpu bench-http clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,7 +21,8 @@ help:
 	@echo "make check      formatting, lint, types, API description"
 	@echo "make format     put the code into its form"
 	@echo "make bench      what the capture costs, on this machine"
-	@echo "make bench-gpu  the same on a GPU, against vLLM's own capture"
+	@echo "make bench-gpu  the same on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
+	@echo "make bench-http what returning it over HTTP costs the API process"
 	@echo "make setup      install into $(VENV) (DEVICE=cpu or cuda)"
 	@echo "make clean      remove what was installed and made"
 
@@ -67,7 +68,10 @@ bench: setup
 	$(BIN)/python -m bench.cpu $(ARGS)
 
 bench-gpu: setup
-	$(BIN)/python -m bench.gpu $(ARGS)
+	$(BIN)/python -m $(if $(HTTP),bench.http --device cuda,bench.gpu) $(ARGS)
+
+bench-http: setup
+	$(BIN)/python -m bench.http --device $(DEVICE) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

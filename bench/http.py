@@ -1,0 +1,296 @@
+"""What routing costs over HTTP: real servers, clients in processes of their own, variants in turns within one run.
+
+On a GPU with the shape of Qwen3-30B-A3B, on a CPU with a model of as many rows and next to no weights: there the engine
+is slow, and the API process's CPU time per token is the figure.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.http_answers import Expected, Routing
+from bench.http_load import Clients, Load, Request
+from bench.http_server import Server, start
+from bench.http_table import Run, commit_and_device, table
+from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, write_model
+
+WINDOW_S = 1.0
+"""For how long after a long answer's first byte (or before and after it, unstreamed) the others are looked at."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load; all its requests are sent at once but for those that come with `long`.
+
+    Attributes:
+        mixed: answers between half and one and a half times as long as `new_tokens`.
+        long: length of one more prompt, sent after `long_at` seconds; with it come short requests every `gap` seconds.
+    """
+
+    name: str
+    streams: int
+    prompt_len: int
+    new_tokens: int
+    choices: int = 1
+    mixed: bool = False
+    long: int = 0
+    long_at: float = 1.0
+    gap: float = 0.025
+    others: int = 160
+
+
+GPU_CASES = [
+    Case("1", 1, 128, 256),
+    Case("64", 64, 128, 256),
+    Case("256", 256, 128, 256),
+    Case("1024", 1024, 128, 256),
+    Case("1024-short", 1024, 32, 64),
+    Case("256-mixed", 256, 128, 256, mixed=True),
+    Case("n8", 8, 8192, 256, choices=8),
+    Case("long", 64, 128, 256, long=32768),
+]
+CPU_CASES = [
+    Case("1", 1, 32, 64),
+    Case("64", 64, 32, 64),
+    Case("256", 256, 32, 16),
+    Case("64-mixed", 64, 32, 64, mixed=True),
+    Case("n8", 2, 2048, 32, choices=8),
+    Case("long", 16, 32, 128, long=4096, long_at=3.0, gap=0.25, others=40),
+]
+GPU_FLAGS = ["--load-format", "dummy", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.4"]
+CPU_FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--enforce-eager"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant as it is asked for.
+
+    Attributes:
+        rows: what its answers bring: "none", "split" or vLLM's "joined".
+    """
+
+    variant: str
+    server: str
+    rows: str
+    stream: bool
+    baseline: str
+
+
+def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
+    """The lines that take turns: first this project's, then vLLM's own (which does not stream) beside another off."""
+    servers = {"off": ("off", "none"), "captured": ("ours", "none"), "returned": ("ours", "split")}
+    ours = [
+        Line(variant, *servers[variant], mode == "streamed", "off")
+        for mode in modes
+        for variant in servers
+        if variant in variants
+    ]
+    beside = "off, beside vLLM's own"
+    peer = [Line(beside, "off", "none", False, beside), Line("vLLM's own", "vllm", "joined", False, beside)]
+    return [lines for lines in (ours, peer if "vllm" in variants else []) if lines]
+
+
+def requests_of(case: Case, line: Line, seed: int, vocab: int, form: str, dtype: str) -> list[Request]:
+    """The requests of one run; the same seed gives the same lengths, and prompts that no other seed gives."""
+    rng, lengths = random.Random(seed), random.Random(1)
+
+    def request(
+        role: str, at: float, prompt_len: int, tokens: int, choices: int = 1, stream: bool | None = None
+    ) -> Request:
+        prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
+        expected = Expected(prompt_len, tokens, choices, line.rows, form, dtype)
+        return Request(at, role, prompt, line.stream if stream is None else stream, expected, apart=role == "long")
+
+    g = case.new_tokens
+    sizes = [lengths.randint(g // 2, g + g // 2) if case.mixed else g for _ in range(case.streams)]
+    # Beside a long request, the others are always streamed: their times are the figures.
+    others_stream = True if case.long else None
+    requests = [request("stream", 0.0, case.prompt_len, size, case.choices, others_stream) for size in sizes]
+    if case.long:
+        requests.append(request("long", case.long_at, case.long, 64))
+        for index in range(case.others):
+            requests.append(request("other", case.long_at + index * case.gap, 16, 2, 1, True))
+    return requests
+
+
+def figures(load: Load, stream: bool) -> dict[str, Any]:
+    """The figures of a run, times in milliseconds; without streaming there are none of single tokens."""
+    results, answers = load.results, [result.answer for result in load.results]
+    tokens = sum(result.expected.new_tokens * result.expected.choices for result in results)
+    began, ended = min(result.sent for result in results), max(answer.last for answer in answers)
+    run: dict[str, Any] = {
+        "tokens_per_s": tokens / (ended - began),
+        "answer_p50_ms": 1e3 * float(np.median([result.answer.last - result.sent for result in results])),
+        "cpu_us": 1e6 * load.api_cpu / tokens,
+        "bytes": sum(answer.size for answer in answers) / tokens,
+        "rows": sum(answer.rows for answer in answers),
+        "client_busy": load.busy,
+        "faults": [answer.fault for answer in answers if answer.fault],
+    }
+    low, high, asked = -np.inf, np.inf, "stream"
+    for result in results:
+        if result.role == "long":
+            low = result.answer.first - (0 if stream else WINDOW_S / 2)
+            high, asked = low + WINDOW_S, "other"
+    first = [
+        min(min(times) for times in result.answer.tokens) - result.sent
+        for result in results
+        if result.role == asked and low <= result.sent < high and result.answer.tokens and all(result.answer.tokens)
+    ]
+    gaps = [
+        later - earlier
+        for result in results
+        if result.role == "stream"
+        for times in result.answer.tokens
+        for earlier, later in pairwise(times)
+        if low <= earlier and later < high
+    ]
+    for name, values in (("ttft", first), ("itl", gaps)):
+        for key, percent in (("p50", 50), ("p99", 99), ("max", 100)):
+            run[f"{name}_{key}_ms"] = 1e3 * float(np.percentile(values, percent)) if values else None
+    return run
+
+
+class Bench:
+    """The benchmark's servers, clients and results."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._out: Path = args.out or Path(tempfile.mkdtemp())
+        self._out.mkdir(parents=True, exist_ok=True)
+        self._config = {**(QWEN3_30B_A3B if args.device == "cuda" else TINY), "num_hidden_layers": args.layers}
+        self._routing = Routing(args.layers, self._config["num_experts_per_tok"], self._config["num_experts"])
+        self._model = self._out / "model"
+        self._servers: dict[str, Server] = {}
+        self._clients = Clients(args.clients)
+        self._runs: list[Run] = []
+        self._seed = 0
+        self._about = commit_and_device(args.device)
+
+    def run(self, cases: list[Case]) -> list[Run]:
+        """All runs of all lines; the table and the raw results are written as they come."""
+        args = self._args
+        write_model(self._model, self._config)
+        try:
+            for lines in lines_of(args.variants, args.modes):
+                self._serve(list(dict.fromkeys(line.server for line in lines)), cases)
+                for case in cases:
+                    self._turns(case, lines)
+        finally:
+            for server in self._servers.values():
+                server.stop()
+            self._clients.stop()
+        return self._runs
+
+    def _serve(self, variants: list[str], cases: list[Case]) -> None:
+        """Has just these servers run: at most two fit on a GPU."""
+        for variant in [variant for variant in self._servers if variant not in variants]:
+            self._servers.pop(variant).stop()
+        longest = max(max(case.prompt_len + 2 * case.new_tokens, case.long + 64) for case in cases)
+        flags = [*(GPU_FLAGS if self._args.device == "cuda" else CPU_FLAGS), "--max-model-len", str(longest + 64)]
+        flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
+        flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
+        flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes), *self._args.serve]
+        started = [variant for variant in variants if variant not in self._servers]
+        for variant in started:
+            gpu = len(self._servers) % self._args.gpus if self._args.gpus > 1 else None
+            log = self._out / f"{variant}.log"
+            self._servers[variant] = start(variant, self._model, flags, log, self._args.api_servers, gpu)
+        for variant in started:
+            self._servers[variant].wait_until_healthy()
+            print(f"{variant} serves", file=sys.stderr, flush=True)
+
+    def _turns(self, case: Case, lines: list[Line]) -> None:
+        """Every line of a case in turns, after a warm-up."""
+        if self._late():
+            return
+        for line in {line.server: line for line in lines}.values():
+            self._once(case if case.long else replace(case, new_tokens=8), line)
+        for repeat in range(self._args.repeats):
+            for line in lines if repeat % 2 == 0 else lines[::-1]:
+                if self._late():
+                    return
+                run = self._once(case, line)
+                about = {"case": case.name, "variant": line.variant, "baseline": line.baseline, "repeat": repeat}
+                mode = "streamed" if line.stream else "unstreamed"
+                form = f"{self._args.form} {self._args.dtype}" if line.rows == "split" else None
+                about |= {"mode": mode, "form": form, "api_servers": self._args.api_servers}
+                self._runs.append({**about, **run, **self._about})
+                with (self._out / "results.jsonl").open("a") as file:
+                    file.write(json.dumps(self._runs[-1]) + "\n")
+            (self._out / "table.md").write_text(table(self._runs))
+        print(f"done: {case.name}", file=sys.stderr, flush=True)
+
+    def _once(self, case: Case, line: Line) -> dict[str, Any]:
+        self._seed += 1
+        args = self._args
+        requests = requests_of(case, line, self._seed, self._config["vocab_size"], args.form, args.dtype)
+        load = self._clients.run(self._servers[line.server], requests, self._routing, TOKEN_CHARS)
+        run = figures(load, line.stream)
+        for fault in run["faults"][:3]:
+            print(f"{case.name}, {line.variant}: {fault}", file=sys.stderr, flush=True)
+        return run
+
+    def _late(self) -> bool:
+        return time.monotonic() > float(self._args.until)
+
+
+def main() -> None:
+    args = parse()
+    if args.table:
+        runs = [json.loads(line) for path in args.table for line in path.read_text().splitlines()]
+        print(table(runs))
+        return
+    every = {case.name: case for case in (GPU_CASES if args.device == "cuda" else CPU_CASES)}
+    unknown = set(args.cases) - set(every)
+    if unknown:
+        raise SystemExit(f"no such case: {sorted(unknown)}; there are {sorted(every)}")
+    runs = Bench(args).run([every[name] for name in args.cases or every])
+    print(table(runs))
+    if any(run["faults"] for run in runs):
+        raise SystemExit("answers were not what they must be: see the column of faults")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help="all by default")
+    parser.add_argument("--variants", nargs="+", default=["off", "captured", "returned"])
+    parser.add_argument("--modes", nargs="+", default=["streamed", "unstreamed"])
+    parser.add_argument("--form", default="object", help="routed_experts_format")
+    parser.add_argument("--dtype", default="int16", help="routed_experts_dtype")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--api-servers", type=int, default=1, help="processes that answer HTTP, for each server")
+    parser.add_argument("--clients", type=int, default=None, help="client processes: 4, on a CPU 2")
+    parser.add_argument("--gpus", type=int, default=1, help="with more than one, each server has one for itself")
+    parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
+    parser.add_argument("--kv-cache-bytes", type=int, default=None, help="9.1 GiB, so that two servers fit 140 GB")
+    parser.add_argument(
+        "--serve", nargs=argparse.REMAINDER, default=[], help="more flags of vllm serve; the last option"
+    )
+    parser.add_argument("--stop-after", type=float, default=np.inf, metavar="S", help="begin no run after S seconds")
+    parser.add_argument(
+        "--out", type=Path, default=None, help="folder for results.jsonl, table.md and the servers' logs"
+    )
+    parser.add_argument("--table", type=Path, nargs="+", help="only print the table of these results.jsonl")
+    args = parser.parse_args()
+    args.until = time.monotonic() + args.stop_after
+    args.clients = args.clients or (4 if args.device == "cuda" else 2)
+    args.kv_cache_bytes = args.kv_cache_bytes or (9771050598 if args.device == "cuda" else 512 << 20)
+    for name, known in (("variants", ["off", "captured", "returned", "vllm"]), ("modes", ["streamed", "unstreamed"])):
+        if set(getattr(args, name)) - set(known):
+            parser.error(f"--{name}: choose from {known}")
+    return args
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Reads the bytes of an answer back, after the run: when its tokens came, and that every row is there."""
+
+import base64
+import io
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+Arrivals = list[tuple[float, bytes]]
+"""What the socket gave: when, and which bytes."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What every row of the served model looks like."""
+
+    layers: int
+    top_k: int
+    num_experts: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one request must bring back.
+
+    Attributes:
+        rows: "split", "joined" (vLLM's own form) or "none".
+        form: the request's `routed_experts_format`.
+        dtype: element type of the forms that do not name it.
+    """
+
+    prompt_len: int
+    new_tokens: int
+    choices: int
+    rows: str
+    form: str = "object"
+    dtype: str = "int16"
+
+
+@dataclass
+class Answer:
+    """One answer as the client saw it.
+
+    Attributes:
+        first, last: when its first and its last byte came.
+        tokens: for each choice, when each token came; empty if it was not streamed.
+        size: bytes received, headers included.
+        rows: rows received, all choices and the prompt together.
+        fault: what is wrong with it, or "".
+    """
+
+    first: float
+    last: float
+    size: int
+    tokens: list[list[float]] = field(default_factory=list)
+    rows: int = 0
+    fault: str = ""
+
+
+class Fault(Exception):
+    """An answer is not what it must be."""
+
+
+def read(arrivals: Arrivals, expected: Expected, routing: Routing, token_chars: int) -> Answer:
+    """The answer in `arrivals`; what is wrong with it stands in `fault`."""
+    if not arrivals:
+        return Answer(0.0, 0.0, 0, fault="no answer")
+    answer = Answer(arrivals[0][0], arrivals[-1][0], sum(len(data) for _, data in arrivals))
+    try:
+        _read(answer, arrivals, expected, routing, token_chars)
+    except (Fault, KeyError, TypeError, ValueError) as error:
+        answer.fault = f"{type(error).__name__}: {error}"[:300]
+    return answer
+
+
+def _read(answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routing, token_chars: int) -> None:
+    raw = b"".join(data for _, data in arrivals)
+    head, separator, _ = raw.partition(b"\r\n\r\n")
+    if not separator or b" 200 " not in head.split(b"\r\n", 1)[0]:
+        raise Fault(raw[:300].decode(errors="replace"))
+    rows = _Rows(expected, routing)
+    if b"text/event-stream" in head.lower():
+        answer.tokens = [[] for _ in range(expected.choices)]
+        for when, event in _events(raw, len(head) + 4, arrivals):
+            rows.add(event)
+            for choice in event["choices"]:
+                tokens, rest = divmod(len(choice["text"]), token_chars)
+                if rest:
+                    raise Fault(f"text of another length than tokens have: {choice['text']!r}")
+                answer.tokens[choice["index"]] += [when] * tokens
+        counts = [len(times) for times in answer.tokens]
+    else:
+        body = orjson.loads(raw[len(head) + 4 :])
+        rows.add(body)
+        counts = [len(choice["text"]) // token_chars for choice in body["choices"]]
+    if counts != [expected.new_tokens] * expected.choices:
+        raise Fault(f"{counts} tokens, not {expected.choices} times {expected.new_tokens}")
+    answer.rows = rows.check()
+
+
+def _events(raw: bytes, start: int, arrivals: Arrivals) -> list[tuple[float, Any]]:
+    """The JSON of the server-sent events of a chunked answer, each with the time when its last byte came."""
+    ends, total = [], 0
+    for _, data in arrivals:
+        total += len(data)
+        ends.append(total)
+    payload, payload_ends, raw_ends = bytearray(), [], []
+    while True:
+        line_end = raw.index(b"\r\n", start)
+        size = int(raw[start:line_end], 16)
+        if size == 0:
+            break
+        start = line_end + 2 + size + 2
+        payload += raw[line_end + 2 : start - 2]
+        payload_ends.append(len(payload))
+        raw_ends.append(start - 2)
+    events, position, done = [], 0, False
+    while (end := payload.find(b"\n\n", position)) >= 0:
+        text, position = bytes(payload[position:end]), end + 2
+        if done or not text.startswith(b"data: "):
+            raise Fault(f"not an event: {text[:300]!r}")
+        if text == b"data: [DONE]":
+            done = True
+            continue
+        event = orjson.loads(text[6:])
+        if "error" in event:
+            raise Fault(str(event)[:300])
+        raw_end = raw_ends[bisect_left(payload_ends, end + 2)]
+        events.append((arrivals[bisect_left(ends, raw_end)][0], event))
+    if not done or position != len(payload):
+        raise Fault("the stream was cut off")
+    return events
+
+
+class _Rows:
+    """Counts the rows of one answer, whichever way they are spread over its events."""
+
+    def __init__(self, expected: Expected, routing: Routing) -> None:
+        self._expected = expected
+        self._routing = routing
+        self._prompt = 0
+        self._choices = [0] * expected.choices
+
+    def add(self, event: dict[str, Any]) -> None:
+        p = self._expected.prompt_len
+        if "prompt_routed_experts" in event:
+            self._prompt += self._count(event["prompt_routed_experts"], self._prompt)
+        for choice in event["choices"]:
+            if choice.get("routed_experts") is not None:
+                index = choice["index"]
+                start = self._choices[index] + (0 if self._expected.rows == "joined" else p)
+                self._choices[index] += self._count(choice["routed_experts"], start)
+
+    def check(self) -> int:
+        """How many rows came.
+
+        Raises:
+            Fault: not as many as the tokens have.
+        """
+        e = self._expected
+        wanted = {
+            "none": (0, 0),
+            "split": (e.prompt_len, e.new_tokens - 1),
+            "joined": (0, e.prompt_len + e.new_tokens - 1),
+        }
+        if (self._prompt, self._choices) != (wanted[e.rows][0], [wanted[e.rows][1]] * e.choices):
+            raise Fault(f"rows of the prompt and the choices: {self._prompt} and {self._choices}")
+        return self._prompt + sum(self._choices)
+
+    def _count(self, array: Any, start: int) -> int:
+        """Rows of an array, in any form, after a look at all that can be seen in it."""
+        shape = (-1, self._routing.layers, self._routing.top_k)
+        ids: NDArray[Any]
+        if isinstance(array, dict):
+            ids = np.frombuffer(base64.b64decode(array["data"]), array["dtype"]).reshape(array["shape"])
+            if array["start"] != start or array["missing"]:
+                raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
+        elif isinstance(array, list):
+            ids = np.array(array, dtype=np.int64).reshape(shape)
+        elif self._expected.form == "npy":
+            ids = np.load(io.BytesIO(base64.b64decode(array)))
+        else:
+            ids = np.frombuffer(base64.b64decode(array), self._expected.dtype).reshape(shape)
+        if ids.shape[1:] != shape[1:] or (ids.size and not 0 <= ids.min() <= ids.max() < self._routing.num_experts):
+            raise Fault(f"no expert ids of {shape[1:]}: {ids.shape}")
+        return len(ids)

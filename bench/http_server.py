@@ -1,0 +1,130 @@
+"""One server in a process group of its own, and the CPU time that its API processes take."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+MODEL_NAME = "bench"
+_START_LIMIT_S = 420
+
+
+@dataclass
+class Server:
+    """A running server.
+
+    Attributes:
+        api_servers: processes that answer HTTP; one is the process that was started itself, more are its children.
+    """
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    api_servers: int
+
+    def wait_until_healthy(self) -> None:
+        """Returns once the port answers.
+
+        Raises:
+            SystemExit: the server ended or took too long; the message holds the end of its log.
+        """
+        deadline = time.monotonic() + _START_LIMIT_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                connection = HTTPConnection("127.0.0.1", self.port, timeout=5)
+                connection.request("GET", "/health")
+                if connection.getresponse().status == 200:
+                    return
+            except (OSError, HTTPException):
+                time.sleep(0.5)
+        raise SystemExit(f"the server did not start:\n{self.log.read_text(errors='replace')[-6000:]}")
+
+    def api_pids(self) -> list[int]:
+        """The processes that answer HTTP. The engine's are left out."""
+        if self.api_servers == 1:
+            return [self.process.pid]
+        # vLLM gives them titles: VLLM::APIServer_0 and so on.
+        pids = [pid for pid in _session(self.process.pid) if b"APIServer" in _command(pid)]
+        assert len(pids) == self.api_servers, f"{len(pids)} API processes of {self.api_servers} found"
+        return pids
+
+    def api_cpu_seconds(self) -> float:
+        """CPU time of the API processes so far, user and system, all threads, in seconds."""
+        return sum(cpu_seconds(pid) for pid in self.api_pids())
+
+    def stop(self) -> None:
+        """Ends the whole process group: an engine outlives its parent, and keeps its memory."""
+        group = self.process.pid
+        try:
+            os.killpg(group, signal.SIGTERM)
+            deadline = time.monotonic() + 30
+            while _session(group) and time.monotonic() < deadline:
+                self.process.poll()
+                time.sleep(0.2)
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait()
+
+
+def start(variant: str, model: Path, flags: list[str], log: Path, api_servers: int, gpu: int | None) -> Server:
+    """Starts the server of a variant (`off`, `ours` or `vllm`) without waiting for it; all else is equal between them.
+
+    `gpu` is the only one that it sees; None leaves the choice to the environment.
+    """
+    env = dict(os.environ)
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    command = [sys.executable, "-m", "routed_experts.server.cli", "serve", str(model)]
+    if variant == "off":
+        flags = [*flags, "--no-enable-return-routed-experts"]
+    elif variant == "vllm":
+        env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
+        flags = [*flags, "--enable-return-routed-experts"]
+    port = _free_port()
+    command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
+    if api_servers > 1:
+        command += ["--api-server-count", str(api_servers)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, *flags], stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
+        )
+    return Server(process, port, log, api_servers)
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, user and system, in seconds; what /proc has, in nanoseconds instead of ticks of 10 ms."""
+    return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of that process
+
+
+def _session(leader: int) -> list[int]:
+    """The processes of a session that are still running."""
+    pids = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, _, _, session = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
+            except (OSError, ValueError):
+                continue
+            if int(session) == leader and state != "Z":
+                pids.append(int(entry))
+    return pids
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path("/proc", str(pid), "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

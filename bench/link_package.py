@@ -1,0 +1,34 @@
+"""Makes this tree importable as `routed_experts`, entry points included, from a folder on `PYTHONPATH`.
+
+For a machine without a package index or a build backend: `python3 bench/link_package.py FOLDER` writes links to the
+tree, and the few lines of metadata that vLLM finds plugins by, as pyproject.toml says. It may be run again.
+"""
+
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def link(site: Path) -> None:
+    """Writes the links and the metadata to `site`."""
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = config["project"]
+    for package, folder in config["tool"]["setuptools"]["package-dir"].items():
+        place = site.joinpath(*package.split("."))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.unlink(missing_ok=True)
+        place.symlink_to(ROOT / folder)
+    metadata = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
+    lines = [f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items()]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+
+
+if __name__ == "__main__":
+    link(Path(sys.argv[1]))
