@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.capture.rows import UNKNOWN
 
 
 class HostCache:
@@ -37,10 +37,16 @@ class HostCache:
         self._written_by_slot[slots] = True
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids."""
-        for source, destination in pairs:
-            self._rows[destination] = self._rows[source]
-            self._written[destination] = self._written[source]
+        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids.
+
+        As there, all sources are read before any destination is written. Rows are moved only where a source has some:
+        copies of other groups' blocks, such as Mamba states, bring none.
+        """
+        sources, destinations = np.array(pairs, dtype=np.int64).T
+        written = self._written[sources]
+        has_rows = written.any(axis=1)
+        self._rows[destinations[has_rows]] = self._rows[sources[has_rows]]
+        self._written[destinations] = written
 
     def read(self, block_ids: NDArray[np.int64], first: int, end: int) -> NDArray[np.int16]:
         """Rows [end - first, L, K] of the positions `first` to `end` of a sequence; -1 where never written.

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.capture.rows import UNKNOWN
 
 BLOCK, L, K = 4, 2, 3
 
@@ -82,10 +82,26 @@ def test_copied_blocks_bring_their_rows(cache: HostCache) -> None:
     assert read(cache, [1], 0, 4) == [0, 1, 2, UNKNOWN]
 
 
-def test_copies_are_made_in_order(cache: HostCache) -> None:
+def test_all_sources_are_read_before_any_destination_is_written(cache: HostCache) -> None:
+    """As vLLM copies the KV: a chain moves each block's rows by one, and a swap swaps."""
     write(cache, [1], 0)
+    write(cache, [2, 2], 4, 5)
     cache.copy_blocks([(1, 2), (2, 3)])
-    assert read(cache, [3], 0, 1) == [0]
+    assert read(cache, [2], 0, 2) == [0, UNKNOWN]
+    assert read(cache, [3], 0, 2) == [4, 5]
+    cache.copy_blocks([(2, 3), (3, 2)])
+    assert read(cache, [3], 0, 2) == [0, UNKNOWN]
+    assert read(cache, [2], 0, 2) == [4, 5]
+
+
+def test_a_block_without_rows_is_not_moved(cache: HostCache) -> None:
+    """Most copies are of Mamba states, whose blocks have a thousand slots and no row."""
+    write(cache, [6], 0)
+    before = cache._rows[6].copy()
+    cache._rows[1] = 9
+    cache.copy_blocks([(1, 6)])
+    assert np.array_equal(cache._rows[6], before)
+    assert read(cache, [6], 0, 1) == [UNKNOWN]
 
 
 def test_a_block_table_that_is_too_short_is_an_error(cache: HostCache) -> None:
