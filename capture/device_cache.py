@@ -2,7 +2,7 @@
 
 import torch
 
-UNWRITTEN = -1
+from routed_experts.capture.rows import UNKNOWN
 
 
 class DeviceCache:
@@ -16,7 +16,7 @@ class DeviceCache:
     """
 
     def __init__(self, num_layers: int, max_tokens: int, top_k: int, device: torch.device) -> None:
-        self.ids = torch.full((num_layers, max_tokens, top_k), UNWRITTEN, dtype=torch.int32, device=device)
+        self.ids = torch.full((num_layers, max_tokens, top_k), UNKNOWN, dtype=torch.int32, device=device)
 
     @property
     def num_layers(self) -> int:
@@ -40,4 +40,4 @@ class DeviceCache:
         Enqueues one kernel on the current stream, which is the one that the last step was packed on and the next one
         will run on; the host does not wait.
         """
-        self.ids[:, :num_tokens].fill_(UNWRITTEN)
+        self.ids[:, :num_tokens].fill_(UNKNOWN)

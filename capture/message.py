@@ -6,15 +6,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.rows import Rows
+
 PROMPT_START_ARG = "routed_experts_server.prompt_start"
 """Key in `SamplingParams.extra_args` that opts a request in; its value is the first prompt row to send."""
 
 SMALL_ARRAY_BYTES = 16 << 10
 """Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy, and apart."""
 
-Rows = NDArray[np.int16]
-
-_NONE = -1
 _HEADER_TYPE = np.dtype(np.int32)
 
 
@@ -44,8 +43,8 @@ def pack(outputs: Sequence[Output]) -> None:
             output.routed_experts = None
     if not small:
         return
-    counts = np.full(small[-1] - small[0] + 1, _NONE, dtype=_HEADER_TYPE)
-    counts[np.array(small) - small[0]] = [len(rows) for rows in arrays]
+    counts = np.zeros(small[-1] - small[0] + 1, dtype=_HEADER_TYPE)  # 0 for none, n + 1 for n rows
+    counts[np.array(small) - small[0]] = [len(rows) + 1 for rows in arrays]
     header = np.array([len(counts), *arrays[0].shape[1:]], dtype=_HEADER_TYPE)
     outputs[small[0]].routed_experts = np.concatenate(
         [header.view(np.int16), counts.view(np.int16), np.concatenate(arrays).reshape(-1)]
@@ -85,5 +84,6 @@ def _unpacked(packed: NDArray[np.int16]) -> Iterator[Rows | None]:
     rows = body.reshape(-1, num_layers, top_k)
     first = 0
     for count in counts.view(_HEADER_TYPE).tolist():
-        yield None if count == _NONE else rows[first : first + count].copy()
-        first += max(count, 0)
+        end = first + max(count - 1, 0)
+        yield rows[first:end].copy() if count else None
+        first = end

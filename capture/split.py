@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.capture.rows import with_unknown
 
 
 @dataclass(slots=True)
@@ -82,11 +82,3 @@ def split_at_prompt(
     """Prompt rows and generated rows of `rows`, whose first row is at position `prompt_start`."""
     cut = num_prompt_tokens - prompt_start
     return rows[:cut], rows[cut:]
-
-
-def with_unknown(rows: NDArray[np.int16], count: int) -> NDArray[np.int16]:
-    """`rows` ([n, L, K]), followed by rows of -1 up to `count` if they are fewer."""
-    missing = count - len(rows)
-    if missing <= 0:
-        return rows
-    return np.concatenate([rows, np.full((missing, *rows.shape[1:]), UNKNOWN, dtype=np.int16)])

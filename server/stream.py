@@ -9,7 +9,8 @@ import orjson
 from fastapi.concurrency import run_in_threadpool
 from numpy.typing import NDArray
 
-from routed_experts.capture.split import split_at_prompt, with_unknown
+from routed_experts.capture.rows import with_unknown
+from routed_experts.capture.split import split_at_prompt
 from routed_experts.server.encoding import LARGE_BYTES, Encoder
 from routed_experts.server.row_feeds import RowFeed
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.split import split_at_prompt, with_unknown
+from routed_experts.capture.rows import with_unknown
+from routed_experts.capture.split import split_at_prompt
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.encoding import Encoder
 from routed_experts.server.vllm_api import (

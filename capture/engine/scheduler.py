@@ -21,8 +21,8 @@ from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import PROMPT_START_ARG, is_large, pack
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.rows import UNKNOWN
 from routed_experts.capture.split import RequestRows, StepPart, step_start, take_rows
-from routed_experts.protocol.codec import UNKNOWN
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
 

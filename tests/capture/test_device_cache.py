@@ -2,7 +2,8 @@
 
 import torch
 
-from routed_experts.capture.device_cache import UNWRITTEN, DeviceCache
+from routed_experts.capture.device_cache import DeviceCache
+from routed_experts.capture.rows import UNKNOWN
 
 CPU = torch.device("cpu")
 
@@ -17,7 +18,7 @@ def test_nothing_is_an_id_before_it_is_written() -> None:
     """A layer that is bound but never writes must not look like expert 0."""
     cache = DeviceCache(num_layers=2, max_tokens=4, top_k=2, device=CPU)
     cache.view(1)[:] = 7
-    assert (cache.view(0) == UNWRITTEN).all()
+    assert (cache.view(0) == UNKNOWN).all()
 
 
 def test_views_are_contiguous_and_write_through() -> None:
@@ -28,7 +29,7 @@ def test_views_are_contiguous_and_write_through() -> None:
         assert view.shape == (4, 2)
         view[:2] = layer
     assert cache.ids[:, :2, :].unique(dim=1).squeeze(1).tolist() == [[0, 0], [1, 1], [2, 2]]
-    assert (cache.ids[:, 2:] == UNWRITTEN).all()
+    assert (cache.ids[:, 2:] == UNKNOWN).all()
 
 
 def test_addresses_stay() -> None:
@@ -45,8 +46,8 @@ def test_forgotten_rows_are_no_ids() -> None:
     addresses = [cache.view(layer).data_ptr() for layer in range(3)]
     cache.ids[:] = 5
     cache.forget(6)
-    assert (cache.ids[:, :6] == UNWRITTEN).all()
+    assert (cache.ids[:, :6] == UNKNOWN).all()
     assert (cache.ids[:, 6:] == 5).all()
     cache.forget(8)
-    assert (cache.ids == UNWRITTEN).all()
+    assert (cache.ids == UNKNOWN).all()
     assert [cache.view(layer).data_ptr() for layer in range(3)] == addresses

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.rows import UNKNOWN
 from routed_experts.capture.split import RequestRows, StepPart, split_at_prompt, step_start, take_rows
-from routed_experts.protocol.codec import UNKNOWN
 
 BLOCK, L, K = 4, 2, 3
 BLOCKS = np.array([3, 1, 2], dtype=np.int64)

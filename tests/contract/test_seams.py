@@ -32,9 +32,11 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
+from routed_experts.capture import rows
 from routed_experts.capture.engine import config, scheduler, worker
 from routed_experts.capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config
 from routed_experts.capture.message import PROMPT_START_ARG, Unpacker
+from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.models import FieldError
 from routed_experts.server import fields, vllm_api, vllm_serving
@@ -111,13 +113,17 @@ def test_only_the_named_files_import_vllm() -> None:
 
 
 def test_layers() -> None:
-    """`protocol` knows nothing of ours, `capture` nothing of the server."""
+    """`protocol` and `capture` know nothing of each other, nor of the server."""
     for path, tree in sources():
         if path.startswith("protocol/"):
             assert not imports_of(tree, "routed_experts.server") | imports_of(tree, "routed_experts.capture"), path
             assert not imports_of(tree, "torch"), path
         if path.startswith("capture/"):
-            assert not imports_of(tree, "routed_experts.server"), path
+            assert not imports_of(tree, "routed_experts.server") | imports_of(tree, "routed_experts.protocol"), path
+
+
+def test_both_sides_say_unknown_alike() -> None:
+    assert rows.UNKNOWN == codec.UNKNOWN
 
 
 def test_the_codec_needs_numpy_only(tmp_path: Path) -> None:
