@@ -23,17 +23,6 @@ from vllm.platforms import current_platform
 
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.engine.config import UnsupportedConfig
-from routed_experts.capture.replaced import Replacement
-
-REPLACED = (
-    Replacement(
-        FusedTopKRouter,
-        "_compute_routing",
-        why="the top-k kernel's output tensor is allocated inside; handing it the device cache's view saves one copy "
-        "kernel for each layer and step, and the router is made by the model.",
-        until="vLLM lets a router be given its output tensor.",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -101,7 +90,11 @@ def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
 
 
 def write_directly(router: FusedTopKRouter, view: torch.Tensor) -> None:
-    """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its own."""
+    """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its own.
+
+    Raises, when a step runs or is captured:
+        RuntimeError: the step has more than N tokens, which the kernel would write past the end of `view`.
+    """
     scores = {"softmax": dispatch_topk_softmax_func, "sigmoid": dispatch_topk_sigmoid_func}
     top_k_kernel = scores[router.scoring_func]()
 
@@ -113,13 +106,20 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor) -> None:
         input_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert indices_type in (None, torch.int32)
-        ids = view[: hidden_states.shape[0]]
+        num_tokens = router_logits.shape[0]
+        if num_tokens > view.shape[0]:
+            raise RuntimeError(f"a step of {num_tokens} tokens does not fit the device cache of {view.shape[0]}")
+        ids = view[:num_tokens]
         weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
         source_rows = torch.empty_like(ids)
         chosen = top_k_kernel(weights, ids, source_rows, router_logits, router.renormalize)
         return chosen[0], chosen[1]
 
+    # On the instance, because the model makes its routers itself. vLLM's method allocates the kernel's output; taking a
+    # copy of that instead would cost one kernel more in each layer and step. Until a router can be given its output.
     router._compute_routing = compute_routing
+    # Nothing is left to capture, but vLLM 0.33 takes a router without a capture function for one that is not captured.
+    router.set_capture_fn(lambda ids: None)
 
 
 def own_tokens_of(dp_rank: int) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a worker is among its ranks, and the way of rows from one pipeline stage to the next."""
+"""What a worker is among its ranks, and how rows travel from one pipeline stage to the next."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,19 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.replaced import Replacement
 
 _ROWS = "routed_experts"
-
-REPLACED = (
-    Replacement(
-        GPUModelRunner,
-        "execute_model",
-        why="between receiving a stage's hidden states, running it and sending its own, the worker leaves no room "
-        "for the rows to go with them. Only with pipeline parallelism.",
-        until="vLLM's runners let a connector add to the tensors that go to the next stage.",
-    ),
-)
 
 
 def gather_stages(own: RowShape) -> list[RowShape]:
@@ -52,6 +41,8 @@ class Stage:
         self._execute: Callable[..., Any] = runner.execute_model
         self.upstream: torch.Tensor | None = None
         if get_pp_group().world_size > 1:
+            # Both model runners'. Between receiving hidden states, running the stage and sending its own, vLLM's worker
+            # leaves no other room for the rows. Until a connector can add to the tensors that go to the next stage.
             runner.execute_model = self._execute_model
 
     def _execute_model(
@@ -61,10 +52,30 @@ class Stage:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if intermediate_tensors is not None:
-            self.upstream = intermediate_tensors.tensors.pop(_ROWS, None)
-        output = self._execute(scheduler_output, intermediate_tensors, *args, **kwargs)
+        received = None if intermediate_tensors is None else _Received(intermediate_tensors)
+        output = self._execute(scheduler_output, received, *args, **kwargs)
+        self.upstream = None if received is None else received.rows
         if not isinstance(output, IntermediateTensors):
             return output
         rows = self._capturer.downstream(scheduler_output.total_num_scheduled_tokens, self.upstream)
         return IntermediateTensors({**output.tensors, _ROWS: rows})
+
+
+class _Received(IntermediateTensors):
+    """The tensors of the stage before without the rows, which the model runner does not know.
+
+    They are looked at when the runner does, and not earlier: vLLM waits for the transfer there, so that it overlaps
+    with the preparation of the step's inputs.
+    """
+
+    def __init__(self, received: IntermediateTensors) -> None:
+        self._received = received
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self._received.tensors.items() if name != _ROWS}
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """[n, layers, K] int32 of the stages before."""
+        return self._received.tensors.get(_ROWS)

@@ -5,7 +5,7 @@ It has no place to attach to, so the worker calls in here around its own steps.
 
 import numpy as np
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer
@@ -63,3 +63,8 @@ class OutputWithRows(AsyncModelRunnerOutput):
         output = self._output.get_output()
         attach(output, self._pending.result())
         return output
+
+    # vLLM 0.33: abstract there, and called to save what a KV connector did in a step whose output failed.
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        kv: KVConnectorOutput | None = self._output.get_kv_connector_output()
+        return kv

@@ -13,6 +13,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
@@ -20,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 
+from routed_experts.capture.engine.binding import write_directly
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.pipeline import StepRows
 
@@ -144,3 +146,23 @@ def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatc
     for step in decode:
         assert (step.rows[:, layer] == -1).all()
         assert (np.delete(step.rows, layer, axis=1) >= 0).all()
+
+
+@pytest.mark.parametrize("tokens", [9, 1000])
+def test_more_tokens_than_the_view_has_rows(tokens: int) -> None:
+    """The top-k kernel would write into the next layer's rows, or past the end."""
+    router = FusedTopKRouter(top_k=4, global_num_experts=16)
+    view = torch.full((2, 8, 4), -1, dtype=torch.int32)[0]
+    write_directly(router, view)
+    with pytest.raises(RuntimeError, match=f"a step of {tokens} tokens does not fit the device cache of 8"):
+        router.select_experts(torch.zeros(tokens, 64), torch.zeros(tokens, 16))
+
+
+def test_a_router_that_is_written_directly_is_captured() -> None:
+    """Kernels of vLLM 0.33 leave the router out where nobody captures it, and tell by its capture function."""
+    router = FusedTopKRouter(top_k=4, global_num_experts=16)
+    view = torch.full((8, 4), -1, dtype=torch.int32)
+    write_directly(router, view)
+    assert router.capture_fn is not None
+    router.capture_fn(torch.zeros((8, 4), dtype=torch.int32))
+    assert (view == -1).all()

@@ -1,0 +1,55 @@
+"""Outputs that are materialised later, and our classes that derive from vLLM's abstract ones."""
+
+import importlib
+import inspect
+import pkgutil
+
+import numpy as np
+import torch
+from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
+
+import routed_experts.capture.engine
+import routed_experts.server
+from routed_experts.capture.device_cache import DeviceCache
+from routed_experts.capture.engine.transport import detach
+from routed_experts.capture.engine.v1 import OutputWithRows
+from routed_experts.capture.pipeline import Pipeline
+
+KV = KVConnectorOutput(finished_sending={"r"})
+
+
+class Later(AsyncModelRunnerOutput):
+    """Stands for the V1 runner's own, which needs CUDA."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(req_ids=["r"], req_id_to_index={"r": 0})
+
+    def get_kv_connector_output(self) -> KVConnectorOutput | None:
+        return KV
+
+
+def test_an_output_brings_its_rows_when_it_is_materialised() -> None:
+    cache = DeviceCache(num_layers=2, max_tokens=4, top_k=2, device=torch.device("cpu"))
+    cache.ids.fill_(3)
+    pending = Pipeline(cache, 1).submit(torch.arange(4), np.array([0, 2]))
+    output = OutputWithRows(Later(), pending)
+    cache.ids.fill_(7)  # by the next step
+    rows = detach(output.get_output())
+    assert rows is not None
+    assert rows.rows.tolist() == [[[3, 3], [3, 3]]] * 2
+    assert output.get_kv_connector_output() is KV
+
+
+def test_our_classes_can_be_made() -> None:
+    """None of them leaves a method of vLLM's abstract classes out."""
+    derived = []
+    for package in (routed_experts.capture.engine, routed_experts.server):
+        for info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            for cls in vars(importlib.import_module(info.name)).values():
+                if not (inspect.isclass(cls) and cls.__module__ == info.name):
+                    continue
+                if any(base.__module__.startswith("vllm.") for base in cls.__mro__):
+                    derived.append(cls)
+                    assert not inspect.isabstract(cls), f"{cls.__name__} lacks {set(cls.__abstractmethods__)}"
+    assert OutputWithRows in derived
+    assert len(derived) >= 10
