@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_OPTIONS)
-CODE := server capture protocol tests bench
+CODE := server capture protocol tests bench examples
 
 .PHONY: help setup serve test check format spec bench bench-gpu bench-http clean
 .DEFAULT_GOAL := help

@@ -5,6 +5,7 @@ Imports numpy and the standard library only, so that any client can use it witho
 
 import base64
 import io
+from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
 import numpy as np
@@ -21,6 +22,8 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
     "int32": np.dtype("<i4"),
 }
+_READABLE_DTYPES = _NUMPY_DTYPES | {"uint16": np.dtype("<u2")}
+"""What `decode` accepts: vLLM's own capture has uint16 above 256 experts."""
 
 _SLICE = 3 << 18
 """Bytes that are encoded at once; a multiple of 3, as base64 puts three bytes into four characters."""
@@ -101,13 +104,13 @@ def _base64(data: memoryview) -> str:
 
 
 def decode(
-    value: RowsObject | str | list[Any],
+    value: RowsObject | Mapping[str, Any] | str | bytes | list[Any],
     *,
     dtype: str = "int16",
     num_layers: int | None = None,
     top_k: int | None = None,
 ) -> NDArray[np.integer[Any]]:
-    """The array ([n, L, K]) behind any of the four forms.
+    """The array ([n, L, K]) behind any of the four forms; where JSON has base64, MessagePack has the bytes themselves.
 
     `dtype`, `num_layers` and `top_k` are needed for `raw`, whose bytes do not say them. A `list` without rows does not
     say its shape either.
@@ -115,19 +118,23 @@ def decode(
     Raises:
         CodecError: `value` is none of the forms, or `raw` without its shape.
     """
-    if isinstance(value, dict):
-        raw = np.frombuffer(base64.b64decode(value["data"]), dtype=_NUMPY_DTYPES[value["dtype"]])
+    if isinstance(value, Mapping):
+        raw = np.frombuffer(_binary(value["data"]), dtype=_READABLE_DTYPES[value["dtype"]])
         return raw.reshape(value["shape"])
     if isinstance(value, list):
         if not value:
             return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
         return np.asarray(value, dtype=np.int16)
-    if not isinstance(value, str):
+    if not isinstance(value, str | bytes):
         raise CodecError(f"not an array of expert ids: {type(value).__name__}")
-    data = base64.b64decode(value)
+    data = _binary(value)
     if data.startswith(b"\x93NUMPY"):
         loaded: NDArray[np.integer[Any]] = np.load(io.BytesIO(data), allow_pickle=False)
         return loaded
     if num_layers is None or top_k is None:
         raise CodecError("the raw form does not carry its shape: give num_layers and top_k")
-    return np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+    return np.frombuffer(data, dtype=_READABLE_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+
+
+def _binary(data: str | bytes) -> bytes:
+    return base64.b64decode(data) if isinstance(data, str) else data

@@ -126,7 +126,7 @@ def test_both_sides_say_unknown_alike() -> None:
     assert rows.UNKNOWN == codec.UNKNOWN
 
 
-def test_the_codec_needs_numpy_only(tmp_path: Path) -> None:
+def test_the_clients_modules_need_numpy_only(tmp_path: Path) -> None:
     """In an interpreter that finds nothing but the standard library, numpy and `protocol`."""
     site = Path(np.__file__).parents[1]
     for entry in (*site.glob("numpy"), *site.glob("numpy.libs")):
@@ -137,9 +137,15 @@ def test_the_codec_needs_numpy_only(tmp_path: Path) -> None:
 import sys
 sys.path.append({str(tmp_path)!r})
 import numpy as np
+from routed_experts.protocol import batch, collect, histogram
 from routed_experts.protocol.codec import decode, encode
 rows = np.arange(24, dtype=np.int16).reshape(3, 2, 4)
-assert (decode(encode(rows, fmt="object", dtype="int16", start=0)) == rows).all()
+sent = encode(rows, fmt="object", dtype="int16", start=0)
+assert (decode(sent) == rows).all()
+answer = {{"choices": [{{"index": 0, "routed_experts": sent, "finish_reason": "stop"}}]}}
+(routing,) = collect.collect(answer)
+assert batch.align([routing], 5, last=-1).shape == (1, 5, 2, 4)
+assert histogram.histogram(rows, 24)["rows"] == 3
 heavy = {{"torch", "vllm", "pydantic", "fastapi", "orjson", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """

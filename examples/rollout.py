@@ -1,0 +1,47 @@
+"""Sampled answers with their routing, as a padded batch for a trainer.
+
+    python examples/rollout.py --url http://localhost:8000
+
+Needs numpy and the OpenAI client.
+"""
+
+import argparse
+from typing import Any
+
+import httpx
+from openai import OpenAI
+
+from routed_experts.protocol.batch import align, verify
+from routed_experts.protocol.collect import collect
+
+PROMPTS = ["Which experts?", "Why?"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", default="http://localhost:8000")
+    parser.add_argument("--max-tokens", type=int, default=12)
+    args = parser.parse_args()
+    info = httpx.get(f"{args.url}/v1/routed_experts").json()
+    client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
+    stream: Any = client.completions.create(
+        model=info["model"],
+        prompt=PROMPTS,
+        n=2,
+        max_tokens=args.max_tokens,
+        temperature=1.0,
+        stream=True,
+        extra_body={"return_routed_experts": True, "return_token_ids": True},
+    )
+    routings = collect(stream)  # four: two of each prompt
+    for routing in routings:
+        verify(routing, info["num_experts"])
+    prompt_columns = max(len(routing.prompt_token_ids or ()) for routing in routings)
+    # Prompts end, and generated tokens begin, in one column. The last token has no row: its row is said to be unknown.
+    batch = align(routings, prompt_columns + args.max_tokens, padding=prompt_columns, last=-1)
+    print("tokens of each:", [routing.end + 1 for routing in routings])
+    print("batch, tokens, layers, experts:", batch.shape, batch.dtype)
+
+
+if __name__ == "__main__":
+    main()

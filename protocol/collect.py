@@ -1,0 +1,359 @@
+"""Answers of the server, streamed or not, made into whole arrays, with every position checked.
+
+Imports numpy and the standard library only. What a stream is made of does not matter: the chunk objects of the OpenAI
+client, dicts, or server-sent events as lines or as bytes cut anywhere.
+
+>>> answer = {
+...     "prompt_routed_experts": {
+...         "data": "AwABAAAAAgA=", "shape": [2, 1, 2], "dtype": "int16", "start": 0, "missing": 0,
+...     },
+...     "choices": [{
+...         "index": 0,
+...         "routed_experts": {"data": "AQACAA==", "shape": [1, 1, 2], "dtype": "int16", "start": 2, "missing": 0},
+...         "finish_reason": "length",
+...     }],
+... }
+>>> (routing,) = collect(answer)
+>>> routing.rows.tolist()
+[[[3, 1]], [[0, 2]], [[1, 2]]]
+>>> routing.prompt_rows.shape, routing.generated_rows.shape, routing.missing
+((2, 1, 2), (1, 1, 2), 0)
+"""
+
+import json
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import count_missing, decode
+from routed_experts.protocol.sse import EventError, EventReader
+
+Rows = NDArray[np.int16]
+
+
+class RoutingError(ValueError):
+    """An answer that is not whole, or not possible."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The rows of one choice, those of its prompt included.
+
+    Attributes:
+        rows: [n, L, K] expert ids of the positions `start` to `end`; -1 where the server could not know them.
+        start: absolute position of the first row.
+        prompt_len: P, tokens of the prompt; None where the answer does not say it (joined layout without token ids).
+        index: the choice's index in the answer.
+        prompt_token_ids, token_ids: where the answer has them (`return_token_ids`).
+        finish_reason: None where the answer broke off.
+    """
+
+    rows: Rows
+    start: int = 0
+    prompt_len: int | None = None
+    index: int = 0
+    prompt_token_ids: tuple[int, ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    finish_reason: str | None = None
+
+    @property
+    def end(self) -> int:
+        """The position after the last row. In a finished answer this is the last token's, which has no row."""
+        return self.start + len(self.rows)
+
+    @property
+    def missing(self) -> int:
+        """Rows that hold an id that the server could not know."""
+        return count_missing(self.rows)
+
+    @property
+    def prompt_rows(self) -> Rows:
+        """[P - start, L, K]"""
+        return self.rows[: self._split]
+
+    @property
+    def generated_rows(self) -> Rows:
+        """[G - 1, L, K]"""
+        return self.rows[self._split :]
+
+    @property
+    def _split(self) -> int:
+        if self.prompt_len is None:
+            raise RoutingError("where the prompt ends is not known: ask with return_token_ids, or for the split layout")
+        return max(self.prompt_len - self.start, 0)
+
+
+class Asked(TypedDict, total=False):
+    """What the request asked for, where the answer does not say it.
+
+    Attributes:
+        prompt_start: `routed_experts_prompt_start`; the forms `npy`, `raw` and `list` do not say positions. Checked
+            where the form says them.
+        n: choices for each prompt; only to read a stream of several prompts that was broken off.
+        dtype, num_layers, top_k: of the form `raw`, which is bare bytes.
+    """
+
+    prompt_start: int
+    n: int
+    dtype: str
+    num_layers: int
+    top_k: int
+
+
+def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
+    """The rows of each choice of an answer, in the order of their indices.
+
+    Args:
+        source: an answer (dict, object of the OpenAI client, or JSON body as text or bytes), or an iterator over a
+            stream's chunks, lines or bytes.
+        asked: see `Asked`.
+
+    Raises:
+        RoutingError: rows are missing, doubled or of another shape; the answer is an error or was cut short.
+    """
+    collector = Collector(**asked)
+    if isinstance(source, bytes | str):
+        source = [source] if source.lstrip()[:1] not in ("{", b"{") else json.loads(source)
+    for item in [source] if _is_answer(source) else source:
+        collector.take(item)
+    return collector.finish()
+
+
+async def collect_async(source: AsyncIterable[Any], **asked: Unpack[Asked]) -> list[Routing]:
+    """`collect` for an asynchronous iterator over a stream's chunks, lines or bytes."""
+    collector = Collector(**asked)
+    async for item in source:
+        collector.take(item)
+    return collector.finish()
+
+
+class Collector:
+    """Takes an answer chunk by chunk, for programs that do something else with the chunks too."""
+
+    def __init__(self, **asked: Unpack[Asked]) -> None:
+        self._asked = asked
+        self._form: dict[str, Any] = {k: v for k, v in asked.items() if k in ("dtype", "num_layers", "top_k")}
+        self._shape: tuple[int, ...] | None = None
+        if "num_layers" in asked and "top_k" in asked:
+            self._shape = (asked["num_layers"], asked["top_k"])
+        self._prompts: dict[int, _Pieces] = {}  # by the index of the choice that brought them
+        self._choices: dict[int, _Choice] = {}
+        self._prompt_token_ids: tuple[int, ...] | None = None
+        self._events: EventReader | None = None
+
+    def take(self, item: Any) -> None:
+        """Takes a chunk (dict or object) or a piece of a stream's text (a line, or bytes cut anywhere).
+
+        Raises:
+            RoutingError: a gap, an overlap or another shape; an error event of the server.
+        """
+        if not isinstance(item, str | bytes):
+            self._take_chunk(item)
+            return
+        if self._events is None:
+            self._events = EventReader()
+        try:
+            for event in self._events.feed(item):
+                self._take_chunk(event)
+        except EventError as error:
+            raise RoutingError(str(error)) from error
+
+    def finish(self) -> list[Routing]:
+        """The rows of each choice of a finished answer.
+
+        Raises:
+            RoutingError: the answer was cut short, or has fewer or more rows than its tokens need.
+        """
+        if self._events is not None and not self._events.done:
+            raise RoutingError("the stream ended without [DONE]")
+        routings = self.so_far()
+        if not routings:
+            raise RoutingError("the answer has no choices")
+        for routing in routings:
+            if routing.finish_reason is None:
+                raise RoutingError(f"choice {routing.index} was not finished")
+            _check_length(routing)
+        return routings
+
+    def so_far(self) -> list[Routing]:
+        """The rows that each choice has now, for streams that are broken off on purpose."""
+        per_prompt = self._choices_per_prompt()
+        prompts = {carrier // per_prompt: pieces for carrier, pieces in self._prompts.items()}
+        if len(prompts) < len(self._prompts):
+            raise RoutingError(f"the rows of a prompt with {per_prompt} choices came with several of them")
+        for index in self._choices:
+            if prompts and index // per_prompt not in prompts:
+                raise RoutingError(f"choice {index}: the rows of its prompt did not come")
+        return [self._routing_of(index, prompts.get(index // per_prompt)) for index in sorted(self._choices)]
+
+    def _choices_per_prompt(self) -> int:
+        if "n" in self._asked:
+            return self._asked["n"]
+        if len(self._prompts) < 2:
+            return max(self._choices, default=0) + 1
+        if any(choice.finish_reason is None for choice in self._choices.values()):
+            raise RoutingError("which prompt a choice belongs to is not known before all are finished: give n")
+        return _share(len(self._choices), len(self._prompts))
+
+    def _take_chunk(self, chunk: Any) -> None:
+        error = _get(chunk, "error")
+        if error is not None:
+            raise RoutingError(f"the server answered with an error: {_get(error, 'message') or error}")
+        choices: Sequence[Any] = _get(chunk, "choices") or ()
+        self._prompt_token_ids = _tuple(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
+        for choice in choices:
+            self._take_choice(choice)
+        prompts = _get(chunk, "prompt_routed_experts")
+        if prompts is None:
+            return
+        arrays = _arrays_of_prompts(prompts)
+        per_prompt = _share(len(choices), len(arrays))
+        for place, array in enumerate(arrays):
+            carrier = _get(choices[place * per_prompt], "index") or 0
+            self._add(self._prompts.setdefault(carrier, _Pieces(f"the prompt of choice {carrier}")), array)
+
+    def _take_choice(self, choice: Any) -> None:
+        index = _get(choice, "index") or 0
+        state = self._choices.setdefault(index, _Choice(_Pieces(f"choice {index}")))
+        state.prompt_token_ids = _tuple(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
+        token_ids = _get(choice, "token_ids")
+        if token_ids is not None:
+            state.token_ids = [*(state.token_ids or ()), *token_ids]
+        state.finish_reason = _get(choice, "finish_reason") or state.finish_reason
+        value = _get(choice, "routed_experts")
+        if value is not None:
+            self._add(state.pieces, value)
+
+    def _add(self, pieces: "_Pieces", value: Any) -> None:
+        try:
+            rows = decode(value, **self._form)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RoutingError(f"{pieces.name}: not an array of expert ids: {error}") from error
+        if len(rows) or rows.shape[1:] != (0, 0):  # an empty list does not say its shape
+            if rows.ndim != 3 or self._shape not in (None, rows.shape[1:]):
+                raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, others of {self._shape}")
+            self._shape = rows.shape[1:]
+        pieces.add(value, rows)
+
+    def _routing_of(self, index: int, prompt: "_Pieces | None") -> Routing:
+        choice = self._choices[index]
+        prompt_token_ids = choice.prompt_token_ids or self._prompt_token_ids
+        prompt_len = None if prompt_token_ids is None else len(prompt_token_ids)
+        said, asked = (prompt or choice.pieces).start, self._asked.get("prompt_start")
+        if None not in (said, asked) and said != asked:
+            raise RoutingError(f"choice {index}: rows from {said} on, asked for from {asked} on")
+        start = said if said is not None else asked or 0
+        arrays = list(choice.pieces.arrays)
+        if prompt is not None:
+            end = start + prompt.length
+            if prompt_len not in (None, end):
+                raise RoutingError(f"choice {index}: the prompt's rows end at {end}, its tokens at {prompt_len}")
+            if choice.pieces.start not in (None, end):
+                raise RoutingError(f"choice {index}: rows from {choice.pieces.start} on after a prompt of {end} tokens")
+            prompt_len = end
+            arrays = [*prompt.arrays, *arrays]
+        elif not arrays and (prompt_len is None or start < prompt_len):
+            raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
+        return Routing(
+            rows=_joined(arrays, self._shape or (0, 0)),
+            start=start,
+            prompt_len=prompt_len,
+            index=index,
+            prompt_token_ids=prompt_token_ids,
+            token_ids=_tuple(choice.token_ids),
+            finish_reason=choice.finish_reason,
+        )
+
+
+@dataclass
+class _Pieces:
+    """Arrays that follow each other without gap or overlap.
+
+    Attributes:
+        start: position of the first row; None as long as no piece said it.
+    """
+
+    name: str
+    start: int | None = None
+    arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self.arrays))
+
+    def add(self, value: Any, rows: NDArray[np.integer[Any]]) -> None:
+        """Appends `rows`, which were decoded from `value`."""
+        if isinstance(value, Mapping):
+            start, missing = value["start"], value["missing"]
+            if self.start is None:
+                self.start = start
+            elif start != self.start + self.length:
+                what = "overlap" if start < self.start + self.length else "a gap"
+                raise RoutingError(f"{self.name}: {what}: rows from {start} on after {self.start + self.length}")
+            if missing != count_missing(rows):
+                raise RoutingError(f"{self.name}: {count_missing(rows)} rows are not known, said to be {missing}")
+        self.arrays.append(rows)
+
+
+@dataclass
+class _Choice:
+    pieces: _Pieces
+    prompt_token_ids: tuple[int, ...] | None = None
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+
+
+def _check_length(routing: Routing) -> None:
+    """Raises `RoutingError` where the answer says its tokens and the rows are not theirs."""
+    if routing.token_ids is None or routing.prompt_len is None:
+        return
+    expected = max(routing.prompt_len + len(routing.token_ids) - 1, routing.start)
+    if routing.end > expected or (routing.end < expected and routing.finish_reason != "abort"):
+        raise RoutingError(
+            f"choice {routing.index}: rows up to {routing.end}, but {routing.prompt_len} prompt and "
+            f"{len(routing.token_ids)} generated tokens have rows up to {expected}"
+        )
+
+
+def _share(choices: int, prompts: int) -> int:
+    """Choices for each prompt."""
+    if not choices or choices % prompts:
+        raise RoutingError(f"{choices} choices do not share {prompts} prompts evenly")
+    return choices // prompts
+
+
+def _is_answer(source: Any) -> bool:
+    return isinstance(source, Mapping) or hasattr(source, "choices")
+
+
+def _get(thing: Any, name: str) -> Any:
+    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+
+
+def _tuple(ids: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if ids is None else tuple(ids)
+
+
+def _arrays_of_prompts(value: Any) -> list[Any]:
+    """One array for each prompt: the field is an array, or a list of them for a list of prompts."""
+    if not isinstance(value, list) or not value:
+        return [value]
+    first = value[0]  # of an array as nested lists: a row, [L][K]
+    is_row = (
+        isinstance(first, list) and first and isinstance(first[0], list) and first[0] and first[0][0].__class__ is int
+    )
+    return [value] if is_row else value
+
+
+def _joined(arrays: list[NDArray[np.integer[Any]]], shape: tuple[int, ...]) -> Rows:
+    """[n, L, K] as int16, which holds every id and -1, whatever the type on the wire."""
+    arrays = [array for array in arrays if len(array)]
+    if not arrays:
+        return np.empty((0, *shape), dtype=np.int16)
+    if any(array.max() > np.iinfo(np.int16).max for array in arrays if array.dtype.itemsize > 1):
+        raise RoutingError("an expert id above 32767")
+    rows: Rows = np.concatenate(arrays).astype(np.int16, copy=False)
+    return rows

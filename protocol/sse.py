@@ -1,0 +1,48 @@
+"""Server-sent events out of a stream's text, however it is cut."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+_DATA = b"data:"
+
+
+class EventError(ValueError):
+    """Not a stream of JSON events that ends with `[DONE]`."""
+
+
+class EventReader:
+    """Server-sent events from lines, with or without their ends, or from bytes cut anywhere."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._rest = b""
+
+    def feed(self, text: str | bytes) -> Iterator[Any]:
+        """The JSON of the events that `text` completes."""
+        self._rest += text.encode() if isinstance(text, str) else text
+        *lines, self._rest = self._rest.split(b"\n")
+        for line in lines:
+            yield from self._read(line, whole=True)
+        # What is left is a line without its end, or the beginning of one: JSON says by itself where it ends.
+        if self._rest.rstrip().endswith((b"}", b"]")):
+            yield from self._read(self._rest, whole=False)
+        elif not self._rest.startswith(_DATA[: len(self._rest)]):
+            self._rest = b""  # a comment or another field
+
+    def _read(self, line: bytes, *, whole: bool) -> Iterator[Any]:
+        payload = line.removeprefix(_DATA).strip() if line.startswith(_DATA) else b""
+        if payload == b"[DONE]":
+            self.done = True
+        elif payload:
+            try:
+                event = json.loads(payload)
+            except ValueError as error:
+                if whole:
+                    raise EventError(f"an event is not JSON: {payload[:80]!r}") from error
+                return
+            if self.done:
+                raise EventError("an event after [DONE]")
+            yield event
+        if not whole:
+            self._rest = b""

@@ -1,0 +1,154 @@
+"""Real answers through the clients that people use, collected whole, and the example programs as written."""
+
+import asyncio
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import numpy as np
+import pytest
+import requests
+from openai import AsyncOpenAI, OpenAI
+
+from routed_experts.protocol.batch import join_turns, verify
+from routed_experts.protocol.collect import Routing, collect, collect_async
+from tests.e2e.harness import Oracle, Server, prompt_of
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).parents[2]
+P, G, N = 150, 12, 2
+ROUTING: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": True}
+BODY: dict[str, Any] = {"model": "tiny", "max_tokens": G, "n": N, "temperature": 1, "ignore_eos": True}
+PROMPT = prompt_of(P, seed=9)
+
+
+def check(routings: list[Routing], oracle: Oracle, choices: int = N) -> None:
+    assert len(routings) == choices
+    for routing in routings:
+        assert routing.prompt_token_ids is not None
+        assert routing.token_ids is not None
+        tokens = [*routing.prompt_token_ids, *routing.token_ids]
+        assert len(routing.rows) == len(tokens) - 1
+        verify(routing, num_experts=16)
+        assert np.array_equal(np.sort(routing.rows, axis=2), oracle.rows(tokens[:-1]))
+
+
+def openai_client(server: Server, body: dict[str, Any]) -> Any:
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=httpx.Client(verify=False))
+    fields = {name: value for name, value in body.items() if name not in ("ignore_eos", *ROUTING)}
+    return client.completions.create(**fields, extra_body={**ROUTING, "ignore_eos": True})
+
+
+def httpx_lines(server: Server, body: dict[str, Any]) -> Any:
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        yield from response.iter_lines()
+
+
+def httpx_bytes(server: Server, body: dict[str, Any]) -> Any:
+    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        yield from response.iter_bytes(1000)
+
+
+def requests_lines(server: Server, body: dict[str, Any]) -> Any:
+    with requests.post(f"{server.url}/v1/completions", json=body, stream=True, timeout=60) as response:
+        yield from response.iter_lines()
+
+
+async def aiohttp_lines(server: Server, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/completions", json=body) as response:
+        async for line in response.content:
+            yield line
+
+
+async def httpx_async_bytes(server: Server, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async with (
+        httpx.AsyncClient(verify=False, timeout=60) as client,
+        client.stream("POST", f"{server.url}/v1/completions", json=body) as response,
+    ):
+        async for piece in response.aiter_raw():
+            yield piece
+
+
+@pytest.mark.parametrize("client", [openai_client, httpx_lines, httpx_bytes, requests_lines])
+def test_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
+    check(collect(client(server, {**BODY, **ROUTING, "prompt": PROMPT, "stream": True})), oracle)
+
+
+@pytest.mark.parametrize("client", [aiohttp_lines, httpx_async_bytes])
+def test_asynchronous_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
+    body = {**BODY, **ROUTING, "prompt": PROMPT[:60], "stream": True}
+    check(asyncio.run(collect_async(client(server, body))), oracle)
+
+
+def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) -> None:
+    async def run() -> list[Routing]:
+        async with AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none", http_client=httpx.AsyncClient(verify=False)
+        ) as client:
+            stream: Any = await client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "Which experts?"}],
+                max_tokens=G,
+                n=N,
+                stream=True,
+                extra_body={**ROUTING, "ignore_eos": True},
+            )
+            return await collect_async(stream)
+
+    check(asyncio.run(run()), oracle)
+
+
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_unstreamed_and_streamed_are_the_same(server: Server, oracle: Oracle, fmt: str, layout: str) -> None:
+    prompts = [PROMPT[:40], PROMPT[40:60]]
+    body = {**BODY, **ROUTING, "n": 1, "temperature": 0, "prompt": prompts}
+    body |= {"routed_experts_format": fmt, "routed_experts_layout": layout}
+    shape: Any = {"num_layers": 5, "top_k": 4}
+    unstreamed = collect(server.complete(**body), **shape)
+    streamed = collect(iter(server.stream(**body)), **shape)
+    check(unstreamed, oracle, 2)
+    for a, b in zip(unstreamed, streamed, strict=True):
+        assert np.array_equal(a.rows, b.rows)
+        assert (a.start, a.prompt_len, a.prompt_token_ids) == (b.start, b.prompt_len, b.prompt_token_ids)
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+
+
+def test_turns_of_a_conversation(server: Server, oracle: Oracle) -> None:
+    tokens: list[int] = []
+    turns: list[Routing] = []
+    for length in (30, 7, 45):
+        tokens += prompt_of(length, seed=length)
+        seen = turns[-1].end if turns else 0
+        body = {**ROUTING, "prompt": tokens, "max_tokens": 5, "ignore_eos": True, "routed_experts_prompt_start": seen}
+        turns += collect(iter(server.stream(**body)), prompt_start=seen)
+        tokens += turns[-1].token_ids or ()
+    joined = join_turns(turns)
+    assert np.array_equal(np.sort(joined.rows, axis=2), oracle.rows(tokens[:-1]))
+
+
+def run_example(name: str, *args: str) -> str:
+    """What `examples/name` prints."""
+    command = [sys.executable, str(ROOT / "examples" / name), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_rollout_example(server: Server) -> None:
+    out = run_example("rollout.py", "--url", server.url)
+    assert "(4, 26, 5, 4) int16" in out
+
+
+def test_the_conversation_example(server: Server) -> None:
+    out = run_example("conversation.py", "--url", server.url)
+    assert out.startswith("turn 1: 21 new rows of 21\n")
+    total = re.search(r"rows \((\d+), 5, 4\) of (\d+) tokens, 0 missing", out)
+    assert total is not None
+    assert int(total[1]) == int(total[2]) - 1

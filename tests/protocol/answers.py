@@ -1,0 +1,128 @@
+"""Answers as the server sends them, made from rows that are known beforehand."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from routed_experts.protocol.codec import Format, encode
+
+EXPERTS, LAYERS, TOP_K = 60, 3, 4
+
+
+def rows_of(count: int, seed: int = 0, experts: int = EXPERTS, layers: int = LAYERS, top_k: int = TOP_K) -> np.ndarray:
+    """Rows [count, L, K] that a router could have chosen: K different experts in each layer."""
+    scores = np.random.default_rng(seed).random((count, layers, experts))
+    return np.argsort(scores, axis=2)[:, :, :top_k].astype(np.int16)
+
+
+@dataclass
+class Told:
+    """One prompt and its choices, from which every form of an answer is made.
+
+    Attributes:
+        prompt: rows [P, L, K].
+        choices: for each, rows [G - 1, L, K]. Those of other choices than the first differ from the first token on.
+        first_token: of the prompt, so that different prompts have different tokens.
+    """
+
+    prompt: np.ndarray
+    choices: list[np.ndarray]
+    start: int = 0
+    first_token: int = 100
+    fmt: Format = "object"
+    dtype: str = "int16"
+    layout: str = "split"
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(range(self.first_token, self.first_token + len(self.prompt)))
+
+    def token_ids(self, choice: int) -> list[int]:
+        return [1000 * choice + i for i in range(len(self.choices[choice]) + 1)]
+
+    def whole(self, choice: int = 0) -> np.ndarray:
+        """Rows [P + G - 1 - start, L, K]"""
+        return np.concatenate([self.prompt, self.choices[choice]])[self.start :]
+
+    def encode(self, rows: np.ndarray, start: int) -> Any:
+        return encode(rows, fmt=self.fmt, dtype=self.dtype, start=start)
+
+
+def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
+    """An unstreamed completion; several prompts are a list of prompts."""
+    body: dict[str, Any] = {"choices": []}
+    for told in prompts:
+        for choice in range(len(told.choices)):
+            joined = told.layout == "joined"
+            array = (
+                told.encode(told.whole(choice), told.start)
+                if joined
+                else told.encode(told.choices[choice], len(told.prompt))
+            )
+            body["choices"].append(
+                {
+                    "index": len(body["choices"]),
+                    "prompt_token_ids": told.prompt_token_ids,
+                    "token_ids": told.token_ids(choice),
+                    "finish_reason": "length",
+                    "routed_experts": array,
+                }
+            )
+    arrays = [told.encode(told.prompt[told.start :], told.start) for told in prompts if told.layout == "split"]
+    if arrays:
+        body["prompt_routed_experts"] = arrays if is_list or len(arrays) > 1 else arrays[0]
+    return body
+
+
+def stream(*prompts: Told, piece: int = 10**6, per_chunk: int = 1) -> list[dict[str, Any]]:
+    """The chunks of a streamed completion, in pieces of at most `piece` rows; the choices take turns.
+
+    Each chunk brings `per_chunk` tokens and the rows that became known with them.
+    """
+    queues = []
+    index = 0
+    for told in prompts:
+        for choice in range(len(told.choices)):
+            queues.append(list(_chunks(told, choice, index, piece, per_chunk)))
+            index += 1
+    chunks = []
+    while any(queues):
+        chunks += [chunk for queue in queues if queue for chunk in queue.pop(0)]
+    return chunks
+
+
+def _chunks(told: Told, choice: int, index: int, piece: int, per_chunk: int) -> Any:
+    """For each output of the engine the chunks that it becomes: pieces first, the one with the tokens last."""
+    tokens, prompt_len = told.token_ids(choice), len(told.prompt)
+    whole = np.concatenate([told.prompt, told.choices[choice]])
+    sent = told.start if told.layout == "joined" else prompt_len
+    for first in range(0, len(tokens), per_chunk):
+        new = tokens[first : first + per_chunk]
+        known = prompt_len + first + len(new) - 1
+        events: list[dict[str, Any]] = []
+        if first == 0 and choice == 0 and told.layout == "split":
+            for at, rows in _cut(told.prompt[told.start :], told.start, piece):
+                events.append({"choices": [{"index": index}], "prompt_routed_experts": told.encode(rows, at)})
+        for at, rows in _cut(whole[sent:known], sent, piece) if known > sent else []:
+            events.append({"choices": [{"index": index, "routed_experts": told.encode(rows, at)}]})
+        sent = max(sent, known)
+        last = events.pop() if events else {"choices": [{"index": index}]}
+        last["choices"][0] |= {
+            "text": "x" * len(new),
+            "token_ids": new,
+            "prompt_token_ids": told.prompt_token_ids if first == 0 else None,
+            "finish_reason": "length" if first + len(new) == len(tokens) else None,
+        }
+        yield [*events, last]
+
+
+def _cut(rows: np.ndarray, start: int, piece: int) -> list[tuple[int, np.ndarray]]:
+    return [(start + at, rows[at : at + piece]) for at in range(0, max(len(rows), 1), piece)]
+
+
+def sse(chunks: list[dict[str, Any]]) -> bytes:
+    """The text of a stream."""
+    events = [b"data: " + json.dumps(chunk, separators=(",", ":")).encode() for chunk in chunks]
+    return b"\n\n".join([*events, b"data: [DONE]", b""])
