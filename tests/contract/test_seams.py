@@ -38,7 +38,9 @@ from routed_experts.capture.engine.config import REFUSALS, UnsupportedConfig, ch
 from routed_experts.capture.message import PROMPT_START_ARG, Unpacker
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError
+from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.models import FieldError
+from routed_experts.protocol.sse import EventError
 from routed_experts.server import fields, vllm_api, vllm_serving
 from routed_experts.server.launch import CommandError
 from routed_experts.server.plugin import RoutedExpertsPlugin
@@ -594,6 +596,8 @@ AT_START = {CommandError, ProbeError, UnsupportedConfig}
 """The process ends with the sentence."""
 ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
+CLIENTS = {EventError, RoutingError}
+"""Raised in clients only."""
 
 
 def test_every_exception_of_ours_is_in_one_of_the_lists() -> None:
@@ -605,7 +609,7 @@ def test_every_exception_of_ours_is_in_one_of_the_lists() -> None:
                 cls = vars(module).get(node.name)
                 if isinstance(cls, type) and issubclass(cls, BaseException):
                     found.add(cls)
-    assert found == AT_START | ANSWERED
+    assert found == AT_START | ANSWERED | CLIENTS
     assert not AT_START & ANSWERED
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, get_args
 
-import msgpack
+import msgspec
 import numpy as np
 import pytest
 from openai.types import Completion
@@ -91,7 +91,7 @@ def test_messagepack_has_bytes_where_json_has_base64(fmt: Format) -> None:
             holder[key]["data"] = base64.b64decode(holder[key]["data"])
         else:
             holder[key] = base64.b64decode(holder[key])
-    received = msgpack.unpackb(msgpack.packb(body))
+    received = msgspec.msgpack.decode(msgspec.msgpack.encode(body))
     check(collect(received, **RAW)[0], expected)
 
 
