@@ -22,7 +22,7 @@ from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroE
 from vllm.platforms import current_platform
 
 from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.config import UnsupportedConfig
+from routed_experts.capture.engine.config import BOUNDED_REPLAY, UnsupportedConfig
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
         raise UnsupportedConfig(
             "The model's fused MoE layers (MegaMoE) cannot be captured: choose another kernel with --moe-backend."
         )
+    if getattr(model, "decoder_replay_layers", None) is not None:
+        raise UnsupportedConfig(BOUNDED_REPLAY)
     runners = tuple(sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda m: int(m.layer_id)))
     layer_ids = tuple(int(runner.layer_id) for runner in runners)
     if len(set(layer_ids)) != len(layer_ids):

@@ -113,7 +113,19 @@ REFUSALS = (
         lambda c: c.cache_config.kv_sharing_fast_prefill,
         "Fast prefill skips layers for prompt tokens: remove --kv-sharing-fast-prefill.",
     ),
+    Refusal(
+        "adaptive draft verification",
+        lambda c: c.speculative_config is not None and c.speculative_config.enable_adaptive_verification,
+        "With adaptive verification the GPU decides how many drafts of each request run, and the host, which tells the "
+        "requests' rows apart, does not know: set enable_adaptive_verification to false in --speculative-config.",
+    ),
 )
+
+BOUNDED_REPLAY = (
+    "The model runs some layers on the last tokens of a prompt only (bounded replay), and routes the others nowhere "
+    "there: add --no-swa-bounded-replay."
+)
+"""Decided by the model when it is loaded, not by the configuration."""
 
 
 def check_vllm_version() -> None:
@@ -156,8 +168,10 @@ def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
 
     Raises:
         UnsupportedConfig: all groups forget tokens (sliding windows, states), so that rows could not be found
-            again for tokens that a prefix hit skips.
+            again for tokens that a prefix hit skips; or a hit runs its last tokens again, without what came before.
     """
+    if any(group.kv_cache_spec.prefix_replay_tokens for group in kv_cache_config.kv_cache_groups):
+        raise UnsupportedConfig(BOUNDED_REPLAY)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if _keeps_every_token(group.kv_cache_spec):
             return index

@@ -21,7 +21,8 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 
-from routed_experts.capture.engine.binding import write_directly
+from routed_experts.capture.engine.binding import find_moe_layers, write_directly
+from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.pipeline import StepRows
 
@@ -146,6 +147,11 @@ def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatc
     for step in decode:
         assert (step.rows[:, layer] == -1).all()
         assert (np.delete(step.rows, layer, axis=1) >= 0).all()
+
+
+def test_layers_that_something_else_captures(engine: Engine) -> None:
+    with pytest.raises(UnsupportedConfig, match="captured by something else already"):
+        find_moe_layers(engine.model)
 
 
 @pytest.mark.parametrize("tokens", [9, 1000])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import vllm
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
@@ -33,8 +33,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from routed_experts.capture import rows
-from routed_experts.capture.engine import config, scheduler, worker
-from routed_experts.capture.engine.config import REFUSALS, UnsupportedConfig, check_engine_config
+from routed_experts.capture.engine import scheduler, worker
+from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.message import PROMPT_START_ARG, Unpacker
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError
@@ -72,17 +72,6 @@ def imports(tree: ast.Module) -> set[str]:
 
 def imports_of(tree: ast.Module, package: str) -> set[str]:
     return {name for name in imports(tree) if name == package or name.startswith(package + ".")}
-
-
-def replacements() -> list[Any]:
-    """What all modules of ours say that they replace."""
-    found: list[Any] = []
-    for path, _ in sources():
-        if path.startswith(("server/", "capture/")) and path not in ("server/cli.py", "server/__init__.py"):
-            module = importlib.import_module(module_name(path))
-            here = vars(module).get("REPLACED", ())
-            found += [entry for entry in here if entry not in found]
-    return found
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -164,22 +153,6 @@ assert "vllm" not in sys.modules
 
 
 # ---- what is replaced ----
-
-
-def test_everything_replaced_exists() -> None:
-    found = replacements()
-    for entry in found:
-        assert hasattr(entry.owner, entry.attribute), entry
-        assert entry.owner.__module__.startswith("vllm."), entry
-        assert entry.why.endswith("."), entry
-        assert entry.until.endswith("."), entry
-
-
-def test_nothing_is_replaced_by_importing() -> None:
-    """Installing is an explicit call, and on instances only: vLLM's classes stay as they are."""
-    for entry in replacements():
-        if entry.attribute != "__class__":
-            assert inspect.unwrap(getattr(entry.owner, entry.attribute)).__module__.startswith("vllm."), entry
 
 
 def test_the_output_handler_looks_up_what_is_replaced_at_each_call() -> None:
@@ -419,109 +392,6 @@ def test_routers_capture_logical_ids() -> None:
     assert source.index("self.capture_fn(topk_ids)") < source.index("topk_ids = self._apply_eplb_mapping(topk_ids)")
 
 
-# ---- what is refused ----
-
-
-def supported() -> SimpleNamespace:
-    """The parts of a configuration that the refusals look at, as they are for a model that is served."""
-    return SimpleNamespace(
-        model_config=SimpleNamespace(
-            is_moe=True, is_encoder_decoder=False, runner_type="generate", enable_sleep_mode=False
-        ),
-        ec_transfer_config=None,
-        aux_output_config=SimpleNamespace(enabled=False),
-        diffusion_config=None,
-        kv_transfer_config=None,
-        parallel_config=SimpleNamespace(
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-            pipeline_parallel_size=1,
-            data_parallel_size=1,
-            use_sequence_parallel_moe=False,
-            use_ubatching=False,
-            enable_elastic_ep=False,
-        ),
-        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False),
-    )
-
-
-REFUSED: dict[str, list[tuple[str, Any]]] = {
-    "dense model": [("model_config.is_moe", False)],
-    "vLLM's own capture": [("aux_output_config.enabled", True)],
-    "encoder-decoder or pooling model": [
-        ("model_config.is_encoder_decoder", True),
-        ("model_config.runner_type", "pooling"),
-    ],
-    "diffusion model": [("diffusion_config", SimpleNamespace())],
-    "KV connector": [("kv_transfer_config", SimpleNamespace())],
-    "sleep mode": [("model_config.enable_sleep_mode", True)],
-    "encoder-only instance": [("ec_transfer_config", SimpleNamespace(is_ec_producer=True))],
-    "context parallelism": [
-        ("parallel_config.decode_context_parallel_size", 2),
-        ("parallel_config.prefill_context_parallel_size", 2),
-    ],
-    "sequence-parallel MoE": [("parallel_config.use_sequence_parallel_moe", True)],
-    "dual-batch overlap": [("parallel_config.use_ubatching", True)],
-    "elastic expert parallelism": [("parallel_config.enable_elastic_ep", True)],
-    "KV-sharing fast prefill": [("cache_config.kv_sharing_fast_prefill", True)],
-}
-
-
-def test_a_supported_configuration() -> None:
-    check_engine_config(supported())
-
-
-def test_every_refusal_is_tried() -> None:
-    assert sorted(REFUSED) == sorted(refusal.name for refusal in REFUSALS)
-
-
-@pytest.mark.parametrize(("name", "path", "value"), [(n, *case) for n, cases in REFUSED.items() for case in cases])
-def test_refusals(name: str, path: str, value: Any) -> None:
-    refused = supported()
-    *owners, attribute = path.split(".")
-    owner = refused
-    for part in owners:
-        owner = getattr(owner, part)
-    setattr(owner, attribute, value)
-    with pytest.raises(UnsupportedConfig) as raised:
-        check_engine_config(refused)
-    message = str(raised.value)
-    assert message == next(refusal.message for refusal in REFUSALS if refusal.name == name)
-    assert re.search(r"\b(add|remove|set|choose|use)\b.* --[a-z]", message), f"does not say what to change: {message}"
-
-
-def test_refusals_look_at_fields_that_exist() -> None:
-    for cls, names in {
-        VllmConfig: [
-            *("model_config", "aux_output_config", "diffusion_config", "kv_transfer_config", "ec_transfer_config"),
-            *("parallel_config", "cache_config"),
-        ],
-        ParallelConfig: list(vars(supported().parallel_config)),
-        CacheConfig: ["kv_sharing_fast_prefill"],
-    }.items():
-        for name in names:
-            assert name in cls.__dataclass_fields__ or hasattr(cls, name), f"{cls.__name__}.{name}"
-    for name in ("is_moe", "is_encoder_decoder"):
-        assert isinstance(inspect.getattr_static(ModelConfig, name), property) or hasattr(ModelConfig, name)
-    assert assigned(ModelConfig, "runner_type")
-
-
-def test_flags_that_refusals_name_exist() -> None:
-    known = flags_of_serve()
-    for refusal in REFUSALS:
-        for flag in re.findall(r"--[a-z0-9-]+[a-z0-9]", refusal.message):
-            assert flag in known, f"{refusal.name}: {flag}"
-
-
-def flags_of_serve() -> set[str]:
-    """Every option of vLLM's `serve`."""
-    from vllm.entrypoints.cli.serve import ServeSubcommand
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers(dest="subparser"))
-    return {option for action in parser._actions for option in action.option_strings}
-
-
 # ---- the connector on real configurations and requests ----
 
 
@@ -532,14 +402,6 @@ def kv_cache_config(*specs: Any) -> KVCacheConfig:
 
 FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
 SLIDING = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16)
-
-
-def test_the_group_that_keeps_every_token() -> None:
-    """Hybrid models: not group 0 because it is the first (vLLM issue 35744)."""
-    assert config.full_attention_group(kv_cache_config(FULL)) == 0
-    assert config.full_attention_group(kv_cache_config(SLIDING, FULL)) == 1
-    with pytest.raises(UnsupportedConfig, match="no full-attention layers"):
-        config.full_attention_group(kv_cache_config(SLIDING))
 
 
 def request_with(extra_args: dict[str, Any] | None) -> Request:

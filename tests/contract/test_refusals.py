@@ -1,0 +1,208 @@
+"""What is refused, on configurations that vLLM itself makes of the tiny model's `config.json`."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm.config.vllm
+from vllm.config import ECTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.models.deepseek_v41.decoder_replay_layers import DecoderReplayLayers
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
+
+from routed_experts.capture.engine.binding import find_moe_layers
+from routed_experts.capture.engine.config import (
+    BOUNDED_REPLAY,
+    REFUSALS,
+    UnsupportedConfig,
+    check_engine_config,
+    full_attention_group,
+)
+
+DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_local_experts": None}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+EXPERT_PARALLEL = {"enable_expert_parallel": True, "data_parallel_size": 2}
+MICROBATCHES = {**EXPERT_PARALLEL, "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("dense model", {"config_json": DENSE}),
+    ("vLLM's own capture", {"enable_return_routed_experts": True}),
+    ("encoder-decoder or pooling model", {"runner": "pooling"}),  # vLLM has no encoder-decoder model with experts
+    ("diffusion model", {"diffusion_config": {"canvas_length": 32}}),
+    ("KV connector", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
+    ("KV connector", {"kv_offloading_size": 1}),
+    ("sleep mode", {"enable_sleep_mode": True}),
+    ("context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}),
+    ("context parallelism", {"prefill_context_parallel_size": 2}),
+    ("sequence-parallel MoE", {**EXPERT_PARALLEL, "tensor_parallel_size": 2}),
+    ("dual-batch overlap", MICROBATCHES),
+    ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}),
+]
+
+# What vLLM does not make on the CPU build, whatever is asked for: set on a configuration that it made.
+SET_AFTERWARDS: list[tuple[str, dict[str, Any], str, Any]] = [
+    # Needs full CUDA graphs.
+    (
+        "adaptive draft verification",
+        {"speculative_config": NGRAM},
+        "speculative_config.enable_adaptive_verification",
+        True,
+    ),
+    # Needs expert load balancing, which needs CUDA.
+    ("elastic expert parallelism", EXPERT_PARALLEL, "parallel_config.enable_elastic_ep", True),
+    # Needs a multimodal model, whose class does not load there.
+    (
+        "encoder-only instance",
+        {},
+        "ec_transfer_config",
+        ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer"),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights."""
+    made = tmp_path_factory.mktemp("config")
+    (made / "config.json").write_text((tiny_model / "config.json").read_text())
+    return made
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM makes configurations of Model Runner V2, and with sleep mode, here too if it is told that it can."""
+    monkeypatch.setattr(vllm.config.vllm, "HAS_TRITON", True)
+    monkeypatch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
+
+
+def configuration(folder: Path, config_json: dict[str, Any] | None = None, **arguments: Any) -> VllmConfig:
+    """What vLLM makes of these arguments, with these changes to the model's `config.json` (None: no such key)."""
+    if config_json:
+        config = {**json.loads((folder / "config.json").read_text()), **config_json}
+        folder = folder.parent / "overridden"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(
+            json.dumps({key: value for key, value in config.items() if value is not None})
+        )
+    args = EngineArgs(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        kv_cache_memory_bytes=8 << 20,
+        **arguments,
+    )
+    return args.create_engine_config()
+
+
+def assert_refused(config: VllmConfig, name: str) -> None:
+    with pytest.raises(UnsupportedConfig) as refused:
+        check_engine_config(config)
+    assert str(refused.value) == next(refusal.message for refusal in REFUSALS if refusal.name == name)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 2},
+        {"enable_prefix_caching": False},
+        {"speculative_config": NGRAM},
+        {**EXPERT_PARALLEL, "all2all_backend": "flashinfer_nvlink_two_sided"},
+    ],
+)
+def test_what_is_not_refused(folder: Path, arguments: dict[str, Any]) -> None:
+    check_engine_config(configuration(folder, **arguments))
+
+
+@pytest.mark.parametrize(("name", "arguments"), REFUSED)
+def test_refusals(folder: Path, name: str, arguments: dict[str, Any]) -> None:
+    assert_refused(configuration(folder, **arguments), name)
+
+
+@pytest.mark.parametrize(("name", "arguments", "path", "value"), SET_AFTERWARDS)
+def test_refusals_of_what_needs_a_gpu(
+    folder: Path, name: str, arguments: dict[str, Any], path: str, value: Any
+) -> None:
+    config = configuration(folder, **arguments)
+    check_engine_config(config)
+    *owners, attribute = path.split(".")
+    owner: Any = config
+    for part in owners:
+        owner = getattr(owner, part)
+    assert hasattr(owner, attribute)
+    setattr(owner, attribute, value)
+    assert_refused(config, name)
+
+
+def test_every_refusal_is_tried() -> None:
+    assert {refusal.name for refusal in REFUSALS} == {case[0] for case in (*REFUSED, *SET_AFTERWARDS)}
+
+
+def test_refusals_say_what_to_change() -> None:
+    parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers(dest="subparser"))
+    known = {option for action in parser._actions for option in action.option_strings}
+    for message in (BOUNDED_REPLAY, *(refusal.message for refusal in REFUSALS)):
+        assert re.search(r"\b(add|remove|set|choose)\b.* --[a-z]", message), message
+        for flag in re.findall(r"--[a-z0-9-]+[a-z0-9]", message):
+            assert flag in known, f"{flag}: {message}"
+
+
+# ---- what only the model, or its KV cache, shows ----
+
+
+def kv_cache_config(*specs: KVCacheSpec) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
+SLIDING = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16)
+
+
+def test_the_group_that_keeps_every_token() -> None:
+    """Hybrid models: not group 0 because it is the first (vLLM issue 35744)."""
+    assert full_attention_group(kv_cache_config(FULL)) == 0
+    assert full_attention_group(kv_cache_config(SLIDING, FULL)) == 1
+    with pytest.raises(UnsupportedConfig, match="no full-attention layers"):
+        full_attention_group(kv_cache_config(SLIDING))
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_tokens_of_a_prefix_hit_that_run_again(replays: bool) -> None:
+    """DeepSeek-V4.1: as their windows are not kept, what they are routed to then is not what it was the first time."""
+    window = SlidingWindowMLASpec(
+        block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16, bounded_replay=replays
+    )
+    config = kv_cache_config(FULL, window)
+    if not replays:
+        assert full_attention_group(config) == 0
+        return
+    with pytest.raises(UnsupportedConfig, match="--no-swa-bounded-replay"):
+        full_attention_group(config)
+
+
+def test_layers_that_run_on_a_window_of_the_prompt() -> None:
+    """DeepSeek-V4.1 decides so when it is made; it needs a GPU, so that only what it says so with is vLLM's here."""
+    model = torch.nn.Module()
+    model.decoder_replay_layers = None
+    assert find_moe_layers(model).runners == ()
+    model.decoder_replay_layers = DecoderReplayLayers(16, lambda *_: (), lambda *_: None, set(), "")
+    with pytest.raises(UnsupportedConfig, match="--no-swa-bounded-replay"):
+        find_moe_layers(model)
