@@ -46,7 +46,8 @@ class Answer:
     """One answer as the client saw it.
 
     Attributes:
-        first, last: when its first and its last byte came.
+        first: when its first event came, or, if it was not streamed, its first byte.
+        last: when its last byte came.
         tokens: for each choice, when each token came; empty if it was not streamed.
         size: bytes received, headers included.
         rows: rows received, all choices and the prompt together.
@@ -85,7 +86,9 @@ def _read(answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routi
     rows = _Rows(expected, routing)
     if b"text/event-stream" in head.lower():
         answer.tokens = [[] for _ in range(expected.choices)]
-        for when, event in _events(raw, len(head) + 4, arrivals):
+        events = _events(raw, len(head) + 4, arrivals)
+        answer.first = events[0][0] if events else answer.last  # the head comes long before
+        for when, event in events:
             rows.add(event)
             for choice in event["choices"]:
                 tokens, rest = divmod(len(choice["text"]), token_chars)

@@ -72,7 +72,7 @@ def test_streamed_rows_and_times(form: str) -> None:
     assert answer.fault == ""
     assert answer.rows == P + G - 1
     assert answer.tokens == [[1.0, 2.0, 3.0]]  # the head came at 0
-    assert (answer.first, answer.last) == (0.0, 5.0)
+    assert (answer.first, answer.last) == (1.0, 5.0)
     assert answer.size == sum(map(len, streamed(chunks(form))))
 
 
