@@ -88,8 +88,8 @@ def tiny_model_dir() -> Path:
 
 
 def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
-    """Serves the tiny model from `directory`, which is made if it is not there."""
-    if not (directory / "config.json").exists():
+    """Serves the tiny model from `directory`, which is made if it, or a part of it, is not there."""
+    if not all((directory / name).exists() for name in ("config.json", "model.safetensors", "tokenizer.json")):
         from routed_experts.server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
 
         make_tiny_model(directory)

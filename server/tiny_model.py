@@ -5,6 +5,7 @@ is as real as any, and it needs neither a download nor a GPU.
 """
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -42,7 +43,11 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
-    """Writes the model and its tokenizer to `directory`, a few MB in float32, in a few seconds."""
+    """Writes the model and its tokenizer to `directory`, a few MB in float32, in a few seconds.
+
+    Files appear there whole, `config.json` last, so that a folder with one has the rest. Two processes at once write
+    the same bytes.
+    """
     tokenizer = make_tokenizer()
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),
@@ -73,12 +78,13 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
                 std = 1.0 if name.endswith("mlp.gate.weight") else 0.08
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         _prefer_printable(model, tokenizer, generator)
+    generation = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(
-        directory
-    )
+    with TemporaryDirectory(prefix=".unfinished-", dir=directory) as unfinished:
+        for part in (model, tokenizer, generation):
+            part.save_pretrained(unfinished)
+        for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(directory / file.name)
 
 
 def _prefer_printable(

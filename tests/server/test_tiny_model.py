@@ -1,0 +1,69 @@
+"""Writing the tiny model: all of it or nothing, whatever happens on the way."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from routed_experts.server import launch
+from routed_experts.server.tiny_model import make_tiny_model
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def use(directory: Path) -> None:
+    launch.use_tiny_model(
+        argparse.Namespace(served_model_name=None, dtype="auto", kv_cache_memory_bytes=None, enforce_eager=False),
+        directory,
+    )
+
+
+@pytest.mark.parametrize("part", [PreTrainedTokenizerFast, GenerationConfig])
+def test_an_interrupted_start_is_repaired_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path, part: type
+) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    directory = tmp_path / "cache" / "tiny"
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(part, "save_pretrained", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            use(directory)
+    use(directory)
+    assert contents(directory) == contents(tiny_model)
+
+
+@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_part_that_is_missing_is_made(tiny_model: Path, tmp_path: Path, missing: str) -> None:
+    for name, content in contents(tiny_model).items():
+        if name != missing:
+            (tmp_path / name).write_bytes(content)
+    use(tmp_path)
+    assert contents(tmp_path) == contents(tiny_model)
+
+
+def test_what_is_there_is_not_made_again(tiny_model: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()}
+    use(tiny_model)
+    assert {path.name: path.stat().st_mtime_ns for path in tiny_model.iterdir()} == before
+
+
+def test_two_starts_at_once(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -> None:
+    """The other one runs from beginning to end while this one puts its files in their places."""
+    replace = Path.replace
+    others: list[dict[str, bytes]] = []
+
+    def replace_after_another_start(file: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        make_tiny_model(tmp_path)
+        others.append({path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()})
+        return replace(file, target)
+
+    monkeypatch.setattr(Path, "replace", replace_after_another_start)
+    make_tiny_model(tmp_path)
+    assert others == [contents(tiny_model)]
+    assert contents(tmp_path) == contents(tiny_model)
