@@ -7,6 +7,7 @@ is slow, and the API process's CPU time per token is the figure.
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -48,13 +49,18 @@ class Case:
     gap: float = 0.02
     others: int = 300
 
+    @property
+    def slots(self) -> int:
+        """Tokens of KV cache that it takes to serve all of its requests at once."""
+        return self.streams * (self.prompt_len + self.choices * self.new_tokens) + self.long
+
 
 GPU_CASES = [
     Case("1", 1, 128, 256),
     Case("64", 64, 128, 256),
     Case("256", 256, 128, 256),
     Case("1024", 1024, 128, 256),
-    Case("1024-short", 1024, 32, 64),
+    Case("1024-short", 1024, 32, 64),  # as much as fits beside another server
     Case("256-mixed", 256, 128, 256, mixed=True),
     Case("n8", 8, 8192, 256, choices=8),
     Case("long", 64, 128, 384, long=32768),
@@ -100,7 +106,9 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     return [lines for lines in (ours, peer if "vllm" in variants else []) if lines]
 
 
-def requests_of(case: Case, line: Line, seed: int, vocab: int, form: str, dtype: str) -> list[Request]:
+def requests_of(
+    case: Case, line: Line, seed: int, vocab: int, form: str, dtype: str, msgpack: bool = False
+) -> list[Request]:
     """The requests of one run; the same seed gives the same lengths, and prompts that no other seed gives."""
     rng, lengths = random.Random(seed), random.Random(1)
 
@@ -109,7 +117,9 @@ def requests_of(case: Case, line: Line, seed: int, vocab: int, form: str, dtype:
     ) -> Request:
         prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
         expected = Expected(prompt_len, tokens, choices, line.rows, form, dtype)
-        return Request(at, role, prompt, line.stream if stream is None else stream, expected, apart=role == "long")
+        streamed = line.stream if stream is None else stream
+        binary = msgpack and line.rows == "split" and not streamed
+        return Request(at, role, prompt, streamed, expected, apart=role == "long", msgpack=binary)
 
     g = case.new_tokens
     sizes = [lengths.randint(g // 2, g + g // 2) if case.mixed else g for _ in range(case.streams)]
@@ -170,12 +180,19 @@ class Bench:
         self._out.mkdir(parents=True, exist_ok=True)
         self._config = {**(QWEN3_30B_A3B if args.device == "cuda" else TINY), "num_hidden_layers": args.layers}
         self._routing = Routing(args.layers, self._config["num_experts_per_tok"], self._config["num_experts"])
-        self._model = self._out / "model"
+        self._model = Path(tempfile.mkdtemp()) / "model"
         self._servers: dict[str, Server] = {}
         self._clients = Clients(args.clients)
         self._runs: list[Run] = []
         self._seed = 0
         self._about = commit_and_device(args.device)
+
+    @property
+    def slots(self) -> int:
+        """How many tokens the KV cache of a server holds."""
+        c = self._config
+        width = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
+        return int(self._args.kv_cache_bytes // (width * (2 if c["torch_dtype"] == "bfloat16" else 4)))
 
     def run(self, cases: list[Case]) -> list[Run]:
         """All runs of all lines; the table and the raw results are written as they come."""
@@ -205,7 +222,8 @@ class Bench:
         for variant in started:
             gpu = len(self._servers) % self._args.gpus if self._args.gpus > 1 else None
             log = self._out / f"{variant}.log"
-            self._servers[variant] = start(variant, self._model, flags, log, self._args.api_servers, gpu)
+            which = "plain" if variant == "off" and self._args.plain else variant
+            self._servers[variant] = start(which, self._model, flags, log, self._args.api_servers, gpu)
         for variant in started:
             self._servers[variant].wait_until_healthy()
             print(f"{variant} serves", file=sys.stderr, flush=True)
@@ -214,8 +232,9 @@ class Bench:
         """Every line of a case in turns, after a warm-up."""
         if self._late():
             return
-        for line in {line.server: line for line in lines}.values():
-            self._once(case if case.long else replace(case, new_tokens=8), line)
+        short = replace(case, new_tokens=8, others=min(case.others, 10), long_at=0.1)
+        for line in {(line.server, line.stream): line for line in lines}.values():
+            self._once(short, line)
         for repeat in range(self._args.repeats):
             for line in lines if repeat % 2 == 0 else lines[::-1]:
                 if self._late():
@@ -223,7 +242,8 @@ class Bench:
                 run = self._once(case, line)
                 about = {"case": case.name, "variant": line.variant, "baseline": line.baseline, "repeat": repeat}
                 mode = "streamed" if line.stream else "unstreamed"
-                form = f"{self._args.form} {self._args.dtype}" if line.rows == "split" else None
+                binary = " MessagePack" if self._args.msgpack and not line.stream else ""
+                form = f"{self._args.form} {self._args.dtype}{binary}" if line.rows == "split" else None
                 about |= {"mode": mode, "form": form, "api_servers": self._args.api_servers}
                 self._runs.append({**about, **run, **self._about})
                 with (self._out / "results.jsonl").open("a") as file:
@@ -234,7 +254,8 @@ class Bench:
     def _once(self, case: Case, line: Line) -> dict[str, Any]:
         self._seed += 1
         args = self._args
-        requests = requests_of(case, line, self._seed, self._config["vocab_size"], args.form, args.dtype)
+        vocab = self._config["vocab_size"]
+        requests = requests_of(case, line, self._seed, vocab, args.form, args.dtype, args.msgpack)
         load = self._clients.run(self._servers[line.server], requests, self._routing, TOKEN_CHARS)
         run = figures(load, line.stream)
         for fault in run["faults"][:3]:
@@ -247,6 +268,7 @@ class Bench:
 
 def main() -> None:
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the servers end too
     if args.table:
         runs = [json.loads(line) for path in args.table for line in path.read_text().splitlines()]
         print(table(runs))
@@ -255,7 +277,12 @@ def main() -> None:
     unknown = set(args.cases) - set(every)
     if unknown:
         raise SystemExit(f"no such case: {sorted(unknown)}; there are {sorted(every)}")
-    runs = Bench(args).run([every[name] for name in args.cases or every])
+    bench = Bench(args)
+    for name in every:
+        if every[name].slots > bench.slots and name in args.cases:
+            print(f"{name} does not fit the KV cache at once: see --kv-cache-bytes and --gpus", file=sys.stderr)
+    fitting = [name for name in every if every[name].slots <= bench.slots]
+    runs = bench.run([every[name] for name in args.cases or fitting])
     print(table(runs))
     if any(run["faults"] for run in runs):
         raise SystemExit("answers were not what they must be: see the column of faults")
@@ -264,11 +291,13 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help="all by default")
+    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help="by default all whose KV cache fits")
     parser.add_argument("--variants", nargs="+", default=["off", "captured", "returned"])
     parser.add_argument("--modes", nargs="+", default=["streamed", "unstreamed"])
     parser.add_argument("--form", default="object", help="routed_experts_format")
     parser.add_argument("--dtype", default="int16", help="routed_experts_dtype")
+    parser.add_argument("--msgpack", action="store_true", help="take unstreamed answers with routing as MessagePack")
+    parser.add_argument("--plain", action="store_true", help="off is vLLM's own command, with nothing of this package")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--api-servers", type=int, default=1, help="processes that answer HTTP, for each server")
     parser.add_argument("--clients", type=int, default=None, help="client processes: 4, on a CPU 2")

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 from numpy.typing import NDArray
@@ -97,7 +98,8 @@ def _read(answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routi
                 answer.tokens[choice["index"]] += [when] * tokens
         counts = [len(times) for times in answer.tokens]
     else:
-        body = orjson.loads(raw[len(head) + 4 :])
+        binary = b"content-type: application/msgpack" in head.lower()
+        body = (msgspec.msgpack.decode if binary else orjson.loads)(raw[len(head) + 4 :])
         rows.add(body)
         counts = [len(choice["text"]) // token_chars for choice in body["choices"]]
     if counts != [expected.new_tokens] * expected.choices:
@@ -179,15 +181,20 @@ class _Rows:
         shape = (-1, self._routing.layers, self._routing.top_k)
         ids: NDArray[Any]
         if isinstance(array, dict):
-            ids = np.frombuffer(base64.b64decode(array["data"]), array["dtype"]).reshape(array["shape"])
+            ids = np.frombuffer(_bytes(array["data"]), array["dtype"]).reshape(array["shape"])
             if array["start"] != start or array["missing"]:
                 raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
         elif isinstance(array, list):
             ids = np.array(array, dtype=np.int64).reshape(shape)
         elif self._expected.form == "npy":
-            ids = np.load(io.BytesIO(base64.b64decode(array)))
+            ids = np.load(io.BytesIO(_bytes(array)))
         else:
-            ids = np.frombuffer(base64.b64decode(array), self._expected.dtype).reshape(shape)
+            ids = np.frombuffer(_bytes(array), self._expected.dtype).reshape(shape)
         if ids.shape[1:] != shape[1:] or (ids.size and not 0 <= ids.min() <= ids.max() < self._routing.num_experts):
             raise Fault(f"no expert ids of {shape[1:]}: {ids.shape}")
         return len(ids)
+
+
+def _bytes(data: str | bytes) -> bytes:
+    """Base64 text, or what MessagePack brings as it is."""
+    return data if isinstance(data, bytes) else base64.b64decode(data)

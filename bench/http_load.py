@@ -30,6 +30,7 @@ class Request:
         at: when to send it, in seconds after the run's start.
         role: "stream", "long" or "other": whom the figures are about.
         apart: its client process serves no "stream", whose times its answer's size could disturb.
+        msgpack: ask for the answer in MessagePack.
     """
 
     at: float
@@ -38,6 +39,7 @@ class Request:
     stream: bool
     expected: Expected
     apart: bool = False
+    msgpack: bool = False
 
     def encoded(self) -> bytes:
         """The request as it goes over the wire. The server closes the connection when the answer is complete."""
@@ -57,6 +59,7 @@ class Request:
         content = orjson.dumps(body)
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            f"Accept: application/{'msgpack' if self.msgpack else 'json'}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content

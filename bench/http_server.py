@@ -73,7 +73,9 @@ class Server:
 
 
 def start(variant: str, model: Path, flags: list[str], log: Path, api_servers: int, gpu: int | None) -> Server:
-    """Starts the server of a variant (`off`, `ours` or `vllm`) without waiting for it; all else is equal between them.
+    """Starts the server of a variant without waiting for it; all else is equal between them.
+
+    `ours` captures, `off` does not, `plain` is vLLM's own command and `vllm` that with vLLM's own capture.
 
     `gpu` is the only one that it sees; None leaves the choice to the environment.
     """
@@ -83,10 +85,10 @@ def start(variant: str, model: Path, flags: list[str], log: Path, api_servers: i
     command = [sys.executable, "-m", "routed_experts.server.cli", "serve", str(model)]
     if variant == "off":
         flags = [*flags, "--no-enable-return-routed-experts"]
-    elif variant == "vllm":
+    elif variant in ("plain", "vllm"):
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-        flags = [*flags, "--enable-return-routed-experts"]
+        flags = [*flags, "--enable-return-routed-experts"] if variant == "vllm" else flags
     port = _free_port()
     command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     if api_servers > 1:

@@ -4,6 +4,7 @@ import base64
 import io
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
@@ -115,6 +116,17 @@ def test_unstreamed_choices() -> None:
     assert answer.fault == ""
     assert answer.rows == P + 2 * (G - 1)
     assert answer.tokens == []
+
+
+def test_messagepack() -> None:
+    arrays = [in_object(ids(n), start) for n, start in ((P, 0), (G - 1, P))]
+    prompt, rows = [{**array, "data": base64.b64decode(array["data"])} for array in arrays]
+    body = {"choices": [{"index": 0, "text": "".join(WORDS), "routed_experts": rows}], "prompt_routed_experts": prompt}
+    content = msgspec.msgpack.encode(body)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/msgpack\r\n\r\n"
+    answer = read(arriving([head, content]), Expected(P, G, 1, "split"), ROUTING, 5)
+    assert answer.fault == ""
+    assert answer.rows == P + G - 1
 
 
 def test_vllms_own_form() -> None:

@@ -55,6 +55,13 @@ def test_every_case_sends_what_it_says() -> None:
             assert sum(request.apart for request in requests) == (case.long > 0)
 
 
+def test_messagepack_is_asked_for_where_there_is_routing_and_no_stream() -> None:
+    for line in lines_of(ALL, ["streamed", "unstreamed"])[0]:
+        (request,) = requests_of(Case("one", 1, 4, 4), line, 1, 100, "object", "int16", msgpack=True)
+        wanted = line.rows == "split" and not line.stream
+        assert (b"Accept: application/msgpack\r\n" in request.encoded()) == wanted
+
+
 def test_runs_compare_the_same_lengths_and_share_no_prompt() -> None:
     case = Case("mixed", 8, 16, 20, mixed=True)
     off, captured, *_ = lines_of(ALL, ["streamed"])[0]
