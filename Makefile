@@ -6,18 +6,21 @@ DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 # Further options of pip, for example an index that has PyTorch's CPU build.
 PIP_OPTIONS ?=
 PORT ?= 8000
+# The version that test-next takes: the newest, if empty.
+VLLM ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_OPTIONS)
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test check format spec bench bench-gpu bench-http clean
+.PHONY: help setup serve test test-next check format spec bench bench-gpu bench-http clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve      serve the tiny model on port $(PORT) (ARGS=... for MODEL and flags of vllm serve)"
 	@echo "make test       run the tests"
+	@echo "make test-next  run the tests that need no engine on the newest vLLM for CUDA (or VLLM=0.33.0)"
 	@echo "make check      formatting, lint, types, API description"
 	@echo "make format     put the code into its form"
 	@echo "make bench      what the capture costs, on this machine"
@@ -49,6 +52,9 @@ serve: setup
 test: setup
 	@echo "Running the tests; the ones with a real engine take several minutes."
 	$(BIN)/python -m pytest tests $(ARGS)
+
+test-next: setup
+	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check $(CODE)

@@ -10,7 +10,8 @@ usage: routed-experts serve [MODEL] [any flag of vllm serve]
 serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
             Without MODEL it serves a tiny model that it makes on the spot.
             --no-enable-return-routed-experts serves without the capture.
-            --help=all lists every flag.
+            --allow-untested-vllm also runs on a vLLM that has not been tested on a GPU yet.
+            --help=all lists every flag of vLLM's.
 tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
 """
 

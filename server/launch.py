@@ -8,15 +8,25 @@ from pathlib import Path
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
+from routed_experts.capture.engine.config import (
+    ALLOW_UNTESTED_FLAG,
+    ALLOW_UNTESTED_VARIABLE,
+    UnsupportedConfig,
+    check_engine_config,
+    check_vllm_version,
+)
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
+
+try:
+    from vllm.entrypoints.common.startup import cli_env_setup
+except ImportError:  # vLLM 0.32: has it here
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 TINY_MODEL_NAME = "tiny-moe"
 _TINY_KV_CACHE_BYTES = 64 << 20
@@ -42,7 +52,7 @@ def serve(argv: list[str]) -> None:
     Raises:
         CommandError: the arguments or the installation do not allow it.
     """
-    args = parse(argv)
+    args = parse(take_version_flag(argv))
     if args.model_tag is None:
         use_tiny_model(args, tiny_model_dir())
     capture = take_capture_flag(args)
@@ -72,6 +82,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
         args.model = args.model_tag
     configure_logging_from_args(args)
     return args
+
+
+def take_version_flag(argv: list[str]) -> list[str]:
+    """`argv` without the flag that allows an untested vLLM, which vLLM's parser does not know.
+
+    Where it is given, all processes of the engine learn of it through their environment.
+    """
+    rest = [argument for argument in argv if argument != ALLOW_UNTESTED_FLAG]
+    if len(rest) < len(argv):
+        os.environ[ALLOW_UNTESTED_VARIABLE] = "1"
+        others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")  # to Ray's workers, which inherit nothing
+        names = filter(None, [others, ALLOW_UNTESTED_VARIABLE])
+        os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(names)
+    return rest
 
 
 def take_capture_flag(args: argparse.Namespace) -> bool:

@@ -157,7 +157,7 @@ def test_every_refusal_is_tried() -> None:
 
 def test_refusals_say_what_to_change() -> None:
     parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers(dest="subparser"))
-    known = {option for action in parser._actions for option in action.option_strings}
+    known = set(parser._option_string_actions)  # hidden ones too
     for message in (BOUNDED_REPLAY, *(refusal.message for refusal in REFUSALS)):
         assert re.search(r"\b(add|remove|set|choose)\b.* --[a-z]", message), message
         for flag in re.findall(r"--[a-z0-9-]+[a-z0-9]", message):

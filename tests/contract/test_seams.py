@@ -215,6 +215,16 @@ def test_overridden_methods_are_vllms_and_take_its_arguments(cls: type, base: ty
         assert takes_all or len(named) == len(theirs), f"{base.__name__}.{name} has arguments that ours does not take"
 
 
+def test_nothing_abstract_is_left_in_our_classes() -> None:
+    """Else vLLM's process ends where it first makes one."""
+    from routed_experts.capture.engine import v1, v2
+
+    found = [cls for module in (scheduler, v1, v2, worker) for cls in vars(module).values()]
+    ours = [cls for cls in found if inspect.isclass(cls) and cls.__module__.startswith("routed_experts.")]
+    assert v1.OutputWithRows in ours
+    assert [cls for cls in ours if inspect.isabstract(cls)] == []
+
+
 @pytest.mark.parametrize(
     ("caller", "names"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from routed_experts.capture import SCHEDULER, WORKERS
+from routed_experts.capture.engine import config
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME, cli, launch
 from routed_experts.server.launch import CommandError
 
@@ -165,11 +166,30 @@ def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], capture:
 
 
 def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    import vllm
-
-    monkeypatch.setattr(vllm, "__version__", "0.33.1")
-    with pytest.raises(CommandError, match=r"supports vLLM 0\.32\.0, but vLLM 0\.33\.1 is installed: install"):
+    monkeypatch.setattr(config.vllm, "__version__", "0.1.0")
+    with pytest.raises(CommandError, match=r"but vLLM 0\.1\.0 is installed: install"):
         filled_in()
+
+
+@pytest.mark.parametrize("others", [None, "MINE"])
+def test_an_untested_vllm_is_allowed_in_all_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plugins: list[EntryPoint], others: str | None
+) -> None:
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setenv(config.ALLOW_UNTESTED_VARIABLE, "0")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others or "")
+    if others is None:
+        monkeypatch.delenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
+    monkeypatch.setattr(config, "UNTESTED_VLLM", ("9.9.9",))
+    monkeypatch.setattr(config.vllm, "__version__", "9.9.9")
+    code, _, err = run(capsys, "serve", "model", "--worker-cls", "their.Class")
+    assert (code, "or add --allow-untested-vllm" in err) == (2, True)
+    assert config.ALLOW_UNTESTED_VARIABLE not in get_env_vars_to_copy()
+    code, _, err = run(capsys, "serve", "model", "--allow-untested-vllm", "--worker-cls", "their.Class")
+    assert (code, "--worker-cls their.Class takes the place" in err) == (2, True)
+    assert os.environ[config.ALLOW_UNTESTED_VARIABLE] == "1"
+    assert {config.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
 
 
 def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:
