@@ -1,7 +1,7 @@
 """The V2 runner on CUDA in the configurations that change how steps run: each server against the oracle.
 
-Run by hand on a machine with GPUs (`pytest tests/gpu -n 8` where pytest-xdist is installed); results are recorded in
-`docs/performance.md`.
+Run by hand on a machine with GPUs (with `-n 8` where pytest-xdist is installed). `tests/gpu_runs.py` says how; it keeps
+the results in `docs/gpu-runs.json`.
 """
 
 import asyncio
