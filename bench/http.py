@@ -116,8 +116,9 @@ def requests_of(
         role: str, at: float, prompt_len: int, tokens: int, choices: int = 1, stream: bool | None = None
     ) -> Request:
         prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
-        expected = Expected(prompt_len, tokens, choices, line.rows, form, dtype)
         streamed = line.stream if stream is None else stream
+        rows = "none" if line.rows == "joined" and streamed else line.rows  # vLLM's own capture does not stream
+        expected = Expected(prompt_len, tokens, choices, rows, form, dtype)
         binary = msgpack and line.rows == "split" and not streamed
         return Request(at, role, prompt, streamed, expected, apart=role == "long", msgpack=binary)
 
@@ -185,7 +186,7 @@ class Bench:
         self._clients = Clients(args.clients)
         self._runs: list[Run] = []
         self._seed = 0
-        self._about = commit_and_device(args.device)
+        self._about = commit_and_device(args.device, args.commit)
 
     @property
     def slots(self) -> int:
@@ -311,6 +312,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, default=None, help="folder for results.jsonl, table.md and the servers' logs"
     )
+    parser.add_argument("--commit", default=None, help="what is measured, where git does not say")
     parser.add_argument("--table", type=Path, nargs="+", help="only print the table of these results.jsonl")
     args = parser.parse_args()
     args.until = time.monotonic() + args.stop_after

@@ -1,6 +1,5 @@
 """The table of `bench.http`: medians of the repeats, beside those of the baseline that ran in the same turns."""
 
-import platform
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,18 +82,15 @@ def _digits(value: float | None) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
 
 
-def commit_and_device(device: str) -> dict[str, str]:
+def commit_and_device(device: str, commit: str | None) -> dict[str, str]:
     """What a figure must be quoted with."""
-    commit = _output("git", "describe", "--always", "--dirty") or "unknown"
+    commit = commit or _output("git", "describe", "--always", "--dirty") or "unknown"
     if device == "cuda":
-        name = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()[0]
+        devices = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     else:
-        cpus = [
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ]
-        name = f"{len(cpus)} x {cpus[0] if cpus else platform.processor()}"
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        devices = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or ["CPU"]
+    name = f"{len(devices)} x {devices[0]}"
     return {"commit": commit, "device": name, "date": datetime.now(UTC).date().isoformat()}
 
 

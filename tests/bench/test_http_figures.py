@@ -78,6 +78,17 @@ def test_vllms_own_takes_turns_with_an_off_of_its_own_unstreamed() -> None:
     assert lines_of(["vllm"], ["streamed"]) == [peer]
 
 
+def test_vllms_own_is_not_asked_for_rows_in_the_streams_beside_a_long_answer() -> None:
+    _, (_, peer) = lines_of(ALL, ["unstreamed"])
+    case = Case("long", 2, 4, 4, long=50, others=3)
+    requests = requests_of(case, peer, 1, 100, "object", "int16")
+    assert {(r.role, r.stream, r.expected.rows) for r in requests} == {
+        ("stream", True, "none"),
+        ("long", False, "joined"),
+        ("other", True, "none"),
+    }
+
+
 def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
     keys = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
     about = {"device": "here", "date": "today", "commit": "abc", "client_busy": 0.1, "form": None, "baseline": "off"}
