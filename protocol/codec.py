@@ -43,14 +43,16 @@ class CodecError(ValueError):
     """Rows cannot be put into, or read from, the form asked for."""
 
 
-def resolve_dtype(name: WireDtype, num_experts: int) -> str:
+def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
     """Name of the element type on the wire for a model of `num_experts` logical experts.
+
+    `vllm` is the type of vLLM's own capture: `uint8` up to 256 experts, else `uint16`.
 
     Raises:
         CodecError: the type is too narrow for the highest expert id.
     """
-    if name == "auto":
-        return "uint8" if num_experts <= 256 else "int16"
+    if name in ("auto", "vllm"):
+        return "uint8" if num_experts <= 256 else "int16" if name == "auto" else "uint16"
     if np.iinfo(_NUMPY_DTYPES[name]).max < num_experts - 1:
         raise CodecError(f"{name} cannot hold the ids of {num_experts} experts")
     return name

@@ -1,6 +1,7 @@
 """The request and response fields of the HTTP contract, as pydantic models."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
@@ -8,6 +9,13 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
 from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]
+VllmDtype = Literal["vllm"]
+"""As vLLM's own capture has it: `uint8` up to 256 experts, else `uint16`."""
+
+OPT_IN = "return_routed_experts"
+PROMPT_START = "routed_experts_prompt_start"
+HISTOGRAM = "routed_experts_histogram"
+_START_LEN = "routed_experts_start_len"
 
 
 class FieldError(ValueError):
@@ -52,67 +60,125 @@ class RoutingFields(BaseModel):
         description="`split`: prompt rows at the top level, generated rows in each choice. `joined`: both in one "
         "array in each choice.",
     )
+    routed_experts_histogram: StrictBool = Field(
+        default=False,
+        description="Return how often each expert of each layer was chosen, in place of the rows or beside them.",
+    )
 
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """A request's opt-in, checked.
+    """What a request wants of routing, checked.
 
     Attributes:
+        rows: whether it wants rows.
+        histogram: whether it wants histograms.
         prompt_start_param: which of its two names the client gave the prompt start.
+        said: names of the fields that the request, or the server's default for it, gave.
     """
 
+    rows: bool = True
+    histogram: bool = False
     prompt_start: int = 0
-    prompt_start_param: str = "routed_experts_prompt_start"
+    prompt_start_param: str = PROMPT_START
     format: Format = "object"
-    dtype: WireDtype = "int16"
+    dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
+    said: frozenset[str] = field(default=frozenset(), compare=False)
+
+    def with_vllms_forms(self) -> "RoutingOptions":
+        """The same, for an endpoint at which vLLM has a form of its own: it is given where none was asked for."""
+        if {"routed_experts_format", "routed_experts_layout"} & self.said:
+            return self
+        dtype = self.dtype if "routed_experts_dtype" in self.said else "vllm"
+        return replace(self, format="npy", layout="joined", dtype=dtype)
 
 
-_OPT_IN = "return_routed_experts"
-_OTHERS = tuple(name for name in RoutingFields.model_fields if name != _OPT_IN)
-
-
-def parse_options(body: dict[str, Any]) -> RoutingOptions | None:
+def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> RoutingOptions | None:
     """The routing options in the JSON object `body` of a request; None if it does not ask for routing.
+
+    Args:
+        defaults: values of fields that the request leaves out.
 
     Raises:
         FieldError: a wrong type or value, or a field without the opt-in. A gateway that strips the opt-in would
             otherwise lose the routing without a word.
     """
     given = {name: body[name] for name in RoutingFields.model_fields if name in body}
+    if defaults and given.get(OPT_IN) is not False:
+        filled = {**_left_out(defaults, given), **given}
+        if filled.get(OPT_IN) or filled.get(HISTOGRAM):  # a default form alone asks for nothing
+            given = filled
     if not given:
         return None
+    fields = _validated(given)
+    if not fields.return_routed_experts:
+        _check_needs(given, fields)
+        if not fields.routed_experts_histogram:
+            return None
+    start, param = _prompt_start(given, fields)
+    return RoutingOptions(
+        rows=fields.return_routed_experts,
+        histogram=fields.routed_experts_histogram,
+        prompt_start=start,
+        prompt_start_param=param,
+        format=fields.routed_experts_format,
+        dtype=fields.routed_experts_dtype,
+        layout=fields.routed_experts_layout,
+        said=frozenset(given),
+    )
+
+
+def check_defaults(defaults: object) -> dict[str, Any]:
+    """`defaults` for `parse_options`, from the command line.
+
+    Raises:
+        FieldError: a field that does not exist, or a value that no request could have.
+    """
+    if not isinstance(defaults, dict):
+        raise FieldError("", "the defaults must be a JSON object of routing fields")
+    for name in defaults:
+        if name not in RoutingFields.model_fields:
+            raise FieldError(name, f"{name} is not a routing field")
+    _validated(defaults)
+    parse_options({**defaults, OPT_IN: True})
+    return defaults
+
+
+def _left_out(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    starts = {PROMPT_START, _START_LEN}
+    return {name: value for name, value in defaults.items() if not (name in starts and starts & given.keys())}
+
+
+def _validated(given: dict[str, Any]) -> RoutingFields:
     for name, value in given.items():
         if value is None:
             raise FieldError(name, f"{name} must not be null; leave it out for its default")
     try:
-        fields = RoutingFields.model_validate(given)
+        return RoutingFields.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise FieldError(name, f"{name}: {first['msg']}") from None
-    if not fields.return_routed_experts:
-        for name in _OTHERS:
-            if name in given:
-                raise FieldError(name, f"{name} needs {_OPT_IN}: true in the same request")
-        return None
-    start = fields.routed_experts_prompt_start
-    if fields.routed_experts_start_len is not None:
-        if "routed_experts_prompt_start" in given and start != fields.routed_experts_start_len:
-            raise FieldError(
-                "routed_experts_start_len",
-                "routed_experts_start_len and routed_experts_prompt_start are two names for one value and differ",
-            )
-        start = fields.routed_experts_start_len
-    alias = fields.routed_experts_start_len is not None and "routed_experts_prompt_start" not in given
-    return RoutingOptions(
-        prompt_start=start,
-        prompt_start_param="routed_experts_start_len" if alias else "routed_experts_prompt_start",
-        format=fields.routed_experts_format,
-        dtype=fields.routed_experts_dtype,
-        layout=fields.routed_experts_layout,
-    )
+
+
+def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
+    """Without rows, their form means nothing; a histogram alone has a start only."""
+    alone = {HISTOGRAM, PROMPT_START, _START_LEN} if fields.routed_experts_histogram else {HISTOGRAM}
+    for name in RoutingFields.model_fields:
+        if name in given and name != OPT_IN and name not in alone:
+            raise FieldError(name, f"{name} needs {OPT_IN}: true in the same request")
+
+
+def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int, str]:
+    """The first prompt row to return, and the name that the client gave it."""
+    if fields.routed_experts_start_len is None:
+        return fields.routed_experts_prompt_start, PROMPT_START
+    if PROMPT_START not in given:
+        return fields.routed_experts_start_len, _START_LEN
+    if fields.routed_experts_prompt_start != fields.routed_experts_start_len:
+        raise FieldError(_START_LEN, f"{_START_LEN} and {PROMPT_START} are two names for one value and differ")
+    return fields.routed_experts_prompt_start, PROMPT_START
 
 
 class RoutedExpertsArray(BaseModel):
@@ -123,6 +189,14 @@ class RoutedExpertsArray(BaseModel):
     dtype: Literal["int16", "uint8", "int32"]
     start: int = Field(description="absolute position of the first row", ge=0)
     missing: int = Field(description="rows that the server cannot know; they are filled with -1", ge=0)
+
+
+class RoutedExpertsHistogram(BaseModel):
+    """How often each expert was chosen."""
+
+    counts: list[list[int]] = Field(description="for each of the L layers, for each expert")
+    rows: int = Field(description="rows that were counted, the missing ones included", ge=0)
+    missing: int = Field(description="rows that the server cannot know, at least in part", ge=0)
 
 
 class CaptureInfo(BaseModel):

@@ -1,29 +1,231 @@
-"""Rows into the form that a request asked for."""
+"""Rows into the bytes of an answer, in the form that a request asked for.
 
-from dataclasses import dataclass
+Arrays of long answers are encoded block by block, so that no one else waits for all of one. `protocol.codec.encode` says
+the same in plain terms; the tests compare the two.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import BytesIO
 from typing import Any
 
+import msgspec
 import numpy as np
+import orjson
+import pybase64
 from numpy.typing import NDArray
 
-from routed_experts.protocol import codec
-from routed_experts.protocol.models import RoutingOptions
+from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, count_missing
+from routed_experts.protocol.histogram import Histogram, count_experts
 
 Rows = NDArray[np.int16]
 
-LARGE_BYTES = 1 << 20
-"""Rows above this size are encoded in a thread: on the event loop they would hold up every other stream."""
+LINE_BYTES = 64 << 10
+"""Most routing text in one line of a stream: common clients give up on lines of 128 KiB."""
+
+_BLOCK_BYTES = 48 << 10  # of rows, encoded at once: base64 makes 64 KiB of them
+_ENVELOPE_BYTES = 128  # at most, of what stands around `data`
+_NPY_HEADER_BYTES = 128
+_SOME_UNKNOWN = b"\xff\xff"
+"""In int16 ids, which are not negative otherwise, these two bytes come together in -1 only; a search for them takes a
+fraction of what numpy needs for a row."""
+
+_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int16", "uint8", "uint16", "int32")}
 
 
-@dataclass(frozen=True)
+class LostRowsError(CodecError):
+    """Rows are not known, and the type that the request asked for cannot say so."""
+
+
 class Encoder:
-    """How one request wants its arrays."""
+    """How one request wants its arrays.
 
-    options: RoutingOptions
-    dtype: str
+    Args:
+        fmt: `object`, `npy`, `raw` or `list`.
+        dtype: of the elements on the wire.
+        shape: (L, K) of the served model.
+        num_experts: of a layer; how wide the ids of a `list` are.
+    """
 
-    def __call__(self, rows: Rows, start: int) -> Any:
-        return codec.encode(rows, fmt=self.options.format, dtype=self.dtype, start=start)
+    def __init__(self, fmt: Format, dtype: str, shape: tuple[int, int], num_experts: int) -> None:
+        self.fmt = fmt
+        self.dtype = dtype
+        self.shape = shape
+        self._wire = _DTYPES[dtype]
+        self._row_bytes = shape[0] * shape[1] * self._wire.itemsize
+        self._shape_text = f",{shape[0]},{shape[1]}]"
+        id_bytes = 1 + max(len(str(num_experts - 1)), len(str(UNKNOWN)))
+        self._list_row_bytes = shape[0] * (shape[1] * id_bytes + 2) + 2
 
-    def check(self, rows: Rows) -> None:
-        codec.check_encodable(rows, self.dtype)
+    def text_bytes(self, num_rows: int) -> int:
+        """Most bytes that the JSON text of an array of so many rows takes."""
+        if self.fmt == "list":
+            return num_rows * self._list_row_bytes + 2
+        header = _NPY_HEADER_BYTES if self.fmt == "npy" else 0
+        return _base64_bytes(num_rows * self._row_bytes + header) + _ENVELOPE_BYTES
+
+    def rows_in(self, num_bytes: int) -> int:
+        """How many rows an array may have for its JSON text to fit into `num_bytes`; at least one."""
+        if self.fmt == "list":
+            return max((num_bytes - 2) // self._list_row_bytes, 1)
+        header = _NPY_HEADER_BYTES if self.fmt == "npy" else 0
+        return max(((num_bytes - _ENVELOPE_BYTES) // 4 * 3 - header) // self._row_bytes, 1)
+
+    def text(self, rows: Rows, start: int) -> str:
+        """The JSON text of one array of `rows` ([n, L, K]), of which the first is at position `start`.
+
+        Raises:
+            LostRowsError: a row is not known, and the type cannot say so.
+        """
+        if self.fmt == "list":
+            return orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        data = rows.tobytes()
+        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
+        if self.dtype != "int16":
+            data = self._as_wire(rows, missing)
+        if self.fmt == "object":
+            return f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
+        header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
+        return f'"{pybase64.b64encode_as_string(header + data)}"'
+
+    def check(self, arrays: Iterable[Rows]) -> None:
+        """Raises `LostRowsError` if the type cannot say that rows are not known, and some of `arrays` are not."""
+        if self._wire.kind == "u":
+            for rows in _blocks(arrays):
+                if _SOME_UNKNOWN in rows.tobytes():
+                    self._as_wire(rows, count_missing(rows))
+
+    def json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
+        """The JSON text of one array, whose rows are those of `arrays` in order; see `text`."""
+        if self.fmt == "list":
+            yield from _list_parts(arrays, b"[", _json_rows, b",", b"]")
+            return
+        missing = 0
+
+        def data() -> Iterator[bytes]:
+            nonlocal missing
+            for block in _blocks(arrays):
+                unknown, raw = self._encoded(block)
+                missing += unknown
+                yield raw
+
+        num_rows = sum(map(len, arrays))
+        if self.fmt == "object":
+            yield b'{"data":"'
+            yield from _base64_parts(data())
+            yield self._tail(num_rows, start, missing).encode()
+            return
+        yield b'"'
+        yield from _base64_parts(data(), self._npy_header(num_rows) if self.fmt == "npy" else b"")
+        yield b'"'
+
+    def msgpack_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
+        """As `json_parts`, in MessagePack and with bytes where JSON has base64."""
+        num_rows = sum(map(len, arrays))
+        if self.fmt == "list":
+            yield from _list_parts(arrays, b"\xdd" + num_rows.to_bytes(4, "big"), _msgpack_rows, b"", b"")
+            return
+        header = self._npy_header(num_rows) if self.fmt == "npy" else b""
+        num_bytes = len(header) + num_rows * self._row_bytes
+        if self.fmt == "object":
+            yield b"\x85" + _pack("data")
+        yield b"\xc6" + num_bytes.to_bytes(4, "big") + header
+        missing = 0
+        for block in _blocks(arrays):
+            unknown, raw = self._encoded(block)
+            missing += unknown
+            yield raw
+        if self.fmt == "object":
+            rest = {"shape": [num_rows, *self.shape], "dtype": self.dtype, "start": start, "missing": missing}
+            yield b"".join(_pack(item) for pair in rest.items() for item in pair)
+
+    def _encoded(self, rows: Rows) -> tuple[int, bytes]:
+        """How many of `rows` are not known, and their bytes on the wire."""
+        data = rows.tobytes()
+        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
+        return missing, data if self.dtype == "int16" else self._as_wire(rows, missing)
+
+    def _as_wire(self, rows: Rows, missing: int) -> bytes:
+        if missing and self._wire.kind == "u":
+            raise LostRowsError(
+                f"{missing} rows are not known and are filled with -1, which {self.dtype} cannot hold: ask for int16"
+            )
+        return rows.astype(self._wire).tobytes()
+
+    def _tail(self, num_rows: int, start: int, missing: int) -> str:
+        shape = f"[{num_rows}{self._shape_text}"
+        return f'","shape":{shape},"dtype":"{self.dtype}","start":{start},"missing":{missing}}}'
+
+    def _npy_header(self, num_rows: int) -> bytes:
+        buffer = BytesIO()
+        described = {"descr": self._wire.str, "fortran_order": False, "shape": (num_rows, *self.shape)}
+        np.lib.format.write_array_header_1_0(buffer, described)
+        return buffer.getvalue()
+
+
+def histogram(arrays: Iterable[Rows], shape: tuple[int, int], num_experts: int) -> Histogram:
+    """How often each expert was chosen in the rows of `arrays`; `shape` is (L, K)."""
+    counts = np.zeros((shape[0], num_experts), dtype=np.int64)
+    rows = missing = 0
+    for block in _blocks(arrays):
+        counts += count_experts(block, num_experts)
+        rows += len(block)
+        missing += count_missing(block)
+    return {"counts": counts.tolist(), "rows": rows, "missing": missing}
+
+
+def _pack(value: Any) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+def _base64_bytes(num_bytes: int) -> int:
+    return -(-num_bytes // 3) * 4
+
+
+def _blocks(arrays: Iterable[Rows]) -> Iterator[Rows]:
+    """The rows of `arrays` in order, in arrays of about `_BLOCK_BYTES`: large ones in parts, small ones together."""
+    waiting: list[Rows] = []
+    waiting_bytes = 0
+    for rows in arrays:
+        if rows.nbytes > _BLOCK_BYTES:
+            if waiting:
+                yield np.concatenate(waiting)
+                waiting, waiting_bytes = [], 0
+            count = max(_BLOCK_BYTES // (rows.nbytes // len(rows)), 1)
+            yield from (rows[first : first + count] for first in range(0, len(rows), count))
+            continue
+        waiting.append(rows)
+        waiting_bytes += rows.nbytes
+        if waiting_bytes > _BLOCK_BYTES:
+            yield np.concatenate(waiting)
+            waiting, waiting_bytes = [], 0
+    if waiting:
+        yield np.concatenate(waiting)
+
+
+def _base64_parts(parts: Iterable[bytes], rest: bytes = b"") -> Iterator[bytes]:
+    """base64 of `rest` and `parts` as of one sequence of bytes: three of them make four characters."""
+    for part in parts:
+        data = rest + part
+        cut = len(data) - len(data) % 3
+        yield pybase64.b64encode(memoryview(data)[:cut])
+        rest = data[cut:]
+    yield pybase64.b64encode(rest)
+
+
+def _list_parts(
+    arrays: Iterable[Rows], head: bytes, encode: Callable[[Rows], bytes], between: bytes, tail: bytes
+) -> Iterator[bytes]:
+    lead = head
+    for block in _blocks(arrays):
+        if len(block):
+            yield lead + encode(block)
+            lead = between
+    yield (head if lead is head else b"") + tail
+
+
+def _json_rows(rows: Rows) -> bytes:
+    return orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+
+
+def _msgpack_rows(rows: Rows) -> bytes:
+    return b"".join(map(_pack, rows.tolist()))

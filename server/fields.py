@@ -1,24 +1,34 @@
 """What a request says of routing: read from its body, checked, and told to the engine."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from pydantic import PrivateAttr
 
 from routed_experts.capture.message import PROMPT_START_ARG
-from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
+from routed_experts.protocol.models import (
+    OPT_IN,
+    PROMPT_START,
+    FieldError,
+    RoutingFields,
+    RoutingOptions,
+    parse_options,
+)
 from routed_experts.server.vllm_api import (
     ChatCompletionRequest,
     CompletionRequest,
+    GenerateRequest,
     SamplingParams,
     VLLMValidationError,
 )
 
-OPT_IN = "return_routed_experts"
+ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
 
 
 class RoutedRequest(RoutingFields):
-    """What both request models add to vLLM's."""
+    """What all request models add to vLLM's."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
 
@@ -57,19 +67,66 @@ class RoutedChatRequest(RoutedRequest, ChatCompletionRequest):
         return self.opt_in(super().to_sampling_params(*args, **kwargs))
 
 
-async def check_routing_fields(raw_request: Request) -> RoutingOptions | None:
+class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
+    """A request with token ids that may ask for routing."""
+
+
+async def routing_of(raw_request: Request) -> RoutingOptions | None:
     """The request's routing options, checked before vLLM's model of the body is.
 
     Raises:
         VLLMValidationError: with `parameter` set to the field's name.
     """
+    body = await _body(raw_request)
+    return None if body is None else _parse(body, raw_request)
+
+
+async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
+    """As `routing_of`, for vLLM's token-in, token-out endpoint, whose own way of asking is understood too.
+
+    Raises:
+        VLLMValidationError: with `parameter` set to the field's name.
+    """
+    body = await _body(raw_request)
+    options = None if body is None else _parse(body, raw_request)
+    if body is None or options is None:
+        return None
+    params = body.get("sampling_params")
+    start = params.get(PROMPT_START) if isinstance(params, dict) else None
+    if isinstance(start, int) and not isinstance(start, bool) and start:
+        if options.prompt_start_param in body and options.prompt_start != start:
+            raise VLLMValidationError(
+                f"{options.prompt_start_param} and sampling_params.{PROMPT_START} differ",
+                parameter=options.prompt_start_param,
+            )
+        if start < 0:
+            raise VLLMValidationError(f"{PROMPT_START} must not be negative", parameter=PROMPT_START)
+        options = replace(options, prompt_start=start)
+    return options.with_vllms_forms()
+
+
+async def refuse_routing(raw_request: Request) -> None:
+    """For endpoints that cannot return routing: a request that asks for it must not lose it without a word.
+
+    Raises:
+        VLLMValidationError: the request asks for routing.
+    """
+    body = await _body(raw_request)
+    if body is not None and body.get(OPT_IN) not in (None, False):
+        raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=OPT_IN)
+
+
+def _parse(body: Mapping[str, Any], raw_request: Request) -> RoutingOptions | None:
+    try:
+        return parse_options(body, getattr(raw_request.app.state, "routed_experts_defaults", None))
+    except FieldError as error:
+        raise VLLMValidationError(str(error), parameter=error.param) from None
+
+
+async def _body(raw_request: Request) -> dict[str, Any] | None:
+    """The JSON object of a request; None for others, which vLLM answers."""
     try:
         body = await raw_request.json()
     except ValueError:
-        return None  # vLLM answers bodies that are not JSON
-    if not isinstance(body, dict):
         return None
-    try:
-        return parse_options(body)
-    except FieldError as error:
-        raise VLLMValidationError(str(error), parameter=error.param) from None
+    return body if isinstance(body, dict) else None

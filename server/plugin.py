@@ -2,19 +2,35 @@
 
 import asyncio
 from argparse import Namespace
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import State
 
 from routed_experts.capture import WORKERS
-from routed_experts.server import PLUGIN_NAME
+from routed_experts.protocol.codec import CodecError, resolve_dtype
+from routed_experts.protocol.models import FieldError
+from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME, other_doors
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.probe import probe
-from routed_experts.server.routes import router
+from routed_experts.server.routes import generate_router, router
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
-from routed_experts.server.vllm_serving import RoutedServingChat, RoutedServingCompletion, adopt
+from routed_experts.server.vllm_serving import (
+    RoutedServing,
+    RoutedServingChat,
+    RoutedServingCompletion,
+    RoutedServingTokens,
+    adopt,
+)
 
 logger = get_logger(__name__)
+
+ADOPTED: dict[str, type[RoutedServing]] = {
+    "openai_serving_completion": RoutedServingCompletion,
+    "openai_serving_chat": RoutedServingChat,
+    "serving_tokens": RoutedServingTokens,
+}
+"""vLLM's serving objects by their names in the application's state, and what they become."""
 
 
 class RoutedExpertsPlugin:
@@ -25,6 +41,10 @@ class RoutedExpertsPlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        args = getattr(app.state, "args", None)
+        if getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False):
+            app.include_router(generate_router)
+        other_doors.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Runs before the port answers.
@@ -33,13 +53,33 @@ class RoutedExpertsPlugin:
             ProbeError: the capture does not bring back what it should.
         """
         model = state.openai_serving_models.base_model_paths[0].name
-        state.captured_engine = None
+        captured: CapturedEngine | None = None
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
-            state.captured_engine = await CapturedEngine.start(engine_client, model)
-            await probe(state.captured_engine)
-        adopt(state.openai_serving_completion, RoutedServingCompletion, state.captured_engine)
-        adopt(state.openai_serving_chat, RoutedServingChat, state.captured_engine)
+            captured = await CapturedEngine.start(engine_client, model)
+            await probe(captured)
+        state.captured_engine = captured
+        state.routed_experts_defaults = defaults_of(args, captured)
+        max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
+        for name, cls in ADOPTED.items():
+            if (serving := getattr(state, name, None)) is not None:
+                adopt(serving, cls, captured, max_bytes)
         state.announcement = asyncio.create_task(announce(state, args, model))  # kept: a task alone may be dropped
+
+
+def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:
+    """The server-wide defaults of routing fields; none where nothing is captured.
+
+    Raises:
+        FieldError: the model has more experts than the default type can number.
+    """
+    defaults: dict[str, Any] = getattr(args, "routed_experts_default", None) or {}
+    if captured is None:
+        return {}
+    try:
+        resolve_dtype(defaults.get("routed_experts_dtype", "auto"), captured.num_experts)
+    except CodecError as error:
+        raise FieldError("routed_experts_dtype", f"--routed-experts-default: {error}") from None
+    return defaults
 
 
 def captures(engine: AsyncLLM) -> bool:

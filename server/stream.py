@@ -1,26 +1,32 @@
 """Puts rows on the chunks of a stream whose tokens they belong to."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 from fastapi.concurrency import run_in_threadpool
-from numpy.typing import NDArray
 
-from routed_experts.capture.rows import with_unknown
-from routed_experts.capture.split import split_at_prompt
-from routed_experts.server.encoding import LARGE_BYTES, Encoder
-from routed_experts.server.row_feeds import RowFeed
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server import MAX_RESPONSE_BYTES
+from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, Rows, histogram
+from routed_experts.server.row_feeds import RowFeed, split, unknown_rows
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
 
 T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
-Rows = NDArray[np.int16]
 
 _DATA = "data: "
+_FIRST_CHOICE = '"choices":[{'
+_INDEX = '"choices":[{"index":'
+"""How vLLM's chunks begin a choice. Nothing that a client sent can hold it: quotes are escaped in JSON texts."""
+
+
+class StreamLimitError(Exception):
+    """A stream would hold more routing than the server allows."""
 
 
 @dataclass
@@ -28,23 +34,40 @@ class _Choice:
     """A choice's place in its stream.
 
     Attributes:
+        prompt_len: tokens of its prompt.
+        next_row: absolute position of the first row that is neither in `pending` nor sent.
         generated: tokens that outputs have brought so far.
-        next_row: absolute position of the first row that is not in `pending` or sent yet.
         pending: rows whose tokens the next chunk of this choice brings, or held-back chunks before it would have.
+        counted: rows for the histogram of the choice.
+        finished: whether the next chunk of this choice has its `finish_reason`.
     """
 
+    prompt_len: int
     next_row: int
     generated: int = 0
     feed: RowFeed | None = None
     pending: list[Rows] = field(default_factory=list)
+    counted: list[Rows] = field(default_factory=list)
+    finished: bool = False
 
 
 @dataclass
 class _Prompt:
-    """The rows of a prompt: sent once, with the first chunk of any of its choices."""
+    """The rows of a prompt, which the first of its choices brings: sent once, with the first chunk of any of them.
 
-    rows: Rows | None = None
-    captured: bool = False
+    Attributes:
+        owner: the choice that brought them.
+        next_row: position of the first of `rows`.
+        rows: not sent yet; None where there is nothing to send any more.
+        counted: rows for the histogram.
+        was_counted: whether the histogram was sent.
+    """
+
+    owner: _Choice
+    next_row: int
+    rows: list[Rows] | None = None
+    counted: list[Rows] = field(default_factory=list)
+    was_counted: bool = False
 
 
 class StreamAligner:
@@ -54,28 +77,38 @@ class StreamAligner:
     what an output brought belongs to the next chunk of its choice.
 
     Args:
-        encoder: how the request wants its arrays.
-        shape: (L, K) of the served model.
+        options: what the request asks for.
+        encoder: how it wants its arrays.
+        num_experts: of a layer, for histograms.
         num_choices: `n`, choices for each prompt.
+        error_event: the text of the event that ends a stream that failed.
         preface_chunks: chunks that the generator sends before the first one that brings tokens.
+        max_bytes: most bytes of routing that the whole stream may hold.
     """
 
-    def __init__(self, encoder: Encoder, shape: tuple[int, int], num_choices: int, preface_chunks: int = 0) -> None:
+    def __init__(
+        self,
+        options: RoutingOptions,
+        encoder: Encoder,
+        num_experts: int,
+        num_choices: int,
+        error_event: Callable[[Exception], str],
+        preface_chunks: int = 0,
+        max_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> None:
+        self._options = options
         self._encoder = encoder
-        self._shape = shape
-        self._options = encoder.options
+        self._num_experts = num_experts
         self._num_choices = num_choices
+        self._error_event = error_event
         self._preface_chunks = preface_chunks
+        self._bytes_left = max_bytes
+        self._line_rows = encoder.rows_in(LINE_BYTES)
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, _Prompt] = {}
-        self._large = False
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
-        """`results`, unchanged but for the feeds, which are taken off.
-
-        Raises:
-            codec.CodecError: rows that the request's dtype cannot hold.
-        """
+        """`results`, unchanged but for the feeds, which are taken off."""
         async for result in results:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
             for choice in output.outputs:
@@ -83,71 +116,191 @@ class StreamAligner:
             yield result
 
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
-        """`chunks`, server-sent events, with the rows that belong to each."""
-        async for chunk in chunks:
-            if self._large:
-                rewritten = await run_in_threadpool(self._with_rows, chunk)
-                self._large = rewritten is chunk  # nothing was added yet
-                yield rewritten
-            else:
-                yield self._with_rows(chunk)
+        """`chunks`, server-sent events, with the rows that belong to each. An error ends them with an event that says
+        so, never with a connection that is cut."""
+        try:
+            async for chunk in chunks:
+                choice = self._choice_of(chunk)
+                if choice is None:
+                    yield chunk
+                    continue
+                key, state = choice
+                rows: list[Rows] = []
+                if self._preface_chunks > 0:
+                    self._preface_chunks -= 1
+                else:
+                    rows, state.pending = state.pending, rows
+                    if state.finished and self._options.histogram:
+                        chunk = await self._with_histograms(chunk, key, state)
+                prompt = self._prompts.get(key // self._num_choices)
+                if prompt is not None and prompt.rows is not None:
+                    for line in self._lines(chunk, state, prompt, rows):
+                        yield line
+                        await asyncio.sleep(0)  # so that nobody waits for all of a long prompt
+                elif len(rows) == 1 and len(rows[0]) <= self._line_rows:  # nearly always
+                    yield self._with_rows(chunk, rows[0], state.next_row)
+                elif rows:
+                    for line in self._lines(chunk, state, None, rows):
+                        yield line
+                        await asyncio.sleep(0)
+                else:
+                    yield chunk
+        except Exception as error:
+            logger.error("A stream was ended: %s", error, exc_info=not isinstance(error, LostRowsError | StreamLimitError))
+            yield f"{_DATA}{self._error_event(error)}\n\n"
+            yield f"{_DATA}[DONE]\n\n"
+        finally:
+            close = getattr(chunks, "aclose", None)  # ends the request in the engine, where it has not ended
+            if close is not None:
+                await close()
 
     def _take(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> None:
-        prompt_len = len(output.prompt_token_ids or ())
-        start = self._options.prompt_start
         key = prompt_index * self._num_choices + choice.index
-        state = self._choices.setdefault(key, _Choice(next_row=start))
+        start = self._options.prompt_start
+        state = self._choices.get(key)
+        if state is None:
+            state = self._choices[key] = _Choice(len(output.prompt_token_ids or ()), start)
         if isinstance(choice.routed_experts, RowFeed):
             state.feed = choice.routed_experts
-            choice.routed_experts = None
+        choice.routed_experts = None
         state.generated += len(choice.token_ids)
-        end = prompt_len + state.generated - 1
-        complete = choice.finish_reason in ("stop", "length", "repetition")
-        rows = state.feed.take_until(end - start) if state.feed is not None else None
-        if rows is None:
-            if not complete:
-                return
-            rows = np.empty((0, *self._shape), dtype=np.int16)
-        if complete and state.next_row + len(rows) < end:
-            lost = end - state.next_row - len(rows)
-            logger.error("Request %s: %d rows did not arrive and are sent as -1.", output.request_id, lost)
-            rows = with_unknown(rows, len(rows) + lost)
-        self._encoder.check(rows)
-        self._large = self._large or rows.nbytes > LARGE_BYTES
-        if self._options.layout == "split" and state.next_row < prompt_len:
-            prompt_rows, rows = split_at_prompt(rows, state.next_row, prompt_len)
-            state.next_row += len(prompt_rows)
-            self._capture_prompt(prompt_index, prompt_rows)
-        elif self._options.layout == "split" and start == prompt_len:
-            self._capture_prompt(prompt_index, rows[:0])
-        if len(rows):
-            state.pending.append(rows)
-            state.next_row += len(rows)
+        state.finished = choice.finish_reason is not None
+        end = state.prompt_len + state.generated - 1
+        arrays = state.feed.take_until(end - start) if state.feed is not None else []
+        num_rows = len(arrays[0]) if len(arrays) == 1 else sum(map(len, arrays))
+        if choice.finish_reason in ("stop", "length", "repetition"):
+            lost = end - state.next_row - num_rows
+            if lost > 0:
+                logger.error("Request %s: %d rows did not arrive and are sent as -1.", output.request_id, lost)
+                arrays = [*arrays, unknown_rows(lost, self._encoder.shape)]
+                num_rows += lost
+        elif not arrays:
+            return
+        if state.next_row < state.prompt_len or prompt_index not in self._prompts:
+            prompt_rows, arrays = split(arrays, state.prompt_len - state.next_row)
+            state.next_row += sum(map(len, prompt_rows))
+            num_rows = sum(map(len, arrays))
+            self._keep_prompt(prompt_index, state, prompt_rows)
+        if num_rows:
+            state.next_row += num_rows
+            if self._options.rows:
+                state.pending += arrays
+            if self._options.histogram:
+                state.counted += arrays
 
-    def _capture_prompt(self, prompt_index: int, rows: Rows) -> None:
-        prompt = self._prompts.setdefault(prompt_index, _Prompt())
-        if not prompt.captured:
-            prompt.rows, prompt.captured = rows, True
+    def _keep_prompt(self, prompt_index: int, state: _Choice, rows: list[Rows]) -> None:
+        if self._options.rows and self._options.layout == "joined":
+            state.pending += rows
+        prompt = self._prompts.get(prompt_index)
+        if prompt is None:
+            prompt = self._prompts[prompt_index] = _Prompt(state, self._options.prompt_start)
+        if prompt.owner is not state:
+            return
+        if self._options.rows and self._options.layout == "split":
+            prompt.rows = [*(prompt.rows or ()), *rows]
+        if self._options.histogram:
+            prompt.counted += rows
 
-    def _with_rows(self, chunk: str) -> str:
-        if not chunk.startswith(_DATA + "{"):
-            return chunk
-        body = orjson.loads(chunk[len(_DATA) :])
-        choices = body.get("choices")
-        if not choices:
-            return chunk
-        added = False
-        key = choices[0]["index"]
+    def _choice_of(self, chunk: str) -> tuple[int, _Choice] | None:
+        """The choice that a chunk belongs to, and its place in the order of the response; None for other events."""
+        at = chunk.find(_INDEX)
+        if at < 0:
+            return None
+        at += len(_INDEX)
+        end = at + 1
+        while chunk[end].isdigit():
+            end += 1
+        key = int(chunk[at:end])
+        state = self._choices.get(key)
+        return None if state is None else (key, state)
+
+    def _with_rows(self, chunk: str, rows: Rows, next_row: int) -> str:
+        text = self._encoder.text(rows, next_row - len(rows))
+        self._count(text)
+        at = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+        return f'{chunk[:at]}"routed_experts":{text},{chunk[at:]}'
+
+    def _lines(self, chunk: str, state: _Choice, prompt: _Prompt | None, rows: list[Rows]) -> Iterator[str]:
+        """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line."""
+        prompt_rows: list[Rows] = []
+        if prompt is not None:
+            prompt_rows, prompt.rows = prompt.rows or [], None
+        num_prompt, num_rows = sum(map(len, prompt_rows)), sum(map(len, rows))
+        fit = self._line_rows
+        if num_prompt and num_rows:  # two envelopes, and both numbers are rounded up
+            fit = max(2 * self._encoder.rows_in(LINE_BYTES // 2) - 2, 2)
+        count = max(-(-(num_prompt + num_rows) // fit), 1)
+        first = state.next_row - num_rows
+        blank = _without_text(chunk) if count > 1 else ""
+        for line in range(count):
+            text = blank if line < count - 1 else chunk
+            if prompt is not None and (line == 0 or prompt_rows):
+                # Where there are fewer rows than lines, the first lines have them: a client waits for them first.
+                piece, prompt_rows = split(prompt_rows, _share(num_prompt, line, count) if num_prompt >= count else 1)
+                text = self._with_prompt(text, _joined(piece, self._encoder.shape), prompt)
+            piece, rows = split(rows, _share(num_rows, line, count))
+            if piece:
+                first += sum(map(len, piece))
+                text = self._with_rows(text, _joined(piece, self._encoder.shape), first)
+            yield text
+
+    def _with_prompt(self, chunk: str, rows: Rows, prompt: _Prompt) -> str:
+        text = self._encoder.text(rows, prompt.next_row)
+        prompt.next_row += len(rows)
+        self._count(text)
+        at = len(_DATA) + 1
+        return f'{chunk[:at]}"prompt_routed_experts":{text},{chunk[at:]}'
+
+    def _count(self, text: str) -> None:
+        self._bytes_left -= len(text)
+        if self._bytes_left < 0:
+            raise StreamLimitError("the routing of this answer is larger than --routed-experts-max-response-bytes")
+
+    async def _with_histograms(self, chunk: str, key: int, state: _Choice) -> str:
+        """`chunk`, the last of a choice, with the choice's histogram and, once, its prompt's."""
         prompt = self._prompts.get(key // self._num_choices)
-        if prompt is not None and prompt.rows is not None:
-            body["prompt_routed_experts"] = self._encoder(prompt.rows, self._options.prompt_start)
-            prompt.rows = None
-            added = True
-        if self._preface_chunks > 0:
-            self._preface_chunks -= 1
-        elif (choice := self._choices.get(key)) is not None and choice.pending:
-            rows = choice.pending[0] if len(choice.pending) == 1 else np.concatenate(choice.pending)
-            choices[0]["routed_experts"] = self._encoder(rows, choice.next_row - len(rows))
-            choice.pending = []
-            added = True
-        return f"{_DATA}{orjson.dumps(body).decode()}\n\n" if added else chunk
+        at = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+        chunk = f'{chunk[:at]}"routed_experts_histogram":{await self._histogram(state.counted)},{chunk[at:]}'
+        if prompt is not None and not prompt.was_counted:
+            prompt.was_counted = True
+            at = len(_DATA) + 1
+            counted = await self._histogram(prompt.counted)
+            chunk = f'{chunk[:at]}"prompt_routed_experts_histogram":{counted},{chunk[at:]}'
+        return chunk
+
+    async def _histogram(self, arrays: list[Rows]) -> str:
+        counted = await run_in_threadpool(histogram, arrays, self._encoder.shape, self._num_experts)
+        arrays.clear()
+        return orjson.dumps(counted).decode()
+
+
+def _share(count: int, line: int, num_lines: int) -> int:
+    """How many of `count` rows a line has; where there are fewer rows than lines, the last lines have them."""
+    return (line + 1) * count // num_lines - line * count // num_lines
+
+
+def _joined(arrays: list[Rows], shape: tuple[int, int]) -> Rows:
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate(arrays) if arrays else np.empty((0, *shape), dtype=np.int16)
+
+
+def _without_text(chunk: str) -> str:
+    """A chunk of the same choice that brings no tokens."""
+    body = orjson.loads(chunk[len(_DATA) :])
+    blank: dict[str, Any] = {"text": "", "delta": {}}
+    choice = {
+        name: value if name == "index" else blank.get(name, [] if isinstance(value, list) else None)
+        for name, value in body["choices"][0].items()
+        if name not in _ONCE
+    }
+    kept = {name: value for name, value in body.items() if name not in _ONCE}
+    return f"{_DATA}{orjson.dumps({**kept, 'choices': [choice]}).decode()}\n\n"
+
+
+_ONCE = {
+    *("usage", "metrics", "system_fingerprint", "prompt_token_ids", "prompt_text", "mm_placeholders"),
+    *("prompt_routed_experts_histogram", "routed_experts_histogram", "kv_transfer_params"),
+}
+"""What a chunk says once, and no piece before it."""
+

@@ -12,11 +12,18 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse, CompletionResponseChoice
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
+    GenerateRequest,
+    GenerateTokensChoice,
+    GenerateTokensResponse,
+)
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger as _init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -39,6 +46,9 @@ __all__ = [
     "EngineClient",
     "EngineCoreOutput",
     "ErrorResponse",
+    "GenerateRequest",
+    "GenerateTokensChoice",
+    "GenerateTokensResponse",
     "OpenAIServingChat",
     "OpenAIServingCompletion",
     "OutputProcessor",
@@ -47,7 +57,10 @@ __all__ = [
     "RequestOutputKind",
     "RequestState",
     "SamplingParams",
+    "ServingTokens",
+    "VLLMNotFoundError",
     "VLLMValidationError",
+    "create_error_response",
     "get_logger",
     "load_aware_call",
     "metrics_header",

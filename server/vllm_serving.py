@@ -1,23 +1,24 @@
 """vLLM's serving classes, with routing put on what they answer."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from http import HTTPStatus
 from typing import Any, NoReturn
 
 from routed_experts.protocol import codec
-from routed_experts.protocol.models import RoutingOptions
+from routed_experts.protocol.models import OPT_IN, RoutingOptions
 from routed_experts.server.captured_engine import CapturedEngine
-from routed_experts.server.encoding import Encoder
-from routed_experts.server.fields import OPT_IN, RoutedRequest
-from routed_experts.server.stream import StreamAligner
+from routed_experts.server.encoding import Encoder, LostRowsError
+from routed_experts.server.fields import RoutedRequest
+from routed_experts.server.stream import StreamAligner, StreamLimitError
 from routed_experts.server.vllm_api import (
     ChatCompletionRequest,
-    ChatCompletionResponse,
     CompletionRequest,
-    CompletionResponse,
     ErrorResponse,
+    GenerateRequest,
     OpenAIServingChat,
     OpenAIServingCompletion,
     RequestOutput,
+    ServingTokens,
     VLLMValidationError,
 )
 from routed_experts.server.whole import CollectedRows, WholeAnswer
@@ -33,19 +34,19 @@ def options_of(request: Any) -> RoutingOptions | None:
 
 
 class RoutedServing:
-    """What both serving classes add to vLLM's."""
+    """What all serving classes add to vLLM's.
+
+    Attributes:
+        captured: None where the capture is off.
+        max_bytes: most bytes of routing in one answer.
+    """
 
     captured: CapturedEngine | None
+    max_bytes: int
 
-    def check(self, request: CompletionRequest | ChatCompletionRequest) -> None:
+    def check(self, request: Any) -> None:
         """Raises `VLLMValidationError` for a request whose routing this server cannot give."""
-        if not isinstance(request, RoutedRequest):
-            if (request.model_extra or {}).get(OPT_IN):
-                _reject(
-                    "This endpoint does not return routed experts: use /v1/completions or /v1/chat/completions.", OPT_IN
-                )
-            return
-        options = request.routing
+        options = options_of(request)
         if options is None:
             return
         if self.captured is None:
@@ -60,8 +61,8 @@ class RoutedServing:
         except codec.CodecError as error:
             _reject(str(error), "routed_experts_dtype")
 
-    def check_prompt_start(self, request: Any, prompt_lens: list[int]) -> None:
-        """Raises `VLLMValidationError` if the request leaves out more rows than one of its prompts has."""
+    def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
+        """Raises `VLLMValidationError` for a start behind a prompt, and for an answer that would be too large."""
         options = options_of(request)
         if options is None:
             return
@@ -71,16 +72,65 @@ class RoutedServing:
                     f"{options.prompt_start_param} is {options.prompt_start}, but the prompt has {length} tokens",
                     options.prompt_start_param,
                 )
+        if options.rows:
+            prompt_rows = sum(prompt_lens) - len(prompt_lens) * options.prompt_start
+            copies = num_choices if options.layout == "joined" else 1
+            own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
+            self.check_size(options, copies * prompt_rows + own_rows)
+
+    def check_size(self, options: RoutingOptions, num_rows: int) -> None:
+        """Raises `VLLMValidationError` if so many rows are more than one answer may hold."""
+        num_bytes = self.encoder(options).text_bytes(num_rows)
+        if num_bytes > self.max_bytes:
+            _reject(
+                f"The routing of {num_rows} tokens would take {num_bytes} bytes, and this server sends at most "
+                f"{self.max_bytes} (--routed-experts-max-response-bytes): ask for fewer tokens, a later "
+                "routed_experts_prompt_start or a narrower routed_experts_dtype",
+                OPT_IN,
+            )
 
     def encoder(self, options: RoutingOptions) -> Encoder:
         """How the arrays of a request with `options` are encoded."""
         assert self.captured is not None
-        return Encoder(options, codec.resolve_dtype(options.dtype, self.captured.num_experts))
+        dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
+        return Encoder(options.format, dtype, self.captured.shape, self.captured.num_experts)
 
     def aligner(self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0) -> StreamAligner:
         """What puts rows on the chunks of a stream; see `StreamAligner`."""
         assert self.captured is not None
-        return StreamAligner(self.encoder(options), self.captured.shape, num_choices, preface_chunks)
+        return StreamAligner(
+            options,
+            self.encoder(options),
+            self.captured.num_experts,
+            num_choices,
+            self._error_event,
+            preface_chunks,
+            self.max_bytes,
+        )
+
+    def collected(self, options: RoutingOptions) -> CollectedRows:
+        """Where the rows of an answer that is not streamed are put together."""
+        assert self.captured is not None
+        return CollectedRows(options, self.captured.shape)
+
+    def whole(self, response: Any, rows: CollectedRows, is_list: bool = False) -> WholeAnswer:
+        """`response` with `rows`.
+
+        Raises:
+            VLLMValidationError: the answer would be larger than the server allows.
+        """
+        assert self.captured is not None
+        self.check_size(rows.options, rows.num_rows)
+        return WholeAnswer(response, rows, self.encoder(rows.options), self.captured.num_experts, is_list)
+
+    def _error_event(self, error: Exception) -> str:
+        said = isinstance(error, LostRowsError | StreamLimitError)
+        event: str = self.create_streaming_error_response(  # type: ignore[attr-defined]
+            str(error) if said else "The server failed to encode the routing of this answer.",
+            err_type="InternalServerError",
+            status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
+        return event
 
 
 class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
@@ -88,14 +138,15 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
 
     async def create_completion(
         self, request: CompletionRequest, raw_request: Any = None
-    ) -> AsyncGenerator[str, None] | CompletionResponse | ErrorResponse | WholeAnswer:
+    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
         self.check(request)
         return await super().create_completion(request, raw_request)
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:
         rendered = await super().render_completion_request(request)
         if not isinstance(rendered, ErrorResponse):
-            self.check_prompt_start(request, [self._extract_prompt_len(prompt) for prompt in rendered])
+            lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
+            self.check_prompts(request, lengths, request.n or 1, request.max_tokens)
         return rendered
 
     def completion_stream_generator(
@@ -107,27 +158,25 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         **kwargs: Any,
     ) -> AsyncIterator[str]:
         options = options_of(request)
+        make = super().completion_stream_generator
         if options is None:
-            return super().completion_stream_generator(request, engine_inputs, result_generator, *args, **kwargs)
-        aligner = self.aligner(options, num_choices=request.n)
-        return aligner.rewrite(
-            super().completion_stream_generator(
-                request, engine_inputs, aligner.watch(result_generator), *args, **kwargs
-            )
-        )
+            return make(request, engine_inputs, result_generator, *args, **kwargs)
+        aligner = self.aligner(options, num_choices=request.n or 1)
+        return aligner.rewrite(make(request, engine_inputs, aligner.watch(result_generator), *args, **kwargs))
 
     def request_output_to_completion_response(
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, *args: Any, **kwargs: Any
-    ) -> CompletionResponse | WholeAnswer:
+    ) -> Any:
         options = options_of(request)
         make = super().request_output_to_completion_response
         if options is None:
             return make(final_res_batch, request, *args, **kwargs)
-        assert self.captured is not None
-        rows = CollectedRows()
+        rows = self.collected(options)
         for output in final_res_batch:
-            rows.collect(output, options, self.captured.shape)
-        return WholeAnswer(make(final_res_batch, request, *args, **kwargs), rows)
+            rows.collect(output)
+        prompt = request.prompt
+        is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+        return self.whole(make(final_res_batch, request, *args, **kwargs), rows, is_list)
 
 
 class RoutedServingChat(RoutedServing, OpenAIServingChat):
@@ -135,14 +184,16 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
 
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Any = None
-    ) -> AsyncGenerator[str, None] | ChatCompletionResponse | ErrorResponse | WholeAnswer:
+    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
         self.check(request)
         return await super().create_chat_completion(request, raw_request)
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
         rendered = await super().render_chat_request(request)
         if not isinstance(rendered, ErrorResponse):
-            self.check_prompt_start(request, [self._extract_prompt_len(prompt) for prompt in rendered[1]])
+            lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
+            max_tokens = request.max_completion_tokens or request.max_tokens
+            self.check_prompts(request, lengths, request.n or 1, max_tokens)
         return rendered
 
     def chat_completion_stream_generator(
@@ -171,20 +222,52 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
-    ) -> ErrorResponse | ChatCompletionResponse | WholeAnswer:
+    ) -> Any:
         options = options_of(request)
         make = super().chat_completion_full_generator
         if options is None:
             return await make(request, result_generator, *args, **kwargs)
-        assert self.captured is not None
-        rows = CollectedRows()
-        response = await make(
-            request, rows.collect_from(result_generator, options, self.captured.shape), *args, **kwargs
-        )
-        return response if isinstance(response, ErrorResponse) else WholeAnswer(response, rows)
+        rows = self.collected(options)
+        response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
+        return response if isinstance(response, ErrorResponse) else self.whole(response, rows)
 
 
-def adopt(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None) -> None:
+class RoutedServingTokens(RoutedServing, ServingTokens):
+    """`POST /inference/v1/generate`."""
+
+    async def serve_tokens(self, request: GenerateRequest, raw_request: Any = None) -> Any:
+        self.check(request)
+        if isinstance(request, RoutedRequest) and options_of(request) is not None:
+            params = request.sampling_params
+            max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
+            self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
+        if isinstance(request, RoutedRequest):
+            request.sampling_params = request.opt_in(request.sampling_params)
+        return await super().serve_tokens(request, raw_request)
+
+    def serve_tokens_stream_generator(
+        self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        options = options_of(request)
+        make = super().serve_tokens_stream_generator
+        if options is None:
+            return make(request, result_generator, *args, **kwargs)
+        aligner = self.aligner(options, request.sampling_params.n)
+        return aligner.rewrite(make(request, aligner.watch(result_generator), *args, **kwargs))
+
+    async def serve_tokens_full_generator(
+        self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        options = options_of(request)
+        make = super().serve_tokens_full_generator
+        if options is None:
+            return await make(request, result_generator, *args, **kwargs)
+        rows = self.collected(options)
+        response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
+        return response if isinstance(response, ErrorResponse) else self.whole(response, rows)
+
+
+def adopt(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None, max_bytes: int) -> None:
     """Makes vLLM's serving object `serving` an instance of `cls`, a subclass of its class without state of its own.
 
     vLLM makes the object from two dozen arguments; making it a second time would copy that list and break with it.
@@ -195,3 +278,4 @@ def adopt(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | Non
             raise TypeError(f"{type(serving).__name__} is not the class that {cls.__name__} extends")
         serving.__class__ = cls
     serving.captured = captured
+    serving.max_bytes = max_bytes

@@ -1,100 +1,192 @@
 """Rows of answers that are not streamed: taken off the engine's final outputs, put into the response."""
 
-from collections.abc import AsyncIterator
+import re
+import secrets
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import msgspec
+import orjson
 
-from routed_experts.capture.rows import with_unknown
-from routed_experts.capture.split import split_at_prompt
+from routed_experts.protocol.histogram import Histogram
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.encoding import Encoder
-from routed_experts.server.vllm_api import (
-    ChatCompletionResponse,
-    CompletionOutput,
-    CompletionResponse,
-    RequestOutput,
-    get_logger,
-)
+from routed_experts.server.encoding import Encoder, Rows, histogram
+from routed_experts.server.row_feeds import RowFeed, split, unknown_rows
+from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
 
 
 @dataclass
 class CollectedRows:
-    """The rows of a response that is not streamed, taken off the engine's final outputs.
+    """The rows of one response.
 
     Attributes:
-        prompts: rows [P - start, L, K] of each prompt.
-        choices: first position and rows [n, L, K] of each choice, in the order of the response.
+        options: what the request asks for.
+        shape: (L, K)
+        prompts: rows of each prompt, P - start in all.
+        choices: first position and rows of each choice, in the order of the response.
     """
 
-    prompts: list[NDArray[np.int16]] = field(default_factory=list)
-    choices: list[tuple[int, NDArray[np.int16]]] = field(default_factory=list)
+    options: RoutingOptions
+    shape: tuple[int, int]
+    prompts: list[list[Rows]] = field(default_factory=list)
+    choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
 
-    def collect(self, output: RequestOutput, options: RoutingOptions, shape: tuple[int, int]) -> None:
-        """Takes the rows of `output`; `shape` is (L, K)."""
-        start, prompt_len = options.prompt_start, len(output.prompt_token_ids or ())
-        prompt_rows: NDArray[np.int16] | None = None
+    def collect(self, output: RequestOutput) -> None:
+        """Takes the rows of a finished prompt."""
+        start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
+        prompt: list[Rows] | None = None
         for choice in output.outputs:
-            rows = _final_rows(choice, output.request_id, start, prompt_len, shape)
-            if options.layout == "joined":
-                self.choices.append((start, rows))
-                continue
-            before, rows = split_at_prompt(rows, start, prompt_len)
-            self.choices.append((prompt_len, rows))
-            if prompt_rows is None or len(before) > len(prompt_rows):
-                prompt_rows = before
-        if prompt_rows is not None:
-            self.prompts.append(prompt_rows)
+            arrays = self._final_rows(choice, output.request_id, prompt_len)
+            before, after = split(arrays, prompt_len - start)
+            if prompt is None or sum(map(len, before)) > sum(map(len, prompt)):
+                prompt = before
+            self.choices.append((prompt_len, after))
+        if prompt is not None:
+            self.prompts.append(prompt)
 
-    async def collect_from(
-        self, outputs: AsyncIterator[RequestOutput], options: RoutingOptions, shape: tuple[int, int]
-    ) -> AsyncIterator[RequestOutput]:
+    async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """`outputs`, with their rows taken off."""
         async for output in outputs:
-            self.collect(output, options, shape)
+            self.collect(output)
             yield output
+
+    def _final_rows(self, choice: CompletionOutput, request_id: str, prompt_len: int) -> list[Rows]:
+        """Rows of a finished choice from `start` on: exactly those of its prompt and its tokens but the last."""
+        feed, choice.routed_experts = choice.routed_experts, None
+        expected = max(prompt_len - self.options.prompt_start + len(choice.token_ids) - 1, 0)
+        arrays = feed.take_until(expected) if isinstance(feed, RowFeed) else []
+        missing = expected - sum(map(len, arrays))
+        if missing > 0 and choice.finish_reason != "abort":
+            logger.error("Request %s: %d rows did not arrive and are sent as -1.", request_id, missing)
+            arrays = [*arrays, unknown_rows(missing, self.shape)]
+        return arrays
+
+    @property
+    def num_rows(self) -> int:
+        """Of all arrays that the response will have."""
+        if not self.options.rows:
+            return 0
+        prompts = self.prompts if self.options.layout == "split" else self._prompt_of_each_choice()
+        return sum(len(rows) for arrays in (*prompts, *(own for _, own in self.choices)) for rows in arrays)
 
     @property
     def nbytes(self) -> int:
-        """Size of all rows."""
-        return sum(rows.nbytes for rows in (*self.prompts, *(rows for _, rows in self.choices)))
+        """Size of all rows that were collected."""
+        return sum(rows.nbytes for arrays in (*self.prompts, *(own for _, own in self.choices)) for rows in arrays)
 
-    def add_to(self, body: dict[str, Any], encoder: Encoder, is_list: bool) -> None:
-        """Puts the arrays into the response `body`.
+    def _prompt_of_each_choice(self) -> list[list[Rows]]:
+        per_prompt = len(self.choices) // max(len(self.prompts), 1)
+        return [prompt for prompt in self.prompts for _ in range(per_prompt)]
 
-        Args:
-            is_list: whether the request gave a list of prompts.
-        """
-        for choice, (start, rows) in zip(body["choices"], self.choices, strict=True):
-            choice["routed_experts"] = encoder(rows, start)
-        if encoder.options.layout == "split":
-            prompts = [encoder(rows, encoder.options.prompt_start) for rows in self.prompts]
-            body["prompt_routed_experts"] = prompts if is_list or len(prompts) > 1 else prompts[0]
+    def arrays(self) -> Iterator[tuple[int | None, int, list[Rows]]]:
+        """What the response has: the index of a choice or None for a prompt's, first position, rows."""
+        if not self.options.rows:
+            return
+        start = self.options.prompt_start
+        if self.options.layout == "joined":
+            for index, (prompt, (_, own)) in enumerate(zip(self._prompt_of_each_choice(), self.choices, strict=True)):
+                yield index, start, [*prompt, *own]
+            return
+        for index, (prompt_len, own) in enumerate(self.choices):
+            yield index, prompt_len, own
+        for prompt in self.prompts:
+            yield None, start, prompt
 
-
-def _final_rows(
-    choice: CompletionOutput, request_id: str, start: int, prompt_len: int, shape: tuple[int, int]
-) -> NDArray[np.int16]:
-    """Rows [n, L, K] of a finished choice, from `start` on: exactly those of its prompt and its tokens but the last."""
-    rows = choice.routed_experts
-    choice.routed_experts = None
-    if rows is None:
-        rows = np.empty((0, *shape), dtype=np.int16)
-    expected = max(prompt_len - start + len(choice.token_ids) - 1, 0)
-    missing = expected - len(rows)
-    if missing > 0 and choice.finish_reason != "abort":
-        logger.error("Request %s: %d rows did not arrive and are sent as -1.", request_id, missing)
-        rows = with_unknown(rows, expected)
-    return rows[:expected]
+    def histograms(self, num_experts: int) -> tuple[list[Histogram], list[Histogram]]:
+        """Those of the prompts, and those of the choices."""
+        prompts = [histogram(arrays, self.shape, num_experts) for arrays in self.prompts]
+        return prompts, [histogram(arrays, self.shape, num_experts) for _, arrays in self.choices]
 
 
 @dataclass(frozen=True)
 class WholeAnswer:
-    """vLLM's response, and the rows that go with it."""
+    """vLLM's response, and the rows that go with it.
 
-    response: CompletionResponse | ChatCompletionResponse
+    Attributes:
+        response: a pydantic model with `choices`.
+        encoder: how the request wants its arrays.
+        num_experts: of a layer.
+        is_list: whether the request gave a list of prompts.
+    """
+
+    response: Any
     rows: CollectedRows
+    encoder: Encoder
+    num_experts: int
+    is_list: bool
+
+    def prepare(self, packed: bool) -> Iterator[bytes]:
+        """The body of the HTTP answer, as JSON or in MessagePack, whose arrays are encoded as it is read.
+
+        Raises:
+            LostRowsError: a row is not known, and the type asked for cannot say so.
+        """
+        body = body_of(self.response)
+        marks, arrays = Marks(), list(self.rows.arrays())
+        prompts: list[str] = []
+        for choice, _, rows in arrays:
+            self.encoder.check(rows)
+            if choice is None:
+                prompts.append(marks.next())
+            else:
+                body["choices"][choice]["routed_experts"] = marks.next()
+        if prompts:
+            body["prompt_routed_experts"] = self._one_or_list(prompts)
+        if self.rows.options.histogram:
+            of_prompts, of_choices = self.rows.histograms(self.num_experts)
+            body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
+            for choice_body, counted in zip(body["choices"], of_choices, strict=True):
+                choice_body["routed_experts_histogram"] = counted
+        return self._parts(marks.split(encoded(body, packed), packed), arrays, packed)
+
+    def _parts(
+        self, texts: Iterator[tuple[bytes, int | None]], arrays: list[tuple[int | None, int, list[Rows]]], packed: bool
+    ) -> Iterator[bytes]:
+        encode = self.encoder.msgpack_parts if packed else self.encoder.json_parts
+        for text, index in texts:
+            yield text
+            if index is not None:
+                _, start, rows = arrays[index]
+                yield from encode(rows, start)
+
+    def _one_or_list(self, items: list[Any]) -> Any:
+        return items if self.is_list or len(items) > 1 else items[0]
+
+
+class Marks:
+    """Texts that stand in a body for arrays until it is encoded. Nobody can guess them."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(16)
+        self._count = 0
+
+    def next(self) -> str:
+        """The next mark."""
+        self._count += 1
+        return f"{self._secret}:{self._count - 1:06}"
+
+    def split(self, data: bytes, packed: bool) -> Iterator[tuple[bytes, int | None]]:
+        """The texts between marks, each with the index of the mark that ends it; None for the last."""
+        mark = self._secret.encode() + rb":(\d{6})"
+        pieces = re.split(rb"\xd9\x27" + mark if packed else b'"' + mark + b'"', data)
+        for at in range(0, len(pieces) - 1, 2):
+            yield pieces[at], int(pieces[at + 1])
+        yield pieces[-1], None
+
+
+def body_of(response: Any) -> dict[str, Any]:
+    """vLLM's response as a JSON object, without its own field for routing, null where it is not used."""
+    body: dict[str, Any] = response.model_dump()
+    for choice in body["choices"]:
+        choice.pop("routed_experts", None)
+    return body
+
+
+def encoded(body: dict[str, Any], packed: bool) -> bytes:
+    """`body` as JSON or in MessagePack."""
+    if packed:
+        return msgspec.msgpack.encode(msgspec.to_builtins(body, str_keys=True))
+    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)

@@ -176,9 +176,64 @@ FIELD_ERROR: dict[str, Any] = {
 }
 NO_CAPTURE_ERROR: dict[str, Any] = {
     "error": {
-        "message": "This server does not capture routed experts. (parameter=return_routed_experts)",
-        "type": "BadRequestError",
-        "param": "return_routed_experts",
-        "code": 400,
+        "message": "This server does not capture routed experts.",
+        "type": "NotFoundError",
+        "param": None,
+        "code": 404,
     }
 }
+GENERATE_REQUEST: dict[str, Any] = {
+    "model": "tiny-moe",
+    "token_ids": [39, 72],
+    "sampling_params": {"max_tokens": 3, "temperature": 0},
+    "return_routed_experts": True,
+    "routed_experts_format": "object",
+}
+GENERATE_ANSWER: dict[str, Any] = {
+    "request_id": "generate-tokens-8a159554dd3e4df7",
+    "model": "tiny-moe",
+    "created": 1795216497,
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "length",
+            "token_ids": [0, 63, 82],
+            "routed_experts": COMPLETION_ANSWER["choices"][0]["routed_experts"],
+        }
+    ],
+    "usage": {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3},
+    "output_mode": "tokens",
+    "prompt_routed_experts": _COMPLETION_PROMPT_ROWS,
+}
+GENERATE_STREAM = _events(
+    {
+        "request_id": "generate-tokens-8a159554dd3e4df7",
+        "output_mode": "tokens",
+        "choices": [{"index": 0, "finish_reason": None, "token_ids": [0]}],
+        "prompt_routed_experts": _COMPLETION_PROMPT_ROWS,
+    },
+    {
+        "request_id": "generate-tokens-8a159554dd3e4df7",
+        "output_mode": "tokens",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": None,
+                "token_ids": [63],
+                "routed_experts": _array("BwANAAgADwAFAAoADAAGAAUABAADAAYACwAPAAcACQAEAA8ADgAKAA==", 1, 2),
+            }
+        ],
+    },
+    {
+        "request_id": "generate-tokens-8a159554dd3e4df7",
+        "output_mode": "tokens",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "length",
+                "token_ids": [82],
+                "routed_experts": _array("DAAHAAoADwAGAAwABQAKAAIABwAFAAwABwAPAAkABQAPAAoADQALAA==", 1, 3),
+            }
+        ],
+    },
+)

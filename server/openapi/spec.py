@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 
-from routed_experts.server.routes import router
+from routed_experts.server.routes import generate_router, router
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
@@ -40,6 +40,7 @@ def describe() -> dict[str, Any]:
         title="routed-experts-server", version=version("routed-experts-server"), description=DESCRIPTION.strip()
     )
     app.include_router(router)
+    app.include_router(generate_router)
     spec = app.openapi()
     schemas = spec["components"]["schemas"]
     spec["components"]["schemas"] = {name: schemas[name] for name in sorted(_reachable(spec["paths"], schemas))}

@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
-from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, parse_options
+from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOptions, check_defaults, parse_options
 
 OPT_IN = {"return_routed_experts": True}
-OTHERS = [name for name in RoutingFields.model_fields if name != "return_routed_experts"]
+OTHERS = [
+    name
+    for name in RoutingFields.model_fields
+    if name not in ("return_routed_experts", "routed_experts_histogram")
+]
 VALID: dict[str, Any] = {
     "routed_experts_prompt_start": 3,
     "routed_experts_start_len": 3,
@@ -15,6 +19,7 @@ VALID: dict[str, Any] = {
     "routed_experts_dtype": "auto",
     "routed_experts_layout": "joined",
 }
+ALONE: dict[str, Any] = {"routed_experts_histogram": True}
 BAD = {
     "return_routed_experts": [None, 0, 1, 1.0, "true", "1", "", [], {}],
     "routed_experts_prompt_start": [None, -1, "1", 1.0, 1.5, True, False, [], {}],
@@ -22,6 +27,7 @@ BAD = {
     "routed_experts_format": [None, "", "OBJECT", "base64", 1, True, ["npy"]],
     "routed_experts_dtype": [None, "", "int8", "uint16", "int64", 16, True],
     "routed_experts_layout": [None, "", "Split", "both", 0, True],
+    "routed_experts_histogram": [None, 0, 1, "true", "", [], {}],
 }
 
 
@@ -90,6 +96,69 @@ def test_two_names_of_one_value() -> None:
     assert raised.value.param == "routed_experts_start_len"
     with pytest.raises(FieldError):
         parse_options({**both, "routed_experts_prompt_start": 0})
+
+
+def test_histograms_come_alone_or_beside_rows() -> None:
+    alone = parse_options(ALONE)
+    assert alone == RoutingOptions(rows=False, histogram=True)
+    assert parse_options({**ALONE, **OPT_IN}) == RoutingOptions(rows=True, histogram=True)
+    assert parse_options({**ALONE, "return_routed_experts": False}) == alone
+    assert parse_options({**ALONE, "routed_experts_prompt_start": 3}) == RoutingOptions(
+        rows=False, histogram=True, prompt_start=3
+    )
+    assert parse_options({"routed_experts_histogram": False}) is None
+    with pytest.raises(FieldError, match="routed_experts_format needs return_routed_experts: true"):
+        parse_options({**ALONE, "routed_experts_format": "npy"})
+
+
+def test_defaults_are_what_a_request_leaves_out() -> None:
+    defaults = {**OPT_IN, "routed_experts_format": "npy", "routed_experts_start_len": 4}
+    assert parse_options({}, defaults) == RoutingOptions(
+        format="npy", prompt_start=4, prompt_start_param="routed_experts_start_len"
+    )
+    assert parse_options({"routed_experts_format": "raw"}, defaults) == RoutingOptions(
+        format="raw", prompt_start=4, prompt_start_param="routed_experts_start_len"
+    )
+    assert parse_options({"routed_experts_prompt_start": 2}, defaults) == RoutingOptions(format="npy", prompt_start=2)
+    assert parse_options({"return_routed_experts": False}, defaults) is None
+    with pytest.raises(FieldError):
+        parse_options({"return_routed_experts": False, "routed_experts_format": "raw"}, defaults)
+    assert parse_options({**OPT_IN}, {"routed_experts_dtype": "auto"}) is not None
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_default_form_alone_asks_for_nothing(field: str) -> None:
+    assert parse_options({}, {field: VALID[field]}) is None
+    assert parse_options({"return_routed_experts": False}, {field: VALID[field]}) is None
+    assert parse_options(OPT_IN, {field: VALID[field]}) == parse_options({**OPT_IN, field: VALID[field]})
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in BAD.items() for value in values])
+def test_wrong_defaults(field: str, value: Any) -> None:
+    with pytest.raises(FieldError) as raised:
+        check_defaults({field: value})
+    assert raised.value.param == field
+
+
+def test_defaults_that_are_no_fields() -> None:
+    with pytest.raises(FieldError, match="return_experts is not a routing field"):
+        check_defaults({"return_experts": True})
+    with pytest.raises(FieldError, match="JSON object"):
+        check_defaults([])
+    assert check_defaults({**OPT_IN, **VALID}) == {**OPT_IN, **VALID}
+
+
+def test_vllms_forms_where_no_other_was_asked_for() -> None:
+    plain = parse_options(OPT_IN)
+    assert plain is not None
+    assert plain.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="vllm")
+    for said in ({"routed_experts_format": "npy"}, {"routed_experts_layout": "split"}):
+        options = parse_options({**OPT_IN, **said})
+        assert options is not None
+        assert options.with_vllms_forms() == options
+    typed = parse_options({**OPT_IN, "routed_experts_dtype": "int32"})
+    assert typed is not None
+    assert typed.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="int32")
 
 
 def test_the_body_is_left_as_it_is() -> None:
