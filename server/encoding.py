@@ -1,7 +1,7 @@
 """Rows into the bytes of an answer, in the form that a request asked for.
 
-Arrays of long answers are encoded block by block, so that no one else waits for all of one. `protocol.codec.encode` says
-the same in plain terms; the tests compare the two.
+Arrays of long answers are encoded block by block, so that nobody else waits for all of one. `protocol.codec.encode`
+says the same in plain terms; the tests compare the two.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -158,7 +158,7 @@ class Encoder:
     def _npy_header(self, num_rows: int) -> bytes:
         buffer = BytesIO()
         described = {"descr": self._wire.str, "fortran_order": False, "shape": (num_rows, *self.shape)}
-        np.lib.format.write_array_header_1_0(buffer, described)
+        np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
         return buffer.getvalue()
 
 

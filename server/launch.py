@@ -1,10 +1,12 @@
 """`routed-experts serve`: vLLM's `serve` with our plugin, worker and scheduler filled in."""
 
 import argparse
+import json
 import os
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -21,7 +23,8 @@ from routed_experts.capture.engine.config import (
     check_engine_config,
     check_vllm_version,
 )
-from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
+from routed_experts.protocol.models import FieldError, check_defaults
+from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 
 try:
     from vllm.entrypoints.common.startup import cli_env_setup
@@ -74,6 +77,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve.usage = "routed-experts serve [MODEL] [options]"
     serve.set_defaults(enable_return_routed_experts=True)
+    add_flags(serve)
     try:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
     except ValueError as error:
@@ -96,6 +100,38 @@ def take_version_flag(argv: list[str]) -> list[str]:
         names = filter(None, [others, ALLOW_UNTESTED_VARIABLE])
         os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(names)
     return rest
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that vLLM does not have."""
+    group = parser.add_argument_group("routed experts", "What is returned of the experts that tokens were routed to.")
+    group.add_argument(
+        "--routed-experts-default",
+        type=_defaults,
+        default={},
+        metavar="JSON",
+        help="values of routing fields that requests leave out, for example '{\"return_routed_experts\": true}'",
+    )
+    group.add_argument(
+        "--routed-experts-max-response-bytes",
+        type=_positive,
+        default=MAX_RESPONSE_BYTES,
+        metavar="BYTES",
+        help="most bytes of routing in one answer (default: 1 GiB)",
+    )
+
+
+def _defaults(text: str) -> dict[str, Any]:
+    try:
+        return check_defaults(json.loads(text))
+    except (json.JSONDecodeError, FieldError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of bytes")
+    return int(text)
 
 
 def take_capture_flag(args: argparse.Namespace) -> bool:

@@ -49,7 +49,8 @@ async def _rows_of_a_request(captured: CapturedEngine, prompt: list[int], rank: 
     async for output in outputs:
         if isinstance(output.outputs[0].routed_experts, RowFeed):
             feed = output.outputs[0].routed_experts
-    return feed.take_until(_PROMPT_TOKENS + _NEW_TOKENS) if feed is not None else None
+    arrays = feed.take_until(_PROMPT_TOKENS + _NEW_TOKENS) if feed is not None else []
+    return np.concatenate(arrays) if arrays else None
 
 
 def check_rows(rows: NDArray[np.int16] | None, expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:

@@ -21,6 +21,7 @@ T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 
 _DATA = "data: "
 _FIRST_CHOICE = '"choices":[{'
+_OWN_FIELD = '"routed_experts":null,'
 _INDEX = '"choices":[{"index":'
 """How vLLM's chunks begin a choice. Nothing that a client sent can hold it: quotes are escaped in JSON texts."""
 
@@ -84,6 +85,7 @@ class StreamAligner:
         error_event: the text of the event that ends a stream that failed.
         preface_chunks: chunks that the generator sends before the first one that brings tokens.
         max_bytes: most bytes of routing that the whole stream may hold.
+        has_own_field: whether the generator's chunks have vLLM's own field for routing, which is null here.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class StreamAligner:
         error_event: Callable[[Exception], str],
         preface_chunks: int = 0,
         max_bytes: int = MAX_RESPONSE_BYTES,
+        has_own_field: bool = False,
     ) -> None:
         self._options = options
         self._encoder = encoder
@@ -103,6 +106,7 @@ class StreamAligner:
         self._error_event = error_event
         self._preface_chunks = preface_chunks
         self._bytes_left = max_bytes
+        self._has_own_field = has_own_field
         self._line_rows = encoder.rows_in(LINE_BYTES)
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, _Prompt] = {}
@@ -120,33 +124,37 @@ class StreamAligner:
         so, never with a connection that is cut."""
         try:
             async for chunk in chunks:
-                choice = self._choice_of(chunk)
-                if choice is None:
+                key = _choice_of(chunk)
+                if key is None:
                     yield chunk
                     continue
-                key, state = choice
+                if self._has_own_field:
+                    chunk = chunk.replace(_OWN_FIELD, "", 1)
                 rows: list[Rows] = []
+                state = self._choices.get(key)
                 if self._preface_chunks > 0:
                     self._preface_chunks -= 1
-                else:
+                elif state is not None:
                     rows, state.pending = state.pending, rows
                     if state.finished and self._options.histogram:
                         chunk = await self._with_histograms(chunk, key, state)
                 prompt = self._prompts.get(key // self._num_choices)
                 if prompt is not None and prompt.rows is not None:
-                    for line in self._lines(chunk, state, prompt, rows):
+                    for line in self._lines(chunk, prompt, rows, state.next_row if state else 0):
                         yield line
                         await asyncio.sleep(0)  # so that nobody waits for all of a long prompt
+                elif not rows or state is None:
+                    yield chunk
                 elif len(rows) == 1 and len(rows[0]) <= self._line_rows:  # nearly always
                     yield self._with_rows(chunk, rows[0], state.next_row)
-                elif rows:
-                    for line in self._lines(chunk, state, None, rows):
+                else:
+                    for line in self._lines(chunk, None, rows, state.next_row):
                         yield line
                         await asyncio.sleep(0)
-                else:
-                    yield chunk
         except Exception as error:
-            logger.error("A stream was ended: %s", error, exc_info=not isinstance(error, LostRowsError | StreamLimitError))
+            logger.error(
+                "A stream was ended: %s", error, exc_info=not isinstance(error, LostRowsError | StreamLimitError)
+            )
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
@@ -201,27 +209,18 @@ class StreamAligner:
         if self._options.histogram:
             prompt.counted += rows
 
-    def _choice_of(self, chunk: str) -> tuple[int, _Choice] | None:
-        """The choice that a chunk belongs to, and its place in the order of the response; None for other events."""
-        at = chunk.find(_INDEX)
-        if at < 0:
-            return None
-        at += len(_INDEX)
-        end = at + 1
-        while chunk[end].isdigit():
-            end += 1
-        key = int(chunk[at:end])
-        state = self._choices.get(key)
-        return None if state is None else (key, state)
-
     def _with_rows(self, chunk: str, rows: Rows, next_row: int) -> str:
         text = self._encoder.text(rows, next_row - len(rows))
         self._count(text)
         at = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
         return f'{chunk[:at]}"routed_experts":{text},{chunk[at:]}'
 
-    def _lines(self, chunk: str, state: _Choice, prompt: _Prompt | None, rows: list[Rows]) -> Iterator[str]:
-        """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line."""
+    def _lines(self, chunk: str, prompt: _Prompt | None, rows: list[Rows], next_row: int) -> Iterator[str]:
+        """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line.
+
+        Args:
+            next_row: position behind the last of `rows`.
+        """
         prompt_rows: list[Rows] = []
         if prompt is not None:
             prompt_rows, prompt.rows = prompt.rows or [], None
@@ -230,7 +229,7 @@ class StreamAligner:
         if num_prompt and num_rows:  # two envelopes, and both numbers are rounded up
             fit = max(2 * self._encoder.rows_in(LINE_BYTES // 2) - 2, 2)
         count = max(-(-(num_prompt + num_rows) // fit), 1)
-        first = state.next_row - num_rows
+        first = next_row - num_rows
         blank = _without_text(chunk) if count > 1 else ""
         for line in range(count):
             text = blank if line < count - 1 else chunk
@@ -274,6 +273,18 @@ class StreamAligner:
         return orjson.dumps(counted).decode()
 
 
+def _choice_of(chunk: str) -> int | None:
+    """The place in the order of the response of the choice that a chunk belongs to; None for other events."""
+    at = chunk.find(_INDEX)
+    if at < 0:
+        return None
+    at += len(_INDEX)
+    end = at + 1
+    while chunk[end].isdigit():
+        end += 1
+    return int(chunk[at:end])
+
+
 def _share(count: int, line: int, num_lines: int) -> int:
     """How many of `count` rows a line has; where there are fewer rows than lines, the last lines have them."""
     return (line + 1) * count // num_lines - line * count // num_lines
@@ -303,4 +314,3 @@ _ONCE = {
     *("prompt_routed_experts_histogram", "routed_experts_histogram", "kv_transfer_params"),
 }
 """What a chunk says once, and no piece before it."""
-

@@ -8,7 +8,7 @@ from routed_experts.protocol import codec
 from routed_experts.protocol.models import OPT_IN, RoutingOptions
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.encoding import Encoder, LostRowsError
-from routed_experts.server.fields import RoutedRequest
+from routed_experts.server.fields import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.stream import StreamAligner, StreamLimitError
 from routed_experts.server.vllm_api import (
     ChatCompletionRequest,
@@ -95,7 +95,9 @@ class RoutedServing:
         dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
         return Encoder(options.format, dtype, self.captured.shape, self.captured.num_experts)
 
-    def aligner(self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0) -> StreamAligner:
+    def aligner(
+        self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0, has_own_field: bool = False
+    ) -> StreamAligner:
         """What puts rows on the chunks of a stream; see `StreamAligner`."""
         assert self.captured is not None
         return StreamAligner(
@@ -106,6 +108,7 @@ class RoutedServing:
             self._error_event,
             preface_chunks,
             self.max_bytes,
+            has_own_field,
         )
 
     def collected(self, options: RoutingOptions) -> CollectedRows:
@@ -237,12 +240,11 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
 
     async def serve_tokens(self, request: GenerateRequest, raw_request: Any = None) -> Any:
         self.check(request)
-        if isinstance(request, RoutedRequest) and options_of(request) is not None:
+        if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
-        if isinstance(request, RoutedRequest):
-            request.sampling_params = request.opt_in(request.sampling_params)
+            request.sampling_params = request.opt_in(params)
         return await super().serve_tokens(request, raw_request)
 
     def serve_tokens_stream_generator(
@@ -252,7 +254,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         make = super().serve_tokens_stream_generator
         if options is None:
             return make(request, result_generator, *args, **kwargs)
-        aligner = self.aligner(options, request.sampling_params.n)
+        aligner = self.aligner(options, request.sampling_params.n, has_own_field=True)
         return aligner.rewrite(make(request, aligner.watch(result_generator), *args, **kwargs))
 
     async def serve_tokens_full_generator(

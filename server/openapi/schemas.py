@@ -115,8 +115,8 @@ With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`
 An error after the first byte is one event with `error`, then `[DONE]`."""
 
 _MSGPACK = """\
-With `Accept: application/msgpack`, and not for streams: the same object in MessagePack, in which `data` of arrays and the
-forms `npy` and `raw` are binary instead of base64 text. Errors stay JSON."""
+With `Accept: application/msgpack`, and not for streams: the same object in MessagePack, in which `data` of arrays and
+the forms `npy` and `raw` are binary instead of base64 text. Errors stay JSON."""
 
 _ERRORS = {
     400: "Something in the request cannot be accepted; `param` names the field.",

@@ -20,14 +20,18 @@ from routed_experts.capture.engine.config import SUPPORTED_VLLM
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
 from routed_experts.server import launch
-from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest
+from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
 from routed_experts.server.openapi import examples
 from routed_experts.server.openapi import spec as spec_file
-from routed_experts.server.routes import router
+from routed_experts.server.routes import generate_router, router
 from routed_experts.server.vllm_api import VLLM_VERSION
 
 FILE = Path(__file__).parents[2] / "openapi.yaml"
-GENERATING = ("/v1/completions", "/v1/chat/completions")
+GENERATING = {
+    "/v1/completions": RoutedCompletionRequest,
+    "/v1/chat/completions": RoutedChatRequest,
+    "/inference/v1/generate": RoutedGenerateRequest,
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def served() -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "")
         launch.allow_plugin()
-        args = launch.parse(["model"])
+        args = launch.parse(["model", "--enable-scale-out"])
         app: FastAPI = build_app(args, ("generate",))
     return app.openapi()
 
@@ -116,12 +120,12 @@ def test_a_stale_file_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_our_routes_are_in_the_file_and_nothing_else(spec: dict[str, Any]) -> None:
     routes = {
         (route.path, method.lower())
-        for route in router.routes
+        for route in (*router.routes, *generate_router.routes)
         if isinstance(route, APIRoute)
         for method in route.methods
     }
     assert {(path, method) for path, method, _ in operations(spec)} == routes
-    assert len(routes) == 3
+    assert len(routes) == 4
 
 
 def test_vllms_application_serves_the_file(spec: dict[str, Any], served: dict[str, Any]) -> None:
@@ -133,14 +137,14 @@ def test_vllms_application_serves_the_file(spec: dict[str, Any], served: dict[st
 def test_fields_of_the_file_and_of_vllms_application(spec: dict[str, Any], served: dict[str, Any]) -> None:
     """Names only: where vLLM has two models of one name, the references of the two descriptions differ."""
     names = [name for name in spec["components"]["schemas"] if name.startswith(("Routed", "Capture", "Error"))]
-    assert len(names) == 11
+    assert len(names) == 15
     for name in names:
         here, there = spec["components"]["schemas"][name], served["components"]["schemas"][name]
         assert set(here["properties"]) == set(there["properties"]), name
         assert here.get("required") == there.get("required"), name
 
 
-@pytest.mark.parametrize("model", [RoutedCompletionRequest, RoutedChatRequest])
+@pytest.mark.parametrize("model", GENERATING.values())
 def test_every_field_of_a_request_is_in_the_file(spec: dict[str, Any], model: Any) -> None:
     properties = spec["components"]["schemas"][model.__name__]["properties"]
     assert set(properties) == set(model.model_fields)
@@ -185,17 +189,17 @@ def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
             if "example" in described:
                 validate(spec, described["schema"], described["example"])
                 count += 1
-    assert count == 2 + 3 + 3  # requests, answers, errors
+    assert count == 3 + 4 + 4  # requests, answers, errors
 
 
-@pytest.mark.parametrize(("path", "model"), zip(GENERATING, (RoutedCompletionRequest, RoutedChatRequest), strict=True))
+@pytest.mark.parametrize(("path", "model"), GENERATING.items())
 def test_example_requests_are_accepted(spec: dict[str, Any], path: str, model: Any) -> None:
     example = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
     model.model_validate(example)
     assert parse_options(example) is not None
 
 
-@pytest.mark.parametrize(("path", "start"), zip(GENERATING, (0, 19), strict=True))
+@pytest.mark.parametrize(("path", "start"), zip(GENERATING, (0, 19, 0), strict=True))
 def test_example_answers_have_all_their_rows(spec: dict[str, Any], path: str, start: int) -> None:
     answer = content(spec, path)["example"]
     prompt_tokens, tokens = answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]

@@ -42,9 +42,11 @@ from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.models import FieldError
 from routed_experts.protocol.sse import EventError
 from routed_experts.server import fields, vllm_api, vllm_serving
+from routed_experts.server.encoding import LostRowsError
 from routed_experts.server.launch import CommandError
 from routed_experts.server.plugin import RoutedExpertsPlugin
 from routed_experts.server.probe import ProbeError
+from routed_experts.server.stream import StreamLimitError
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(vllm.__file__).parent
@@ -166,12 +168,13 @@ def test_the_output_handler_looks_up_what_is_replaced_at_each_call() -> None:
     [
         (vllm_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
         (vllm_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+        (vllm_serving.RoutedServingTokens, vllm_api.ServingTokens),
     ],
 )
 def test_adopting_twice_is_harmless(cls: Any, base: type) -> None:
     instance = object.__new__(base)
     for _ in range(2):
-        vllm_serving.adopt(instance, cls, None)
+        vllm_serving.adopt(instance, cls, None, 1)
         assert type(instance) is cls
         assert instance.captured is None  # type: ignore[attr-defined]
 
@@ -182,7 +185,7 @@ def test_adopting_another_class_is_refused() -> None:
 
     for other in (Derived, vllm_api.OpenAIServingCompletion):
         with pytest.raises(TypeError, match="is not the class that RoutedServingChat extends"):
-            vllm_serving.adopt(object.__new__(other), vllm_serving.RoutedServingChat, None)
+            vllm_serving.adopt(object.__new__(other), vllm_serving.RoutedServingChat, None, 1)
 
 
 # ---- what is overridden ----
@@ -191,6 +194,7 @@ NEW_METHODS = {"routed_experts_info"}
 OVERRIDING = [
     (vllm_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
     (vllm_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+    (vllm_serving.RoutedServingTokens, vllm_api.ServingTokens),
     (fields.RoutedCompletionRequest, vllm_api.CompletionRequest),
     (fields.RoutedChatRequest, vllm_api.ChatCompletionRequest),
     (scheduler._Capture, Scheduler),
@@ -468,6 +472,8 @@ AT_START = {CommandError, ProbeError, UnsupportedConfig}
 """The process ends with the sentence."""
 ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
+IN_STREAMS = {LostRowsError, StreamLimitError}
+"""Failures of the server: an error event in a stream, and 500 before its first byte."""
 CLIENTS = {EventError, RoutingError}
 """Raised in clients only."""
 
@@ -481,7 +487,7 @@ def test_every_exception_of_ours_is_in_one_of_the_lists() -> None:
                 cls = vars(module).get(node.name)
                 if isinstance(cls, type) and issubclass(cls, BaseException):
                     found.add(cls)
-    assert found == AT_START | ANSWERED | CLIENTS
+    assert found == AT_START | ANSWERED | IN_STREAMS | CLIENTS
     assert not AT_START & ANSWERED
 
 

@@ -1,6 +1,7 @@
 """The bytes of arrays, against the plain statement of the forms in `protocol.codec.encode`."""
 
 import base64
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -29,7 +30,7 @@ def rows_of(count: int, shape: tuple[int, int, int], unknown: bool) -> np.ndarra
 def parts_of(rows: np.ndarray) -> list[np.ndarray]:
     """`rows` as they come from an engine: a long piece, empty ones, single ones."""
     cuts = sorted({0, len(rows), *(min(len(rows), cut) for cut in (1, 2, 3, 700, 701))})
-    return [rows[:0], *(rows[first:end] for first, end in zip(cuts, cuts[1:], strict=False))]
+    return [rows[:0], *(rows[first:end] for first, end in pairwise(cuts))]
 
 
 def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int]) -> Encoder:

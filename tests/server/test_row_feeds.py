@@ -21,11 +21,9 @@ def rows_of(first: int, end: int) -> np.ndarray:
     return np.repeat(np.arange(first, end, dtype=np.int16), L * K).reshape(-1, L, K)
 
 
-def positions(rows: np.ndarray | None) -> list[int] | None:
-    if rows is None:
-        return None
-    assert rows.shape[1:] == (L, K)
-    return [int(value) for value in rows[:, 0, 0]]
+def positions(arrays: list[np.ndarray]) -> list[int]:
+    assert all(rows.shape[1:] == (L, K) for rows in arrays)
+    return [int(value) for rows in arrays for value in rows[:, 0, 0]]
 
 
 def output(request_id: str, tokens: int, first: int | None = None, finish: FinishReason | None = None, rows: int = 0):
@@ -146,13 +144,19 @@ def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
     assert positions(feed.take_until(6)) == [3, 4, 5]
 
 
-def test_requests_that_are_not_streamed_keep_vllms_way() -> None:
+@pytest.mark.parametrize("n", [1, 2])
+def test_requests_that_are_not_streamed(n: int) -> None:
     frontend = Frontend()
-    queue = frontend.add("a", RequestOutputKind.FINAL_ONLY)
-    frontend.step(output("a", 1, first=0, rows=3))
-    assert len(frontend.feeds) == 0
-    frontend.step(output("a", 1, first=3, finish=FinishReason.LENGTH))
-    assert positions(take(queue).outputs[0].routed_experts) == [0, 1, 2, 3]
+    queue = frontend.add("a", RequestOutputKind.FINAL_ONLY, n)
+    names = ["a"] if n == 1 else ["0_a", "1_a"]
+    for name in names:
+        frontend.step(output(name, 1, first=0, rows=3))
+        frontend.step(output(name, 1, first=3, finish=FinishReason.LENGTH))
+    choices = take(queue).outputs
+    assert len(choices) == n
+    for choice in choices:
+        assert isinstance(choice.routed_experts, RowFeed)
+        assert positions(choice.routed_experts.take_until(4)) == [0, 1, 2, 3]
 
 
 def test_requests_without_the_opt_in_have_no_feed() -> None:
@@ -206,7 +210,7 @@ def test_processors_have_feeds_of_their_own() -> None:
 
 def test_taking_less_and_more_than_there_is() -> None:
     feed = RowFeed()
-    assert feed.take_until(5) is None
+    assert feed.take_until(5) == []
     feed.push(rows_of(0, 3))
     feed.push(rows_of(3, 5))
     assert positions(feed.take_until(2)) == [0, 1]
@@ -218,18 +222,10 @@ def test_taking_less_and_more_than_there_is() -> None:
     assert positions(feed.take_until(6)) == [5]
 
 
-def test_a_prompt_that_asks_for_no_row_still_tells_the_shape() -> None:
-    feed = RowFeed()
-    feed.push(rows_of(3, 3))
-    rows = feed.take_until(0)
-    assert rows is not None
-    assert rows.shape == (0, L, K)
-
-
 def test_a_feed_keeps_no_rows_that_were_taken() -> None:
     feed = RowFeed()
     feed.push(rows_of(0, 1000))
     feed.take_until(999)
-    (kept,) = feed._chunks
+    (kept,) = feed._arrays
     assert kept.base is None
     assert len(kept) == 1

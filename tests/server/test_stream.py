@@ -1,7 +1,6 @@
 """Rows on the chunks of a stream, with hand-made results in and a generator like vLLM's in between."""
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
@@ -9,15 +8,14 @@ import numpy as np
 import orjson
 import pytest
 
-from routed_experts.protocol.codec import CodecError, decode
+from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server import stream as stream_module
 from routed_experts.server.encoding import Encoder
 from routed_experts.server.row_feeds import RowFeed
 from routed_experts.server.stream import StreamAligner
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
-L, K = 2, 3
+L, K, EXPERTS = 2, 3, 32000
 Result = RequestOutput | tuple[int, RequestOutput]
 Chunk = dict[str, Any]
 
@@ -60,8 +58,14 @@ class Engine:
         return result(self.prompt_len, choice(tokens, self.feed, self.index, finish))
 
 
-def aligner_of(num_choices: int = 1, preface: int = 0, dtype: str = "int16", **options: Any) -> StreamAligner:
-    return StreamAligner(Encoder(RoutingOptions(**options), dtype), (L, K), num_choices, preface)
+def aligner_of(
+    num_choices: int = 1, preface: int = 0, dtype: str = "int16", max_bytes: int = 1 << 30, **options: Any
+) -> StreamAligner:
+    asked = RoutingOptions(**options)
+    encoder = Encoder(asked.format, dtype, (L, K), EXPERTS)
+    return StreamAligner(
+        asked, encoder, EXPERTS, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes
+    )
 
 
 def generator(
@@ -133,28 +137,6 @@ def test_a_token_a_chunk() -> None:
     chunks = stream(aligner_of(), [engine.step(), engine.step(), engine.step(finish="length")])
     assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], None, None]
     assert [positions(chunk) for chunk in chunks] == [None, [4], [5]]
-
-
-@pytest.mark.parametrize("preface", [0, 2])
-@pytest.mark.parametrize("layout", ["split", "joined"])
-def test_large_rows_are_encoded_off_the_event_loop(layout: Any, preface: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_module, "LARGE_BYTES", 1000)
-    threads: list[tuple[int, bool]] = []
-
-    class Watched(Encoder):
-        def __call__(self, rows: np.ndarray, start: int) -> Any:
-            threads.append((len(rows), threading.current_thread() is threading.main_thread()))
-            return super().__call__(rows, start)
-
-    length = 1000 // (2 * L * K) + 1
-    engine = Engine(prompt_len=length)
-    aligner = StreamAligner(Watched(RoutingOptions(layout=layout), "int16"), (L, K), 1, preface)
-    chunks = stream(aligner, [engine.step(), engine.step(), engine.step(finish="stop")], generator(preface=preface))
-    assert len(chunks) == preface + 3
-    assert threads == [(length, False), (1, True), (1, True)]
-    (large,) = [chunk for chunk in chunks if len(orjson.dumps(chunk)) > 1000]
-    array = large["prompt_routed_experts"] if layout == "split" else large["choices"][0]["routed_experts"]
-    assert np.array_equal(decode(array), rows_of(0, length))
 
 
 def test_one_token_has_no_generated_row() -> None:
@@ -333,19 +315,157 @@ def test_an_abort_is_never_padded() -> None:
     assert positions(chunk) is None
 
 
-def test_uint8_cannot_say_that_a_row_is_lost() -> None:
-    """Raised where vLLM's generator takes the result, which makes an error event of it."""
+def ended(aligner: StreamAligner, results: Iterable[Result], generate: Any = None) -> list[str]:
+    """All events of a stream that may end with an error."""
+
+    async def feed() -> AsyncIterator[Result]:
+        for item in results:
+            yield item
+
+    async def collect() -> list[str]:
+        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(feed())))]
+
+    return asyncio.run(collect())
+
+
+def test_uint8_cannot_say_that_a_row_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    engine = Engine(prompt_len=2)
+    results = [engine.step(), engine.step(2, finish="stop", lost=1)]
+    first, error, done = ended(aligner_of(dtype="uint8"), results)
+    assert "prompt_routed_experts" in first
+    assert "1 rows are not known" in error
+    assert "uint8 cannot hold" in error
+    assert done == "data: [DONE]\n\n"
+
+
+def test_an_error_in_encoding_ends_the_stream_with_an_event() -> None:
+    class Failing(Encoder):
+        def text(self, rows: np.ndarray, start: int) -> str:
+            raise MemoryError("no more")
+
+    engine = Engine(prompt_len=2)
+    aligner = aligner_of()
+    aligner._encoder = Failing("object", "int16", (L, K), EXPERTS)
+    closed: list[bool] = []
+
+    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        try:
+            async for chunk in generator()(results):
+                yield chunk
+        finally:
+            closed.append(True)
+
+    assert ended(aligner, [engine.step(), engine.step(finish="stop")], generate) == [
+        'data: {"error":"no more"}\n\n',
+        "data: [DONE]\n\n",
+    ]
+    assert closed == [True]
+
+
+def test_a_stream_that_grows_too_large_ends_with_an_event() -> None:
+    engine = Engine(prompt_len=2)
+    events = ended(aligner_of(max_bytes=250), [engine.step() for _ in range(10)])
+    assert len(events) < 10
+    assert "--routed-experts-max-response-bytes" in events[-2]
+    assert events[-1] == "data: [DONE]\n\n"
+
+
+def pieces_of(chunks: list[Chunk], name: str) -> list[dict[str, Any]]:
+    arrays = [chunk.get(name) if name.startswith("prompt") else chunk["choices"][0].get(name) for chunk in chunks]
+    return [array for array in arrays if array is not None]
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "tokens"), [(4090, 1), (4060, 1), (4000, 100), (31000, 1), (15000, 15000), (1, 20000), (3000, 3000)]
+)
+def test_no_line_holds_more_than_64_kib_of_routing(prompt_len: int, tokens: int) -> None:
+    engine = Engine(prompt_len)
+    texts = ended(aligner_of(), [engine.step(tokens), engine.step(finish="stop")])
+    assert all(len(text) <= (64 << 10) + 200 for text in texts)
+    chunks = [orjson.loads(text.removeprefix("data: ")) for text in texts[:-1]]
+    *lines, last, _usage = chunks
+    assert [chunk["choices"][0]["finish_reason"] for chunk in lines] == [None] * len(lines)
+    for name, first, end in (("prompt_routed_experts", 0, prompt_len), ("routed_experts", prompt_len, None)):
+        arrays = pieces_of([*lines, last], name)
+        assert "routed_experts" not in lines[0] or arrays
+        at = first
+        for array in arrays:
+            assert array["start"] == at
+            assert len(decode(array)) > 0
+            at += len(decode(array))
+        assert at == (end or prompt_len + tokens)
+    assert "prompt_routed_experts" in lines[0]
+
+
+def test_what_fits_a_line_is_one_piece() -> None:
+    engine = Engine(4060)
+    first, _last = stream(aligner_of(), [engine.step(), engine.step(finish="stop")])
+    assert len(first["prompt_routed_experts"]["data"]) > 60 << 10
+
+
+def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
+    body = {
+        "id": "cmpl-1",
+        "model": "m",
+        "choices": [
+            {"index": 0, "text": "a", "logprobs": {"tokens": ["a"]}, "finish_reason": "stop", "token_ids": [1]}
+        ],
+        "usage": {"total_tokens": 3},
+        "system_fingerprint": "x",
+    }
+    engine = Engine(6000)
+
+    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        async for _ in results:
+            yield event({"choices": body["choices"], **body})
+
+    *pieces, last = [orjson.loads(text[6:]) for text in ended(aligner_of(), [engine.step(finish="stop")], generate)]
+    assert len(pieces) == 1
+    piece = pieces[0]
+    assert piece["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}]
+    assert (piece["id"], piece["model"]) == ("cmpl-1", "m")
+    assert not {"usage", "system_fingerprint"} & piece.keys()
+    assert last["choices"][0]["text"] == "a"
+    assert last["usage"] == {"total_tokens": 3}
+
+
+def test_histograms_come_with_the_end_of_a_choice() -> None:
+    engines = [Engine(prompt_len=3, index=index) for index in range(2)]
+    both = result(3, engines[1].step().outputs[0], engines[0].step(2).outputs[0])
+    results = [both, engines[0].step(finish="stop"), engines[1].step(2, finish="stop")]
+    chunks = stream(aligner_of(2, rows=False, histogram=True), results, generator(num_choices=2))
+    assert all(prompt_positions(chunk) is None and positions(chunk) is None for chunk in chunks)
+    assert ["prompt_routed_experts_histogram" in chunk for chunk in chunks] == [False, False, True, False]
+    of_prompt = chunks[2]["prompt_routed_experts_histogram"]
+    assert (of_prompt["rows"], of_prompt["missing"]) == (3, 0)
+    assert [np.flatnonzero(counts).tolist() for counts in of_prompt["counts"]] == [[0, 1, 2]] * L
+    own = [chunk["choices"][0].get("routed_experts_histogram") for chunk in chunks]
+    assert own[:2] == [None, None]
+    assert [np.flatnonzero(each["counts"][0]).tolist() for each in own[2:]] == [[3, 4], [3, 4]]
+    assert [each["rows"] for each in own[2:]] == [2, 2]
+
+
+def test_histograms_beside_rows() -> None:
+    engine = Engine(prompt_len=3)
+    chunks = stream(aligner_of(histogram=True, layout="joined"), [engine.step(2), engine.step(finish="stop")])
+    assert [positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], [4]]
+    assert chunks[1]["prompt_routed_experts_histogram"]["rows"] == 3
+    assert chunks[1]["choices"][0]["routed_experts_histogram"]["rows"] == 2
+
+
+def test_vllms_own_field_is_taken_away() -> None:
+    """Its token-in, token-out chunks have it, null; a second one of the same name would win with many parsers."""
+    aligner = aligner_of()
+    aligner._has_own_field = True
     engine = Engine(prompt_len=2)
 
-    async def results() -> AsyncIterator[Result]:
-        yield engine.step()
-        yield engine.step(2, finish="stop", lost=1)
+    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        async for _ in results:
+            yield event({"choices": [{"index": 0, "token_ids": [1], "routed_experts": None, "text": "x"}]})
 
-    async def collect() -> list[Result]:
-        return [item async for item in aligner_of(dtype="uint8").watch(results())]
-
-    with pytest.raises(CodecError, match="uint8 cannot hold"):
-        asyncio.run(collect())
+    texts = ended(aligner, [engine.step(), engine.step(finish="stop")], generate)
+    assert all("null" not in text for text in texts)
+    assert [positions(orjson.loads(text[6:])) for text in texts] == [None, [2]]
 
 
 @pytest.mark.parametrize("form", ["npy", "raw", "list"])
