@@ -16,6 +16,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "abc"}]},
 }
 BAD: list[tuple[str, Any]] = [
+    ("routed_experts_histogram", "true"),
+    ("routed_experts_histogram", None),
     *(("return_routed_experts", value) for value in (None, 1, "true", [])),
     *(("routed_experts_prompt_start", value) for value in (None, -1, "1", 1.0, 1.5, True)),
     *(("routed_experts_start_len", value) for value in (None, -1, "1", 1.5, False)),
@@ -63,7 +65,7 @@ def test_bad_values(client: httpx.Client, path: str, stream: bool, field: str, v
 
 def test_every_field_is_tried() -> None:
     assert {field for field, _ in BAD} == set(RoutingFields.model_fields)
-    assert {"return_routed_experts", *VALID} == set(RoutingFields.model_fields)
+    assert {"return_routed_experts", "routed_experts_histogram", *VALID} == set(RoutingFields.model_fields)
 
 
 @both

@@ -8,9 +8,7 @@ from routed_experts.protocol.models import FieldError, RoutingFields, RoutingOpt
 
 OPT_IN = {"return_routed_experts": True}
 OTHERS = [
-    name
-    for name in RoutingFields.model_fields
-    if name not in ("return_routed_experts", "routed_experts_histogram")
+    name for name in RoutingFields.model_fields if name not in ("return_routed_experts", "routed_experts_histogram")
 ]
 VALID: dict[str, Any] = {
     "routed_experts_prompt_start": 3,
