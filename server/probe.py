@@ -1,4 +1,6 @@
-"""One tiny request through the real path, before the port answers."""
+"""A few tiny requests through the real path, before the port answers."""
+
+import asyncio
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,8 +11,10 @@ from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.row_feeds import RowFeed
 from routed_experts.server.vllm_api import RequestOutputKind, SamplingParams, tokens_input
 
-_PROMPT_TOKENS = 5
-_NEW_TOKENS = 3
+_PROMPTS = ((5,), (2, 7, 12))
+"""Lengths of the prompts that are sent at once: one alone, then several, which share steps of prefill and of decoding.
+None fills a block of the usual size, so that nothing of them stays in the prefix cache."""
+_NEW_TOKENS = 4
 
 
 class ProbeError(RuntimeError):
@@ -18,19 +22,29 @@ class ProbeError(RuntimeError):
 
 
 async def probe(captured: CapturedEngine) -> None:
-    """Raises `ProbeError` unless a request brings back its routing, complete and possible."""
-    config = captured.engine.vllm_config
-    vocab = config.model_config.get_vocab_size()
-    parallel = config.parallel_config
+    """Raises `ProbeError` unless every request brings back its routing, complete and possible."""
+    parallel = captured.engine.vllm_config.parallel_config
     # Where something else balances the load, this process reaches the ranks of its own node only.
     ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
     for rank in range(ranks):
-        prompt = [(7 * i + 1) % vocab for i in range(_PROMPT_TOKENS)]
-        rows = await _rows_of_a_request(captured, prompt, rank if ranks > 1 else None)
-        check_rows(rows, _PROMPT_TOKENS + _NEW_TOKENS - 1, captured.shape, captured.num_experts)
+        for lengths in _PROMPTS:
+            prompts = [_prompt(captured, length) for length in lengths]
+            names = [f"routed-experts-probe-{rank}-{length}" for length in lengths]
+            at_rank = rank if ranks > 1 else None
+            answers = (_rows_of_a_request(captured, *request, at_rank) for request in zip(names, prompts, strict=True))
+            for prompt, rows in zip(prompts, await asyncio.gather(*answers), strict=True):
+                check_rows(rows, len(prompt) + _NEW_TOKENS - 1, captured.shape, captured.num_experts)
 
 
-async def _rows_of_a_request(captured: CapturedEngine, prompt: list[int], rank: int | None) -> NDArray[np.int16] | None:
+def _prompt(captured: CapturedEngine, length: int) -> list[int]:
+    model = captured.engine.vllm_config.model_config
+    length = min(length, model.max_model_len - _NEW_TOKENS)
+    return [(7 * i + length) % model.get_vocab_size() for i in range(length)]
+
+
+async def _rows_of_a_request(
+    captured: CapturedEngine, request_id: str, prompt: list[int], rank: int | None
+) -> NDArray[np.int16] | None:
     params = SamplingParams(
         max_tokens=_NEW_TOKENS,
         temperature=0.0,
@@ -39,17 +53,12 @@ async def _rows_of_a_request(captured: CapturedEngine, prompt: list[int], rank: 
         output_kind=RequestOutputKind.DELTA,
         extra_args={PROMPT_START_ARG: 0},
     )
-    outputs = captured.engine.generate(
-        tokens_input(prompt),
-        params,
-        f"routed-experts-probe-{rank}",
-        data_parallel_rank=rank,
-    )
+    outputs = captured.engine.generate(tokens_input(prompt), params, request_id, data_parallel_rank=rank)
     feed: RowFeed | None = None
     async for output in outputs:
         if isinstance(output.outputs[0].routed_experts, RowFeed):
             feed = output.outputs[0].routed_experts
-    arrays = feed.take_until(_PROMPT_TOKENS + _NEW_TOKENS) if feed is not None else []
+    arrays = feed.take_until(len(prompt) + _NEW_TOKENS) if feed is not None else []
     return np.concatenate(arrays) if arrays else None
 
 
@@ -64,8 +73,8 @@ def check_rows(rows: NDArray[np.int16] | None, expected_rows: int, shape: tuple[
     silent = np.flatnonzero((rows == UNKNOWN).any(axis=(0, 2)))
     if len(silent):
         raise ProbeError(
-            f"The MoE layers at rows {silent.tolist()} were bound but wrote nothing: their kernel routes by itself. "
-            "Choose another one with --moe-backend."
+            f"The MoE layers at rows {silent.tolist()} wrote no ids for some of the tokens: their kernel routes by "
+            "itself, if only in batches of some sizes. Choose another one with --moe-backend."
         )
     if rows.min() < 0 or rows.max() >= num_experts:
         raise ProbeError(f"The startup probe got expert ids outside 0 to {num_experts - 1}: please report this.")

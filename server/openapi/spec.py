@@ -22,9 +22,9 @@ A request that does not ask for them gets what vLLM answers, and all of vLLM's o
 
 P is the number of prompt tokens, G of generated tokens, L of MoE layers (dense layers are not counted), K of experts
 per token. Row p holds the `[L, K]` logical expert ids that the token at absolute position p was routed to in its
-forward pass, in the order of the layers, experts in the router's own order. The last generated token never enters a
-forward pass, so a finished request has P + G - 1 rows: P prompt rows and G - 1 generated rows. A row that the server
-cannot know is filled with -1 and counted in `missing`.
+forward pass, in the order of the layers, experts in the router's own order, which need not be that of their scores.
+The last generated token never enters a forward pass, so a finished request has P + G - 1 rows: P prompt rows and
+G - 1 generated rows. A row that the server cannot know is filled with -1 and counted in `missing`.
 
 To decode the default form:
 

@@ -7,11 +7,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 from routed_experts.capture.message import SMALL_ARRAY_BYTES
 from tests.conftest import BLOCK_SIZE, CHUNK
 from tests.e2e.harness import (
     ASK,
+    ON_GPU,
     Answer,
     Oracle,
     Server,
@@ -50,6 +52,18 @@ def test_one_new_token(server: Server, oracle: Oracle) -> None:
     answer = one(server, prompt=prompt_of(40, seed=1), max_tokens=1)
     assert answer.rows.shape == (0, 5, 4)
     check(answer, oracle)
+
+
+def test_experts_are_in_the_routers_order(server: Server, oracle: Oracle) -> None:
+    """By falling score with vLLM's router for CUDA; the one for CPUs takes an unsorted top-k."""
+    answer = one(server, prompt=prompt_of(99, seed=3), max_tokens=60, ignore_eos=True)
+    scores = oracle.logits([*answer.prompt, *answer.tokens[:-1]])
+    ordered = np.sort(scores, axis=2)
+    clear = (ordered[:, :, 1:] - ordered[:, :, :-1]).min(axis=2) > 1e-4  # no two so near that rounding decides
+    assert clear.mean() > 0.9
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    expected = torch.from_numpy(scores).topk(4, sorted=ON_GPU).indices.numpy()
+    assert np.array_equal(rows[clear], expected[clear])
 
 
 @pytest.mark.parametrize("start", [0, 1, BLOCK_SIZE - 1, BLOCK_SIZE + 3, 98, 99])

@@ -580,3 +580,15 @@ def test_ray_executor(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
     with left_without_state(tiny_model, tmp_path / "log", *flags) as server:
         check_mix(server, oracle, 900)
         check_preempted(server, oracle, seed=920)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the layers that skip steps there are bound in another way")
+def test_a_layer_that_skips_some_steps_is_found_at_start(tiny_model: Path, tmp_path: Path) -> None:
+    """Its first decode steps, and a short prompt alone, are complete."""
+    log, flags = tmp_path / "log", (*SMALL_KV, "--max-model-len", "512")
+    with (
+        pytest.raises(AssertionError, match="did not start"),
+        serving(tiny_model, log, *flags, module="tests.e2e.skipping_layer"),
+    ):
+        pass
+    assert "The MoE layers at rows [0, 1, 2, 3, 4] wrote no ids for some of the tokens" in log.read_text()
