@@ -107,6 +107,25 @@ def _same_shape(a: Routing, b: Routing) -> None:
         raise RoutingError(f"rows of shapes {a.rows.shape[1:]} and {b.rows.shape[1:]}")
 
 
+def spread_layers(
+    rows: NDArray[np.integer[Any]], layer_ids: Sequence[int], num_hidden_layers: int, *, fill: int = 0
+) -> NDArray[np.integer[Any]]:
+    """`rows` [n, L, K] as [n, num_hidden_layers, K]: each layer at its place in the decoder, `fill` in dense layers.
+
+    vLLM's own capture lays rows out like this, with 0, and most trainers index them by the decoder layer's number. For
+    models without dense layers it changes nothing.
+
+    >>> spread_layers(np.array([[[3, 1], [0, 2]]]), layer_ids=[1, 2], num_hidden_layers=3).tolist()
+    [[[0, 0], [3, 1], [0, 2]]]
+
+    Args:
+        layer_ids: decoder layer of each of the L layers; `GET /v1/routed_experts` says it.
+    """
+    spread = np.full((len(rows), num_hidden_layers, rows.shape[2]), fill, dtype=rows.dtype)
+    spread[:, layer_ids] = rows
+    return spread
+
+
 def align(
     routings: Sequence[Routing],
     length: int,

@@ -234,7 +234,7 @@ class Collector:
             raise RoutingError(f"{pieces.name}: not an array of expert ids: {error}") from error
         if len(rows) or rows.shape[1:] != (0, 0):  # an empty list does not say its shape
             if rows.ndim != 3 or self._shape not in (None, rows.shape[1:]):
-                raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, others of {self._shape}")
+                raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
             self._shape = rows.shape[1:]
         pieces.add(value, rows)
 

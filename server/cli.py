@@ -6,6 +6,7 @@ from collections.abc import Callable
 USAGE = """\
 usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts tiny-model DIR
+       routed-experts compare MODEL --answers FILE.jsonl | --url URL
 
 serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
             Without MODEL it serves a tiny model that it makes on the spot.
@@ -13,6 +14,8 @@ serve       vLLM's OpenAI-compatible server, which also returns the experts that
             --allow-untested-vllm also runs on a vLLM that has not been tested on a GPU yet.
             --help=all lists every flag of vLLM's.
 tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
+compare     scores the tokens of answers with a Hugging Face forward pass of the same checkpoint and says for each layer
+            where the two chose other experts, and whether rounding can have decided; --help lists its flags.
 """
 
 
@@ -32,7 +35,14 @@ def tiny_model(argv: list[str]) -> int:
     return main(argv[0])
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": serve, "tiny-model": tiny_model}
+def compare(argv: list[str]) -> int:
+    """`routed-experts compare MODEL …`"""
+    from routed_experts.server.compare import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": serve, "tiny-model": tiny_model, "compare": compare}
 
 
 def main(argv: list[str] | None = None) -> int:

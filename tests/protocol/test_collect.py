@@ -316,7 +316,7 @@ class TestNotWhole:
 
     def test_another_shape(self) -> None:
         other = told().encode(rows_of(1, layers=2), 10)
-        with pytest.raises(RoutingError, match=r"choice 0: rows of shape \(2, 4\), others of \(3, 4\)"):
+        with pytest.raises(RoutingError, match=r"choice 0: rows of shape \(2, 4\), not \(3, 4\)"):
             self.of(lambda chunks: chunks[6]["choices"][0].update(routed_experts=other))
 
     def test_data_that_is_not_the_shape(self) -> None:

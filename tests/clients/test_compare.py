@@ -1,0 +1,201 @@
+"""`routed-experts compare` on answers whose rows are the oracle's, on rows that are not, and on a running server."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from routed_experts.protocol.codec import encode
+from routed_experts.server import compare
+from routed_experts.server.reference import Reference
+from tests.e2e.harness import Oracle, Server, prompt_of
+from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
+
+P, G = 20, 7
+L, EXPERTS = 5, 16
+
+
+def rows_of(oracle: Oracle, tokens: list[int]) -> np.ndarray:
+    """Rows [tokens, L, K] in the order in which a router has them, best first."""
+    return np.argsort(-oracle.logits(tokens), axis=2)[:, :, : oracle.top_k].astype(np.int16)
+
+
+def answer_of(rows: np.ndarray, tokens: list[int], start: int = 0, p: int = P) -> dict[str, Any]:
+    def array(part: np.ndarray, first: int) -> Any:
+        return encode(part, fmt="object", dtype="int16", start=first)
+
+    return {
+        "prompt_routed_experts": array(rows[start:p], start),
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "length",
+                "prompt_token_ids": tokens[:p],
+                "token_ids": tokens[p:],
+                "routed_experts": array(rows[p : len(tokens) - 1], p),
+            }
+        ],
+    }
+
+
+@pytest.fixture
+def tokens() -> list[int]:
+    return prompt_of(P + G, seed=11)
+
+
+class Run:
+    """The command on a file of answers: its exit status and its findings."""
+
+    def __init__(self, model: Path, folder: Path, answers: list[Any], *flags: str) -> None:
+        file, out = folder / "answers.jsonl", folder / "findings.json"
+        file.write_text("\n\n".join(json.dumps(answer) for answer in answers))
+        self.status = compare.main([str(model), "--answers", str(file), "--json", str(out), *flags])
+        self.findings: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+
+
+def test_the_same_experts(
+    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = rows_of(oracle, tokens)
+    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens), answer_of(rows, tokens, start=13)])
+    assert run.status == 0
+    total = run.findings["total"]
+    count = (P + G - 1) + (P + G - 1 - 13)
+    assert (total["rows"], total["equal_rows"], total["differing_slots"]) == (L * count, L * count, 0)
+    assert [layer["layer_id"] for layer in run.findings["layers"]] == [1, 2, 3, 4, 5]
+    assert [layer["rows"] for layer in run.findings["layers"]] == [count] * L
+    assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (2, 0, "float32")
+    out, err = capsys.readouterr()
+    assert "decoder layer" in out.splitlines()[0]
+    assert "2 answers; 0 rows" in out
+    assert err == "", "a progress bar where there is no terminal"
+
+
+def test_the_order_of_experts_does_not_matter(
+    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path
+) -> None:
+    run = Run(tiny_model, tmp_path, [answer_of(np.flip(rows_of(oracle, tokens), axis=2), tokens)])
+    assert (run.status, run.findings["total"]["differing_slots"]) == (0, 0)
+
+
+def test_other_experts_are_found_with_their_gaps(
+    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path
+) -> None:
+    """In layer 2, the last expert of a row is the one with the next lower score; in layer 4, two are others."""
+    rows, scores = rows_of(oracle, tokens), oracle.logits(tokens)
+    order = np.argsort(-scores, axis=2)
+    rows[3, 2, 3] = order[3, 2, 4]
+    rows[9, 4, 1:3] = order[9, 4, 14:]
+    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
+    assert run.status == 1
+    expected = {2: (1, scores[3, 2, order[3, 2, 3]] - scores[3, 2, order[3, 2, 4]], scores[3, 2].std())}
+    expected[4] = (2, scores[9, 4, order[9, 4, 1]] - scores[9, 4, order[9, 4, 15]], scores[9, 4].std())
+    for layer in run.findings["layers"]:
+        if layer["layer"] not in expected:
+            assert layer["equal_rows"] == layer["rows"]
+            continue
+        slots, gap, deviation = expected[layer["layer"]]
+        assert (layer["differing_slots"], layer["equal_rows"]) == (slots, layer["rows"] - 1)
+        assert (layer["near_ties"], layer["other_rows"]) == (0, 1)
+        assert layer["gap_max"] == pytest.approx(gap / deviation, rel=1e-4)
+    assert (run.findings["total"]["differing_slots"], run.findings["total"]["other_rows"]) == (3, 2)
+
+    near = max(gap / deviation for _, gap, deviation in expected.values()) * 1.01
+    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)], "--near-tie", str(near))
+    assert (run.status, run.findings["total"]["near_ties"]) == (0, 2)
+
+
+def test_rows_of_other_tokens_are_found(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
+    """Off by one: nearly every row is another's."""
+    rows = np.roll(rows_of(oracle, tokens), 1, axis=0)
+    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
+    assert run.status == 1
+    assert run.findings["total"]["equal_rows"] < run.findings["total"]["rows"] / 2
+
+
+def test_unknown_rows_are_left_out(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
+    rows = rows_of(oracle, tokens)
+    rows[4:7] = -1
+    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
+    assert (run.status, run.findings["missing_rows"]) == (0, 3)
+    assert run.findings["total"]["rows"] == L * (P + G - 1 - 3)
+
+
+def test_a_coarser_precision(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
+    run = Run(tiny_model, tmp_path, [answer_of(rows_of(oracle, tokens), tokens)], "--dtype", "bfloat16")
+    assert run.findings["near_tie"] == pytest.approx(2**-3.5)
+    total = run.findings["total"]
+    assert total["rows"] == L * (P + G - 1)
+    assert total["equal_rows"] > 0.8 * total["rows"], "rounding decides few rows of this model"
+
+
+def test_json_alone(
+    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(tiny_model, tmp_path, [answer_of(rows_of(oracle, tokens), tokens)], "--json", "-")
+    assert json.loads(capsys.readouterr().out)["total"]["differing_slots"] == 0
+
+
+def test_answers_that_cannot_be_compared(
+    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = rows_of(oracle, tokens)
+    without_ids = answer_of(whole, tokens)
+    del without_ids["choices"][0]["token_ids"]
+    out_of_range = answer_of(np.where(whole == 3, 99, whole), tokens)
+    for answers, message in [
+        ([without_ids], "no token ids: ask with return_token_ids"),
+        ([answer_of(whole[:, :4], tokens)], "rows of shape (4, 4), not (5, 4)"),
+        ([out_of_range], "An id is 99, and the checkpoint has 16 experts"),
+        ([{"error": {"message": "no"}}], "line 1: the server answered with an error: no"),
+        ([answer_of(whole, tokens), {"choices": []}], "line 3: the answer has no choices"),
+    ]:
+        assert Run(tiny_model, tmp_path, answers).status == 2
+        assert message in capsys.readouterr().err
+    assert compare.main([str(tiny_model), "--answers", str(tmp_path / "none.jsonl")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert compare.main([str(tiny_model), "--url", "http://127.0.0.1:9"]) == 2
+    assert "http://127.0.0.1:9" in capsys.readouterr().err
+
+
+def shape_named(name: str) -> Shape:
+    return next(shape for shape in SHAPES if shape.name.startswith(name))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3, plain", "gpt-oss", "lfm2", "qwen3-moe, 300"])
+def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
+    """Softmax, sigmoid with bias, groups: what the router returns is what its experts are called with."""
+    shape, tokens = shape_named(name), prompt_of(30, seed=2)
+    make_model(shape, tmp_path)
+    reference = Reference(str(tmp_path), "float32", "cpu")
+    assert (tuple(reference.layer_ids), reference.top_k) == (shape.layer_ids, shape.top_k)
+    assert reference.num_experts == shape.num_experts
+    chosen: dict[int, np.ndarray] = {}
+    reference.score(tokens, lambda place, ids, scores: chosen.__setitem__(place, ids))
+    got = np.stack([chosen[place] for place in range(len(shape.layer_ids))], axis=1)
+    assert np.array_equal(np.sort(got, axis=2), HookOracle(tmp_path, shape).rows(tokens))
+
+
+def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_model(shape_named("llama4"), tmp_path)
+    (tmp_path / "answers.jsonl").write_text("{}")
+    assert compare.main([str(tmp_path), "--answers", str(tmp_path / "answers.jsonl")]) == 2
+    assert "No router" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_a_running_server(server: Server, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Which experts?\n\nAnd why?\n")
+    command = [sys.executable, "-m", "routed_experts.server.cli", "compare", str(server.model), "--url", server.url]
+    command += ["--prompts", str(prompts), "--max-tokens", "10", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    findings = json.loads(done.stdout)
+    assert (findings["answers"], findings["missing_rows"]) == (2, 0)
+    assert findings["total"]["other_rows"] == 0
+    assert findings["total"]["rows"] >= 5 * (14 + 8 + 2 * 2)
