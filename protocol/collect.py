@@ -221,7 +221,8 @@ class Collector:
         state.prompt_token_ids = _tuple(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
         token_ids = _get(choice, "token_ids")
         if token_ids is not None:
-            state.token_ids = [*(state.token_ids or ()), *token_ids]
+            state.token_ids = [] if state.token_ids is None else state.token_ids
+            state.token_ids += token_ids
         state.finish_reason = _get(choice, "finish_reason") or state.finish_reason
         value = _get(choice, "routed_experts")
         if value is not None:
@@ -274,15 +275,13 @@ class _Pieces:
 
     Attributes:
         start: position of the first row; None as long as no piece said it.
+        length: rows of all arrays.
     """
 
     name: str
     start: int | None = None
+    length: int = 0
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return sum(map(len, self.arrays))
 
     def add(self, value: Any, rows: NDArray[np.integer[Any]]) -> None:
         """Appends `rows`, which were decoded from `value`."""
@@ -296,6 +295,7 @@ class _Pieces:
             if missing != count_missing(rows):
                 raise RoutingError(f"{self.name}: {count_missing(rows)} rows are not known, said to be {missing}")
         self.arrays.append(rows)
+        self.length += len(rows)
 
 
 @dataclass

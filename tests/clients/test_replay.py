@@ -1,0 +1,115 @@
+"""`examples/replay.py`: its replay reaches the experts, and the program runs against a real server."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.clients.test_collect import ROOT, run_example
+from tests.e2e.harness import Oracle, Server, prompt_of
+from tests.protocol.answers import rows_of
+
+L, K, EXPERTS = 5, 4, 16
+BATCH, TOKENS = 2, 11
+
+
+@pytest.fixture(scope="module")
+def replay() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("replay", ROOT / "examples" / "replay.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tiny_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def called_with(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What the experts of each layer are called with: [tokens, K] ids and weights."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda module, args: calls.append((args[1], args[2])))
+    return calls
+
+
+def batch() -> torch.Tensor:
+    return torch.tensor([prompt_of(TOKENS, seed) for seed in range(BATCH)])
+
+
+def given_rows() -> torch.Tensor:
+    rows = rows_of(BATCH * TOKENS, seed=4, experts=EXPERTS, layers=L, top_k=K)
+    return torch.from_numpy(rows.reshape(BATCH, TOKENS, L, K).astype(np.int64))
+
+
+def test_the_experts_get_the_given_rows(replay: ModuleType, model: Any, called_with: list[Any]) -> None:
+    rows = given_rows()
+    with replay.replayed(model, rows):
+        model(input_ids=batch(), use_cache=False)
+    assert len(called_with) == L
+    for layer, (ids, weights) in enumerate(called_with):
+        assert torch.equal(ids, rows[:, :, layer].reshape(-1, K))
+        assert torch.allclose(weights.sum(dim=1), torch.ones(BATCH * TOKENS))
+
+
+def test_rows_that_are_not_known_are_chosen_by_the_router(
+    replay: ModuleType, model: Any, called_with: list[Any]
+) -> None:
+    model(input_ids=batch(), use_cache=False)
+    own = [ids for ids, _ in called_with]
+    called_with.clear()
+    rows = torch.full((BATCH, TOKENS, L, K), -1)
+    rows[1, 3:] = given_rows()[1, 3:]
+    with replay.replayed(model, rows):
+        model(input_ids=batch(), use_cache=False)
+    for layer, (ids, _) in enumerate(called_with):
+        ids = ids.reshape(BATCH, TOKENS, K)
+        assert torch.equal(ids[0], own[layer].reshape(BATCH, TOKENS, K)[0])
+        assert torch.equal(ids[1, :3], own[layer].reshape(BATCH, TOKENS, K)[1, :3])
+        assert torch.equal(ids[1, 3:], rows[1, 3:, layer])
+
+
+def test_a_models_own_rows_change_nothing_and_others_do(replay: ModuleType, model: Any, oracle: Oracle) -> None:
+    tokens = batch()
+    own = np.stack([np.argsort(-oracle.logits(row.tolist()), axis=2)[:, :, :K] for row in tokens])
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        plain = replay.log_probabilities(model, tokens, mask, None)
+        same = replay.log_probabilities(model, tokens, mask, torch.from_numpy(own))
+        other = replay.log_probabilities(model, tokens, mask, given_rows())
+        after = replay.log_probabilities(model, tokens, mask, None)
+    assert torch.allclose(plain, same, atol=1e-5)
+    assert (plain - other).abs().mean() > 0.05
+    assert torch.equal(plain, after), "the replay outlived its block"
+
+
+def test_gradients_reach_the_routers_of_the_given_experts(replay: ModuleType, model: Any) -> None:
+    rows = given_rows()
+    rows[..., :] = torch.tensor([0, 1, 2, 3])
+    replay.log_probabilities(model, batch(), torch.ones(BATCH, TOKENS, dtype=torch.long), rows).sum().backward()
+    experts = model.model.layers[3].mlp.experts.down_proj.grad
+    assert (experts.abs().sum(dim=(1, 2)) > 0).tolist() == [True] * 4 + [False] * 12
+    assert model.model.layers[3].mlp.gate.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.e2e
+def test_the_example(server: Server) -> None:
+    out = run_example("replay.py", str(server.model), "--url", server.url, "--max-tokens", "12")
+    found = re.findall(r"(with\w*) replay: (\S+) from the server's on average, (\S+) at most", out)
+    assert [name for name, _, _ in found] == ["without", "with"]
+    assert all(float(most) < 1e-3 for _, _, most in found), "in float32 server and trainer route alike"
+    step = re.search(r"step: loss (\S+), gradient norm (\S+), ratio (\S+)", out)
+    assert step is not None
+    assert float(step[2]) > 0
+    assert float(step[3]) == pytest.approx(1, abs=1e-3)
