@@ -46,6 +46,7 @@ from routed_experts.server.encoding import LostRowsError
 from routed_experts.server.launch import CommandError
 from routed_experts.server.plugin import RoutedExpertsPlugin
 from routed_experts.server.probe import ProbeError
+from routed_experts.server.reference import CompareError
 from routed_experts.server.stream import StreamLimitError
 
 ROOT = Path(__file__).parents[2]
@@ -468,7 +469,7 @@ def test_rows_before_the_step_are_read_again_after_a_preemption() -> None:
 
 # ---- errors ----
 
-AT_START = {CommandError, ProbeError, UnsupportedConfig}
+AT_START = {CompareError, CommandError, ProbeError, UnsupportedConfig}
 """The process ends with the sentence."""
 ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
