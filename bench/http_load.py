@@ -120,8 +120,8 @@ class Result:
 
 def _client(pipe: Connection) -> None:
     """A client process: for each run, opens connections, sends, receives; and parses when it is told to."""
-    while (job := pipe.recv()) is not None:
-        port, requests, routing, token_chars = job
+    while True:
+        port, requests, routing, token_chars = pipe.recv()
         encoded = [(request.at, request.encoded()) for request in requests]
         try:
             connections = [socket.create_connection(("127.0.0.1", port)) for _ in requests]
@@ -199,8 +199,8 @@ class Clients:
         return Load(results, max(busy) / seconds, api_cpu)
 
     def stop(self) -> None:
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(None)
+        for process in self._processes:  # in the middle of a run too
+            process.terminate()
             process.join()
 
     def _all(self) -> list[Any]:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from threading import Thread
 from typing import Any
 
@@ -83,6 +83,25 @@ def test_times_and_counts() -> None:
         assert result.sent - began >= (0.5 if result.role == "long" else 0)
     assert 0 < load.busy < 1
     assert 0 <= load.api_cpu < 1  # that process sleeps
+
+
+def test_clients_stop_in_the_middle_of_a_run() -> None:
+    clients = Clients(1)
+    with serving() as server:
+        request = http_load.Request(0.0, "stream", [7], True, Expected(1, 2000, 1, "none"))
+
+        def run() -> None:
+            with suppress(EOFError):
+                clients.run(server, [request], ROUTING, TOKEN_CHARS)
+
+        thread = Thread(target=run)
+        thread.start()
+        while not MADE.get(7):
+            time.sleep(0.01)
+        began = time.monotonic()
+        clients.stop()
+        thread.join(10)
+        assert time.monotonic() - began < 10
 
 
 def test_cpu_seconds_are_those_of_the_process() -> None:
