@@ -20,8 +20,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.message import PROMPT_START_ARG
-from routed_experts.server.row_feeds import RowFeed, RowFeeds
+from routed_experts.server.row_feeds import RowFeed, RowFeeds, opt_in
 
 VARIANTS = ("off", "vllm", "ours")
 
@@ -58,8 +57,9 @@ class Load:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={PROMPT_START_ARG: 0} if routing and self._variant == "ours" else None,
         )
+        if routing and self._variant == "ours":
+            opt_in(params, prompt_start=0)
         times: list[float] = []
         rows = 0
         async for output in self._engine.generate(prompt, params, str(self._next_id)):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import UNKNOWN
+from routed_experts.capture.rows import UNKNOWN, Rows
 
 
 class HostCache:
@@ -48,24 +48,33 @@ class HostCache:
         self._rows[destinations[has_rows]] = self._rows[sources[has_rows]]
         self._written[destinations] = written
 
-    def read(self, block_ids: NDArray[np.int64], first: int, end: int) -> NDArray[np.int16]:
-        """Rows [end - first, L, K] of the positions `first` to `end` of a sequence; -1 where never written.
+    def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
+        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written.
+
+        One copy, during which other threads run: this may be a long prompt.
 
         Args:
             block_ids: the sequence's block table, from position 0 on.
-            first, end: absolute positions, `end` exclusive.
 
         Raises:
-            ValueError: the block table ends before `end`; the rows behind would be given wrong positions.
+            ValueError: the block table ends too early, so that rows behind would be given wrong positions, or names a
+                block that there is none of.
         """
-        if len(block_ids) * self.block_size < end:
+        size, end = self.block_size, first + len(out)
+        if len(block_ids) * size < end:
             raise ValueError(f"a block table of {len(block_ids)} blocks does not reach position {end}")
-        first_block, end_block = first // self.block_size, -(-end // self.block_size)
-        blocks = block_ids[first_block:end_block]
-        part = slice(first - first_block * self.block_size, end - first_block * self.block_size)
-        layers, top_k = self._rows.shape[2:]
-        rows: NDArray[np.int16] = self._rows[blocks].reshape(-1, layers, top_k)[part]
-        written = self._written[blocks].reshape(-1)[part]
+        blocks = block_ids[first // size : -(-end // size)]
+        if len(blocks) and not 0 <= blocks.min() <= blocks.max() < len(self._rows):
+            raise ValueError("a block table names a block that there is none of")
+        written = self._written[blocks].reshape(-1)[first % size :][: len(out)]
+        head = min(-first % size, len(out))  # rows before the first whole block
+        tail = (len(out) - head) % size  # rows behind the last one
+        if head:
+            out[:head] = self._rows[blocks[0], first % size :][:head]
+        whole = out[head : len(out) - tail].reshape(-1, *self._rows.shape[1:])
+        # "clip" writes straight into `whole`; with checks of its own, numpy would make a copy first.
+        np.take(self._rows, blocks[bool(head) :][: len(whole)], axis=0, out=whole, mode="clip")
+        if tail:
+            out[len(out) - tail :] = self._rows[blocks[-1], :tail]
         if not written.all():
-            rows[~written] = UNKNOWN
-        return rows
+            out[~written] = UNKNOWN

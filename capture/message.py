@@ -1,20 +1,69 @@
 """What the engine and the API process say to each other, in fields that vLLM sends anyway: the opt-in and the rows."""
 
+import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.rows import Rows
 
-PROMPT_START_ARG = "routed_experts_server.prompt_start"
-"""Key in `SamplingParams.extra_args` that opts a request in; its value is the first prompt row to send."""
+OPT_IN_ARG = "routed_experts.opt_in"
+"""Key in `SamplingParams.extra_args` that opts a request in; its value is `OptIn.encode()`."""
 
 SMALL_ARRAY_BYTES = 16 << 10
 """Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy, and apart."""
 
 _HEADER_TYPE = np.dtype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class OptIn:
+    """That a request's rows are to be sent. All requests of one prompt (`n` > 1) carry the same one.
+
+    The prompt's rows come once, on an output of their own (`prompt_output_id`), before the first tokens of any of the
+    prompt's requests.
+
+    Attributes:
+        prompt_start: position of the first prompt row to send.
+        prompt_id: 16 random bytes, which tell prompts apart.
+        shared: whether the prompt has several requests.
+    """
+
+    prompt_start: int
+    prompt_id: bytes
+    shared: bool
+
+    _FORM: ClassVar[struct.Struct] = struct.Struct("<q16s?")
+
+    def encode(self) -> bytes:
+        """As bytes, because `extra_args` is a client's to fill at some endpoints, and JSON cannot say bytes."""
+        return self._FORM.pack(self.prompt_start, self.prompt_id, self.shared)
+
+    @classmethod
+    def decode(cls, value: object) -> "OptIn | None":
+        """What `encode` gave; None for anything else."""
+        if not isinstance(value, bytes) or len(value) != cls._FORM.size:
+            return None
+        return cls(*cls._FORM.unpack(value))
+
+
+_PROMPT_OF = "routed-experts-prompt-of-"
+
+
+def prompt_output_id(request_id: str) -> str:
+    """The id of the output that brings a prompt's rows, and no tokens, with the first token of a request.
+
+    vLLM drops outputs of requests that it does not know, so that nobody else takes it for one of a request's.
+    """
+    return _PROMPT_OF + request_id
+
+
+def request_of_prompt(output_id: str) -> str | None:
+    """What `prompt_output_id` was given; None for the id of any other output."""
+    return output_id[len(_PROMPT_OF) :] if output_id.startswith(_PROMPT_OF) else None
 
 
 class Output(Protocol):

@@ -1,12 +1,14 @@
-"""Which rows a request is owed after a step, and where the prompt ends among them."""
+"""Which rows a request is owed after a step."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.rows import with_unknown
+from routed_experts.capture.message import OptIn
+from routed_experts.capture.rows import UNKNOWN, Rows
 
 
 @dataclass(slots=True)
@@ -14,11 +16,14 @@ class RequestRows:
     """What a request with the opt-in has been sent.
 
     Attributes:
-        next_row: absolute position of the first row that has not been sent.
+        opt_in: what it asked for.
+        next_row: absolute position of the first row that has not been sent. Before the request's first token it is that
+            of the first prompt row to send.
         prefilling: whether rows before its next sampling step are in the host cache only: at the start, and again
             after a preemption.
     """
 
+    opt_in: OptIn
     next_row: int
     prefilling: bool = True
 
@@ -30,13 +35,13 @@ class StepPart:
     Attributes:
         start: absolute position of the first of `rows`.
         rows: [n, L, K]; rejected drafts may be at the end.
-        block_ids: the block table when the step was scheduled, if rows before `start` have to be read from the
+        block_ids: gives the block table when the step was scheduled, if rows before `start` have to be read from the
             host cache. The blocks may be gone by now, but nothing that was scheduled later has been written yet.
     """
 
     start: int
-    rows: NDArray[np.int16]
-    block_ids: NDArray[np.int64] | None = None
+    rows: Rows
+    block_ids: Callable[[], NDArray[np.int64]] | None = None
 
 
 def step_start(scheduled_start: int, num_tokens: int) -> int:
@@ -52,7 +57,7 @@ def step_start(scheduled_start: int, num_tokens: int) -> int:
     return min(scheduled_start, num_tokens - 1)
 
 
-def take_rows(state: RequestRows, part: StepPart, end: int, cache: HostCache) -> NDArray[np.int16]:
+def take_rows(state: RequestRows, part: StepPart, end: int, cache: HostCache) -> Rows:
     """The rows [n, L, K] that became known with a step, and advances `state` past them.
 
     Args:
@@ -62,23 +67,23 @@ def take_rows(state: RequestRows, part: StepPart, end: int, cache: HostCache) ->
     if end <= first:
         return part.rows[:0]
     state.next_row = end
+    return rows_between(part, first, end, cache)
+
+
+def rows_between(part: StepPart, first: int, end: int, cache: HostCache) -> Rows:
+    """The rows [end - first, L, K] of a request after a step: the step's own, and before them those of the host cache.
+
+    Rows that neither has are -1. If the step brought all of them, they are a view of it.
+    """
     own = part.rows[max(first - part.start, 0) : max(end - part.start, 0)]
     if len(own) == end - first:
         return own
-    pieces = []
-    if first < part.start:
-        until = min(end, part.start)
-        if part.block_ids is None:
-            pieces.append(with_unknown(part.rows[:0], until - first))
-        else:
-            pieces.append(cache.read(part.block_ids, first, until))
-    pieces.append(own)
-    return with_unknown(np.concatenate(pieces), end - first)
-
-
-def split_at_prompt(
-    rows: NDArray[np.int16], prompt_start: int, num_prompt_tokens: int
-) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Prompt rows and generated rows of `rows`, whose first row is at position `prompt_start`."""
-    cut = num_prompt_tokens - prompt_start
-    return rows[:cut], rows[cut:]
+    rows = np.empty((end - first, *part.rows.shape[1:]), dtype=np.int16)
+    before = max(min(end, part.start) - first, 0)
+    if before and part.block_ids is not None:
+        cache.read(part.block_ids(), first, rows[:before])
+    else:
+        rows[:before] = UNKNOWN
+    rows[before : before + len(own)] = own
+    rows[before + len(own) :] = UNKNOWN
+    return rows

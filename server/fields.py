@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import Request
 from pydantic import PrivateAttr
 
-from routed_experts.capture.message import PROMPT_START_ARG
 from routed_experts.protocol.models import (
     OPT_IN,
     PROMPT_START,
@@ -16,6 +15,7 @@ from routed_experts.protocol.models import (
     RoutingOptions,
     parse_options,
 )
+from routed_experts.server.row_feeds import opt_in
 from routed_experts.server.vllm_api import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -42,12 +42,9 @@ class RoutedRequest(RoutingFields):
         self._routing = options
 
     def opt_in(self, params: SamplingParams) -> SamplingParams:
-        """`params`, telling the engine whether to send this request's rows."""
-        args = dict(params.extra_args or {})
-        args.pop(PROMPT_START_ARG, None)  # not a client's to set
+        """`params`, telling the engine to send this request's rows if it asks for them."""
         if self.routing is not None:
-            args[PROMPT_START_ARG] = self.routing.prompt_start
-        params.extra_args = args or None
+            opt_in(params, self.routing.prompt_start)
         # vLLM's own field of that name is not used; it has its own check of it, which comes after a stream began.
         params.routed_experts_prompt_start = 0
         return params

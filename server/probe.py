@@ -5,10 +5,9 @@ import asyncio
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.message import PROMPT_START_ARG
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.captured_engine import CapturedEngine
-from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.row_feeds import RowFeed, opt_in
 from routed_experts.server.vllm_api import RequestOutputKind, SamplingParams, tokens_input
 
 _PROMPTS = ((5,), (2, 7, 12))
@@ -51,8 +50,8 @@ async def _rows_of_a_request(
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        extra_args={PROMPT_START_ARG: 0},
     )
+    opt_in(params, prompt_start=0)
     outputs = captured.engine.generate(tokens_input(prompt), params, request_id, data_parallel_rank=rank)
     feed: RowFeed | None = None
     async for output in outputs:

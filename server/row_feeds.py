@@ -1,5 +1,6 @@
 """Rows on their way from the engine's outputs to the answers that they belong to."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -7,7 +8,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.message import Unpacker
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -15,9 +16,16 @@ from routed_experts.server.vllm_api import (
     OutputProcessor,
     OutputProcessorOutput,
     RequestState,
+    SamplingParams,
 )
 
 Rows = NDArray[np.int16]
+
+
+def opt_in(params: SamplingParams, prompt_start: int) -> None:
+    """Has the engine send the rows of the request that `params` are for, its prompt's from `prompt_start` on."""
+    asked = OptIn(prompt_start, os.urandom(16), shared=params.n > 1)
+    params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
 
 class RowFeed:
@@ -96,17 +104,44 @@ class RowFeeds:
         states = self._processor.request_states
         for output in engine_core_outputs:
             rows = output.routed_experts
-            if rows is not None and (state := states.get(output.request_id)) is not None:
-                output.routed_experts = None
-                if type(state) is not FedRequestState:
-                    self._feed(state)
-                state.feed.push(rows)
+            if rows is None:
+                continue
+            if (state := states.get(output.request_id)) is None:
+                self._take_prompt(output.request_id, rows)
+                continue
+            output.routed_experts = None
+            if type(state) is not FedRequestState:
+                self._feed(state)
+            state.feed.push(rows)
         return self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
+
+    def _take_prompt(self, output_id: str, rows: Rows) -> None:
+        """Gives a prompt's rows to all of its requests, before their first tokens; all share one array.
+
+        The request that the engine sent them with may have been aborted meanwhile, and the others not. With data
+        parallelism they come once from each engine that has some of the requests.
+        """
+        request_id = request_of_prompt(output_id)
+        if request_id is None:
+            return  # rows of a request that is gone
+        states, parents = self._processor.request_states, self._processor.parent_requests
+        state = states.get(request_id)
+        parent = state.parent_req if state is not None else parents.get(_parent_of(request_id))
+        for each in (request_id,) if parent is None else parent.child_requests:
+            state = states.get(each)
+            if state is not None and type(state) is not FedRequestState:
+                self._feed(state)
+                state.feed.push(rows)
 
     def _feed(self, state: RequestState) -> None:
         state.__class__ = FedRequestState
         state.feed = RowFeed()
         self._open.add(state.feed)
+
+
+def _parent_of(child_id: str) -> str:
+    """The request that a request of `n` > 1 belongs to, by how vLLM names it."""
+    return child_id.partition("_")[2]
 
 
 def split(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:

@@ -1,7 +1,9 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and knows what each request is owed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,20 +13,27 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
+from routed_experts.capture.engine.outbox import Messages, Outbox
 from routed_experts.capture.engine.transport import detach
+from routed_experts.capture.gather import Gatherer
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import PROMPT_START_ARG, is_large, pack
+from routed_experts.capture.message import OPT_IN_ARG, SMALL_ARRAY_BYTES, OptIn
 from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.rows import UNKNOWN
-from routed_experts.capture.split import RequestRows, StepPart, step_start, take_rows
+from routed_experts.capture.rows import UNKNOWN, Rows
+from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
+
+_PATIENCE = 1e-3
+"""Seconds that a step waits for rows of prompts that a thread reads: enough for most, and little for all others."""
+
+_SENT_PROMPTS = 8192
+"""How many prompts with several requests are remembered as sent."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +50,12 @@ class ScheduledStep:
 
     Attributes:
         starts: for each request with the opt-in, the absolute position of its first token in the step.
-        block_ids: its block table, if the step brings the first tokens after a prefill whose rows lie in the host
-            cache.
+        blocks: its block table (vLLM's objects), if the step brings the first tokens after a prefill whose rows lie in
+            the host cache.
     """
 
     starts: dict[str, int] = field(default_factory=dict)
-    block_ids: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    blocks: dict[str, Sequence[Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -59,10 +68,9 @@ class ArrivedStep:
     """
 
     scheduled: ScheduledStep
-    rows: NDArray[np.int16]
+    rows: Rows
     offsets: list[int]
     index: Mapping[str, int]
-    cache: HostCache
 
     def part(self, req_id: str) -> StepPart | None:
         """A request's share; None if it was not in the step, or has not opted in."""
@@ -71,31 +79,17 @@ class ArrivedStep:
             return None
         index = self.index[req_id]
         rows = self.rows[self.offsets[index] : self.offsets[index + 1]]
-        return StepPart(start, rows, self.scheduled.block_ids.get(req_id))
+        blocks = self.scheduled.blocks.get(req_id)
+        return StepPart(start, rows, partial(_block_ids, blocks) if blocks is not None else None)
 
 
-class Messages(dict[int, EngineCoreOutputs]):
-    """A step's message to each API process, and after them the messages with large arrays.
+def _block_ids(blocks: Sequence[Any]) -> NDArray[np.int64]:
+    return np.fromiter((block.block_id for block in blocks), dtype=np.int64, count=len(blocks))
 
-    An API process reads a message as a whole. If a prompt's rows, which can be megabytes, came in the same one, the
-    tokens of all other requests would wait for them. vLLM sends what `items` gives, in that order.
-    """
 
-    def __init__(self, messages: Mapping[int, EngineCoreOutputs]) -> None:
-        super().__init__(messages)
-        self._large: list[tuple[int, EngineCoreOutputs]] = []
-        for client, message in messages.items():
-            large = [output for output in message.outputs if is_large(output)]
-            if 0 < len(large) < len(message.outputs):
-                message.outputs = [output for output in message.outputs if not is_large(output)]
-                self._large.append((client, EngineCoreOutputs(outputs=large)))
-            pack(message.outputs)
-
-    def items(self) -> Any:
-        return [*super().items(), *self._large]
-
-    def values(self) -> Any:
-        return [message for _, message in self.items()]
+def _report_unknown(req_id: str, rows: Rows) -> None:
+    if (rows[:, 0, 0] == UNKNOWN).any():
+        logger.error("Request %s: some of its rows are not known and are sent as -1.", req_id)
 
 
 class SchedulerConnector:
@@ -112,18 +106,26 @@ class SchedulerConnector:
         self._num_blocks = kv_cache_config.num_blocks
         self._block_size = kv_cache_config.kv_cache_groups[self._kv_group].kv_cache_spec.block_size
         self._cache: HostCache | None = None  # made with the first rows, which say L and K
+        self._gatherer = Gatherer(self._num_blocks, self._block_size)
         self._tracked: dict[str, RequestRows] = {}
+        self._sent_prompts: dict[bytes, None] = {}  # of several requests each, the oldest first
         self._steps: dict[int, ScheduledStep] = {}
         self._step = 0
         self._arrived: ArrivedStep | None = None
+        self.outbox = Outbox()
+
+    @property
+    def num_tracked(self) -> int:
+        """Requests with the opt-in that the engine holds state for."""
+        return len(self._tracked)
 
     def add_request(self, request: Request) -> None:
         """Starts tracking a request that opted in."""
         params = request.sampling_params
-        prompt_start = params.extra_args.get(PROMPT_START_ARG) if params and params.extra_args else None
-        # Our endpoints set it; at others, whose `extra_args` clients may set, anything can be in it.
-        if isinstance(prompt_start, int) and prompt_start >= 0:
-            self._tracked[request.request_id] = RequestRows(next_row=min(prompt_start, request.num_prompt_tokens))
+        opt_in = OptIn.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
+        if opt_in is not None:
+            first = min(opt_in.prompt_start, request.num_prompt_tokens)
+            self._tracked[request.request_id] = RequestRows(opt_in, next_row=first)
 
     def request_finished(self, request: Request) -> None:
         """Called when a request ends, and also when it is preempted: then its prefill starts again."""
@@ -152,17 +154,14 @@ class SchedulerConnector:
         """Called when a step has been scheduled, before its requests are advanced."""
         step = ScheduledStep()
         scheduled = scheduler_output.num_scheduled_tokens
-        for req_id, state in self._tracked.items():
-            count = scheduled.get(req_id)
-            if count is None:
-                continue
-            request = requests[req_id]
+        for req_id in scheduled.keys() & self._tracked.keys():  # goes through the smaller of the two
+            state, request = self._tracked[req_id], requests[req_id]
             start = request.num_computed_tokens
             step.starts[req_id] = start
-            if state.prefilling and start + count >= request.num_tokens:
+            if state.prefilling and start + scheduled[req_id] >= request.num_tokens:
                 state.prefilling = False
                 if state.next_row < start:
-                    step.block_ids[req_id] = self._block_ids(req_id)
+                    step.blocks[req_id] = self._block_table(req_id)
         self._step += 1
         self._steps[self._step] = step
         return StepTag(self._step, len(self._tracked))
@@ -180,37 +179,73 @@ class SchedulerConnector:
         scheduled = self._steps.pop(tag.step)
         self._arrived = None
         step = detach(output)
-        if self._cache is not None and scheduler_output.kv_cache_block_copies:
-            self._cache.copy_blocks(scheduler_output.kv_cache_block_copies)
+        if self._cache is not None and (copies := scheduler_output.kv_cache_block_copies):
+            self._gatherer.settle(np.array([destination for _, destination in copies]) * self._block_size)
+            self._cache.copy_blocks(copies)
         if step is None:
             if scheduler_output.total_num_scheduled_tokens:
                 raise RuntimeError("a step ran, but the worker sent no rows with its output")
             return
-        cache = self._host_cache(step)
-        cache.write(step.slots, step.rows)
+        self._gatherer.settle(step.slots)
+        self._host_cache(step).write(step.slots, step.rows)
         if self._has_drafts:  # else a step begins where it was scheduled, and no request needs a look
             for req_id, start in scheduled.starts.items():
                 if (request := requests.get(req_id)) is not None:
                     scheduled.starts[req_id] = step_start(start, request.num_tokens)
-        self._arrived = ArrivedStep(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index, cache)
+        self._arrived = ArrivedStep(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index)
 
-    def take_output(self, request: Request, output: Any) -> NDArray[np.int16] | None:
+    def take_output(self, request: Request, output: Any) -> Rows | None:
         """Called for each request that a step brought tokens to, after they were appended.
 
-        Returns [n, L, K], the rows that became known with those tokens; None without the opt-in.
+        Returns [n, L, K], the generated rows that became known with those tokens; None without the opt-in. The prompt's
+        go into the outbox.
         """
-        state = self._tracked.get(request.request_id)
-        if state is None or self._arrived is None or (part := self._arrived.part(request.request_id)) is None:
+        req_id = request.request_id
+        state = self._tracked.get(req_id)
+        if state is None or self._arrived is None or (part := self._arrived.part(req_id)) is None:
             return None
-        first = state.next_row
-        rows = take_rows(state, part, end=request.num_tokens - 1, cache=self._arrived.cache)
-        if first < part.start and (rows[:, 0, 0] == UNKNOWN).any():
-            logger.error("Request %s: some of its rows are not known and are sent as -1.", request.request_id)
+        assert self._cache is not None
+        if state.next_row < request.num_prompt_tokens:
+            self._send_prompt(request, state, part)
+            state.next_row = request.num_prompt_tokens
+        is_own = state.next_row >= part.start
+        rows = take_rows(state, part, request.num_tokens - 1, self._cache)
+        if not is_own:
+            _report_unknown(req_id, rows)
         return rows
 
-    def _block_ids(self, req_id: str) -> NDArray[np.int64]:
+    def _send_prompt(self, request: Request, state: RequestRows, part: StepPart) -> None:
+        """Sends a prompt's rows, unless another of its requests was first."""
+        opt_in = state.opt_in
+        if opt_in.shared:
+            if opt_in.prompt_id in self._sent_prompts:
+                self.outbox.follow(request.request_id, opt_in)
+                return
+            self._sent_prompts[opt_in.prompt_id] = None
+            if len(self._sent_prompts) > _SENT_PROMPTS:
+                del self._sent_prompts[next(iter(self._sent_prompts))]
+        rows = self._prompt_rows(request, state.next_row, part)
+        self.outbox.send(request.client_index, request.request_id, opt_in, rows)
+
+    def _prompt_rows(self, request: Request, first: int, part: StepPart) -> Rows | Future[Rows]:
+        """The rows of a prompt from position `first` on, read beside the steps to come if they are many."""
+        req_id, end = request.request_id, request.num_prompt_tokens
+
+        def read() -> Rows:
+            assert self._cache is not None
+            rows = rows_between(part, first, end, self._cache)
+            if first < part.start:
+                _report_unknown(req_id, rows)
+            return rows
+
+        row_bytes = part.rows.itemsize * part.rows.shape[1] * part.rows.shape[2]
+        if part.block_ids is None or (end - first) * row_bytes <= SMALL_ARRAY_BYTES:
+            return read()
+        return self._gatherer.start(read, part.block_ids(), first, min(end, part.start))
+
+    def _block_table(self, req_id: str) -> Sequence[Any]:
         manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
-        return np.fromiter((block.block_id for block in manager.req_to_blocks[req_id]), dtype=np.int64)
+        return tuple(manager.req_to_blocks[req_id])  # its ids are needed by few
 
     def _host_cache(self, step: StepRows) -> HostCache:
         if self._cache is None:
@@ -235,11 +270,22 @@ class _Capture(Scheduler):
         super().add_request(request)
         self.aux_output_connector.add_request(request)
 
-    def update_from_output(
-        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ) -> dict[int, EngineCoreOutputs]:
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Messages:
         self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)
-        return Messages(super().update_from_output(scheduler_output, model_runner_output))
+        messages = super().update_from_output(scheduler_output, model_runner_output)
+        outbox = self.aux_output_connector.outbox
+        patience = _PATIENCE if scheduler_output.num_scheduled_tokens and self._others_wait(outbox) else None
+        return outbox.messages(messages, patience)
+
+    def has_requests(self) -> bool:
+        """Asks for one more step, if only an empty one, while there is something to send."""
+        return super().has_requests() or len(self.aux_output_connector.outbox) > 0
+
+    def _others_wait(self, outbox: Outbox) -> bool:
+        """Whether there are requests besides those whose outputs are kept back."""
+        return len(outbox) > 0 and (
+            len(self.waiting) > 0 or any(not outbox.keeps(request.request_id) for request in self.running)
+        )
 
 
 class CaptureScheduler(_Capture, Scheduler):

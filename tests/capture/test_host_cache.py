@@ -1,5 +1,8 @@
 """Rows that live and die with the KV of their tokens."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -28,8 +31,8 @@ def write(cache: HostCache, block_ids: list[int], *positions: int) -> None:
 
 
 def read(cache: HostCache, block_ids: list[int], first: int, end: int) -> list[int]:
-    rows = cache.read(np.array(block_ids, dtype=np.int64), first, end)
-    assert rows.shape == (end - first, L, K)
+    rows = np.full((end - first, L, K), 99, dtype=np.int16)
+    cache.read(np.array(block_ids, dtype=np.int64), first, rows)
     assert (rows == rows[:, :1, :1]).all()
     return [int(value) for value in rows[:, 0, 0]]
 
@@ -55,7 +58,8 @@ def test_a_step_without_rows(cache: HostCache) -> None:
 
 def test_reading_changes_nothing(cache: HostCache) -> None:
     write(cache, [0], 0, 1)
-    rows = cache.read(np.array([0], dtype=np.int64), 0, 4)
+    rows = np.empty((4, L, K), dtype=np.int16)
+    cache.read(np.array([0], dtype=np.int64), 0, rows)
     rows[:] = 9
     assert read(cache, [0], 0, 4) == [0, 1, UNKNOWN, UNKNOWN]
 
@@ -108,7 +112,28 @@ def test_a_block_table_that_is_too_short_is_an_error(cache: HostCache) -> None:
     """Fewer rows than asked for would put those that follow at wrong positions."""
     write(cache, [1], 0, 1, 2, 3)
     with pytest.raises(ValueError, match="block table"):
-        cache.read(np.array([1], dtype=np.int64), 2, 6)
+        read(cache, [1], 2, 6)
+
+
+@pytest.mark.parametrize("block", [-1, 8])
+def test_a_block_that_there_is_none_of_is_an_error(cache: HostCache, block: int) -> None:
+    """And not the nearest one that there is."""
+    with pytest.raises(ValueError, match="there is none of"):
+        read(cache, [1, block], 0, 8)
+
+
+def test_other_threads_run_while_a_long_prompt_is_read() -> None:
+    """It is read beside the scheduler, which must not wait for it."""
+    cache = HostCache(num_blocks=4096, block_size=16, num_layers=48, top_k=8)
+    cache._written[:] = True
+    rows = np.empty((4096 * 16, 48, 8), dtype=np.int16)
+    reading = threading.Thread(target=cache.read, args=(np.arange(4096), 0, rows))
+    turns = 0
+    reading.start()
+    while reading.is_alive():
+        turns += 1
+        time.sleep(0)
+    assert turns > 20
 
 
 def test_nbytes_is_the_whole_of_the_memory(cache: HostCache) -> None:

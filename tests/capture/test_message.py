@@ -5,7 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from routed_experts.capture.message import SMALL_ARRAY_BYTES, Unpacker, pack
+from routed_experts.capture.message import (
+    SMALL_ARRAY_BYTES,
+    OptIn,
+    Unpacker,
+    pack,
+    prompt_output_id,
+    request_of_prompt,
+)
 
 L, K = 3, 5  # odd, so that nothing is aligned by chance
 
@@ -114,3 +121,21 @@ def test_an_array_at_an_odd_address() -> None:
     outputs[0].routed_experts = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)
     Unpacker().unpack(outputs, message=1)
     check(outputs, expected)
+
+
+def test_an_opt_in_is_read_as_it_was_written() -> None:
+    asked = OptIn(70_000, bytes(range(16)), shared=True)
+    assert OptIn.decode(asked.encode()) == asked
+
+
+@pytest.mark.parametrize(
+    "value", [None, 0, 7, True, -1, 1.5, "", "0", "\x00" * 25, [0], {}, {"a": 1}, [0] * 25, b"", b"0"]
+)
+def test_nothing_else_is_an_opt_in(value: object) -> None:
+    """Clients of some endpoints may put any JSON into `extra_args`; JSON cannot say bytes."""
+    assert OptIn.decode(value) is None
+
+
+def test_the_output_of_a_prompt_says_with_whose_tokens_it_came() -> None:
+    assert request_of_prompt(prompt_output_id("3_cmpl-x-0")) == "3_cmpl-x-0"
+    assert request_of_prompt("3_cmpl-x-0") is None

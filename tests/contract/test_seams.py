@@ -24,18 +24,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from routed_experts.capture import rows
 from routed_experts.capture.engine import scheduler, worker
 from routed_experts.capture.engine.config import UnsupportedConfig
-from routed_experts.capture.message import PROMPT_START_ARG, Unpacker
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.collect import RoutingError
@@ -324,7 +322,7 @@ def check_calls(cls: type, path: str, attribute: str, ours_alone: set[str] | Non
 
 
 def test_calls_on_the_schedulers_connector() -> None:
-    ours_alone = {"add_request", "receive"}
+    ours_alone = {"add_request", "receive", "num_tracked"}
     ours_alone |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
     check_calls(
         scheduler.SchedulerConnector, "v1/core/sched/scheduler.py", "aux_output_connector", ours_alone=ours_alone
@@ -336,44 +334,6 @@ def test_calls_on_the_runners_connector() -> None:
 
     check_calls(v2.V2Adapter, "v1/worker/gpu/model_runner.py", "aux_output_connector")
     check_calls(v2.V2Pending, "v1/worker/gpu/async_utils.py", "pending_aux_output")
-
-
-def test_a_request_ends_and_is_preempted_through_the_connector() -> None:
-    for method in (Scheduler._preempt_request, Scheduler._free_request):
-        assert "self.aux_output_connector.request_finished(request)" in inspect.getsource(method)
-    preempt = inspect.getsource(Scheduler._preempt_request)
-    assert preempt.index("request_finished(request)") < preempt.index("request.status = RequestStatus.PREEMPTED")
-
-
-def test_the_step_is_tagged_before_its_requests_are_advanced() -> None:
-    source = inspect.getsource(Scheduler.schedule)
-    assert source.index(".build_connector_meta(") < source.index("self._update_after_schedule(scheduler_output)")
-
-
-def test_messages_are_sent_as_items_gives_them() -> None:
-    assert "for output in outputs.items()" in inspect.getsource(EngineCoreProc._process_engine_step)
-    for step in (EngineCoreProc.step, EngineCoreProc.step_with_batch_queue):
-        assert "engine_core_outputs = self.scheduler.update_from_output(" in inspect.getsource(step)
-        assert "return engine_core_outputs, " in inspect.getsource(step)
-    assert "outputs.values()" in inspect.getsource(EngineCoreProc._attach_weight_version)
-
-
-def test_large_arrays_come_after_the_tokens_of_others() -> None:
-    def output(request_id: str, rows: int | None) -> EngineCoreOutput:
-        array = None if rows is None else np.full((rows, 2, 4), rows, dtype=np.int16)
-        return EngineCoreOutput(request_id, [1], routed_experts=array)
-
-    outputs = [output("large", 5000), output("none", None), output("small", 1), output("large too", 2000)]
-    alone = EngineCoreOutputs(outputs=[output("alone", 5000)])
-    messages = scheduler.Messages({0: EngineCoreOutputs(outputs=outputs), 3: alone})
-    sent = [(client, [output.request_id for output in message.outputs]) for client, message in messages.items()]
-    assert sent == [(0, ["none", "small"]), (3, ["alone"]), (0, ["large", "large too"])]
-    assert [message.outputs for message in messages.values()] == [message.outputs for _, message in messages.items()]
-    assert (len(messages), messages[3]) == (2, alone)
-    assert all(large.routed_experts.shape[0] > 1 for large in messages.values()[-1].outputs)
-    unpacker = Unpacker()
-    unpacker.unpack(messages[0].outputs, message=1)
-    assert messages[0].outputs[1].routed_experts.shape == (1, 2, 4)
 
 
 def test_attributes_of_the_engine() -> None:
@@ -423,47 +383,24 @@ def request_with(extra_args: dict[str, Any] | None) -> Request:
     return Request("r", [1, 2, 3], SamplingParams(extra_args=extra_args), None)
 
 
+def opt_in(prompt_start: int) -> dict[str, Any]:
+    return {OPT_IN_ARG: OptIn(prompt_start, bytes(16), shared=False).encode()}
+
+
 @pytest.mark.parametrize(("prompt_start", "next_row"), [(0, 0), (2, 2), (3, 3)])
 def test_requests_that_opted_in_are_tracked(prompt_start: int, next_row: int) -> None:
     connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL), has_drafts=False)
-    connector.add_request(request_with({PROMPT_START_ARG: prompt_start}))
+    connector.add_request(request_with(opt_in(prompt_start)))
     assert connector._tracked["r"].next_row == next_row
 
 
 @pytest.mark.parametrize(
-    "extra_args", [None, {}, {"other": 1}, *({PROMPT_START_ARG: v} for v in ("1", -1, [0], 1.5, None))]
+    "extra_args", [None, {}, {"other": 1}, *({OPT_IN_ARG: v} for v in (0, 1, True, "1", -1, [0], 1.5, None, {}))]
 )
 def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: dict[str, Any] | None) -> None:
     """`vllm_xargs` of /v1/responses ends in `extra_args`; an exception here would end the engine."""
     connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL), has_drafts=False)
     connector.add_request(request_with(extra_args))
-    assert connector._tracked == {}
-
-
-def test_rows_before_the_step_are_read_again_after_a_preemption() -> None:
-    """Even when the preemption falls between scheduling the last chunk of a prefill and its output."""
-    request = request_with({PROMPT_START_ARG: 0})
-    block = SimpleNamespace(block_id=1)
-    manager = SimpleNamespace(req_to_blocks={"r": [block]})
-    coordinator = SimpleNamespace(single_type_managers=[manager])
-    owner = SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))
-    connector = scheduler.SchedulerConnector(owner, kv_cache_config(FULL), has_drafts=False)
-    connector.add_request(request)
-
-    def reads_blocks(start: int, count: int) -> bool:
-        request.num_computed_tokens = start
-        tag = connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": count}), {"r": request})
-        step = connector._steps[tag.step]
-        assert step.starts == {"r": start}
-        return "r" in step.block_ids
-
-    assert not reads_blocks(0, 2)  # not the last chunk
-    assert reads_blocks(2, 1)
-    assert not reads_blocks(3, 1)  # decoding
-    connector.request_finished(request)  # preempted: it has not finished
-    assert reads_blocks(2, 1)
-    request.status = RequestStatus.FINISHED_STOPPED
-    connector.request_finished(request)
     assert connector._tracked == {}
 
 

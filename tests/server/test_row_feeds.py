@@ -10,7 +10,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from routed_experts.server.row_feeds import RowFeed, RowFeeds
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, prompt_output_id
+from routed_experts.server.row_feeds import RowFeed, RowFeeds, opt_in
 from routed_experts.server.vllm_api import RequestOutput
 
 L, K = 2, 3
@@ -229,3 +230,90 @@ def test_a_feed_keeps_no_rows_that_were_taken() -> None:
     (kept,) = feed._arrays
     assert kept.base is None
     assert len(kept) == 1
+
+
+# ---- a prompt's rows, which come on an output of their own ----
+
+
+def prompt(request_id: str, start: int = 0) -> EngineCoreOutput:
+    """The output with the prompt's rows that goes before the first tokens of `request_id`."""
+    return EngineCoreOutput(prompt_output_id(request_id), [], routed_experts=rows_of(start, 3))
+
+
+def first_token(request_id: str) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, [7], routed_experts=rows_of(3, 3))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_prompts_rows_come_before_its_tokens(together: bool) -> None:
+    """In one message or two."""
+    frontend = Frontend()
+    queue = frontend.add("a")
+    outputs = [prompt("a", start=1), first_token("a")]
+    for step in [outputs] if together else [[output] for output in outputs]:
+        frontend.step(*step)
+    assert positions(feed_of(take(queue)).take_until(9)) == [1, 2]
+
+
+def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a", n=3)
+    rows = prompt("1_a")
+    sent = rows.routed_experts
+    frontend.step(rows, first_token("1_a"), first_token("0_a"))
+    frontend.step(first_token("2_a"))
+    by_index = {choice.index: choice.routed_experts for choice in take(queue).outputs}
+    taken = {index: feed.take_until(3) for index, feed in by_index.items()}
+    assert {index: positions(rows) for index, rows in taken.items()} == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
+    assert all(rows[0] is sent for rows in taken.values())
+    frontend.step(output("0_a", 1, first=3))
+    assert positions(by_index[0].take_until(9)) == [3]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_an_aborted_choice_does_not_take_the_prompts_rows_with_it(kind: RequestOutputKind) -> None:
+    """The engine had sent them with its first token before it heard of the abort."""
+    frontend = Frontend()
+    queue = frontend.add("a", kind, n=2)
+    frontend.processor.abort_requests(["0_a"], internal=True)
+    frontend.step(prompt("0_a"), first_token("0_a"), first_token("1_a"))
+    frontend.step(output("1_a", 1, first=3, finish=FinishReason.LENGTH))
+    (choice,) = [choice for choice in take(queue).outputs if choice.index == 1]
+    assert positions(choice.routed_experts.take_until(9)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
+def test_prompts_rows_that_come_from_several_engines_count_once(kind: RequestOutputKind) -> None:
+    frontend = Frontend()
+    queue = frontend.add("a", kind, n=3)
+    frontend.step(prompt("0_a"), first_token("0_a"))
+    frontend.step(prompt("1_a"), first_token("1_a"), first_token("2_a"))
+    frontend.step(*(output(f"{index}_a", 1, first=3, finish=FinishReason.STOP) for index in range(3)))
+    choices = take(queue).outputs
+    assert len(choices) == 3
+    for choice in choices:
+        assert positions(choice.routed_experts.take_until(9)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("gone", ["a", "0_a"])
+def test_prompts_rows_of_a_request_that_is_gone(gone: str) -> None:
+    frontend = Frontend()
+    other = frontend.add("b")
+    frontend.step(prompt(gone), first_token(gone))
+    assert len(frontend.feeds) == 0
+    assert other.get_nowait() is None
+
+
+@pytest.mark.parametrize(("n", "shared"), [(1, False), (2, True)])
+def test_the_opt_in_is_added_to_what_a_client_sent(n: int, shared: bool) -> None:
+    theirs = {"session": 1}
+    params = SamplingParams(n=n, extra_args=theirs)
+    opt_in(params, prompt_start=3)
+    asked = OptIn.decode(params.extra_args[OPT_IN_ARG])
+    assert asked is not None
+    assert (asked.prompt_start, asked.shared) == (3, shared)
+    assert params.extra_args == {"session": 1, OPT_IN_ARG: asked.encode()}
+    assert theirs == {"session": 1}
+    again = SamplingParams()
+    opt_in(again, prompt_start=3)
+    assert OptIn.decode(again.extra_args[OPT_IN_ARG]).prompt_id != asked.prompt_id

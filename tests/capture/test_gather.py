@@ -1,0 +1,60 @@
+"""Reads of long prompts beside the scheduler's thread."""
+
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from routed_experts.capture.gather import Gatherer
+from routed_experts.capture.rows import Rows
+
+BLOCK = 4
+BLOCKS = np.array([3, 7, 5], dtype=np.int64)
+ROWS = np.zeros((1, 2, 3), dtype=np.int16)
+
+
+class Read:
+    """A read of positions 4 to 9, the whole of block 7 and half of block 5, that ends when it is told to."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        self.go = threading.Event()
+        self.rows = gatherer.start(self._run, BLOCKS, BLOCK, 2 * BLOCK + 2)
+
+    def _run(self) -> Rows:
+        self.go.wait()
+        return ROWS
+
+
+@pytest.fixture
+def gatherer() -> Gatherer:
+    return Gatherer(num_blocks=9, block_size=BLOCK)
+
+
+@pytest.fixture
+def read(gatherer: Gatherer) -> Iterator[Read]:
+    started = Read(gatherer)
+    yield started
+    started.go.set()
+
+
+@pytest.mark.parametrize("slot", [3 * BLOCK, 5 * BLOCK + 2, 5 * BLOCK + 3, 6 * BLOCK, 8 * BLOCK, 0])
+def test_slots_that_are_not_read_are_written_at_once(gatherer: Gatherer, read: Read, slot: int) -> None:
+    """The block that a read ends in is the one that its request goes on writing."""
+    gatherer.settle(np.array([slot]))
+    assert not read.rows.done()
+
+
+@pytest.mark.parametrize("slot", [7 * BLOCK, 7 * BLOCK + 3, 5 * BLOCK, 5 * BLOCK + 1])
+def test_slots_that_are_read_are_written_afterwards(gatherer: Gatherer, read: Read, slot: int) -> None:
+    threading.Timer(0.05, read.go.set).start()
+    gatherer.settle(np.array([0, slot]))
+    assert read.rows.done()
+    assert read.rows.result() is ROWS
+
+
+def test_a_read_that_fails_is_for_the_one_who_takes_its_rows(gatherer: Gatherer) -> None:
+    rows = gatherer.start(lambda: ROWS[9], BLOCKS, 0, BLOCK)  # type: ignore[arg-type,return-value]
+    gatherer.settle(np.array([3 * BLOCK]))
+    with pytest.raises(IndexError):
+        rows.result()

@@ -1,0 +1,347 @@
+"""vLLM's real engine core and scheduler around a model that does arithmetic, so that every row is known in advance.
+
+No weights, no processes, no sockets: `engine` makes an `EngineCore`, `Client` stands where the API process does. The
+executor takes the place of the workers. It keeps a KV cache of prefixes, and fails when a step finds another prefix
+in its blocks than its own; the row of a token says which prefix the token ends.
+"""
+
+import hashlib
+import json
+import os
+import queue
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future
+from copy import copy, deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from routed_experts.capture.engine.transport import attach
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
+from routed_experts.capture.pipeline import StepRows
+
+L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
+BLOCK = 16
+VOCAB = 500
+NUM_BLOCKS = 64
+
+Rows = np.ndarray[Any, np.dtype[np.int16]]
+
+
+def _digest(before: bytes, token: int) -> bytes:
+    return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=16).digest()
+
+
+class Tokens(list[int]):
+    """The tokens of a sequence, and for each of them what stands for it and all before it."""
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        super().__init__(tokens)
+        self._prefixes: list[bytes] = []
+
+    def prefixes(self) -> list[bytes]:
+        for token in self[len(self._prefixes) :]:
+            self._prefixes.append(_digest(self._prefixes[-1] if self._prefixes else b"", token))
+        return self._prefixes
+
+    def rows(self, first: int, end: int) -> Rows:
+        """The rows [n, L, K] of positions `first` to `end`: each layer's ids are two bytes of the token's prefix."""
+        ids = np.frombuffer(b"".join(self.prefixes()[first:end]), dtype=np.int16).reshape(-1, L, 1) & 0x7FFF
+        return np.broadcast_to(ids, (len(ids), L, K)).copy()
+
+
+def next_token(prefix: bytes, request_id: str) -> int:
+    """What is sampled after `prefix`; the choices of one prompt differ."""
+    return int.from_bytes(_digest(prefix, sum(request_id.partition("_")[0].encode())), "little") % VOCAB
+
+
+@dataclass
+class _Sequence:
+    tokens: Tokens
+    blocks: list[int]
+
+    def slots(self, first: int, end: int) -> np.ndarray:
+        positions = np.arange(first, end)
+        return np.array(self.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
+
+
+class ArithmeticExecutor(Executor):
+    """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs alone."""
+
+    def _init_executor(self) -> None:
+        self._sequences: dict[str, _Sequence] = {}
+        self._kv: list[bytes | None] = [None] * (NUM_BLOCKS * BLOCK)
+        self._output: ModelRunnerOutput | None = None
+
+    @classmethod
+    def supports_async_scheduling(cls) -> bool:
+        return True
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        return [{"layer.0": self._spec()}]
+
+    @staticmethod
+    def _spec() -> FullAttentionSpec:
+        return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+    def determine_available_memory(self) -> list[int]:
+        return [NUM_BLOCKS * self._spec().page_size_bytes]
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return [["LBNHC"]] if method == "get_supported_kv_cache_layouts" else []
+
+    def check_health(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        self._update(scheduler_output)
+        output = self._run(scheduler_output)
+        done: Future[ModelRunnerOutput | None] = Future()
+        done.set_result(None if scheduler_output.total_num_scheduled_tokens else output)
+        self._output = output
+        return done if non_block else done.result()
+
+    def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
+        assert self._output is not None
+        done: Future[ModelRunnerOutput] = Future()
+        done.set_result(self._output)
+        return done if non_block else self._output
+
+    def _update(self, step: SchedulerOutput) -> None:
+        for request_id in step.finished_req_ids:
+            self._sequences.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            self._sequences[new.req_id] = _Sequence(Tokens(new.prompt_token_ids or ()), list(new.block_ids[0]))
+        cached = step.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            sequence = self._sequences[request_id]
+            if request_id in cached.resumed_req_ids:
+                sequence.blocks = []
+                sequence.tokens = Tokens(cached.all_token_ids[request_id])
+            sequence.blocks += block_ids[0] if block_ids is not None else []
+
+    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
+        starts |= dict(
+            zip(step.scheduled_cached_reqs.req_ids, step.scheduled_cached_reqs.num_computed_tokens, strict=True)
+        )
+        ids = list(step.num_scheduled_tokens)
+        sampled, rows, slots = [], [np.empty((0, L, K), np.int16)], [np.empty(0, np.int64)]
+        for request_id, count in step.num_scheduled_tokens.items():
+            sequence, start = self._sequences[request_id], starts[request_id]
+            end = start + count
+            known = sequence.tokens.prefixes()
+            before = [self._kv[slot] for slot in sequence.slots(0, start)]
+            assert before == known[:start], f"{request_id}: its blocks hold another prefix"
+            slots.append(sequence.slots(start, end))
+            rows.append(sequence.tokens.rows(start, end))
+            for slot, prefix in zip(slots[-1], known[start:end], strict=True):
+                self._kv[slot] = prefix
+            sampled.append([])
+            if end == len(sequence.tokens):
+                token = next_token(known[-1], request_id)
+                sequence.tokens.append(token)
+                sampled[-1].append(token)
+        output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)
+        if ids:
+            offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
+            attach(output, StepRows(np.concatenate(rows), np.concatenate(slots), offsets))
+        return output
+
+
+@cache
+def _config(is_async: bool) -> VllmConfig:
+    directory = Path(mkdtemp())
+    model = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+    }
+    (directory / "config.json").write_text(json.dumps(model))
+    return EngineArgs(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=BLOCK,
+        max_model_len=BLOCK * (NUM_BLOCKS - 1),
+        async_scheduling=is_async,
+        scheduler_cls="routed_experts.capture.engine.scheduler.make_scheduler",
+        distributed_executor_backend=ArithmeticExecutor,
+    ).create_engine_config()
+
+
+def engine(is_async: bool = True, chunk: int = 64, max_num_seqs: int = 16, num_blocks: int | None = None) -> EngineCore:
+    """An engine with our scheduler.
+
+    Args:
+        chunk: tokens of a step.
+        num_blocks: KV blocks of 16 tokens that it may use; few make it preempt.
+    """
+    config = deepcopy(_config(is_async))
+    config.scheduler_config.max_num_batched_tokens = chunk
+    config.scheduler_config.max_num_seqs = max_num_seqs
+    if num_blocks is not None:
+        config.cache_config.num_gpu_blocks_override = num_blocks
+        config.model_config.max_model_len = (num_blocks - 1) * BLOCK
+    with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
+        core = EngineCore(config, ArithmeticExecutor, log_stats=False)
+    core.output_queue = queue.Queue()
+    return core
+
+
+@dataclass
+class Received:
+    """What came for one request, checked as it comes.
+
+    Attributes:
+        sequence: tokens of the prompt, and after them those that came.
+        num_rows: generated rows that came.
+    """
+
+    prompt_len: int
+    start: int | None
+    prompt_id: bytes
+    sequence: Tokens
+    num_rows: int = 0
+    finish: FinishReason | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence[self.prompt_len :]
+
+    def take(self, output: EngineCoreOutput, prompts: list[Rows]) -> None:
+        """Takes an output; `prompts` are the rows of its prompt, each time that they came so far."""
+        assert self.finish is None, "an output after the last one"
+        is_first = len(self.sequence) == self.prompt_len
+        self.sequence += output.new_token_ids
+        self.finish = output.finish_reason
+        rows = output.routed_experts
+        if self.start is None:
+            assert rows is None
+            return
+        if is_first and output.new_token_ids and self.start < self.prompt_len:
+            assert prompts, "tokens before the rows of their prompt"
+            for each in prompts:
+                assert np.array_equal(each, self.sequence.rows(self.start, self.prompt_len))
+        if rows is not None:
+            first = self.prompt_len + self.num_rows
+            self.num_rows += len(rows)
+            assert np.array_equal(rows, self.sequence.rows(first, first + len(rows)))
+        assert self.num_rows == max(len(self.tokens) - 1, 0)
+
+
+class Client:
+    """Takes the place of an API process: adds and aborts requests, and keeps what the engines send, in order.
+
+    Attributes:
+        received: by request id.
+        prompts: the rows of prompts, by `prompt_id`; each time that they came.
+        messages: the ids of the outputs in each message.
+    """
+
+    def __init__(self, *engines: EngineCore, index: int = 0) -> None:
+        self.engines = engines
+        self.received: dict[str, Received] = {}
+        self.prompts: dict[bytes, list[Rows]] = defaultdict(list)
+        self.messages: list[list[str]] = []
+        self.index = index
+        self._unpackers = [Unpacker() for _ in engines]
+
+    def add(
+        self, name: str, prompt: list[int], start: int | None = 0, n: int = 1, max_tokens: int = 4, **params: Any
+    ) -> list[str]:
+        """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids.
+
+        Args:
+            start: the first prompt row to send; None for no opt-in.
+        """
+        opt_in = OptIn(start or 0, os.urandom(16), shared=n > 1)
+        sampling = SamplingParams(
+            n=n,
+            max_tokens=max_tokens,
+            detokenize=False,
+            extra_args=None if start is None else {OPT_IN_ARG: opt_in.encode()},
+            **params,
+        )
+        request = EngineCoreRequest(name, prompt, None, sampling, None, time.time(), None, None, None)
+        request.client_index, request.external_req_id = self.index, name
+        parent = ParentRequest(request)
+        ids = [name] if n == 1 else [parent.get_child_info(index)[0] for index in range(n)]
+        for index, request_id in enumerate(ids):
+            child = copy(request)
+            child.request_id = request_id
+            child.sampling_params = sampling if n == 1 else parent.get_child_info(index)[1]
+            self.received[request_id] = Received(len(prompt), start, opt_in.prompt_id, Tokens(prompt))
+            core = self.engines[index % len(self.engines)]
+            sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(child))
+            core.add_request(*core.preprocess_add_request(sent))
+        return ids
+
+    def abort(self, *request_ids: str) -> None:
+        for core in self.engines:
+            core.abort_requests(list(request_ids))
+
+    def step(self, *others: "Client") -> None:
+        """One turn of each engine's loop, and its messages, through vLLM's own encoding, to this and other clients."""
+        for index, core in enumerate(self.engines):
+            EngineCoreProc._process_engine_step(core)
+            while not core.output_queue.empty():
+                to, message = core.output_queue.get()
+                (client,) = [client for client in (self, *others) if client.index == to]
+                received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
+                client.receive(received, index)
+
+    def run(self, *others: "Client", steps: int = 10_000) -> None:
+        """Steps until nothing is left to do, for this and other clients of the same engines."""
+        while any(core.scheduler.has_requests() or core.batch_queue for core in self.engines):
+            assert steps > 0, "the engine does not come to an end"
+            steps -= 1
+            self.step(*others)
+
+    def receive(self, message: EngineCoreOutputs, engine_index: int = 0) -> None:
+        """Takes a message of one of the engines."""
+        self.messages.append([output.request_id for output in message.outputs])
+        self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp)
+        for output in message.outputs:
+            self._take(output)
+
+    def _take(self, output: EngineCoreOutput) -> None:
+        sender = request_of_prompt(output.request_id)
+        if sender is not None:
+            assert not output.new_token_ids
+            assert output.finish_reason is None
+            assert output.routed_experts is not None
+            self.prompts[self.received[sender].prompt_id].append(output.routed_experts)
+            return
+        request = self.received[output.request_id]
+        request.take(output, self.prompts.get(request.prompt_id, []))

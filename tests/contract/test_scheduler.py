@@ -1,0 +1,407 @@
+"""Our scheduler within vLLM's real engine core: every row of every request, whatever happens to it."""
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreOutputs, FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+
+from routed_experts.capture.engine.scheduler import SchedulerConnector
+from routed_experts.capture.message import prompt_output_id
+from tests.contract.arithmetic import VOCAB, Client, engine
+
+
+def connector(core: EngineCore) -> SchedulerConnector:
+    return core.scheduler.aux_output_connector
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def check_all_finished(client: Client) -> None:
+    """Rows are checked as they come; here that all of them came, and that nothing is left in the engines."""
+    for request in client.received.values():
+        assert request.finish is FinishReason.LENGTH
+    for core in client.engines:
+        assert connector(core).num_tracked == 0
+        assert len(connector(core).outbox) == 0
+        assert connector(core)._steps == {}
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+# ---- one request a prompt ----
+
+
+@pytest.mark.parametrize("num_blocks", [None, 14])
+def test_requests_that_share_prefixes(is_async: bool, num_blocks: int | None) -> None:
+    client = Client(engine(is_async, num_blocks=num_blocks))
+    base = tokens(100)
+    client.add("cold", base)
+    client.run()
+    client.add("warm", base, start=3)
+    client.add("a branch", [*base[:50], 1, 2, 3], start=53, max_tokens=9)
+    client.add("not asked for", base[:40], start=None)
+    client.run()
+    check_all_finished(client)
+    assert all(len(times) == 1 for times in client.prompts.values())
+    assert len(client.prompts) == 2  # the branch asked for no prompt row
+
+
+def test_few_blocks_make_requests_start_again(is_async: bool) -> None:
+    core = engine(is_async, num_blocks=12)
+    client = Client(core)
+    for index in range(5):
+        client.add(str(index), tokens(40, index), max_tokens=30, start=index * 10)
+    requests = list(core.scheduler.requests.values())
+    client.run()
+    assert any(request.num_preemptions for request in requests)
+    check_all_finished(client)
+
+
+def test_prompt_rows_come_before_the_first_token() -> None:
+    client = Client(engine())
+    client.add("short", tokens(3))
+    client.add("long", tokens(300))
+    client.run()
+    check_all_finished(client)
+    for request_id in ("short", "long"):
+        order = [output for message in client.messages for output in message]
+        assert order.index(prompt_output_id(request_id)) < order.index(request_id)
+
+
+def test_rows_of_long_prompts_are_not_in_the_message_of_other_tokens() -> None:
+    client = Client(engine(chunk=512))
+    client.add("running", tokens(5), max_tokens=20)
+    for _ in range(4):
+        client.step()
+    client.add("long", tokens(200))
+    client.add("short", tokens(10))
+    client.run()
+    check_all_finished(client)
+    long, short = prompt_output_id("long"), prompt_output_id("short")
+    assert [message for message in client.messages if long in message] == [[long, "long"]]
+    assert any({short, "short", "running"} <= set(message) for message in client.messages)
+
+
+def test_each_api_process_gets_what_is_its_own() -> None:
+    core = engine(chunk=512)
+    clients = [Client(core, index=index) for index in range(3)]
+    clients[0].add("running", tokens(5), max_tokens=20)
+    for _ in range(4):
+        clients[0].step(*clients[1:])
+    clients[1].add("long", tokens(100, seed=1), n=2)
+    clients[2].add("not asked for", tokens(100, seed=2), start=None)
+    clients[0].add("long too", tokens(100, seed=3))
+    clients[0].run(*clients[1:])
+    for client in clients:
+        check_all_finished(client)
+
+
+# ---- n > 1 ----
+
+
+def num_sent(client: Client, *request_ids: str) -> int:
+    """How often the prompt of these requests was sent."""
+    (prompt_id,) = {client.received[request_id].prompt_id for request_id in request_ids}
+    return len(client.prompts[prompt_id])
+
+
+@pytest.mark.parametrize("length", [5, 150])
+@pytest.mark.parametrize("max_num_seqs", [16, 3])
+def test_a_prompt_is_sent_once(is_async: bool, length: int, max_num_seqs: int) -> None:
+    """Also with more choices than fit the batch."""
+    client = Client(engine(is_async, max_num_seqs=max_num_seqs))
+    ids = client.add("g", tokens(length), n=10, start=2, max_tokens=5)
+    client.run()
+    check_all_finished(client)
+    assert num_sent(client, *ids) == 1
+    assert len({tuple(client.received[request_id].tokens) for request_id in ids}) > 1
+
+
+def test_two_prompts_of_the_same_tokens_are_both_sent() -> None:
+    client = Client(engine())
+    ones, others = (client.add(name, tokens(100), n=3) for name in "ab")
+    client.run()
+    check_all_finished(client)
+    assert num_sent(client, *ones) == num_sent(client, *others) == 1
+
+
+def test_a_choice_that_comes_when_another_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may have finished the first before the API process has sent the last."""
+    core = engine()
+    client = Client(core)
+    add, held = core.add_request, []
+    monkeypatch.setattr(core, "add_request", lambda *args: held.append(args))
+    ids = client.add("g", tokens(100), n=3, max_tokens=1)
+    for args in held:
+        add(*args)
+        client.run()
+    check_all_finished(client)
+    assert num_sent(client, *ids) == 1
+
+
+def test_choices_of_preempted_prompts(is_async: bool) -> None:
+    client = Client(engine(is_async, num_blocks=14, max_num_seqs=4))
+    one, other = (client.add(name, tokens(60, seed), n=6, max_tokens=30) for seed, name in enumerate("ab"))
+    client.run()
+    check_all_finished(client)
+    assert num_sent(client, *one) == num_sent(client, *other) == 1
+
+
+def test_a_reset_of_the_prefix_cache_under_running_choices(is_async: bool) -> None:
+    core = engine(is_async)
+    client = Client(core)
+    ids = client.add("g", tokens(150), n=4, max_tokens=12)
+    for turn in range(200):
+        if turn % 3 == 2:
+            core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        for _ in range(1 + turn % 2 * 4):
+            if core.scheduler.has_requests() or core.batch_queue:
+                client.step()
+    client.run()
+    check_all_finished(client)
+    assert num_sent(client, *ids) == 1
+
+
+@pytest.mark.parametrize("steps", range(7))
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_a_choice_that_is_aborted(is_async: bool, steps: int, aborted: int) -> None:
+    """Whenever it happens, and whether or not it was the one that brought the prompt's rows."""
+    client = Client(engine(is_async))
+    ids = client.add("g", tokens(150), n=3, max_tokens=5)
+    for _ in range(steps):
+        client.step()
+    gone = ids.pop(aborted)
+    client.abort(gone)
+    client.run()
+    client.received.pop(gone)
+    check_all_finished(client)
+    assert num_sent(client, *ids) == 1
+
+
+def test_data_parallel_engines_send_a_prompt_once_each(is_async: bool) -> None:
+    client = Client(engine(is_async), engine(is_async))
+    ids = client.add("g", tokens(150), n=6)
+    client.run()
+    check_all_finished(client)
+    assert num_sent(client, *ids) == 2
+
+
+# ---- rows that a thread reads while steps go on ----
+
+
+class Busy:
+    """Keeps the thread that reads prompts' rows busy, so that what comes next has to wait."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._go = threading.Event()
+        connector(core)._gatherer._thread.submit(self._go.wait)
+
+    def end(self) -> None:
+        self._go.set()
+
+
+@pytest.fixture
+def warm(is_async: bool) -> Iterator[tuple[Client, EngineCore, list[int]]]:
+    """An engine that has the prompt's prefix in its cache, and a request that goes on running."""
+    core = engine(is_async)
+    client = Client(core)
+    prompt = tokens(200)
+    client.add("before", prompt, max_tokens=1)
+    client.run()
+    client.add("running", tokens(5, seed=1), max_tokens=40)
+    for _ in range(4):
+        client.step()
+    yield client, core, prompt
+    client.run()
+
+
+def test_a_read_holds_up_its_own_prompt_only(warm: tuple[Client, EngineCore, list[int]]) -> None:
+    client, core, prompt = warm
+    busy = Busy(core)
+    ids = client.add("g", prompt, n=3, max_tokens=6)
+    before = len(client.received["running"].tokens)
+    began = time.perf_counter()
+    for _ in range(12):
+        client.step()
+    assert time.perf_counter() - began < 5  # none of them waited for the thread
+    assert len(client.received["running"].tokens) >= before + 10
+    assert client.received[ids[0]].tokens == []
+    assert len(connector(core).outbox) == 1
+    busy.end()
+    client.run()
+    check_all_finished(client)
+    sent = {prompt_output_id(request_id) for request_id in ids}
+    (message,) = [message for message in client.messages if sent & set(message)]
+    assert message[0] in sent
+    assert set(message[1:]) == set(ids)
+    assert "running" not in message
+
+
+def test_the_last_request_does_not_leave_before_its_rows(is_async: bool) -> None:
+    """No later step would send them."""
+    core = engine(is_async)
+    client = Client(core)
+    client.add("before", tokens(200), max_tokens=1)
+    client.run()
+    busy = Busy(core)
+    threading.Timer(0.3, busy.end).start()
+    client.add("after", tokens(200), max_tokens=1)
+    client.run()
+    check_all_finished(client)
+
+
+def test_a_pause_does_not_keep_rows_back(warm: tuple[Client, EngineCore, list[int]]) -> None:
+    client, core, prompt = warm
+    busy = Busy(core)
+    client.add("late", prompt)
+    for _ in range(6):
+        client.step()
+    core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert client.received["late"].tokens == []
+    threading.Timer(0.3, busy.end).start()
+    client.run()
+    assert client.received["late"].tokens
+    core.scheduler.set_pause_state(PauseState.UNPAUSED)
+    client.run()
+    check_all_finished(client)
+
+
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_an_abort_while_the_rows_are_read(warm: tuple[Client, EngineCore, list[int]], aborted: int) -> None:
+    client, core, prompt = warm
+    busy = Busy(core)
+    ids = client.add("g", prompt, n=2, max_tokens=20)
+    for _ in range(6):
+        client.step()
+    gone = ids.pop(aborted)
+    client.abort(gone)
+    client.step()
+    busy.end()
+    client.run()
+    client.received.pop(gone)
+    check_all_finished(client)
+    assert num_sent(client, *ids) == 1
+
+
+def test_blocks_that_are_taken_by_others_while_they_are_read(is_async: bool) -> None:
+    core = engine(is_async, num_blocks=20)
+    client = Client(core)
+    prompt = tokens(160)
+    client.add("before", prompt, max_tokens=1)
+    client.run()
+    busy = Busy(core)
+    client.add("gone", prompt, max_tokens=1)
+    client.add("running", tokens(5, seed=1), max_tokens=40)
+    for _ in range(6):
+        client.step()
+    threading.Timer(0.3, busy.end).start()
+    for index in range(2):
+        client.add(f"other {index}", tokens(140, seed=2 + index))
+    client.run()
+    check_all_finished(client)
+
+
+def test_a_read_that_fails_ends_the_engine(warm: tuple[Client, EngineCore, list[int]]) -> None:
+    client, core, prompt = warm
+    cache = connector(core)._cache
+    read = cache.read
+    cache.read = lambda *args: read(args[0][:1], *args[1:])
+    client.add("broken", prompt)
+    with pytest.raises(ValueError, match="block table"):
+        client.run()
+    core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    connector(core).outbox._prompts.clear()
+
+
+# ---- an engine without a process of its own ----
+
+
+def test_in_one_process_everything_is_in_the_one_message_that_is_asked_for() -> None:
+    """`InprocClient` takes `get(0)` of each step, and nothing else."""
+    core = engine()
+    client = Client(core)
+    client.add("before", tokens(200), max_tokens=1)
+    client.run()
+    client.add("running", tokens(5, seed=1), max_tokens=20)
+    for name in ("long", "too"):
+        client.add(name, tokens(200), n=2)
+    threading.Timer(0.3, Busy(core).end).start()
+    while core.scheduler.has_requests() or core.batch_queue:
+        outputs, _ = core.step_fn()
+        message = outputs and outputs.get(0)
+        if message:
+            assert isinstance(message, EngineCoreOutputs)
+            client.receive(message)
+        assert len(connector(core).outbox) == 0
+    check_all_finished(client)
+    assert sorted(len(times) for times in client.prompts.values()) == [1, 1, 1, 1]
+
+
+# ---- what a step costs ----
+
+
+def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
+    core = engine(max_num_seqs=2)
+    client = Client(core)
+
+    for index in range(5):
+        client.add(str(index), tokens(3, index))
+    step = core.scheduler.schedule()
+    assert len(step.num_scheduled_tokens) == 2
+
+    def cost() -> float:
+        times = []
+        for _ in range(20):
+            began = time.perf_counter()
+            connector(core).build_connector_meta(step, core.scheduler.requests)
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    few = cost()
+    for index in range(5, 3000):
+        client.add(str(index), tokens(3, index))
+    assert connector(core).num_tracked == 3000
+    assert cost() < 10 * few + 1e-5
+
+
+# ---- everything at once ----
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_at_random(is_async: bool, seed: int) -> None:
+    """Shared prefixes, `n`, starts within prompts, preemptions, aborts and resets; single choices may be aborted."""
+    dice = random.Random(seed)
+    core = engine(is_async, chunk=dice.choice((16, 48, 200)), max_num_seqs=dice.choice((2, 5)), num_blocks=16)
+    client = Client(core)
+    stems = [tokens(120, seed=100 + stem) for stem in range(3)]
+    aborted: set[str] = set()
+    for turn in range(60):
+        if dice.random() < 0.6:
+            prompt = dice.choice(stems)[: dice.randrange(1, 120)] + dice.choices(range(VOCAB), k=dice.randrange(3))
+            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
+            client.add(f"r{turn}", prompt, start, n=dice.choice((1, 1, 2, 7)), max_tokens=dice.randrange(1, 30))
+        if client.received and dice.random() < 0.2:
+            gone = dice.choice(list(client.received))
+            aborted.add(gone)
+            client.abort(gone)
+        if dice.random() < 0.1:
+            core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        for _ in range(dice.randrange(6)):
+            if core.scheduler.has_requests() or core.batch_queue:
+                client.step()
+    client.run()
+    for request_id in aborted:
+        client.received.pop(request_id)
+    check_all_finished(client)
+    assert all(len(times) == 1 for times in client.prompts.values())
