@@ -43,6 +43,7 @@ L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls la
 BLOCK = 16
 VOCAB = 500
 NUM_BLOCKS = 64
+NUM_EXPERTS = 1 << 15
 
 Rows = np.ndarray[Any, np.dtype[np.int16]]
 
@@ -64,14 +65,9 @@ class Tokens(list[int]):
         return self._prefixes
 
     def rows(self, first: int, end: int) -> Rows:
-        """The rows [n, L, K] of positions `first` to `end`: each layer's ids are two bytes of the token's prefix."""
-        ids = np.frombuffer(b"".join(self.prefixes()[first:end]), dtype=np.int16).reshape(-1, L, 1) & 0x7FFF
-        return np.broadcast_to(ids, (len(ids), L, K)).copy()
-
-
-def next_token(prefix: bytes, request_id: str) -> int:
-    """What is sampled after `prefix`; the choices of one prompt differ."""
-    return int.from_bytes(_digest(prefix, sum(request_id.partition("_")[0].encode())), "little") % VOCAB
+        """The rows [n, L, K] of positions `first` to `end`: each layer's ids count from two bytes of the prefix."""
+        ids = np.frombuffer(b"".join(self.prefixes()[first:end]), dtype=np.int16).reshape(-1, L, 1)
+        return (ids & 0x3FFF) + np.arange(K, dtype=np.int16)
 
 
 @dataclass
@@ -86,6 +82,8 @@ class _Sequence:
 
 class ArithmeticExecutor(Executor):
     """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs alone."""
+
+    vocab = VOCAB
 
     def _init_executor(self) -> None:
         self._sequences: dict[str, _Sequence] = {}
@@ -129,6 +127,11 @@ class ArithmeticExecutor(Executor):
         done.set_result(self._output)
         return done if non_block else self._output
 
+    def sample(self, prefix: bytes, request_id: str) -> int:
+        """What comes after `prefix`. The choices of one prompt differ."""
+        choice = request_id.partition("_")[0]
+        return int.from_bytes(_digest(prefix, int(choice) if choice.isdigit() else 0), "little") % self.vocab
+
     def _update(self, step: SchedulerOutput) -> None:
         for request_id in step.finished_req_ids:
             self._sequences.pop(request_id, None)
@@ -161,7 +164,7 @@ class ArithmeticExecutor(Executor):
                 self._kv[slot] = prefix
             sampled.append([])
             if end == len(sequence.tokens):
-                token = next_token(known[-1], request_id)
+                token = self.sample(known[-1], request_id)
                 sequence.tokens.append(token)
                 sampled[-1].append(token)
         output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)

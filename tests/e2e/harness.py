@@ -251,10 +251,13 @@ def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
 
 
 def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: int = 1) -> list[Answer]:
-    """The choices of a streamed completion, checking on the way that each chunk carries the rows it should."""
-    prompt_arrays: dict[int, dict[str, Any]] = {}
+    """The choices of a streamed completion, checking on the way that each chunk carries the rows it should.
+
+    Rows that take more than one line come in pieces, on chunks without tokens before the one that they belong to.
+    """
+    prompts: dict[int, np.ndarray] = {}
     answers: dict[int, Answer] = {}
-    shape: tuple[int, ...] = ()
+    firsts: dict[int, int] = {}
     for chunk in chunks:
         assert "error" not in chunk, chunk
         if not chunk["choices"]:
@@ -263,13 +266,15 @@ def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: 
         index = choice["index"]
         prompt_index = index // per_prompt
         if "prompt_routed_experts" in chunk:
-            assert prompt_index not in prompt_arrays, "prompt rows twice"
-            prompt_arrays[prompt_index] = chunk["prompt_routed_experts"]
-            assert chunk["prompt_routed_experts"]["start"] == start
-        assert prompt_index in prompt_arrays, "the first chunk of a prompt has no prompt rows"
-        prompt_rows = decode(prompt_arrays[prompt_index])
-        shape = prompt_rows.shape[1:]
-        answer = answers.setdefault(index, Answer([], [], start, prompt_rows, np.empty((0, *shape), np.int16)))
+            array = chunk["prompt_routed_experts"]
+            before = prompts.get(prompt_index)
+            assert array["start"] == start + (0 if before is None else len(before)), (
+                "prompt rows twice, or not in order"
+            )
+            prompts[prompt_index] = decode(array) if before is None else np.concatenate([before, decode(array)])
+        assert prompt_index in prompts, "the first chunk of a prompt has no prompt rows"
+        no_rows = prompts[prompt_index][:0]
+        answer = answers.setdefault(index, Answer([], [], start, no_rows, no_rows))
         answer.prompt = answer.prompt or choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
         answer.tokens += choice.get("token_ids") or []
         answer.text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -278,10 +283,17 @@ def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: 
         if "routed_experts" in choice:
             array = choice["routed_experts"]
             assert array["shape"][0] > 0, "an empty array in a chunk"
-            assert array["start"] == len(prompt_rows) + start + len(answer.rows)
+            first = firsts.setdefault(index, array["start"])
+            assert array["start"] == first + len(answer.rows)
             answer.rows = np.concatenate([answer.rows, decode(array)])
         known = max(len(answer.tokens) - 1, 0)
-        assert len(answer.rows) == known, f"{len(answer.rows)} rows after {len(answer.tokens)} tokens"
+        is_piece = not choice.get("token_ids") and answer.finish_reason is None
+        assert len(answer.rows) == known or (is_piece and len(answer.rows) > known), (
+            f"{len(answer.rows)} rows after {len(answer.tokens)} tokens"
+        )
+    for index, answer in answers.items():
+        answer.prompt_rows = prompts[index // per_prompt]
+        assert firsts.get(index) in (None, start + len(answer.prompt_rows))
     return [answers[index] for index in sorted(answers)]
 
 

@@ -1,0 +1,151 @@
+"""vLLM's whole API process, served over HTTP, around the engine of `arithmetic`: everything is real but the model.
+
+The engine core runs in the event loop of the API process, so that no process has to be started.
+"""
+
+import asyncio
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from routed_experts.server import launch
+from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, K, L
+from tests.e2e.harness import Server, free_port
+
+
+class ServedExecutor(ArithmeticExecutor):
+    """Answers what the API process asks of workers too."""
+
+    vocab = 94  # tokens of the tiny model that are a character each, and not the one that ends a text
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        if method == "routed_experts_info":
+            return [
+                {
+                    "num_layers": L,
+                    "top_k": K,
+                    "num_experts": NUM_EXPERTS,
+                    "layer_ids": list(range(L)),
+                    "runner": "v1",
+                    "device": "cpu",
+                    "kv_slots": 0,
+                    "device_bytes": 0,
+                    "pinned_bytes": 0,
+                    "tracked_requests": 0,
+                }
+            ]
+        if method == "get_supported_tasks":
+            return [("generate",)]
+        return super().collective_rpc(method, *args, **kwargs)
+
+
+class InProcessClient(EngineCoreClient):
+    """What `AsyncLLM` has instead of sockets to an engine's process; messages are encoded and decoded all the same."""
+
+    def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: Any) -> None:
+        self.core = EngineCore(vllm_config, executor_class, log_stats)
+        self.core.output_queue = Queue()
+        self.engine_ranks_managed = [0]
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._messages: deque[EngineCoreOutputs] = deque()
+        self._work = asyncio.Event()
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
+        self.core.add_request(*self.core.preprocess_add_request(sent))
+        self._work.set()
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.core.abort_requests(request_ids)
+        self._work.set()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        while not self._messages:
+            if self.core.scheduler.has_requests() or self.core.batch_queue:
+                EngineCoreProc._process_engine_step(self.core)  # puts what it sends into the queue
+                await asyncio.sleep(0)
+            else:
+                self._work.clear()
+                await self._work.wait()
+            while not self.core.output_queue.empty():
+                _, message = self.core.output_queue.get()
+                decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
+                self._messages.append(decoded)
+        return self._messages.popleft()
+
+    async def get_supported_tasks_async(self) -> Any:
+        return self.core.get_supported_tasks()
+
+    async def reset_prefix_cache_async(self, *args: Any, **kwargs: Any) -> bool:
+        return self.core.reset_prefix_cache(*args, **kwargs)
+
+    async def collective_rpc_async(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        return self.core.collective_rpc(method, *args, **kwargs)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.core.shutdown()
+
+
+@contextmanager
+def serving(model: Path, *flags: str) -> Iterator[Server]:
+    """A running API server for the tokenizer and the chat template of `model`; `flags` as of `routed-experts serve`."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):
+            patch.setenv(variable, "")  # so that it is put back as it was
+            patch.delenv(variable)
+        patch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
+        launch.allow_plugin()
+        port = free_port()
+        sizes = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
+        args = launch.parse([str(model), "--served-model-name", "tiny", "--port", str(port), *sizes, *flags])
+        launch.take_capture_flag(args)
+        launch.fill_in(args)
+        args.distributed_executor_backend = ServedExecutor
+        ready: Future[uvicorn.Server] = Future()
+        thread = Thread(target=lambda: asyncio.run(_serve(args, ready)), daemon=True)
+        thread.start()
+        server = ready.result(timeout=60)
+        try:
+            yield Server(model, f"http://127.0.0.1:{port}", None, Path())
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+async def _serve(args: Namespace, ready: "Future[uvicorn.Server]") -> None:
+    try:
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        engine = AsyncLLM.from_vllm_config(config)
+        app = build_app(args, ("generate",))
+        await init_app_state(engine, app.state, args, ("generate",))
+    except Exception as error:  # noqa: BLE001 raised where the server is waited for
+        ready.set_exception(error)
+        return
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=args.port, log_level="warning"))
+    serve = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    ready.set_result(server)
+    await serve
+    engine.shutdown()

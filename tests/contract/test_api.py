@@ -1,0 +1,257 @@
+"""vLLM's real API process with our plugin in it, over HTTP, and behind it vLLM's real scheduler with ours: no model."""
+
+import random
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from tests.contract.arithmetic import K, L, Rows, Tokens
+from tests.contract.served import serving
+from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode, prompt_of, same
+
+CHAT = "/v1/chat/completions"
+USER = {"role": "user", "content": "Tell me something about experts."}
+SAMPLED = {"temperature": 1.0}  # which vLLM wants for several choices; here they differ anyway
+
+
+@pytest.fixture(scope="module", params=["--async-scheduling", "--no-async-scheduling"])
+def api(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, request.param, "--max-num-batched-tokens", "64", "--enable-scale-out") as server:
+        yield server
+
+
+def rows_of(tokens: Iterable[int], first: int = 0) -> Rows:
+    """The rows of `tokens` from position `first` on."""
+    sequence = Tokens(tokens)
+    return sequence.rows(first, len(sequence))
+
+
+def check(answer: Answer, tokens: int | None = None) -> None:
+    """Every row of an answer, which must be of `tokens` tokens, is the one that its tokens have."""
+    sequence = [*answer.prompt, *answer.tokens]
+    assert tokens in (None, len(answer.tokens))
+    assert np.array_equal(answer.prompt_rows, rows_of(answer.prompt, answer.start))
+    assert np.array_equal(answer.rows, rows_of(sequence[:-1], len(answer.prompt)))
+
+
+def tokens_of(text: str) -> list[int]:
+    """The tiny model's tokens are bytes, the printable ones first."""
+    return [ord(character) - ord("!") for character in text]
+
+
+def complete(server: Server, **body: Any) -> list[Answer]:
+    """The choices of a completion, asked for both ways, which must agree bit for bit."""
+    start, n = body.get("routed_experts_prompt_start", 0), body.get("n", 1)
+    unstreamed = answers_of(server.complete(**ASK, **body), start)
+    streamed = answers_of_stream(server.stream(**ASK, **body), start, per_prompt=n)
+    return agreed(unstreamed, streamed)
+
+
+def chat(server: Server, **body: Any) -> list[Answer]:
+    """As `complete`, of a chat."""
+    unstreamed = answers_of(server.chat(**ASK, **body))
+    return agreed(unstreamed, answers_of_stream(server.stream(CHAT, **ASK, **body), per_prompt=body.get("n", 1)))
+
+
+def agreed(unstreamed: list[Answer], streamed: list[Answer]) -> list[Answer]:
+    for one, other in zip(unstreamed, streamed, strict=True):
+        same(one, other)
+    return unstreamed
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 47, 64, 65, 300])
+def test_prompt_lengths(api: Server, length: int) -> None:
+    (answer,) = complete(api, prompt=prompt_of(length, length), max_tokens=5)
+    check(answer, tokens=5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 40])
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_several_choices(api: Server, n: int, max_tokens: int) -> None:
+    answers = complete(api, prompt=prompt_of(33, n), n=n, max_tokens=max_tokens, **SAMPLED)
+    assert len({tuple(answer.tokens) for answer in answers}) > (n > 1 and max_tokens > 1)
+    for answer in answers:
+        check(answer, tokens=max_tokens)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_lists_of_prompts(api: Server, n: int) -> None:
+    prompts = [prompt_of(length, length) for length in (3, 40, 17)]
+    answers = complete(api, prompt=prompts, n=n, max_tokens=4, **SAMPLED)
+    assert [answer.prompt for answer in answers] == [prompt for prompt in prompts for _ in range(n)]
+    for answer in answers:
+        check(answer, tokens=4)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_echo(api: Server, n: int, max_tokens: int) -> None:
+    """The prompt's text comes with the first token's; without `return_token_ids`, which would leave it out."""
+    body = {"prompt": "What-a-prompt", "echo": True, "n": n, "max_tokens": max_tokens, **SAMPLED}
+    whole = api.complete(**body, return_routed_experts=True)
+    chunks = api.stream(**body, return_routed_experts=True)
+    prompt_rows = decode(whole["prompt_routed_experts"])
+    assert np.array_equal(prompt_rows, rows_of(tokens_of("What-a-prompt")))
+    assert [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk] == [
+        whole["prompt_routed_experts"]
+    ]
+    assert len(whole["choices"]) == n
+    for index, choice in enumerate(whole["choices"]):
+        of_choice = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        pieces = [decode(delta["routed_experts"]) for delta in of_choice if "routed_experts" in delta]
+        rows = decode(choice["routed_experts"])
+        assert "".join(delta["text"] for delta in of_choice) == choice["text"]
+        assert np.array_equal(np.concatenate([prompt_rows[:0], *pieces]), rows)
+        tokens = tokens_of(choice["text"])
+        assert len(tokens) == 13 + max_tokens
+        assert np.array_equal(rows, rows_of(tokens, 13)[: max(max_tokens - 1, 0)])
+
+
+def test_prompt_start(api: Server) -> None:
+    prompt = prompt_of(40, 1)
+    for start in (0, 1, 16, 39, 40):
+        (answer,) = complete(api, prompt=prompt, routed_experts_prompt_start=start, max_tokens=4)
+        check(answer, tokens=4)
+        assert answer.prompt_rows.shape == (40 - start, L, K)
+
+
+def test_a_stop_string_that_the_engine_does_not_know(api: Server) -> None:
+    """The engine has gone on when this process finds it: the rows behind it are not sent."""
+    prompt = tokens_of("Something-to-begin-with")
+    (whole,) = complete(api, prompt=prompt, max_tokens=30)
+    (answer,) = complete(api, prompt=prompt, max_tokens=30, stop=whole.text[10:13])
+    assert answer.finish_reason == "stop"
+    assert 10 < len(answer.tokens) < 30
+    check(answer)
+
+
+def test_tokens_that_come_in_groups(api: Server) -> None:
+    prompt = prompt_of(20, 4)
+    answers = answers_of_stream(api.stream(prompt=prompt, max_tokens=30, stream_interval=7, **ASK))
+    same(*answers, *complete(api, prompt=prompt, max_tokens=30))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_chat(api: Server, n: int) -> None:
+    for answer in chat(api, messages=[USER], n=n, max_tokens=12, **SAMPLED):
+        check(answer, tokens=12)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_chat_message_that_is_continued(api: Server, n: int) -> None:
+    """The stream has a second chunk for each choice before the first token: the message so far."""
+    messages = [USER, {"role": "assistant", "content": "Well, "}]
+    body: dict[str, Any] = {"messages": messages, "add_generation_prompt": False, "n": n, "max_tokens": 6, **SAMPLED}
+    for echo in (True, False):
+        for answer in chat(api, echo=echo, **body):
+            assert answer.text.startswith("Well, ") == echo
+            check(answer, tokens=6)
+
+
+def test_the_form_that_was_asked_for(api: Server) -> None:
+    body = {"prompt": prompt_of(20, 5), "max_tokens": 3, "return_routed_experts": True, "return_token_ids": True}
+    joined = api.complete(**body, routed_experts_layout="joined", routed_experts_format="list")
+    (choice,) = joined["choices"]
+    assert "prompt_routed_experts" not in joined
+    assert np.array_equal(choice["routed_experts"], rows_of([*body["prompt"], *choice["token_ids"][:-1]]))
+    chunks = api.stream(**body, routed_experts_layout="joined", routed_experts_format="list")
+    pieces = [row for chunk in chunks for row in chunk["choices"][0].get("routed_experts", ())]
+    assert pieces == choice["routed_experts"]
+
+
+def test_tokens_in_and_tokens_out(api: Server) -> None:
+    prompt = prompt_of(80, 6)
+    body: dict[str, Any] = {"model": "tiny", "token_ids": prompt, "sampling_params": {"max_tokens": 7}}
+    body |= {"return_routed_experts": True, "routed_experts_format": "object", "routed_experts_layout": "joined"}
+    with api.client() as client:
+        (whole,) = client.post("/inference/v1/generate", json=body).json()["choices"]
+    chunks = api.stream("/inference/v1/generate", **body)
+    pieces = [decode(chunk["choices"][0]["routed_experts"]) for chunk in chunks]
+    assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"] or []] == whole["token_ids"]
+    assert len(whole["token_ids"]) == 7
+    for rows in (decode(whole["routed_experts"]), np.concatenate(pieces)):
+        assert np.array_equal(rows, rows_of([*prompt, *whole["token_ids"]][:-1]))
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"return_routed_experts": True, "routed_experts_prompt_start": 999}, "routed_experts_prompt_start"),
+        ({"return_routed_experts": True, "routed_experts_dtype": "uint8"}, "routed_experts_dtype"),
+        ({"return_routed_experts": True, "use_beam_search": True, "n": 2}, "return_routed_experts"),
+        ({"routed_experts_format": "npy"}, "routed_experts_format"),
+    ],
+)
+def test_what_cannot_be_given_is_refused_before_it_begins(
+    api: Server, path: str, stream: bool, fields: dict[str, Any], param: str
+) -> None:
+    if fields.get("use_beam_search") and stream:
+        pytest.skip("vLLM streams no beam search")
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [USER]}
+    with api.client() as client:
+        response = client.post(path, json={"model": "tiny", "stream": stream, **asked, **fields})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+def test_who_does_not_ask_gets_nothing(api: Server, path: str) -> None:
+    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [USER]}
+    chunks = api.stream(path, **asked, max_tokens=5)
+    whole = api.complete(**asked, max_tokens=5) if "prompt" in asked else api.chat(**asked, max_tokens=5)
+    assert whole["usage"]["completion_tokens"] == 5
+    assert b"routed" not in orjson.dumps([whole, chunks])
+
+
+def at_once(server: Server, requests: int, seed: int) -> None:
+    """Requests that share prefixes, streamed and not, some without routing, which are all checked."""
+
+    def run(index: int) -> None:
+        dice = random.Random(f"{seed} {index}")
+        prompt = prompt_of(90, seed)[: dice.randrange(1, 90)] + prompt_of(dice.randrange(3), index)
+        body = {"prompt": prompt, "max_tokens": dice.randrange(1, 25), "n": dice.choice((1, 1, 3)), **SAMPLED}
+        if dice.random() < 0.2:
+            assert "prompt_routed_experts" not in server.complete(**body)
+        elif dice.random() < 0.5:
+            for answer in answers_of(server.complete(**ASK, **body)):
+                check(answer, body["max_tokens"])
+        else:
+            for answer in answers_of_stream(server.stream(**ASK, **body), per_prompt=body["n"]):
+                check(answer, body["max_tokens"])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(requests)))
+
+
+def test_many_at_once(api: Server) -> None:
+    at_once(api, requests=40, seed=1)
+
+
+def test_many_at_once_in_little_memory(tiny_model: Path) -> None:
+    """So that some are preempted, and their prompts' blocks taken by others."""
+    with serving(tiny_model, "--num-gpu-blocks-override", "16", "--max-model-len", "240") as server:
+        at_once(server, requests=40, seed=2)
+        assert server.metric("vllm:num_preemptions_total") > 0
+
+
+def test_clients_that_leave(api: Server) -> None:
+    """Nobody else's rows are the worse for it, and the engine goes on."""
+    body = {"model": "tiny", "prompt": prompt_of(50, 9), "max_tokens": 400, "stream": True, **ASK}
+    for lines in (1, 5, 50):
+        with api.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+            received = response.iter_lines()
+            assert len([next(received) for _ in range(lines)]) == lines
+        (answer,) = complete(api, prompt=body["prompt"], max_tokens=3)
+        check(answer, tokens=3)
+
+
+def test_what_the_rows_mean(api: Server) -> None:
+    info = api.info()
+    assert (info["model"], info["num_layers"], info["top_k"]) == ("tiny", L, K)
