@@ -305,25 +305,3 @@ class TestRealServer:
         (choice,) = answer["choices"]
         tokens = [*answer["prompt_token_ids"], *choice["token_ids"]]
         self.check(oracle, tokens, of.xtuner(choice, len(tokens), self.L, self.K))
-
-    def test_object_from_bytes_and_a_second_turn(self, server: Server, oracle: Oracle) -> None:
-        """verifiers: the second turn asks from the last token of the first on, and rows of the first are kept."""
-        parts: list[Any] = []
-        tokens: list[int] = []
-        for turn in (self.PROMPT, prompt_of(12, seed=6)):
-            path_len = len(tokens)
-            tokens += turn
-            fields = {**self.ASK, "routed_experts_prompt_start": max(path_len - 1, 0)}
-            with server.client() as client:
-                body = {"model": "tiny", "prompt": tokens, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
-                response = client.post("/v1/completions", json={**body, **fields})
-            (choice,) = of.renderers(response.content)["choices"]
-            assert isinstance(choice["routed_experts"]["data"], memoryview)
-            parts += of.verifiers(choice["routed_experts"], path_len, [len(turn), len(choice["token_ids"])])
-            tokens += choice["token_ids"]
-        batch = of.prime_rl_trainer(np.concatenate(parts), len(tokens))[0]
-        expected = oracle.rows(tokens[:-1])
-        first_end = len(self.PROMPT) + 5
-        made_up = {first_end - 1, len(tokens) - 1}  # the last token of each turn repeats the row before
-        kept = [at for at in range(len(tokens)) if at not in made_up]
-        assert np.array_equal(np.sort(batch[kept], axis=2), expected[kept])

@@ -19,6 +19,7 @@ import orjson
 import pytest
 import requests
 
+from tests.clients import consumers
 from tests.e2e.harness import SMALL_KV, Oracle, Server, decode, prompt_of, read_events, serving
 
 pytestmark = pytest.mark.e2e
@@ -259,6 +260,17 @@ def test_generate_in_vllms_own_form(client: httpx.Client, oracle: Oracle, mode: 
         pieces = [npy(choice["routed_experts"]) for choice in own if choice.get("routed_experts")]
         expected = oracle.rows([*prompt, *tokens[:-1]])[start:]
         assert np.array_equal(np.sort(np.concatenate(pieces), axis=2), expected)
+
+
+def test_generate_for_a_client_that_asks_for_nothing(client: httpx.Client, oracle: Oracle) -> None:
+    """vime: rows of all tokens but the last, in vLLM's form, from the server-wide default alone."""
+    prompt = prompt_of(60, seed=12)
+    params = {"max_tokens": 8, "temperature": 0, "top_p": 1.0, "logprobs": 1, "skip_special_tokens": False}
+    body = {"model": "tiny", "token_ids": prompt, "sampling_params": params}
+    (choice,) = answer(client, "/inference/v1/generate", body)["choices"]
+    tokens = [*prompt, *choice["token_ids"]]
+    rows = consumers.vime(choice, tokens, num_layers=5, top_k=4, num_experts=16)
+    assert np.array_equal(np.sort(rows, axis=2), oracle.rows(tokens[:-1]))
 
 
 def test_generate_with_our_fields(client: httpx.Client) -> None:

@@ -1,0 +1,106 @@
+"""Clients that cannot add fields, at vLLM's token-in, token-out endpoint; long prompts in pieces; MessagePack.
+
+One server, with the defaults that `docs/clients.md` gives for verifiers.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from routed_experts.protocol.batch import join_turns, verify
+from routed_experts.protocol.collect import Routing, collect
+from tests.clients import consumers as of
+from tests.clients.test_collect import ROOT
+from tests.e2e.harness import SMALL_KV, Oracle, Server, prompt_of, serving
+
+pytestmark = pytest.mark.e2e
+
+
+def documented_default() -> str:
+    (row,) = re.findall(r"^\| \[verifiers\].*$", (ROOT / "docs" / "clients.md").read_text(), re.MULTILINE)
+    (default,) = re.findall(r"`(\{\"return_routed_experts.*?\})`", row)
+    return default
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    flags = (*SMALL_KV, "--max-model-len", "2500", "--max-num-batched-tokens", "256", "--enable-scale-out")
+    flags += ("--routed-experts-default", documented_default())
+    with serving(tiny_model, tmp_path_factory.mktemp("doors") / "log", *flags) as running:
+        yield running
+
+
+def check(routing: Routing, tokens: list[int], oracle: Oracle) -> None:
+    verify(routing, num_experts=16)
+    assert routing.end == len(tokens) - 1
+    assert np.array_equal(np.sort(routing.rows, axis=2), oracle.rows(tokens[:-1])[routing.start :])
+
+
+def generate(server: Server, tokens: list[int], start: int, max_tokens: int = 5) -> bytes:
+    """As renderers sends it: nothing of ours but vLLM's own prompt start."""
+    params = {"max_tokens": max_tokens, "temperature": 0, "stop_token_ids": [258], "logprobs": 1}
+    params |= {"skip_special_tokens": False, "routed_experts_prompt_start": start}
+    with server.client() as client:
+        body = {"model": "tiny", "token_ids": tokens, "sampling_params": params}
+        response = client.post("/inference/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    return response.content
+
+
+def test_verifiers_turns(server: Server, oracle: Oracle) -> None:
+    """The second turn asks from the last token of the first on; rows of the first turn's messages are kept."""
+    parts: list[Any] = []
+    tokens: list[int] = []
+    made_up = []
+    for turn in (prompt_of(70, seed=5), prompt_of(12, seed=6)):
+        path_len = len(tokens)
+        tokens += turn
+        (choice,) = of.renderers(generate(server, tokens, max(path_len - 1, 0)))["choices"]
+        assert isinstance(choice["routed_experts"]["data"], memoryview)
+        parts += of.verifiers(choice["routed_experts"], path_len, [len(turn), len(choice["token_ids"])])
+        tokens += choice["token_ids"]
+        made_up.append(len(tokens) - 1)  # repeats the row before
+    batch = of.prime_rl_trainer(np.concatenate(parts), len(tokens))[0]
+    kept = [at for at in range(len(tokens)) if at not in made_up]
+    assert np.array_equal(np.sort(batch[kept], axis=2), oracle.rows(tokens)[kept])
+
+
+def test_collect_from_generate(server: Server, oracle: Oracle) -> None:
+    turns: list[Routing] = []
+    tokens: list[int] = []
+    for turn in (prompt_of(40, seed=7), prompt_of(9, seed=8)):
+        start = turns[-1].end if turns else 0
+        tokens += turn
+        turns += collect(generate(server, tokens, start), prompt_start=start)
+        tokens += turns[-1].token_ids or ()
+        assert turns[-1].prompt_len is None, "the endpoint does not send the prompt back"
+    check(join_turns(turns), tokens, oracle)
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
+def test_a_long_prompt_in_pieces(server: Server, oracle: Oracle, fmt: str, layout: str) -> None:
+    prompt = prompt_of(2000, seed=1)
+    fields = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    chunks = server.stream(**fields, routed_experts_format=fmt, routed_experts_layout=layout)
+    carried = [c for c in chunks if "prompt_routed_experts" in c or "routed_experts" in c["choices"][0]]
+    assert len(carried) > 1 + 3, "the prompt came in one piece"
+    (routing,) = collect(iter(chunks), num_layers=5, top_k=4)
+    check(routing, [*prompt, *(routing.token_ids or ())], oracle)
+    assert routing.prompt_len == len(prompt)
+
+
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
+def test_messagepack(server: Server, oracle: Oracle, fmt: str) -> None:
+    prompt = prompt_of(50, seed=2)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "return_token_ids": True, "routed_experts_format": fmt}
+    with server.client() as client:
+        response = client.post("/v1/completions", json=body, headers={"Accept": "application/msgpack"})
+    assert response.headers["content-type"].startswith("application/msgpack")
+    (routing,) = collect(msgspec.msgpack.decode(response.content), num_layers=5, top_k=4)
+    check(routing, [*prompt, *(routing.token_ids or ())], oracle)
