@@ -3,6 +3,7 @@
 import base64
 import io
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +100,11 @@ def _read(answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routi
         counts = [len(times) for times in answer.tokens]
     else:
         binary = b"content-type: application/msgpack" in head.lower()
-        body = (msgspec.msgpack.decode if binary else orjson.loads)(raw[len(head) + 4 :])
+        start = len(head) + 4
+        content = raw[start:]
+        if b"transfer-encoding: chunked" in head.lower():  # a large answer, in parts
+            content = b"".join(raw[begin:end] for begin, end in _chunks(raw, start))
+        body = (msgspec.msgpack.decode if binary else orjson.loads)(content)
         rows.add(body)
         counts = [len(choice["text"]) // token_chars for choice in body["choices"]]
     if counts != [expected.new_tokens] * expected.choices:
@@ -114,15 +119,10 @@ def _events(raw: bytes, start: int, arrivals: Arrivals) -> list[tuple[float, Any
         total += len(data)
         ends.append(total)
     payload, payload_ends, raw_ends = bytearray(), [], []
-    while True:
-        line_end = raw.index(b"\r\n", start)
-        size = int(raw[start:line_end], 16)
-        if size == 0:
-            break
-        start = line_end + 2 + size + 2
-        payload += raw[line_end + 2 : start - 2]
+    for begin, end in _chunks(raw, start):
+        payload += raw[begin:end]
         payload_ends.append(len(payload))
-        raw_ends.append(start - 2)
+        raw_ends.append(end)
     events, position, done = [], 0, False
     while (end := payload.find(b"\n\n", position)) >= 0:
         text, position = bytes(payload[position:end]), end + 2
@@ -139,6 +139,17 @@ def _events(raw: bytes, start: int, arrivals: Arrivals) -> list[tuple[float, Any
     if not done or position != len(payload):
         raise Fault("the stream was cut off")
     return events
+
+
+def _chunks(raw: bytes, start: int) -> Iterator[tuple[int, int]]:
+    """Where the chunks of a body in chunked transfer encoding begin and end; ValueError where it is cut off."""
+    while True:
+        line_end = raw.index(b"\r\n", start)
+        size = int(raw[start:line_end], 16)
+        if size == 0:
+            return
+        start = line_end + 2 + size + 2
+        yield line_end + 2, start - 2
 
 
 class _Rows:

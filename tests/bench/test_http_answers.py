@@ -118,6 +118,19 @@ def test_unstreamed_choices() -> None:
     assert answer.tokens == []
 
 
+@pytest.mark.parametrize("part", [1000, 7])
+def test_unstreamed_in_parts(part: int) -> None:
+    choice = {"index": 0, "text": "".join(WORDS), "routed_experts": in_object(ids(G - 1), P)}
+    content = orjson.dumps({"choices": [choice], "prompt_routed_experts": in_object(ids(P), 0)})
+    parts = [content[at : at + part] for at in range(0, len(content), part)]
+    pieces = [b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"]
+    pieces += [*(b"%x\r\n%b\r\n" % (len(one), one) for one in parts), b"0\r\n\r\n"]
+    answer = read(arriving(pieces), Expected(P, G, 1, "split"), ROUTING, 5)
+    assert answer.fault == ""
+    assert answer.rows == P + G - 1
+    assert read(arriving(pieces[:-1]), Expected(P, G, 1, "split"), ROUTING, 5).fault
+
+
 def test_messagepack() -> None:
     arrays = [in_object(ids(n), start) for n, start in ((P, 0), (G - 1, P))]
     prompt, rows = [{**array, "data": base64.b64decode(array["data"])} for array in arrays]
