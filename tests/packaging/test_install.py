@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import answers_of, serving
-from tests.packaging.conftest import Environment
+from tests.packaging.conftest import ROOT, Environment
 
 FOLDERS = ("server", "capture", "protocol")
 # The same files of ours as where nothing of the user's is on the path.
@@ -41,6 +41,14 @@ def test_the_wheel_puts_one_folder_into_site_packages(wheel_environment: Environ
     assert names - {"borrowed.pth"} == {"routed_experts", "routed_experts_server-0.1.0.dist-info"}
     packages = {path.name for path in (wheel_environment.site_packages / "routed_experts").iterdir()}
     assert packages == set(FOLDERS)
+
+
+def test_the_wheel_has_every_file(wheel_environment: Environment) -> None:
+    installed = wheel_environment.site_packages / "routed_experts"
+    for folder in FOLDERS:
+        sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".typed")}
+        assert sources
+        assert {path.relative_to(installed) for path in (installed / folder).rglob("*")} >= sources
 
 
 @pytest.mark.parametrize("kind", ["wheel_environment", "editable_environment"])

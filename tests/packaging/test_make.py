@@ -1,8 +1,4 @@
-"""`make setup`, with the Makefile and its lists as they are and the real pip, on an index of tiny packages.
-
-They have the names, versions and, for PyTorch, the dependencies of the real ones, and nothing in them but setuptools,
-which is packed anew from this interpreter's.
-"""
+"""`make setup`, with the Makefile and its lists as they are and the real pip, on an index of tiny packages."""
 
 import os
 import pty
@@ -10,54 +6,21 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
-from collections.abc import Sequence
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 
 from tests.packaging.conftest import ROOT, copy_sources
+from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
 
 LISTS = ("requirements-cpu.txt", "requirements-dev.txt")
-LIBRARIES = {"nvidia-cudnn-cu13": ["nvidia-cublas"], "nvidia-cublas": []}
 NOISE = "is ignored: it is neither a file nor a directory"
-
-
-def write_wheel(folder: Path, name: str, version: str, requires: Sequence[str] = ()) -> None:
-    """A package without contents."""
-    stem = f"{name.replace('-', '_')}-{version}"
-    info = f"{stem}.dist-info"
-    requirements = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
-    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirements}")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
-
-
-def pack_installed(folder: Path, name: str) -> None:
-    """The wheel that an installed package came from."""
-    package = distribution(name)
-    with zipfile.ZipFile(folder / f"{name}-{package.version}-py3-none-any.whl", "w") as archive:
-        for file in package.files or ():
-            if ".." not in file.parts and "__pycache__" not in file.parts:
-                archive.write(file.locate(), str(file))
 
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every package of the lists, with PyTorch's CUDA build, which is what the public index has."""
-    folder = tmp_path_factory.mktemp("wheels")
-    lines = [line for name in LISTS for line in (ROOT / name).read_text().splitlines() if "==" in line]
-    for line in lines:
-        name, _, version = line.partition(";")[0].strip().partition("==")
-        if name == "setuptools":
-            pack_installed(folder, name)
-        else:
-            write_wheel(folder, name, version, list(LIBRARIES)[:1] if name == "torch" else ())
-    for name, requires in LIBRARIES.items():
-        write_wheel(folder, name, "13.0", requires)
-    return folder
+    """PyTorch's CUDA build only, which is what the public index has."""
+    return write_wheels(tmp_path_factory.mktemp("wheels"), LISTS)
 
 
 @pytest.fixture
