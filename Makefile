@@ -19,7 +19,7 @@ HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test test-next check format spec bench bench-gpu bench-http clean
+.PHONY: help setup serve test test-next check format spec bench bench-gpu bench-http release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make bench-gpu  the same on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
 	@echo "make bench-http what returning it over HTTP costs the API process"
 	@echo "make setup      install into $(VENV) (DEVICE=cpu or cuda)"
+	@echo "make release    build the wheel and the source distribution of the last commit into dist, and try both"
 	@echo "make clean      remove what was installed and made"
 
 setup: $(VENV)/.installed-$(DEVICE)
@@ -93,6 +94,21 @@ bench-gpu: setup
 bench-http: setup
 	$(BIN)/python -m bench.http --device $(DEVICE) $(ARGS)
 
+# The wheel is built from the source distribution, which shows that the latter is complete. Each is then installed with
+# its dependencies into an environment of its own.
+release: setup
+	rm -rf dist && mkdir -p dist/source
+	git archive HEAD | tar -x -C dist/source
+	cd dist/source && $(abspath $(BIN)/python) -c "import setuptools.build_meta as m; m.build_sdist('..')" >/dev/null
+	rm -rf dist/source
+	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist dist/*.tar.gz $(HUSH)
+	for file in dist/*.tar.gz dist/*.whl; do \
+		$(PYTHON) -m venv --clear $(VENV)/release && cd $(VENV)/release && \
+		bin/python -m pip install -q --disable-pip-version-check $(PIP_OPTIONS) $(CURDIR)/$$file $(HUSH) && \
+		bin/python -m pip check && bin/routed-experts --help >/dev/null && \
+		bin/python -c "import routed_experts.protocol.codec" && echo "$$file works." && cd $(CURDIR) || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
