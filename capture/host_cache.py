@@ -30,6 +30,11 @@ class HostCache:
         """Upper bound of the memory that the rows can take."""
         return self._rows.nbytes + self._written.nbytes
 
+    @property
+    def used_bytes(self) -> int:
+        """Memory that the rows that were written take."""
+        return int(np.count_nonzero(self._written)) * self._row_type.itemsize
+
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
         layers, top_k = self._rows.shape[2:]

@@ -4,6 +4,7 @@ A step's rows and the KV slots of its tokens are packed into one contiguous int1
 stream of their own into pinned memory, and read when the step's output is materialised.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,11 +25,13 @@ class StepRows:
         rows: [n, L, K] int16 logical expert ids, in the order of the batch.
         slots: [n] int64, the KV slot (block id x block size + offset) that each token's KV was written to.
         offsets: [requests + 1] int64, where each request's rows begin, in the order of the batch.
+        waited_s: seconds that the step's output waited for them.
     """
 
     rows: NDArray[np.int16]
     slots: NDArray[np.int64]
     offsets: NDArray[np.int64]
+    waited_s: float = 0.0
 
 
 class Copier(Protocol):
@@ -152,12 +155,15 @@ class PendingRows:
 
     def result(self) -> StepRows:
         """Blocks until the rows are on the host."""
+        began = time.perf_counter()
         words = self.copy.wait()
+        waited_s = time.perf_counter() - began
         n = int(self.offsets[-1])
         return StepRows(
             rows=words[n * _SLOT_WORDS :].reshape(n, self.num_layers, self.top_k),
             slots=words[: n * _SLOT_WORDS].view(np.int64),
             offsets=self.offsets,
+            waited_s=waited_s,
         )
 
 

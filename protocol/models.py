@@ -208,12 +208,10 @@ class CaptureInfo(BaseModel):
     host_cache_bytes: int = Field(description="upper bound; the operating system reserves it as it is written")
     device_bytes: int = Field(description="memory on each worker's device that the capture takes")
     pinned_bytes: int = Field(description="pinned host memory that each worker's capture takes")
-    tracked_requests: int = Field(description="requests with the opt-in that the engine holds state for")
-    open_feeds: int = Field(description="streamed choices that this API process holds rows for")
 
 
 class RoutedExpertsInfo(BaseModel):
-    """What the arrays mean for the served model: the answer of `GET /v1/routed_experts`."""
+    """What the arrays mean for the served model: the answer of `GET /v1/routed_experts`, constant while it runs."""
 
     model: str
     num_layers: int

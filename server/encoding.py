@@ -5,6 +5,7 @@ says the same in plain terms; the tests compare the two.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -36,8 +37,23 @@ class LostRowsError(CodecError):
     """Rows are not known, and the type that the request asked for cannot say so."""
 
 
+@dataclass
+class Sent:
+    """What one answer has sent so far.
+
+    Attributes:
+        rows: in all of its arrays.
+        missing: those that are not known.
+        num_bytes: of the arrays, as encoded.
+    """
+
+    rows: int = 0
+    missing: int = 0
+    num_bytes: int = 0
+
+
 class Encoder:
-    """How one request wants its arrays.
+    """How one request wants its arrays, and how much of them was encoded.
 
     Args:
         fmt: `object`, `npy`, `raw` or `list`.
@@ -50,6 +66,7 @@ class Encoder:
         self.fmt = fmt
         self.dtype = dtype
         self.shape = shape
+        self.sent = Sent()
         self._wire = _DTYPES[dtype]
         self._row_bytes = shape[0] * shape[1] * self._wire.itemsize
         self._shape_text = f",{shape[0]},{shape[1]}]"
@@ -76,12 +93,15 @@ class Encoder:
         Raises:
             LostRowsError: a row is not known, and the type cannot say so.
         """
+        text = self._text(rows, start)
+        self.sent.num_bytes += len(text)
+        return text
+
+    def _text(self, rows: Rows, start: int) -> str:
         if self.fmt == "list":
+            self._count(rows, count_missing(rows))
             return orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
-        data = rows.tobytes()
-        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
-        if self.dtype != "int16":
-            data = self._as_wire(rows, missing)
+        missing, data = self._counted(rows)
         if self.fmt == "object":
             return f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
         header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
@@ -95,15 +115,27 @@ class Encoder:
 
     def json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
         """The JSON text of one array, whose rows are those of `arrays` in order; see `text`."""
+        return self._sent(self._json_parts(arrays, start))
+
+    def msgpack_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
+        """As `json_parts`, in MessagePack and with bytes where JSON has base64."""
+        return self._sent(self._msgpack_parts(arrays, start))
+
+    def _sent(self, parts: Iterator[bytes]) -> Iterator[bytes]:
+        for part in parts:
+            self.sent.num_bytes += len(part)
+            yield part
+
+    def _json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
         if self.fmt == "list":
-            yield from _list_parts(arrays, b"[", _json_rows, b",", b"]")
+            yield from _list_parts(self._counting(arrays), b"[", _json_rows, b",", b"]")
             return
         missing = 0
 
         def data() -> Iterator[bytes]:
             nonlocal missing
             for block in _blocks(arrays):
-                unknown, raw = self._encoded(block)
+                unknown, raw = self._counted(block)
                 missing += unknown
                 yield raw
 
@@ -117,11 +149,11 @@ class Encoder:
         yield from _base64_parts(data(), self._npy_header(num_rows) if self.fmt == "npy" else b"")
         yield b'"'
 
-    def msgpack_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
-        """As `json_parts`, in MessagePack and with bytes where JSON has base64."""
+    def _msgpack_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
         num_rows = sum(map(len, arrays))
         if self.fmt == "list":
-            yield from _list_parts(arrays, b"\xdd" + num_rows.to_bytes(4, "big"), _msgpack_rows, b"", b"")
+            head = b"\xdd" + num_rows.to_bytes(4, "big")
+            yield from _list_parts(self._counting(arrays), head, _msgpack_rows, b"", b"")
             return
         header = self._npy_header(num_rows) if self.fmt == "npy" else b""
         num_bytes = len(header) + num_rows * self._row_bytes
@@ -130,7 +162,7 @@ class Encoder:
         yield b"\xc6" + num_bytes.to_bytes(4, "big") + header
         missing = 0
         for block in _blocks(arrays):
-            unknown, raw = self._encoded(block)
+            unknown, raw = self._counted(block)
             missing += unknown
             yield raw
         if self.fmt == "object":
@@ -142,6 +174,22 @@ class Encoder:
         data = rows.tobytes()
         missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
         return missing, data if self.dtype == "int16" else self._as_wire(rows, missing)
+
+    def _counted(self, rows: Rows) -> tuple[int, bytes]:
+        """As `_encoded`, for rows that are sent."""
+        missing, data = self._encoded(rows)
+        self._count(rows, missing)
+        return missing, data
+
+    def _count(self, rows: Rows, missing: int) -> None:
+        self.sent.rows += len(rows)
+        self.sent.missing += missing
+
+    def _counting(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
+        """The rows of `arrays` in blocks, for lists."""
+        for block in _blocks(arrays):
+            self._count(block, count_missing(block))
+            yield block
 
     def _as_wire(self, rows: Rows, missing: int) -> bytes:
         if missing and self._wire.kind == "u":
@@ -212,10 +260,10 @@ def _base64_parts(parts: Iterable[bytes], rest: bytes = b"") -> Iterator[bytes]:
 
 
 def _list_parts(
-    arrays: Iterable[Rows], head: bytes, encode: Callable[[Rows], bytes], between: bytes, tail: bytes
+    blocks: Iterable[Rows], head: bytes, encode: Callable[[Rows], bytes], between: bytes, tail: bytes
 ) -> Iterator[bytes]:
     lead = head
-    for block in _blocks(arrays):
+    for block in blocks:
         if len(block):
             yield lead + encode(block)
             lead = between

@@ -12,6 +12,7 @@ from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import FieldError
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME, other_doors
 from routed_experts.server.captured_engine import CapturedEngine
+from routed_experts.server.metrics import watch_feeds
 from routed_experts.server.probe import probe
 from routed_experts.server.routes import generate_router, router
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
@@ -57,13 +58,14 @@ class RoutedExpertsPlugin:
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
             captured = await CapturedEngine.start(engine_client, model)
             await probe(captured)
+            state.feeds_watch = asyncio.create_task(watch_feeds(captured.feeds))  # kept: a task alone may be dropped
         state.captured_engine = captured
         state.routed_experts_defaults = defaults_of(args, captured)
         max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
         for name, cls in ADOPTED.items():
             if (serving := getattr(state, name, None)) is not None:
                 adopt(serving, cls, captured, max_bytes)
-        state.announcement = asyncio.create_task(announce(state, args, model))  # kept: a task alone may be dropped
+        state.announcement = asyncio.create_task(announce(state, args, model))
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:
@@ -103,8 +105,7 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         '"Hello", "max_tokens": 8, "stream": true, "return_routed_experts": true}\'\n',
         model,
         base,
-        captured.num_layers,
-        captured.top_k,
+        *captured.shape,
         captured.num_experts,
         base,
         model,

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
 from routed_experts.server.encoding import LostRowsError
+from routed_experts.server.metrics import count_answer
 from routed_experts.server.vllm_api import ErrorResponse, create_error_response, metrics_header, with_sse_keep_alive
 from routed_experts.server.whole import WholeAnswer, body_of, encoded
 
@@ -45,15 +46,20 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 async def _with_rows(answer: WholeAnswer, packed: bool, headers: Any) -> Response:
     media_type = MSGPACK if packed else _JSON
     if answer.rows.nbytes <= _AT_ONCE_BYTES:
-        return Response(b"".join(answer.prepare(packed)), media_type=media_type, headers=headers)
+        body = b"".join(answer.prepare(packed))
+        count_answer(answer.encoder.sent, answer.rows.num_lost)
+        return Response(body, media_type=media_type, headers=headers)
     parts = await run_in_threadpool(answer.prepare, packed)
-    return StreamingResponse(_in_turns(parts), media_type=media_type, headers=headers)
+    return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
 
 
-async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    for part in parts:
-        yield part
-        await asyncio.sleep(0)
+async def _in_turns(answer: WholeAnswer, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        for part in parts:
+            yield part
+            await asyncio.sleep(0)
+    finally:
+        count_answer(answer.encoder.sent, answer.rows.num_lost)
 
 
 def wants_msgpack(accept: str) -> bool:

@@ -88,7 +88,7 @@ async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     captured: CapturedEngine | None = raw_request.app.state.captured_engine
     if captured is None:
         raise VLLMNotFoundError("This server does not capture routed experts.")
-    return await captured.info()
+    return captured.info
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:

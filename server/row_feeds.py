@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
+from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -74,9 +75,14 @@ class FedRequestState(RequestState):
 
 
 class RowFeeds:
-    """Takes rows off the engine's outputs."""
+    """Takes rows, and the engine's numbers, off the engine's outputs.
+
+    Attributes:
+        on_stats: called with the numbers.
+    """
 
     def __init__(self, processor: OutputProcessor) -> None:
+        self.on_stats: Callable[[EngineStats], None] | None = None
         self._processor = processor
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
         self._open: WeakSet[RowFeed] = WeakSet()
@@ -100,6 +106,8 @@ class RowFeeds:
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, of which the rows were taken off."""
+        if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # they are nowhere else
+            self._take_stats(engine_core_outputs.pop(0))
         self._unpacker.unpack(engine_core_outputs, message=engine_core_timestamp)
         states = self._processor.request_states
         for output in engine_core_outputs:
@@ -132,6 +140,10 @@ class RowFeeds:
             if state is not None and type(state) is not FedRequestState:
                 self._feed(state)
                 state.feed.push(rows)
+
+    def _take_stats(self, output: EngineCoreOutput) -> None:
+        if self.on_stats is not None:
+            self.on_stats(EngineStats.decode(output.kv_transfer_params))
 
     def _feed(self, state: RequestState) -> None:
         state.__class__ = FedRequestState

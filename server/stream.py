@@ -12,6 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, Rows, histogram
+from routed_experts.server.metrics import count_answer
 from routed_experts.server.row_feeds import RowFeed, split, unknown_rows
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
@@ -106,6 +107,7 @@ class StreamAligner:
         self._error_event = error_event
         self._preface_chunks = preface_chunks
         self._bytes_left = max_bytes
+        self._lost = 0
         self._has_own_field = has_own_field
         self._line_rows = encoder.rows_in(LINE_BYTES)
         self._choices: dict[int, _Choice] = {}
@@ -158,6 +160,7 @@ class StreamAligner:
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
+            count_answer(self._encoder.sent, self._lost)
             close = getattr(chunks, "aclose", None)  # ends the request in the engine, where it has not ended
             if close is not None:
                 await close()
@@ -182,6 +185,7 @@ class StreamAligner:
                 logger.error("Request %s: %d rows did not arrive and are sent as -1.", output.request_id, lost)
                 arrays = [*arrays, unknown_rows(lost, self._encoder.shape)]
                 num_rows += lost
+                self._lost += lost
         elif not arrays:
             return
         if state.next_row < state.prompt_len or prompt_index not in self._prompts:

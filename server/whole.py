@@ -27,12 +27,14 @@ class CollectedRows:
         shape: (L, K)
         prompts: rows of each prompt, P - start in all.
         choices: first position and rows of each choice, in the order of the response.
+        num_lost: how many rows did not arrive.
     """
 
     options: RoutingOptions
     shape: tuple[int, int]
     prompts: list[list[Rows]] = field(default_factory=list)
     choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
+    num_lost: int = 0
 
     def collect(self, output: RequestOutput) -> None:
         """Takes the rows of a finished prompt."""
@@ -62,6 +64,7 @@ class CollectedRows:
         if missing > 0 and choice.finish_reason != "abort":
             logger.error("Request %s: %d rows did not arrive and are sent as -1.", request_id, missing)
             arrays = [*arrays, unknown_rows(missing, self.shape)]
+            self.num_lost += missing
         return arrays
 
     @property

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -26,6 +27,7 @@ from routed_experts.capture.message import OPT_IN_ARG, SMALL_ARRAY_BYTES, OptIn
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.rows import UNKNOWN, Rows
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
+from routed_experts.capture.stats import STATS_OUTPUT_ID, StatsRecorder
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
 
@@ -38,10 +40,9 @@ _SENT_PROMPTS = 8192
 
 @dataclass(frozen=True)
 class StepTag:
-    """Travels with a step to the workers: which step it is, and how many requests are tracked (for inspection)."""
+    """Travels with a step to the workers and back: which step it is."""
 
     step: int
-    tracked_requests: int
 
 
 @dataclass
@@ -99,8 +100,9 @@ class SchedulerConnector:
     prefix. Only requests with the opt-in are sent anything, and only what is new.
     """
 
-    def __init__(self, scheduler: Scheduler, kv_cache_config: KVCacheConfig, has_drafts: bool) -> None:
+    def __init__(self, scheduler: Scheduler, kv_cache_config: KVCacheConfig, has_drafts: bool, engine: int = 0) -> None:
         self._scheduler = scheduler
+        self._stats = StatsRecorder(engine)
         self._has_drafts = has_drafts
         self._kv_group = full_attention_group(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
@@ -164,7 +166,7 @@ class SchedulerConnector:
                     step.blocks[req_id] = self._block_table(req_id)
         self._step += 1
         self._steps[self._step] = step
-        return StepTag(self._step, len(self._tracked))
+        return StepTag(self._step)
 
     def receive(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
@@ -188,6 +190,7 @@ class SchedulerConnector:
             return
         self._gatherer.settle(step.slots)
         self._host_cache(step).write(step.slots, step.rows)
+        self._stats.count_step(step.rows, step.waited_s)
         if self._has_drafts:  # else a step begins where it was scheduled, and no request needs a look
             for req_id, start in scheduled.starts.items():
                 if (request := requests.get(req_id)) is not None:
@@ -243,6 +246,21 @@ class SchedulerConnector:
             return read()
         return self._gatherer.start(read, part.block_ids(), first, min(end, part.start))
 
+    def add_stats(self, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
+        """Puts the engine's numbers, if they are due, in front of the message to the first API process: each counts
+        what it gets, and their sums must be right.
+
+        Args:
+            messages: after a step, to each API process.
+            is_idle: whether no request is left.
+        """
+        stats = self._stats.report(
+            is_idle, len(self._tracked), lambda: self._cache.used_bytes if self._cache is not None else 0
+        )
+        if stats is not None:
+            output = EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=stats.encode())
+            messages.setdefault(0, EngineCoreOutputs()).outputs.insert(0, output)
+
     def _block_table(self, req_id: str) -> Sequence[Any]:
         manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
         return tuple(manager.req_to_blocks[req_id])  # its ids are needed by few
@@ -263,7 +281,10 @@ class _Capture(Scheduler):
         check_engine_config(vllm_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
         self.aux_output_connector = SchedulerConnector(
-            self, kv_cache_config, has_drafts=vllm_config.speculative_config is not None
+            self,
+            kv_cache_config,
+            has_drafts=vllm_config.speculative_config is not None,
+            engine=vllm_config.parallel_config.data_parallel_index,
         )
 
     def add_request(self, request: Request) -> None:
@@ -273,9 +294,11 @@ class _Capture(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Messages:
         self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)
         messages = super().update_from_output(scheduler_output, model_runner_output)
-        outbox = self.aux_output_connector.outbox
-        patience = _PATIENCE if scheduler_output.num_scheduled_tokens and self._others_wait(outbox) else None
-        return outbox.messages(messages, patience)
+        connector = self.aux_output_connector
+        patience = _PATIENCE if scheduler_output.num_scheduled_tokens and self._others_wait(connector.outbox) else None
+        sent = connector.outbox.messages(messages, patience)
+        connector.add_stats(sent, is_idle=not self.requests)
+        return sent
 
     def has_requests(self) -> bool:
         """Asks for one more step, if only an empty one, while there is something to send."""

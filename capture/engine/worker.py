@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.engine.binding import bind, find_moe_layers
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.scheduler import StepTag
 from routed_experts.capture.engine.stage import gather_stages
 from routed_experts.capture.engine.v1 import V1Adapter
 
@@ -31,7 +30,6 @@ class _Capture(Worker):
 
     _capturer: Capturer
     _v1: V1Adapter | None = None
-    _tracked_requests = 0
     _kv_slots = 0
 
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
@@ -63,9 +61,6 @@ class _Capture(Worker):
             self._v1 = V1Adapter(self.model_runner, self._capturer, group)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        tag = scheduler_output.aux_output_connector_metadata
-        if isinstance(tag, StepTag):
-            self._tracked_requests = tag.tracked_requests
         # On all ranks: of what one pipeline stage sends to the next, each tensor-parallel rank sends a part.
         self._capturer.begin_step(scheduler_output.total_num_scheduled_tokens)
         output = super().execute_model(scheduler_output)
@@ -90,7 +85,6 @@ class _Capture(Worker):
             "kv_slots": self._kv_slots,
             "device_bytes": self._capturer.pipeline.device_bytes,
             "pinned_bytes": self._capturer.pipeline.pinned_bytes,
-            "tracked_requests": self._tracked_requests,
         }
 
 

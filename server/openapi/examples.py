@@ -161,8 +161,6 @@ INFO_ANSWER: dict[str, Any] = {
         "host_cache_bytes": 108800,
         "device_bytes": 163840,
         "pinned_bytes": 0,
-        "tracked_requests": 0,
-        "open_feeds": 0,
     },
 }
 FIELD_ERROR: dict[str, Any] = {

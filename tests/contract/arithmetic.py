@@ -38,6 +38,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
 BLOCK = 16
@@ -269,7 +270,8 @@ class Client:
     Attributes:
         received: by request id.
         prompts: the rows of prompts, by `prompt_id`; each time that they came.
-        messages: the ids of the outputs in each message.
+        messages: the ids of the outputs in each message, but for that with the engine's numbers.
+        stats: the numbers.
     """
 
     def __init__(self, *engines: EngineCore, index: int = 0) -> None:
@@ -277,6 +279,7 @@ class Client:
         self.received: dict[str, Received] = {}
         self.prompts: dict[bytes, list[Rows]] = defaultdict(list)
         self.messages: list[list[str]] = []
+        self.stats: list[EngineStats] = []
         self.index = index
         self._unpackers = [Unpacker() for _ in engines]
 
@@ -333,6 +336,8 @@ class Client:
 
     def receive(self, message: EngineCoreOutputs, engine_index: int = 0) -> None:
         """Takes a message of one of the engines."""
+        if message.outputs and message.outputs[0].request_id == STATS_OUTPUT_ID:
+            self.stats.append(EngineStats.decode(message.outputs.pop(0).kv_transfer_params))
         self.messages.append([output.request_id for output in message.outputs])
         self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp)
         for output in message.outputs:

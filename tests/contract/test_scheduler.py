@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.message import prompt_output_id
-from tests.contract.arithmetic import VOCAB, Client, engine
+from tests.contract.arithmetic import VOCAB, Client, K, L, engine
 
 
 def connector(core: EngineCore) -> SchedulerConnector:
@@ -322,6 +322,58 @@ def test_a_read_that_fails_ends_the_engine(warm: tuple[Client, EngineCore, list[
         client.run()
     core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     connector(core).outbox._prompts.clear()
+
+
+# ---- what it counts ----
+
+
+def test_rows_are_counted_once_and_nothing_stays_tracked(is_async: bool) -> None:
+    client = Client(engine(is_async, chunk=16))
+    for index in range(3):
+        client.add(str(index), tokens(40, seed=index), max_tokens=9)
+    client.add("not asked for", tokens(30, seed=3), start=None, max_tokens=2)
+    client.step()
+    client.step()
+    assert client.stats[0].requests_tracked == 3
+    client.run()
+    check_all_finished(client)
+    last = client.stats[-1]
+    rows = 3 * (40 + 8) + 30 + 1
+    # A step may have begun when the one before it turned out to be a request's last.
+    assert rows <= last.rows_captured <= rows + (4 if is_async else 0)
+    assert rows * L * K * 2 <= last.host_cache_bytes <= last.rows_captured * L * K * 2
+    assert last.requests_tracked == 0
+    assert len(last.busiest) == L
+
+
+def test_requests_that_were_aborted_are_not_tracked(is_async: bool) -> None:
+    client = Client(engine(is_async))
+    ids = client.add("g", tokens(40), n=3, max_tokens=100)
+    for _ in range(6):
+        client.step()
+    client.abort(*ids)
+    client.run()
+    assert max(stats.requests_tracked for stats in client.stats) == 3
+    assert client.stats[-1].requests_tracked == 0
+
+
+def test_one_api_process_gets_the_numbers_of_all() -> None:
+    core = engine()
+    first, other = Client(core, index=0), Client(core, index=1)
+    other.add("a", tokens(20))
+    other.run(first)
+    check_all_finished(other)
+    assert other.stats == []
+    assert first.stats[-1].rows_captured >= 20 + 3
+
+
+def test_a_busy_engine_says_it_once_a_second() -> None:
+    client = Client(engine())
+    client.add("a", tokens(5), max_tokens=200)
+    began = time.monotonic()
+    client.run()
+    assert len(client.messages) > 100
+    assert len(client.stats) <= 5 + time.monotonic() - began
 
 
 # ---- an engine without a process of its own ----

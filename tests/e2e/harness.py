@@ -76,10 +76,14 @@ class Server:
             return client.get("/v1/routed_experts").json()
 
     def metric(self, name: str) -> float:
-        """Sum of a Prometheus counter of vLLM's over its labels."""
+        """Sum of a Prometheus counter or gauge over its labels."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+
+    def state_left(self) -> dict[str, float]:
+        """How much of requests' state the server says that it holds."""
+        return {name: self.metric(f"routed_experts_{name}") for name in ("requests_tracked", "feeds_open")}
 
     def stop(self) -> int:
         if self.process.poll() is None:

@@ -307,8 +307,8 @@ def test_client_that_leaves_early_leaves_nothing_behind(server: Server) -> None:
                 next(response.iter_lines())
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        capture = server.info()["capture"]
-        if capture["tracked_requests"] == capture["open_feeds"] == 0:
+        left = server.state_left()
+        if not any(left.values()):
             return
         time.sleep(0.2)
-    raise AssertionError(f"state is left: {capture}")
+    raise AssertionError(f"state is left: {left}")

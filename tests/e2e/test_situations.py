@@ -58,10 +58,10 @@ def left_without_state(
 def wait_until_idle(server: Server, limit_s: float = 30) -> None:
     deadline = time.monotonic() + limit_s
     while True:
-        capture = server.info()["capture"]
-        if capture["tracked_requests"] == capture["open_feeds"] == 0:
+        left = server.state_left()
+        if not any(left.values()):
             return
-        assert time.monotonic() < deadline, f"state is left: {capture}"
+        assert time.monotonic() < deadline, f"state is left: {left}"
         time.sleep(0.05)
 
 
@@ -349,7 +349,7 @@ class TestAsynchronousScheduling:
                 lines = response.iter_lines()
                 first = next(lines)
                 other = engine.complete(**ASK, prompt=[*prompt[:130], *prompt_of(20, seed=seed)], max_tokens=2)
-                still_running = engine.info()["capture"]["tracked_requests"] > 0
+                still_running = engine.metric("routed_experts_requests_tracked") > 0
                 chunks = list(read_events(iter([first, *lines])))
             assert cached_tokens(other) == 128
             check(answer_of(other), oracle)
@@ -555,7 +555,14 @@ def test_two_api_servers(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> No
     with serving(tiny_model, tmp_path / "log", *TINY_KV, "--api-server-count", "2") as server:
         for seed in (700, 720, 740):
             check_mix(server, oracle, seed)
-        for _ in range(6):  # whichever of the two answers
+        returned = server.metric("routed_experts_rows_returned_total")
+        captured = server.metric("routed_experts_rows_captured_total")
+        for seed in range(750, 762):  # whichever of the two answers
+            one(server, oracle, prompt=prompt_of(20, seed=seed), max_tokens=4, ignore_eos=True)
+        wait_until_idle(server)
+        assert server.metric("routed_experts_rows_returned_total") - returned == 12 * (20 + 3)
+        assert 12 * 23 <= server.metric("routed_experts_rows_captured_total") - captured <= 12 * 24
+        for _ in range(6):
             leave(server, 3, prompt=prompt_of(30, seed=760), max_tokens=300, ignore_eos=True)
         for _ in range(8):
             wait_until_idle(server)

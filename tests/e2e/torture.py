@@ -469,7 +469,7 @@ class Report:
         if self.counts[TIES] > 1 + self.counts["rows checked"] // 100_000:
             problems.append(f"too many answers that float32 cannot decide: {self.counts[TIES]}")
         problems += [f"did not occur: {name}" for name in self.not_provoked()]
-        left = {name: self.state.get(name) for name in ("tracked_requests", "open_feeds", "running", "waiting")}
+        left = {name: self.state.get(name) for name in ("requests_tracked", "feeds_open", "running", "waiting")}
         if any(left.values()):
             problems.append(f"state is left: {left}")
         problems += [f"the server logged: {line}" for line in self.log_errors[:5]]
@@ -728,8 +728,7 @@ class Torture:
     def _state_at_the_end(self) -> dict[str, Any]:
         deadline = time.monotonic() + 30
         while True:
-            capture = self._server.info()["capture"]
-            state = {name: capture[name] for name in ("tracked_requests", "open_feeds")}
+            state: dict[str, Any] = {name: int(value) for name, value in self._server.state_left().items()}
             state["running"] = int(self._server.metric("vllm:num_requests_running"))
             state["waiting"] = int(self._server.metric("vllm:num_requests_waiting"))
             if not any(state.values()) or time.monotonic() > deadline:

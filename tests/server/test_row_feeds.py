@@ -6,11 +6,13 @@ import time
 import numpy as np
 import pytest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, prompt_output_id
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, pack, prompt_output_id
+from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.server.row_feeds import RowFeed, RowFeeds, opt_in
 from routed_experts.server.vllm_api import RequestOutput
 
@@ -317,3 +319,32 @@ def test_the_opt_in_is_added_to_what_a_client_sent(n: int, shared: bool) -> None
     again = SamplingParams()
     opt_in(again, prompt_start=3)
     assert OptIn.decode(again.extra_args[OPT_IN_ARG]).prompt_id != asked.prompt_id
+
+
+@pytest.mark.parametrize("in_slices", [False, True])
+def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
+    """And the rows that come with them go where they belong."""
+    frontend = Frontend()
+    queues = [frontend.add(name) for name in "ab"]
+    seen: list[EngineStats] = []
+    frontend.feeds.on_stats = seen.append
+    outputs = [output("a", 1, first=0, rows=3), output("b", 1, first=0, rows=3)]
+    pack(outputs)
+    stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
+    outputs.insert(0, EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=stats.encode()))
+    message = EngineCoreOutputs(outputs=outputs)
+    message = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
+    for part in [message.outputs[:2], message.outputs[2:]] if in_slices else [message.outputs]:
+        frontend.processor.process_outputs(part, message.timestamp)
+    assert seen == [stats]
+    for queue in queues:
+        assert positions(feed_of(take(queue)).take_until(3)) == [0, 1, 2]
+
+
+def test_numbers_that_nobody_wants_are_passed_over() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=EngineStats(0).encode()), output("a", 1))
+    assert take(queue).outputs[0].token_ids == [0]
+    plain = OutputProcessor(None, log_stats=False)  # one of a process that has not got so far
+    plain.process_outputs([EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=EngineStats(0).encode())])

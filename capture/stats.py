@@ -1,0 +1,128 @@
+"""What an engine counts of the capture, for the metrics of the API processes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.capture.rows import Rows
+
+STATS_OUTPUT_ID = "routed_experts.stats"
+"""Request id of the engine's output that carries its numbers. vLLM passes over outputs of requests that it does not
+know."""
+
+INTERVAL_S = 1.0
+"""Between two reports of an engine that is busy, and between two samples of the load of its experts."""
+
+_SAMPLED_ROWS = 512
+_KEPT_SHARE = 0.9  # of the samples before, with each new one: the load is that of the last ten seconds or so
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """The numbers of one engine. Those that grow are totals since its start, so that a report that is lost is made
+    good by the next.
+
+    Attributes:
+        engine: data-parallel rank.
+        rows_captured: tokens of all forward passes, padding not counted.
+        copy_wait_s: seconds that outputs of steps waited for their rows.
+        requests_tracked: requests with the opt-in that the engine holds state for.
+        host_cache_bytes: memory that the rows in the host cache take.
+        busiest, routed: for each layer, how often its busiest expert was chosen and how often all of them were, in
+            samples of which newer ones weigh more; empty before the first.
+    """
+
+    engine: int
+    rows_captured: int = 0
+    copy_wait_s: float = 0.0
+    requests_tracked: int = 0
+    host_cache_bytes: int = 0
+    busiest: list[float] = field(default_factory=list)
+    routed: list[float] = field(default_factory=list)
+
+    def encode(self) -> dict[str, Any]:
+        """As plain numbers and lists."""
+        return asdict(self)
+
+    @classmethod
+    def decode(cls, encoded: dict[str, Any]) -> "EngineStats":
+        """Undoes `encode`."""
+        return cls(**encoded)
+
+
+class ExpertLoad:
+    """How often each expert was chosen, in samples of which newer ones weigh more."""
+
+    def __init__(self) -> None:
+        self._counts: NDArray[np.float64] | None = None  # [L, experts seen so far]
+
+    def sample(self, rows: Rows) -> None:
+        """Counts some of a step's `rows` ([n, L, K]), evenly spread over them."""
+        some = rows[:: -(-len(rows) // _SAMPLED_ROWS)].astype(np.int64)
+        num_layers, width = some.shape[1], int(some.max()) + 1
+        if width == 0:
+            return  # none of them is known
+        if self._counts is None:
+            self._counts = np.zeros((num_layers, width))
+        elif width > self._counts.shape[1]:
+            self._counts = np.pad(self._counts, ((0, 0), (0, width - self._counts.shape[1])))
+        width = self._counts.shape[1]
+        flat = (some + np.arange(num_layers)[:, None] * width)[some >= 0]
+        self._counts *= _KEPT_SHARE
+        self._counts += np.bincount(flat, minlength=num_layers * width).reshape(num_layers, width)
+
+    def busiest(self) -> list[float]:
+        """[L], how often the busiest expert of each layer was chosen."""
+        return [] if self._counts is None else self._counts.max(axis=1).tolist()
+
+    def routed(self) -> list[float]:
+        """[L], how often all experts of each layer were chosen."""
+        return [] if self._counts is None else self._counts.sum(axis=1).tolist()
+
+
+class StatsRecorder:
+    """Counts what an engine captures, and says when to report it.
+
+    Args:
+        engine: data-parallel rank.
+        clock: seconds, ever growing.
+    """
+
+    def __init__(self, engine: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine = engine
+        self._clock = clock
+        self._load = ExpertLoad()
+        self._rows_captured = 0
+        self._copy_wait_s = 0.0
+        self._next_sample = self._next_report = clock()
+        self._was_idle = True
+
+    def count_step(self, rows: Rows, copy_wait_s: float) -> None:
+        """Counts a step that has arrived with `rows` ([n, L, K]), for which its output waited so many seconds."""
+        self._rows_captured += len(rows)
+        self._copy_wait_s += copy_wait_s
+        if len(rows) and self._clock() >= self._next_sample:
+            self._next_sample = self._clock() + INTERVAL_S
+            self._load.sample(rows)
+
+    def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:
+        """The numbers after a step, if they are due: once in an interval, and when the engine gets something to do or
+        has done all."""
+        now = self._clock()
+        if not (is_idle or self._was_idle or now >= self._next_report):
+            return None
+        self._was_idle = is_idle
+        self._next_report = now + INTERVAL_S
+        return EngineStats(
+            self._engine,
+            self._rows_captured,
+            self._copy_wait_s,
+            requests_tracked,
+            host_cache_bytes(),
+            self._load.busiest(),
+            self._load.routed(),
+        )

@@ -1,0 +1,121 @@
+"""What an engine counts, and when it says so."""
+
+import json
+
+import numpy as np
+import pytest
+
+from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.stats import INTERVAL_S, EngineStats, ExpertLoad, StatsRecorder
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def rows(count: int, layers: int = 2, top_k: int = 3) -> np.ndarray:
+    return np.zeros((count, layers, top_k), dtype=np.int16)
+
+
+def recorder() -> tuple[StatsRecorder, Clock]:
+    clock = Clock()
+    return StatsRecorder(3, clock), clock
+
+
+def report(recorder: StatsRecorder, is_idle: bool = False, tracked: int = 0) -> EngineStats | None:
+    return recorder.report(is_idle, tracked, lambda: 1000)
+
+
+def test_totals_since_the_start() -> None:
+    stats, clock = recorder()
+    stats.count_step(rows(5), 0.25)
+    stats.count_step(rows(2), 0.5)
+    first = report(stats, tracked=2)
+    assert first is not None
+    assert (first.engine, first.rows_captured, first.copy_wait_s) == (3, 7, 0.75)
+    assert (first.requests_tracked, first.host_cache_bytes) == (2, 1000)
+    clock.now += INTERVAL_S
+    stats.count_step(rows(1), 0.0)
+    second = report(stats)
+    assert second is not None
+    assert (second.rows_captured, second.copy_wait_s, second.requests_tracked) == (8, 0.75, 0)
+
+
+def test_a_busy_engine_reports_once_in_an_interval() -> None:
+    stats, clock = recorder()
+    reports = []
+    for step in range(101):
+        clock.now = 100 + step * INTERVAL_S / 20
+        reports.append(report(stats) is not None)
+    assert [step for step, reported in enumerate(reports) if reported] == [0, 20, 40, 60, 80, 100]
+
+
+def test_it_reports_when_it_gets_something_to_do_and_when_all_is_done() -> None:
+    stats, clock = recorder()
+    assert report(stats, tracked=1) is not None
+    clock.now += INTERVAL_S / 100
+    assert report(stats, tracked=1) is None
+    idle = report(stats, is_idle=True)
+    assert idle is not None
+    assert idle.requests_tracked == 0
+    assert report(stats, is_idle=True) is not None  # a step that was under way when the last request ended
+    assert report(stats, tracked=1) is not None
+    assert report(stats, tracked=2) is None
+
+
+def test_a_report_survives_the_way() -> None:
+    stats, _ = recorder()
+    stats.count_step(rows(4), 0.125)
+    sent = report(stats, tracked=1)
+    assert sent is not None
+    assert sent.busiest == [12.0, 12.0]
+    assert EngineStats.decode(json.loads(json.dumps(sent.encode()))) == sent
+
+
+def test_load_of_experts() -> None:
+    load = ExpertLoad()
+    assert (load.busiest(), load.routed()) == ([], [])
+    load.sample(np.array([[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[1, 0], [3, 0]]], dtype=np.int16))
+    assert load.busiest() == [3, 3]
+    assert load.routed() == [6, 6]
+    load.sample(np.array([[[7, 0], [-1, -1]]], dtype=np.int16))  # more experts than before, and a row that is not known
+    assert load.busiest() == pytest.approx([0.9 * 3 + 1, 0.9 * 3])
+    assert load.routed() == pytest.approx([0.9 * 6 + 2, 0.9 * 6])
+
+
+def test_rows_that_are_not_known_are_no_load() -> None:
+    load = ExpertLoad()
+    load.sample(np.full((4, 2, 3), -1, dtype=np.int16))
+    assert load.busiest() == []
+
+
+@pytest.mark.parametrize("count", [1, 511, 512, 513, 5000])
+def test_a_sample_is_spread_over_the_step_and_bounded(count: int) -> None:
+    step = np.zeros((count, 1, 1), dtype=np.int16)
+    step[count // 2 :] = 1
+    load = ExpertLoad()
+    load.sample(step)
+    assert load.routed()[0] <= 512
+    assert load.routed()[0] >= min(count, 256)
+    assert load.busiest()[0] / load.routed()[0] == pytest.approx(0.5 if count > 1 else 1, abs=0.01)
+
+
+def test_the_load_is_sampled_once_in_an_interval() -> None:
+    stats, clock = recorder()
+    for step in range(41):
+        clock.now = 100 + step * INTERVAL_S / 20
+        stats.count_step(rows(1, layers=1, top_k=1), 0.0)
+    last = report(stats)
+    assert last is not None
+    assert last.routed == pytest.approx([1 + 0.9 + 0.81])
+
+
+def test_memory_that_the_host_cache_takes() -> None:
+    cache = HostCache(num_blocks=4, block_size=2, num_layers=2, top_k=3)
+    assert cache.used_bytes == 0
+    cache.write(np.array([0, 5]), rows(2))
+    cache.write(np.array([5]), rows(1))
+    assert cache.used_bytes == 2 * 2 * 3 * 2

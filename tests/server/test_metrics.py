@@ -1,0 +1,180 @@
+"""The metrics of the API process, as prometheus_client gives them to whoever scrapes it."""
+
+import asyncio
+import gc
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from prometheus_client import REGISTRY
+
+from routed_experts.capture.stats import EngineStats
+from routed_experts.server.metrics import EngineMetrics, watch_feeds
+from routed_experts.server.responses import respond
+from tests.server.test_responses import body_of, long_answer, request
+from tests.server.test_row_feeds import Frontend, output
+from tests.server.test_stream import Engine, aligner_of, rows_of, stream
+
+PREFIX = "routed_experts_"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(PREFIX + name, labels) or 0.0
+
+
+def growth(run: Callable[[], Any]) -> dict[str, float]:
+    """By how much each of the counters of answers grew while `run` ran."""
+
+    def counters() -> dict[str, float]:
+        missing = {reason: value("rows_missing_total", reason=reason) for reason in ("not_captured", "not_arrived")}
+        return {"rows": value("rows_returned_total"), "bytes": value("sent_bytes_total"), **missing}
+
+    before = counters()
+    run()
+    return {name: now - before[name] for name, now in counters().items()}
+
+
+FORMS = ["object", "npy", "raw", "list"]
+
+
+@pytest.mark.parametrize("fmt", FORMS)
+def test_a_stream_counts_when_it_has_ended(fmt: str) -> None:
+    engine = Engine(4)
+    chunks: list[Any] = []
+    outputs = [engine.step(), engine.step(), engine.step(2, finish="stop")]
+    grown = growth(lambda: chunks.extend(stream(aligner_of(format=fmt), outputs)))
+    arrays = [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk]
+    arrays += [chunk["choices"][0]["routed_experts"] for chunk in chunks if "routed_experts" in chunk["choices"][0]]
+    assert len(arrays) == 3
+    assert (grown["rows"], grown["not_captured"], grown["not_arrived"]) == (4 + 3, 0, 0)
+    assert grown["bytes"] == sum(len(orjson.dumps(array)) for array in arrays)
+
+
+def test_rows_are_missing_for_a_reason() -> None:
+    engine = Engine(4)
+    last = engine.step(3, finish="stop", lost=2)
+    engine.feed.take_until(0)
+    engine.feed._arrays[0] = np.concatenate([np.full((1, 2, 3), -1, dtype=np.int16), rows_of(1, 4)])
+    grown = growth(lambda: stream(aligner_of(), [last]))
+    assert (grown["rows"], grown["not_captured"], grown["not_arrived"]) == (6, 1, 2)
+
+
+def test_histograms_count_nothing() -> None:
+    engine = Engine(4)
+    outputs = [engine.step(), engine.step(finish="stop")]
+    grown = growth(lambda: stream(aligner_of(rows=False, histogram=True), outputs))
+    assert set(grown.values()) == {0}
+
+
+@pytest.mark.parametrize("accept", [None, "application/msgpack"])
+@pytest.mark.parametrize("rows", [10, 100_000])
+@pytest.mark.parametrize("fmt", FORMS)
+def test_whole_answers(fmt: str, rows: int, accept: str | None) -> None:
+    bodies: list[bytes] = []
+
+    async def answered() -> None:
+        response = await respond(long_answer(rows, format=fmt), request(accept))
+        bodies.append((await body_of(response))[0])
+
+    grown = growth(lambda: asyncio.run(answered()))
+    assert (grown["rows"], grown["not_captured"], grown["not_arrived"]) == (rows, 0, 0)
+    assert 0 < len(bodies[0]) - grown["bytes"] < 300
+
+
+def test_numbers_of_engines_are_added_up() -> None:
+    metrics = EngineMetrics(layer_ids=[1, 4], num_experts=8)
+    before = {engine: value("rows_captured_total", engine=engine) for engine in ("5", "6")}
+    waited = value("copy_wait_seconds_total", engine="5")
+    metrics.update(EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7))
+    metrics.update(EngineStats(6, rows_captured=3, requests_tracked=1, busiest=[3, 2], routed=[12, 16]))
+    metrics.update(EngineStats(5, rows_captured=14, copy_wait_s=0.75, host_cache_bytes=9))
+    grown = {engine: value("rows_captured_total", engine=engine) - count for engine, count in before.items()}
+    assert grown == {"5": 14, "6": 3}
+    assert value("copy_wait_seconds_total", engine="5") - waited == 0.75
+    assert [value("requests_tracked", engine=engine) for engine in ("5", "6")] == [0, 1]
+    assert value("host_cache_bytes", engine="5") == 9
+    assert [value("expert_load_ratio", engine="6", layer=layer) for layer in ("1", "4")] == [2, 1]
+
+
+def test_open_feeds() -> None:
+    async def run() -> tuple[float, float]:
+        frontend = Frontend()
+        queue = frontend.add("a")
+        frontend.step(output("a", 1, first=0, rows=3))
+        watch = asyncio.create_task(watch_feeds(frontend.feeds, 0.01))
+        await asyncio.sleep(0.05)
+        opened = value("feeds_open")
+        frontend.processor.abort_requests(["a"], internal=True)
+        queue.output = None
+        gc.collect()
+        await asyncio.sleep(0.05)
+        watch.cancel()
+        return opened, value("feeds_open")
+
+    assert asyncio.run(run()) == (1, 0)
+
+
+OF_A_PROCESS = """
+from routed_experts.capture.stats import EngineStats
+from routed_experts.server import metrics
+from routed_experts.server.encoding import Sent
+metrics.count_answer(Sent(rows=10, missing=1, num_bytes=100), lost=0)
+metrics.FEEDS_OPEN.set(2)
+if {first}:
+    metrics.EngineMetrics([1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))
+print("ready", flush=True)
+input()
+"""
+SCRAPE = """
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+registry = CollectorRegistry()
+multiprocess.MultiProcessCollector(registry)
+print(generate_latest(registry).decode())
+"""
+
+
+def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
+    """As vLLM runs them: each writes files that whichever is scraped reads, and one gets the engine's numbers."""
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    command = [sys.executable, "-c"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [
+        subprocess.Popen([*command, OF_A_PROCESS.format(first=first)], env=env, **pipes) for first in (True, False)
+    ]
+    try:
+        assert [process.stdout.readline() for process in processes] == [b"ready\n"] * 2
+        text = subprocess.run([*command, SCRAPE], env=env, capture_output=True, text=True, check=True).stdout
+    finally:
+        for process in processes:
+            process.communicate(b"\n")
+    assert "routed_experts_feeds_open 4.0" in text
+    assert "routed_experts_rows_returned_total 20.0" in text
+    assert "routed_experts_sent_bytes_total 200.0" in text
+    assert 'routed_experts_rows_missing_total{reason="not_captured"} 2.0' in text
+    assert 'routed_experts_rows_missing_total{reason="not_arrived"} 0.0' in text
+    assert 'routed_experts_rows_captured_total{engine="0"} 50.0' in text
+    assert 'routed_experts_requests_tracked{engine="0"} 4.0' in text
+
+
+def test_the_documentation_lists_them_all() -> None:
+    """With their types and labels."""
+    listed = {}
+    for line in (ROOT / "docs/metrics.md").read_text().splitlines():
+        if line.startswith(f"| `{PREFIX}"):
+            name, kind, labels = (cell.strip() for cell in line.split("|")[1:4])
+            listed[name.strip("`")] = (kind, tuple(re.findall(r"`(\w+)`", labels)))
+    ours = {}
+    for collector in list(REGISTRY._collector_to_names):
+        for metric in collector.describe() if hasattr(collector, "describe") else ():
+            if metric.name.startswith(PREFIX):
+                name = metric.name + ("_total" if metric.type == "counter" else "")
+                ours[name] = (metric.type, collector._labelnames)
+    assert listed == ours
