@@ -88,6 +88,12 @@ def _block_ids(blocks: Sequence[Any]) -> NDArray[np.int64]:
     return np.fromiter((block.block_id for block in blocks), dtype=np.int64, count=len(blocks))
 
 
+def opt_in_of(request: Request) -> OptIn | None:
+    """What a request asked for; None if it did not opt in."""
+    params = request.sampling_params
+    return OptIn.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
+
+
 def _report_unknown(req_id: str, rows: Rows) -> None:
     if (rows[:, 0, 0] == UNKNOWN).any():
         logger.error("Request %s: some of its rows are not known and are sent as -1.", req_id)
@@ -123,8 +129,7 @@ class SchedulerConnector:
 
     def add_request(self, request: Request) -> None:
         """Starts tracking a request that opted in."""
-        params = request.sampling_params
-        opt_in = OptIn.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
+        opt_in = opt_in_of(request)
         if opt_in is not None:
             first = min(opt_in.prompt_start, request.num_prompt_tokens)
             self._tracked[request.request_id] = RequestRows(opt_in, next_row=first)

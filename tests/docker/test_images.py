@@ -65,15 +65,17 @@ class Builder:
 
     Attributes:
         folder: holds the store and all that buildah writes.
+        driver: how layers are stored. Where the kernel does not let overlays be mounted, each is a copy of all below.
         build_options: options of every build, which let its pip find packages as this machine's pip does.
     """
 
     folder: Path
+    driver: str
     build_options: tuple[str, ...]
 
     def command(self, *args: str) -> list[str]:
         store = ("--root", str(self.folder / "store"), "--runroot", str(self.folder / "run"))
-        return ["buildah", "--storage-driver", "vfs", *store, *args]
+        return ["buildah", "--storage-driver", self.driver, *store, *args]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "TMPDIR": str(self.folder), "BUILDAH_ISOLATION": "chroot"}
@@ -129,12 +131,22 @@ def pip_options(config: Path, settings: dict[str, str]) -> Iterator[str]:
         yield from ("--volume", f"{path}:{path}:ro")
 
 
+def storage_driver(folder: Path) -> str:
+    """`overlay` where such a file system can be mounted on this one."""
+    lower, upper, work, merged = (folder / name for name in ("lower", "upper", "work", "merged"))
+    for directory in (lower, upper, work, merged):
+        directory.mkdir(parents=True)
+    options = f"lowerdir={lower},upperdir={upper},workdir={work}"
+    command = ["unshare", "--mount", "--", "mount", "-t", "overlay", "overlay", "-o", options, str(merged)]
+    return "overlay" if subprocess.run(command, capture_output=True, check=False).returncode == 0 else "vfs"
+
+
 @pytest.fixture(scope="module")
 def builder() -> Iterator[Builder]:
     # Not pytest's folder, which stays and may be in memory: the images take several gigabytes.
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="images-") as name:
         folder = Path(name)
-        yield Builder(folder, tuple(pip_options(folder / "pip.conf", pip_settings())))
+        yield Builder(folder, storage_driver(folder / "probe"), tuple(pip_options(folder / "pip.conf", pip_settings())))
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """What is refused over HTTP: in OpenAI's form, with the field's name, and before a stream begins."""
 
+import re
 from typing import Any
 
 import httpx
 import pytest
 
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields
 from tests.e2e.harness import Server
 
@@ -140,18 +142,40 @@ def test_the_server_lives_on(client: httpx.Client, path: str) -> None:
     assert answer["choices"][0]["routed_experts"]["shape"][0] == answer["usage"]["completion_tokens"] - 1
 
 
-@pytest.mark.parametrize("value", ["1", -1, 1.5, [1]])
-def test_clients_of_other_endpoints_cannot_reach_the_capture(client: httpx.Client, value: Any) -> None:
-    """The key of our opt-in, set from outside, must not end the engine."""
-    xargs = {"routed_experts_server.prompt_start": value}
-    body = {"model": "tiny", "input": "abc", "max_output_tokens": 2, "vllm_xargs": xargs}
-    assert client.post("/v1/responses", json=body).status_code == 200
-    for path in BODIES:
-        answer = post(client, path, vllm_xargs=xargs)
-        assert answer.status_code == 200
-        assert "routed_experts" not in answer.text
-        routed = post(client, path, **OPT_IN, vllm_xargs=xargs).json()
-        assert routed["prompt_routed_experts"]["start"] == 0
+FORGED = OptIn(0, bytes(16), shared=False).encode().decode("latin-1")
+MESSAGES = [{"role": "user", "content": "abc"}]
+DOORS: dict[str, dict[str, Any]] = {
+    **BODIES,
+    "/v1/responses": {"input": "abc", "max_output_tokens": 2},
+    "/v1/messages": {"messages": MESSAGES},
+    "/v1/chat/completions/batch": {"messages": [MESSAGES, MESSAGES]},
+    "/invocations": {"prompt": "abc"},
+    "/inference/v1/generate": {"token_ids": [1, 2, 3]},
+}
+
+
+@either_way
+@pytest.mark.parametrize("path", DOORS)
+@pytest.mark.parametrize("value", [0, 7, True, -1, "1", FORGED], ids=repr)
+def test_no_client_can_forge_the_opt_in(client: httpx.Client, path: str, value: Any, stream: bool) -> None:
+    """The key of our opt-in, set from outside, at every door: no routing comes out, and nothing breaks."""
+    args = {OPT_IN_ARG: value}
+    body = {"model": "tiny", "max_tokens": 2, "stream": stream, "vllm_xargs": args, **DOORS[path]}
+    if path == "/inference/v1/generate":
+        body = {**DOORS[path], "stream": stream, "sampling_params": {"max_tokens": 2, "extra_args": args}}
+    elif path == "/v1/chat/completions/batch":
+        del body["stream"]
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert "error" not in answer.text.replace('"error":null', "")
+    assert not re.search(r'routed_experts": ?[^n]', answer.text)
+    assert client.get("/v1/routed_experts").json()["capture"]["open_feeds"] == 0
+
+
+@both
+def test_an_opt_in_beside_a_forged_one(client: httpx.Client, path: str) -> None:
+    routed = post(client, path, **OPT_IN, vllm_xargs={OPT_IN_ARG: 1}).json()
+    assert routed["prompt_routed_experts"]["start"] == 0
 
 
 def test_info(client: httpx.Client) -> None:
