@@ -17,7 +17,7 @@ _NOT_CAPTURED, _NOT_ARRIVED = "not_captured", "not_arrived"
 ROWS_RETURNED = Counter("routed_experts_rows_returned", "Rows that were put into answers.")
 ROWS_MISSING = Counter("routed_experts_rows_missing", "Rows of answers that are not known and are -1.", ["reason"])
 SENT_BYTES = Counter("routed_experts_sent_bytes", "Bytes of the arrays of rows in answers, as encoded.")
-FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Choices that rows are held for.", multiprocess_mode="livesum")
+FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Choices under way that have rows.", multiprocess_mode="livesum")
 
 ROWS_CAPTURED = Counter("routed_experts_rows_captured", "Tokens whose routing was captured.", ["engine"])
 COPY_WAIT = Counter(
@@ -87,8 +87,7 @@ class EngineMetrics:
 
 
 async def watch_feeds(feeds: Sized, interval_s: float = 1.0) -> None:
-    """Keeps the number of open feeds up to date. They end when nobody holds them, which nobody can be told safely: the
-    garbage collector may be in the middle of a metric's lock."""
+    """Keeps the number of open feeds up to date: vLLM tells nobody when a request has ended or was aborted."""
     while True:
         FEEDS_OPEN.set(len(feeds))
         await asyncio.sleep(interval_s)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +84,6 @@ class RowFeeds:
         self.on_stats: Callable[[EngineStats], None] | None = None
         self._processor = processor
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
-        self._open: WeakSet[RowFeed] = WeakSet()
         self._unpacker = Unpacker()
 
     @classmethod
@@ -100,7 +98,8 @@ class RowFeeds:
         return feeds
 
     def __len__(self) -> int:
-        return len(self._open)
+        """Choices under way that rows have come for."""
+        return sum(type(state) is FedRequestState for state in self._processor.request_states.values())
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
@@ -148,7 +147,6 @@ class RowFeeds:
     def _feed(self, state: RequestState) -> None:
         state.__class__ = FedRequestState
         state.feed = RowFeed()
-        self._open.add(state.feed)
 
 
 def _parent_of(child_id: str) -> str:

@@ -161,6 +161,8 @@ class StreamAligner:
             yield f"{_DATA}[DONE]\n\n"
         finally:
             count_answer(self._encoder.sent, self._lost)
+            self._choices.clear()  # a cancelled stream lives on in its traceback until garbage is collected
+            self._prompts.clear()
             close = getattr(chunks, "aclose", None)  # ends the request in the engine, where it has not ended
             if close is not None:
                 await close()

@@ -52,7 +52,6 @@ class ServedExecutor(ArithmeticExecutor):
                     "kv_slots": 0,
                     "device_bytes": 0,
                     "pinned_bytes": 0,
-                    "tracked_requests": 0,
                 }
             ]
         if method == "get_supported_tasks":

@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -182,14 +183,16 @@ def test_nothing_is_left_behind(how: str) -> None:
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
     assert len(frontend.feeds) == 1
+    feed = weakref.ref(frontend.processor.request_states["a"].feed)
     if how == "abort":
         frontend.processor.abort_requests(["a"], internal=True)
     else:
         frontend.step(output("a", 1, first=3, finish=FinishReason.STOP))
+    assert len(frontend.feeds) == 0
     take(queue)
     del queue
     gc.collect()
-    assert len(frontend.feeds) == 0
+    assert feed() is None
 
 
 def test_installing_twice_is_harmless() -> None:
