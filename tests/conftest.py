@@ -31,6 +31,6 @@ def oracle(tiny_model: Path) -> Oracle:
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that most end-to-end tests share."""
-    flags = (*SERVER_FLAGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    flags = (*SERVER_FLAGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out")
     with serving(tiny_model, tmp_path_factory.mktemp("server") / "log", *flags) as running:
         yield running
