@@ -207,7 +207,9 @@ def test_joined_layout(server: Server) -> None:
     chunks = server.stream(**joined)
     assert not any("prompt_routed_experts" in chunk for chunk in chunks)
     arrays = [chunk["choices"][0]["routed_experts"] for chunk in chunks if "routed_experts" in chunk["choices"][0]]
-    assert [array["start"] for array in arrays] == [7, *range(40, 45)]
+    behind = np.cumsum([array["shape"][0] for array in arrays])
+    assert [array["start"] for array in arrays] == [7, *(7 + behind[:-1])]  # a slow reader's chunks are merged
+    assert arrays[0]["shape"][0] >= 33
     assert np.array_equal(np.concatenate([decode(array) for array in arrays]), rows)
 
 
