@@ -1,12 +1,13 @@
-"""vLLM's whole API process, served over HTTP, around the engine of `arithmetic`: everything is real but the model.
+"""vLLM's whole API process, served over HTTP, with the engine core in its event loop: no process has to be started.
 
-The engine core runs in the event loop of the API process, so that no process has to be started.
+Around the engine of `arithmetic`, where everything is real but the model, or around a worker with a real one.
 """
 
 import asyncio
+import os
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,17 +17,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import uvicorn
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.envs import disable_envs_cache
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.server import launch
@@ -103,7 +107,7 @@ class InProcessClient(EngineCoreClient):
         return self.core.collective_rpc(method, *args, **kwargs)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Once: `AsyncLLM` asks again when it is collected, and the process's groups may be another engine's by then."""
+        """Once: `AsyncLLM` asks again when it is collected; the process's groups may be another engine's by then."""
         if not self.resources.engine_dead:
             self.resources.engine_dead = True
             self.core.shutdown()
@@ -112,6 +116,31 @@ class InProcessClient(EngineCoreClient):
 @contextmanager
 def serving(model: Path, *flags: str) -> Iterator[Server]:
     """A running API server for the tokenizer and the chat template of `model`; `flags` as of `routed-experts serve`."""
+    sizes = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
+    with served(model, ServedExecutor, *sizes, *flags) as server:
+        yield server
+
+
+@contextmanager
+def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """The same with vLLM's worker and runner and the weights of `model`, all in this process.
+
+    Only where there is no GPU, whose memory would not be given back.
+    """
+    set_num_threads, environment = torch.set_num_threads, dict(os.environ)
+    try:
+        os.environ.update(env or {})
+        with served(model, UniProcExecutor, *flags) as server:
+            yield server
+    finally:
+        torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts another in its place
+        os.environ.clear()
+        os.environ.update(environment)
+        disable_envs_cache()
+
+
+@contextmanager
+def served(model: Path, executor: type[Executor], *flags: str) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):
             patch.setenv(variable, "")  # so that it is put back as it was
@@ -119,15 +148,14 @@ def serving(model: Path, *flags: str) -> Iterator[Server]:
         patch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
         launch.allow_plugin()
         port = free_port()
-        sizes = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
-        args = launch.parse([str(model), "--served-model-name", "tiny", "--port", str(port), *sizes, *flags])
+        args = launch.parse([str(model), "--served-model-name", "tiny", "--port", str(port), *flags])
         launch.take_capture_flag(args)
         launch.fill_in(args)
-        args.distributed_executor_backend = ServedExecutor
+        args.distributed_executor_backend = executor
         ready: Future[uvicorn.Server] = Future()
         thread = Thread(target=lambda: asyncio.run(_serve(args, ready)), daemon=True)
         thread.start()
-        server = ready.result(timeout=60)
+        server = ready.result(timeout=120)
         try:
             yield Server(model, f"http://127.0.0.1:{port}", None, Path())
         finally:

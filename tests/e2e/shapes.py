@@ -31,7 +31,6 @@ class Shape:
         env: of the server.
         prefix_cache: whether vLLM has a prefix cache for it.
         repeats_logits: whether the model hands out `router_logits` that alone say which experts are chosen.
-        in_ci: whether it is one of the few that every run starts a server for.
         needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
         needs_cpu: why it is not run on a GPU, if it is not.
     """
@@ -47,7 +46,6 @@ class Shape:
     env: Mapping[str, str] = field(default_factory=dict)
     prefix_cache: bool = True
     repeats_logits: bool = True
-    in_ci: bool = False
     needs_gpu: str = ""
     needs_cpu: str = ""
 
@@ -143,7 +141,6 @@ SHAPES = (
         prefix_cache=False,
         repeats_logits=False,
         needs_cpu=_NO_FLOAT32,
-        in_ci=True,
     ),
     Shape(
         "deepseek-v3, plain attention",
@@ -167,7 +164,6 @@ SHAPES = (
         (0, 1, 2, 3),
         16,
         4,
-        in_ci=True,
     ),
     Shape(
         "granite-moe-hybrid, mamba and full attention",
@@ -182,7 +178,6 @@ SHAPES = (
         16,
         4,
         repeats_logits=False,  # some releases of transformers do not hand out this model's router scores
-        in_ci=True,
     ),
     Shape(
         "jamba, mamba and full attention",
@@ -238,7 +233,6 @@ SHAPES = (
         (0, 1, 2),
         300,
         8,
-        in_ci=True,
     ),
     Shape(
         "qwen3-moe, top 1",

@@ -1,5 +1,7 @@
 """Models of many shapes on a real engine: every row against a Hugging Face forward pass of the same weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.contract.served import serving_weights
 from tests.e2e.harness import (
     ASK,
     FLOAT32,
@@ -40,6 +43,17 @@ def one(server: Server, **body: Any) -> Answer:
     return unstreamed
 
 
+@contextmanager
+def started(shape: Shape, model: Path, log: Path) -> Iterator[Server]:
+    """On a CPU all in this process, which saves half a minute for each shape."""
+    if ON_GPU:
+        with serving(model, log, *FLAGS, *shape.flags, env=dict(shape.env)) as server:
+            yield server
+    else:
+        with serving_weights(model, *FLAGS, *shape.flags, env=shape.env) as server:
+            yield server
+
+
 def log_of_refusal(model: Path, log: Path, *flags: str) -> str:
     """The log of a server that must end before it answers."""
     with pytest.raises(AssertionError, match="the server did not start"), serving(model, log, *FLAGS, *flags):
@@ -48,9 +62,8 @@ def log_of_refusal(model: Path, log: Path, *flags: str) -> str:
 
 
 def as_param(shape: Shape) -> Any:
-    marks = [] if shape.in_ci else [pytest.mark.slow]
-    if reason := shape.needs_cpu if ON_GPU else shape.needs_gpu:
-        marks.append(pytest.mark.skip(reason=reason))
+    reason = shape.needs_cpu if ON_GPU else shape.needs_gpu
+    marks = [pytest.mark.skip(reason=reason)] if reason else []
     return pytest.param(shape, id=shape.name, marks=marks)
 
 
@@ -62,7 +75,7 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
     if shape.repeats_logits:
         tokens = prompt_of(50, seed=0)
         assert np.array_equal(oracle.rows(tokens), Oracle(model).rows(tokens)), "the oracles do not agree"
-    with serving(model, tmp_path / "log", *FLAGS, *shape.flags, env=dict(shape.env)) as server:
+    with started(shape, model, tmp_path / "log") as server:
         info = server.info()
         assert info["layer_ids"] == list(shape.layer_ids)
         assert (info["num_layers"], info["top_k"]) == (len(shape.layer_ids), shape.top_k)
