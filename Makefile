@@ -10,6 +10,8 @@ PORT ?= 8000
 # The version that test-next takes: the newest, if empty.
 VLLM ?=
 ARGS ?=
+# Files of tests at once; each of these processes has servers of its own.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 # pip shows its own progress on a terminal; elsewhere the stages alone are said.
@@ -66,7 +68,7 @@ serve: setup
 
 test: setup
 	@echo "Running the tests; the ones with a real engine take several minutes."
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
 
 test-next: setup
 	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)
