@@ -20,7 +20,7 @@ import orjson
 import torch
 from transformers import AutoModelForCausalLM
 
-START_LIMIT_S = 240
+START_LIMIT_S = 420
 ON_GPU = torch.cuda.is_available()
 # float32 throughout, so that no rounding decides which expert is chosen: on a GPU that takes kernels that can do it,
 # and Triton's products in full precision. There the engine compiles and captures its graphs, as it would in earnest.
