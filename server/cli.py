@@ -12,6 +12,7 @@ USAGE = """\
 usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts tiny-model DIR
        routed-experts compare MODEL --answers FILE.jsonl | --url URL
+       routed-experts view FILE
 
 serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
             Without MODEL it serves a tiny model that it makes on the spot.
@@ -21,6 +22,7 @@ serve       vLLM's OpenAI-compatible server, which also returns the experts that
 tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
 compare     scores the tokens of answers with a Hugging Face forward pass of the same checkpoint and says for each layer
             where the two chose other experts, and whether rounding can have decided; --help lists its flags.
+view        shows saved answers in a browser, as the page /routed_experts of a running server does.
 """
 
 
@@ -47,7 +49,20 @@ def compare(argv: list[str]) -> int:
     return main(argv)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"serve": serve, "tiny-model": tiny_model, "compare": compare}
+def view(argv: list[str]) -> int:
+    """`routed-experts view FILE`"""
+    from routed_experts.server.view import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": serve,
+    "tiny-model": tiny_model,
+    "compare": compare,
+    "view": view,
+}
+WITHOUT_VLLM = ("view",)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command not in COMMANDS:
         return complain(f"{command} is not a command.\n\n{USAGE}")
-    if find_spec("vllm") is None:
+    if command not in WITHOUT_VLLM and find_spec("vllm") is None:
         return complain(NO_VLLM)
     return COMMANDS[command](rest)
 

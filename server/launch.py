@@ -119,6 +119,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="most bytes of routing in one answer (default: 1 GiB)",
     )
+    group.add_argument(
+        "--routed-experts-page",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve a page at /routed_experts that shows the experts of an answer as it is made",
+    )
 
 
 def _defaults(text: str) -> dict[str, Any]:

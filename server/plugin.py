@@ -13,6 +13,7 @@ from routed_experts.protocol.models import FieldError
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME, other_doors
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.metrics import watch_feeds
+from routed_experts.server.page.routes import page_router
 from routed_experts.server.probe import probe
 from routed_experts.server.routes import generate_router, router
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
@@ -45,6 +46,8 @@ class RoutedExpertsPlugin:
         args = getattr(app.state, "args", None)
         if getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False):
             app.include_router(generate_router)
+        if getattr(args, "routed_experts_page", True):
+            app.include_router(page_router)
         other_doors.attach(app)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:

@@ -114,10 +114,10 @@ class InProcessClient(EngineCoreClient):
 
 
 @contextmanager
-def serving(model: Path, *flags: str) -> Iterator[Server]:
+def serving(model: Path, *flags: str, captured: bool = True) -> Iterator[Server]:
     """A running API server for the tokenizer and the chat template of `model`; `flags` as of `routed-experts serve`."""
     sizes = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
-    with served(model, ServedExecutor, *sizes, *flags) as server:
+    with served(model, ServedExecutor, *sizes, *flags, captured=captured) as server:
         yield server
 
 
@@ -140,7 +140,7 @@ def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = No
 
 
 @contextmanager
-def served(model: Path, executor: type[Executor], *flags: str) -> Iterator[Server]:
+def served(model: Path, executor: type[Executor], *flags: str, captured: bool = True) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):
             patch.setenv(variable, "")  # so that it is put back as it was
@@ -150,7 +150,8 @@ def served(model: Path, executor: type[Executor], *flags: str) -> Iterator[Serve
         port = free_port()
         args = launch.parse([str(model), "--served-model-name", "tiny", "--port", str(port), *flags])
         launch.take_capture_flag(args)
-        launch.fill_in(args)
+        if captured:
+            launch.fill_in(args)
         args.distributed_executor_backend = executor
         ready: Future[uvicorn.Server] = Future()
         thread = Thread(target=lambda: asyncio.run(_serve(args, ready)), daemon=True)

@@ -46,7 +46,8 @@ def test_the_wheel_puts_one_folder_into_site_packages(wheel_environment: Environ
 def test_the_wheel_has_every_file(wheel_environment: Environment) -> None:
     installed = wheel_environment.site_packages / "routed_experts"
     for folder in FOLDERS:
-        sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".typed")}
+        kinds = (".py", ".typed", ".html", ".js", ".css", ".svg")
+        sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in kinds}
         assert sources
         assert {path.relative_to(installed) for path in (installed / folder).rglob("*")} >= sources
 

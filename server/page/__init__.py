@@ -1,0 +1,51 @@
+"""The page that shows an answer's experts: plain files, served as they are. Imports the standard library only."""
+
+from collections.abc import Mapping
+from functools import cache
+from html import escape
+from importlib.resources import files
+
+PAGE_PATH = "/routed_experts"
+INDEX = "index.html"
+
+CONTENT_TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+
+HEADERS = {
+    # Nothing from elsewhere, nothing written into the page: the tokens of a model are shown, and are not trusted.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@cache
+def page_files() -> dict[str, tuple[bytes, str]]:
+    """The content and the type of each file of the page, by its name."""
+    static = files(__name__) / "static"
+    return {
+        file.name: (file.read_bytes(), CONTENT_TYPES[file.name.rpartition(".")[2]])
+        for file in static.iterdir()
+        if file.name.rpartition(".")[2] in CONTENT_TYPES
+    }
+
+
+def page_file(path: str, told: Mapping[str, str]) -> tuple[bytes, str] | None:
+    """The content and the type of what a URL's path asks for; None where there is no such file.
+
+    `told` is what the page is told of its server, as `data-` attributes.
+    """
+    if path == PAGE_PATH:
+        content, kind = page_files()[INDEX]
+        attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in told.items())
+        return content.replace(b"<html", f"<html{attributes}".encode(), 1), kind
+    folder, _, name = path.rpartition("/")
+    return page_files().get(name) if folder == PAGE_PATH and name != INDEX else None

@@ -1,0 +1,31 @@
+"""The page as routes of the API server. They need no key; what the page asks the server does."""
+
+import os
+from argparse import Namespace
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
+
+page_router = APIRouter(include_in_schema=False)
+
+
+@page_router.get(PAGE_PATH)
+@page_router.get(PAGE_PATH + "/{name}")
+async def page(raw_request: Request, name: str | None = None) -> Response:
+    """A file of the page."""
+    found = page_file(PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", told(raw_request))
+    if found is None:
+        return Response("The page has no such file.", status_code=404)
+    content, kind = found
+    return Response(content, media_type=kind, headers=HEADERS)
+
+
+def told(raw_request: Request) -> dict[str, str]:
+    """What the page should know before it asks anything."""
+    state = raw_request.app.state
+    args = getattr(state, "args", Namespace())
+    if getattr(state, "captured_engine", None) is None:
+        return {"capture": "off"}
+    return {"api-key": "wanted"} if getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") else {}

@@ -1,0 +1,51 @@
+// The forms of an array of rows on the wire, and back.
+
+const TYPES = { uint8: Uint8Array, int16: Int16Array, uint16: Uint16Array, int32: Int32Array };
+const NPY = { "|u1": "uint8", "<i2": "int16", "<u2": "uint16", "<i4": "int32" };
+
+function bytesOf(base64) {
+  const text = atob(base64);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return bytes;
+}
+
+/** {rows: Int16Array, shape: [n, L, K], start: number | null} of an array in the forms object, npy or list. */
+export function decode(value) {
+  if (Array.isArray(value)) {
+    const shape = [value.length, value[0]?.length ?? 0, value[0]?.[0]?.length ?? 0];
+    return checked(value.flat(2), shape, null);
+  }
+  if (typeof value === "string") {
+    const bytes = bytesOf(value);
+    if (bytes[0] !== 0x93) throw new Error("The raw form does not say its shape: ask for the form object, npy or list.");
+    return fromNpy(bytes);
+  }
+  return checked(new TYPES[value.dtype](bytesOf(value.data).buffer), value.shape, value.start);
+}
+
+function fromNpy(bytes) {
+  const view = new DataView(bytes.buffer);
+  const [length, from] = bytes[6] === 1 ? [view.getUint16(8, true), 10] : [view.getUint32(8, true), 12];
+  const header = new TextDecoder("latin1").decode(bytes.subarray(from, from + length));
+  const type = NPY[/'descr': '([^']+)'/.exec(header)?.[1]];
+  const shape = /'shape': \(([^)]*)\)/.exec(header)?.[1].split(",").filter((part) => part.trim()).map(Number);
+  if (!type || shape?.length !== 3) throw new Error("An array is not a .npy file of rows.");
+  return checked(new TYPES[type](bytes.buffer.slice(from + length)), shape, null);
+}
+
+function checked(ids, shape, start) {
+  if (ids.length !== shape[0] * shape[1] * shape[2]) throw new Error("An array has not as many ids as its shape says.");
+  return { rows: ids instanceof Int16Array ? ids : Int16Array.from(ids), shape, start };
+}
+
+/** The form object of rows, for answers that are saved. */
+export function encode(rows, shape, start) {
+  const bytes = new Uint8Array(rows.buffer, rows.byteOffset, rows.byteLength);
+  const parts = [];
+  for (let i = 0; i < bytes.length; i += 0x8000) parts.push(String.fromCharCode(...bytes.subarray(i, i + 0x8000)));
+  let missing = 0;
+  const size = shape[1] * shape[2];
+  for (let row = 0; row < shape[0]; row++) missing += rows.subarray(row * size, (row + 1) * size).includes(-1);
+  return { data: btoa(parts.join("")), shape, dtype: "int16", start, missing };
+}

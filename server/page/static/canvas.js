@@ -1,0 +1,79 @@
+// What the drawings share.
+
+/** Fits a canvas to `width` × `height` CSS pixels at the screen's resolution; its context, cleared. */
+export function sized(canvas, width, height) {
+  const ratio = devicePixelRatio || 1;
+  const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+  if (canvas.width !== w || canvas.height !== h) {
+    canvas.width = w;
+    canvas.height = h;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+  }
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
+  return context;
+}
+
+/** Round numbers, at most `most` of them, between `from` and `to`. */
+export function ticks(from, to, most) {
+  const rough = (to - from) / Math.max(most, 1);
+  const power = 10 ** Math.floor(Math.log10(Math.max(rough, 1)));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough) ?? 10 * power;
+  const found = [];
+  for (let at = Math.ceil(from / step) * step; at <= to; at += step) found.push(at);
+  return found;
+}
+
+const TILE = 1024;
+const CELLS_A_FRAME = 30000;
+
+/** A picture with one pixel for each position and layer, which is stretched when it is drawn. */
+export class Texture {
+  constructor(layers) {
+    this.layers = layers;
+    this.tiles = [];
+    this.painted = 0;
+    this.covered = 0; // what was painted before stays until it is painted again
+  }
+
+  /** Paints positions up to `end`, where `paint(position, layer)` gives a pixel; whether some are left for later. */
+  extend(end, paint) {
+    let room = Math.ceil(CELLS_A_FRAME / this.layers);
+    while (this.painted < end && room > 0) {
+      const tile = Math.floor(this.painted / TILE);
+      const upTo = Math.min(end, (tile + 1) * TILE, this.painted + room);
+      this.#paint(tile, this.painted, upTo, paint);
+      room -= upTo - this.painted;
+      this.painted = upTo;
+    }
+    this.covered = Math.max(this.covered, this.painted);
+    return this.painted < end;
+  }
+
+  #paint(tile, from, to, paint) {
+    const image = new ImageData(to - from, this.layers);
+    const pixels = new Uint32Array(image.data.buffer);
+    for (let layer = 0, at = 0; layer < this.layers; layer++) {
+      for (let position = from; position < to; position++) pixels[at++] = paint(position, layer);
+    }
+    if (!this.tiles[tile]) {
+      this.tiles[tile] = document.createElement("canvas");
+      Object.assign(this.tiles[tile], { width: TILE, height: this.layers });
+    }
+    this.tiles[tile].getContext("2d").putImageData(image, from - tile * TILE, 0);
+  }
+
+  /** Draws positions `from` to `to` (fractions allowed), each `cell` wide, with the first at x. */
+  draw(context, from, to, x, y, cell, height) {
+    context.imageSmoothingEnabled = cell < 1;
+    for (let tile = Math.floor(from / TILE); tile < this.tiles.length && tile * TILE < to; tile++) {
+      const first = Math.max(from, tile * TILE);
+      const last = Math.min(to, this.covered, (tile + 1) * TILE);
+      if (last <= first) continue;
+      context.drawImage(this.tiles[tile], first - tile * TILE, 0, last - first, this.layers, x + (first - from) * cell, y, (last - first) * cell, height);
+    }
+  }
+}

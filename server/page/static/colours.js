@@ -1,0 +1,83 @@
+// Colours that differ in lightness first, so that they can be told apart however one sees colours.
+
+import { sized } from "./canvas.js";
+
+const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
+const BLUES = ["#ffffd9", "#edf8b1", "#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58"];
+const ORANGES = ["#f3f4f6", "#fee6ce", "#fdd0a2", "#fdae6b", "#fd8d3c", "#f16913", "#d94801", "#a63603", "#7f2704"];
+const ORANGES_ON_DARK = ["#1c2330", "#4a2a12", "#7f3f0c", "#b35806", "#e08214", "#fdb863", "#fed9a6", "#fee8c8", "#fff7ec"];
+
+const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+
+function blend(stops, share) {
+  const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const first = Math.min(Math.floor(at), stops.length - 2);
+  const [from, to] = [rgb(stops[first]), rgb(stops[first + 1])];
+  return from.map((part, i) => Math.round(part + (to[i] - part) * (at - first)));
+}
+
+/** `size` colours of a ramp, as 32-bit pixels of an ImageData (little-endian RGBA). */
+function pixels(stops, size) {
+  return Uint32Array.from({ length: size }, (_, i) => {
+    const [r, g, b] = blend(stops, size > 1 ? i / (size - 1) : 0);
+    return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+  });
+}
+
+export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
+
+export const isDark = () => {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+};
+
+let known = null; // ramps of the theme
+let inks = new Map();
+
+/** To be called when the theme may have changed. */
+export function forgetTheme() {
+  known = null;
+  inks = new Map();
+}
+
+/** The ramps of the theme: `usual` from usual to rare, `load` from none to much, `differs` from equal to all others. */
+export function ramps() {
+  known ??= makeRamps();
+  return known;
+}
+
+function makeRamps() {
+  const dark = isDark();
+  const blues = dark ? BLUES.toReversed() : BLUES;
+  return {
+    unknown: dark ? 0xff7d7d7d : 0xff9a9a9a,
+    usual: pixels(blues, 256),
+    load: pixels(blues, 256),
+    differs: remembered((size) => pixels(dark ? ORANGES_ON_DARK : ORANGES, size)),
+    experts: remembered((size) => pixels(VIRIDIS, size)),
+  };
+}
+
+function remembered(make) {
+  const made = new Map();
+  return (size) => {
+    if (!made.has(size)) made.set(size, make(size));
+    return made.get(size);
+  };
+}
+
+/** A colour of the style sheet. */
+export function ink(name) {
+  if (!inks.has(name)) inks.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return inks.get(name);
+}
+
+/** Draws a ramp for a legend. */
+export function bar(canvas, colours) {
+  const context = sized(canvas, 120, 12);
+  const step = 120 / colours.length;
+  colours.forEach((pixel, i) => {
+    context.fillStyle = css(pixel);
+    context.fillRect(i * step, 0, step + 1, 12);
+  });
+}

@@ -1,0 +1,83 @@
+// Two answers side by side: where they part.
+
+export class Comparison {
+  constructor(a, b) {
+    if (a.layers !== b.layers || a.topK !== b.topK) {
+      throw new Error("The two answers are of different models: their rows have different shapes.");
+    }
+    Object.assign(this, { a, b });
+    this.start = Math.max(a.start, b.start);
+    this.length = 0; // rows compared
+    this.cells = new Uint8Array(a.layers * 256); // experts of a that are not b's
+    this.byLayer = new Uint32Array(a.layers); // cells that differ
+    this.differing = 0;
+    this.first = null; // {position, layer}
+    this.firstToken = null; // the first position with another token
+    this.tokensCompared = 0;
+    this.mark = new Int32Array(Math.max(a.experts, b.experts)).fill(-1);
+  }
+
+  get end() {
+    return this.start + this.length;
+  }
+
+  /** Compares at most `most` more rows; whether there is more to do. */
+  extend(most = 256) {
+    const { a, b, layers = a.layers } = this;
+    const end = Math.min(a.end, b.end);
+    const upTo = Math.min(this.end + most, end);
+    this.#reserve((upTo - this.start) * layers);
+    for (let position = this.end; position < upTo; position++) {
+      for (let layer = 0; layer < layers; layer++) this.#compare(position, layer);
+      this.length++;
+    }
+    this.#compareTokens();
+    return upTo < end;
+  }
+
+  #compare(position, layer) {
+    const { a, b, mark } = this;
+    const stamp = position * a.layers + layer;
+    for (const id of b.cell(position, layer)) if (id >= 0) mark[id] = stamp;
+    let others = 0;
+    for (const id of a.cell(position, layer)) others += id >= 0 && mark[id] !== stamp;
+    this.cells[(position - this.start) * a.layers + layer] = others;
+    if (!others) return;
+    this.differing++;
+    this.byLayer[layer]++;
+    this.first ??= { position, layer };
+  }
+
+  #compareTokens() {
+    const [one, other] = [this.a.tokens, this.b.tokens];
+    const both = Math.min(one.length, other.length);
+    for (; this.firstToken === null && this.tokensCompared < both; this.tokensCompared++) {
+      const i = this.tokensCompared;
+      const same = one[i].id != null && other[i].id != null ? one[i].id === other[i].id : one[i].text === other[i].text;
+      if (!same) this.firstToken = i;
+    }
+  }
+
+  #reserve(needed) {
+    if (needed <= this.cells.length) return;
+    const larger = new Uint8Array(Math.max(needed, this.cells.length * 2));
+    larger.set(this.cells);
+    this.cells = larger;
+  }
+
+  /** The findings as a sentence. */
+  sentence(layerIds) {
+    if (!this.length) return "The two answers have no positions in common yet.";
+    const share = (100 * this.differing) / (this.length * this.a.layers);
+    const { first, firstToken } = this;
+    const words = [];
+    if (firstToken !== null) words.push(`The tokens part at position ${firstToken}.`);
+    else words.push("The tokens are the same as far as both go.");
+    if (!first) return `${words[0]} So are the experts, in all ${this.length} positions and ${this.a.layers} layers.`;
+    words.push(`The experts part at position ${first.position}, in decoder layer ${layerIds[first.layer]};`);
+    words.push(`${share.toFixed(1)} % of ${this.length} × ${this.a.layers} cells differ.`);
+    const most = this.byLayer.indexOf(Math.max(...this.byLayer));
+    words.push(`Most do in decoder layer ${layerIds[most]} (${((100 * this.byLayer[most]) / this.length).toFixed(0)} %).`);
+    return words.join(" ");
+  }
+}

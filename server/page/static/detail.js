@@ -1,0 +1,91 @@
+// One token in full: the experts of every layer, and those of the answer beside it.
+
+import { css, ramps } from "./colours.js";
+
+const CHIPS_A_FRAME = 240;
+
+export class Detail {
+  constructor(table, select) {
+    this.table = table;
+    table.addEventListener("click", (event) => {
+      const cell = event.target.closest("[data-layer]");
+      if (!cell) return;
+      const expert = cell.className.startsWith("chip") ? parseInt(cell.textContent) : NaN;
+      select({ layer: Number(cell.dataset.layer), expert: Number.isNaN(expert) ? null : expert });
+    });
+  }
+
+  /** A table with a row for each layer. */
+  build({ a, b }) {
+    this.table.replaceChildren();
+    this.table.style.setProperty("--digits", String(a.experts - 1).length);
+    const head = this.table.createTHead().insertRow();
+    for (const title of ["Layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
+      const cell = document.createElement("th");
+      cell.scope = "col";
+      cell.textContent = title;
+      head.append(cell);
+    }
+    const body = this.table.createTBody();
+    this.rows = a.layerIds.map((id, layer) => {
+      const row = body.insertRow();
+      const name = document.createElement("th");
+      Object.assign(name, { scope: "row", textContent: id });
+      name.dataset.layer = layer;
+      row.append(name);
+      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer.topK, layer));
+      return { at: layer, row, sides, differ: b && row.insertCell(), shows: null };
+    });
+  }
+
+  /** Fills in what changed, the rows that can be seen first; the others when the keys rest. */
+  draw({ a, b, token, layer, expert, changed }) {
+    const colours = ramps().experts(a.experts);
+    const known = [a, b].map((answer) => Boolean(answer) && token >= answer.start && token < answer.end);
+    const of = (at) => `${token} ${known} ${at === layer ? `${expert} here` : ""} ${colours[0]}`;
+    const waiting = this.rows.filter((entry, at) => entry.shows !== of(at));
+    clearTimeout(this.rest);
+    if (!waiting.length) return;
+    const top = this.table.parentElement.scrollTop;
+    const first = Math.floor((top / Math.max(this.table.offsetHeight, 1)) * this.rows.length);
+    waiting.sort((one, other) => (one.at - first + this.rows.length) % this.rows.length - ((other.at - first + this.rows.length) % this.rows.length));
+    for (const entry of waiting.slice(0, Math.ceil(CHIPS_A_FRAME / a.topK))) {
+      const { at, row, sides, differ } = entry;
+      entry.shows = of(at);
+      const here = [a.cell(token, at), b?.cell(token, at)];
+      const isHere = at === layer;
+      row.classList.toggle("selected", isHere);
+      sides.forEach((cells, side) => fill(cells, here[side], here[1 - side], colours, isHere ? expert : null));
+      if (differ) differ.textContent = here[0].length && here[1].length ? here[0].filter((id) => !here[1].includes(id)).length || "" : "";
+    }
+    this.rest = setTimeout(changed, 80);
+  }
+}
+
+function chips(cell, topK, layer) {
+  cell.className = "experts";
+  return Array.from({ length: topK }, () => {
+    const chip = document.createElement("span");
+    chip.className = "chip";
+    chip.dataset.layer = layer;
+    cell.append(chip);
+    return chip;
+  });
+}
+
+/** Shows ids; those that the other answer has not are marked. */
+function fill(cells, ids, others, colours, expert) {
+  cells.forEach((chip, k) => {
+    const id = ids[k] ?? null;
+    const isKnown = id !== null && id >= 0;
+    const relation = !others?.length || !isKnown ? "" : others.includes(id) ? " same" : " differs";
+    set(chip, "textContent", isKnown ? String(id) : id === null ? "–" : "?");
+    set(chip, "className", `chip${relation}${isKnown && id === expert ? " chosen" : ""}`);
+    chip.style.borderLeftColor = isKnown ? css(colours[id]) : "transparent";
+  });
+}
+
+/** Touches the document only where something changes. */
+function set(element, property, value) {
+  if (element[property] !== value) element[property] = value;
+}

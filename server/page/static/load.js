@@ -1,0 +1,155 @@
+// The load of every expert in every layer, and the selected layer's as bars.
+
+import { sized } from "./canvas.js";
+import { bar, ink, ramps } from "./colours.js";
+
+const GUTTER = 40;
+const BARS = 84;
+const EDGE = 6;
+const TOP = 4; // times the even share, at the ramp's end
+
+export class LoadMap {
+  constructor(element, view, select) {
+    this.element = element;
+    this.canvas = element.querySelector("canvas");
+    this.picture = document.createElement("canvas");
+    this.view = view;
+    element.addEventListener("click", (event) => {
+      const cell = this.#at(event);
+      if (cell) select(cell);
+    });
+  }
+
+  get #layerHeight() {
+    return Math.max(3, Math.min(18, Math.floor(220 / this.view.a.layers)));
+  }
+
+  get #width() {
+    return this.element.clientWidth - GUTTER - 2;
+  }
+
+  #at(event) {
+    const { a } = this.view;
+    const box = this.element.getBoundingClientRect();
+    const expert = Math.floor(((event.clientX - box.left - GUTTER) / this.#width) * a.experts);
+    const layer = Math.floor((event.clientY - box.top - EDGE) / this.#layerHeight);
+    if (expert < 0 || expert >= a.experts) return null;
+    return { expert, layer: layer < a.layers ? Math.max(layer, 0) : this.view.layer };
+  }
+
+  draw() {
+    const { a, b, layer, expert } = this.view;
+    const shows = [a.length, b?.length, layer, expert, this.element.clientWidth].join();
+    if (shows === this.shows && a === this.of) return;
+    Object.assign(this, { shows, of: a });
+    const tall = this.#layerHeight;
+    const [width, height] = [this.#width, a.layers * tall];
+    const context = sized(this.canvas, this.element.clientWidth, height + BARS + 44);
+    this.#paint();
+    context.imageSmoothingEnabled = a.experts > width;
+    context.translate(0, EDGE);
+    context.drawImage(this.picture, GUTTER, 0, width, height);
+    context.strokeStyle = ink("select");
+    context.lineWidth = 1.5;
+    context.strokeRect(GUTTER - 1, layer * tall, width + 2, tall);
+    this.#labels(context, tall);
+    this.#bars(context, width, height + 14);
+    if (expert !== null) {
+      const x = GUTTER + (expert / a.experts) * width;
+      context.strokeStyle = ink("select");
+      context.lineWidth = 2;
+      context.strokeRect(x - 1, layer * tall - 1, Math.max(width / a.experts, 2) + 2, tall + 2);
+    }
+  }
+
+  /** Draws the legend. */
+  legend(canvas) {
+    bar(canvas, ramps().load);
+    this.shows = null;
+  }
+
+  #paint() {
+    const { a } = this.view;
+    if (this.picture.width !== a.experts || this.picture.height !== a.layers) {
+      Object.assign(this.picture, { width: a.experts, height: a.layers });
+    }
+    const image = new ImageData(a.experts, a.layers);
+    const pixels = new Uint32Array(image.data.buffer);
+    const ramp = ramps().load;
+    for (let layer = 0, at = 0; layer < a.layers; layer++) {
+      const scale = a.slots[layer] ? a.experts / a.slots[layer] / TOP : 0;
+      for (let i = 0; i < a.experts; i++, at++) {
+        pixels[at] = ramp[Math.round(255 * Math.min(Math.sqrt(a.counts[at] * scale), 1))];
+      }
+    }
+    this.picture.getContext("2d").putImageData(image, 0, 0);
+  }
+
+  #labels(context, tall) {
+    const { a, layer } = this.view;
+    const every = Math.ceil(13 / tall);
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    a.layerIds.forEach((id, i) => {
+      if (i !== layer && (i % every || Math.abs(i - layer) < every)) return;
+      context.fillStyle = i === layer ? ink("select") : ink("muted");
+      context.fillText(String(id), GUTTER - 6, (i + 0.5) * tall);
+    });
+  }
+
+  /** The selected layer: filled for the answer, a line for the one beside it, dashes for the even share. */
+  #bars(context, width, top) {
+    const { a, b, layer, expert } = this.view;
+    const columns = Math.min(a.experts, Math.floor(width));
+    const of = (answer) => columnsOf(answer, layer, columns);
+    const bars = of(a);
+    const line = b && b.experts === a.experts ? of(b) : null;
+    const most = Math.max(2, ...bars, ...(line ?? []));
+    const step = width / columns;
+    const y = (load) => top + BARS * (1 - load / most);
+    context.fillStyle = ink("bar");
+    bars.forEach((load, i) => context.fillRect(GUTTER + i * step, y(load), Math.max(step - (step > 4 ? 1 : 0), 1), (BARS * load) / most));
+    if (expert !== null) {
+      const i = Math.floor((expert / a.experts) * columns);
+      context.fillStyle = ink("select");
+      context.fillRect(GUTTER + i * step, y(bars[i]), Math.max(step - 1, 2), Math.max((BARS * bars[i]) / most, 2));
+    }
+    if (line) {
+      context.strokeStyle = ink("other");
+      context.lineWidth = 1.5;
+      context.beginPath();
+      line.forEach((load, i) => {
+        context.lineTo(GUTTER + i * step, y(load));
+        context.lineTo(GUTTER + (i + 1) * step, y(load));
+      });
+      context.stroke();
+    }
+    context.strokeStyle = ink("text");
+    context.lineWidth = 1;
+    context.setLineDash([4, 3]);
+    context.beginPath();
+    context.moveTo(GUTTER, y(1));
+    context.lineTo(GUTTER + width, y(1));
+    context.stroke();
+    context.setLineDash([]);
+    context.fillStyle = ink("muted");
+    context.textAlign = "right";
+    context.fillText("even", GUTTER - 6, y(1));
+    context.fillText(`${most.toFixed(0)}×`, GUTTER - 6, top + 5);
+    context.textAlign = "left";
+    context.textBaseline = "top";
+    context.fillText("expert 0", GUTTER, top + BARS + 2);
+    context.textAlign = "right";
+    context.fillText(String(a.experts - 1), GUTTER + width, top + BARS + 2);
+  }
+}
+
+/** The highest load within each of `columns` columns. */
+function columnsOf(answer, layer, columns) {
+  const found = new Float64Array(columns);
+  for (let expert = 0; expert < answer.experts; expert++) {
+    const column = Math.floor((expert / answer.experts) * columns);
+    found[column] = Math.max(found[column], answer.load(layer, expert));
+  }
+  return Array.from(found);
+}

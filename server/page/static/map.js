@@ -1,0 +1,263 @@
+// The map of tokens and layers: a band for an answer, or three for two of them and where they differ.
+
+import { Rarity } from "./rarity.js";
+import { Texture, sized, ticks } from "./canvas.js";
+import { bar, ink, ramps } from "./colours.js";
+import { visible } from "./tokens.js";
+
+const GUTTER = 40;
+const AXIS = 20;
+const GAP = 10;
+
+export class TokenMap {
+  constructor(element, view, select) {
+    this.element = element;
+    this.canvas = element.querySelector("canvas");
+    this.spacer = element.querySelector(".spacer");
+    this.view = view;
+    this.select = select;
+    this.zoom = null; // width of a token in pixels, where it was chosen by hand
+    this.hover = null;
+    this.following = false; // whether to keep the end in sight
+    this.reset();
+    element.addEventListener("scroll", () => view.changed());
+    element.addEventListener("pointermove", (event) => this.#hover(this.#at(event)));
+    element.addEventListener("pointerleave", () => this.#hover(null));
+    element.addEventListener("click", (event) => {
+      const cell = this.#at(event);
+      if (cell) select(cell);
+    });
+  }
+
+  /** Forgets what was painted: other answers, other colours. */
+  reset() {
+    this.bands = [];
+    this.tables = null;
+  }
+
+  #hover(cell) {
+    this.hover = cell;
+    this.view.changed();
+  }
+
+  /** Positions of both answers. */
+  get #length() {
+    const { a, b } = this.view;
+    return Math.max(a.tokens.length, a.end, b?.end ?? 0, b?.tokens.length ?? 0, 1);
+  }
+
+  get #cell() {
+    const room = this.element.clientWidth - GUTTER - 2;
+    return this.zoom ?? Math.min(Math.max(room / this.#length, 2), 18);
+  }
+
+  get #layerHeight() {
+    const { a, b } = this.view;
+    return Math.max(b ? 3 : 4, Math.min(26, Math.floor((b ? 210 : 340) / a.layers)));
+  }
+
+  /** What is rare in the answer of a band; null where the colours say something else. */
+  rarity(band) {
+    return this.tables.get(band) ?? null;
+  }
+
+  setZoom(width) {
+    const middle = this.element.clientWidth / 2;
+    const at = (this.element.scrollLeft + middle - GUTTER) / this.#cell;
+    this.zoom = width;
+    this.#spread();
+    this.element.scrollLeft = at * this.#cell - middle + GUTTER;
+    this.view.changed();
+  }
+
+  /** Scrolls so that a position can be seen. */
+  reveal(position) {
+    const cell = this.#cell;
+    const left = position * cell;
+    const room = this.element.clientWidth - GUTTER;
+    this.#spread();
+    if (left < this.element.scrollLeft) this.element.scrollLeft = left - room / 3;
+    else if (left + cell > this.element.scrollLeft + room) this.element.scrollLeft = left - (2 * room) / 3;
+  }
+
+  #spread() {
+    this.spacer.style.width = `${GUTTER + this.#length * this.#cell + 2}px`;
+    const bands = this.view.b ? 3 : 1;
+    this.spacer.style.height = `${AXIS + bands * (this.view.a.layers * this.#layerHeight) + (bands - 1) * GAP + 4}px`;
+  }
+
+  #at(event) {
+    const { a, b } = this.view;
+    if (!a) return null;
+    const box = this.element.getBoundingClientRect();
+    const x = event.clientX - box.left - GUTTER;
+    const band = a.layers * this.#layerHeight;
+    const y = event.clientY - box.top - AXIS;
+    const within = b ? y % (band + GAP) : y;
+    const token = Math.floor((x + this.element.scrollLeft) / this.#cell);
+    const layer = Math.floor(within / this.#layerHeight);
+    if (x < 0 || y < 0 || layer < 0 || layer >= a.layers || token < 0 || token >= this.#length) return null;
+    return { token, layer };
+  }
+
+  draw() {
+    const { a, b, token, layer } = this.view;
+    this.more = this.#paint();
+    this.#spread();
+    if (this.following && this.view.growing) this.element.scrollLeft = this.element.scrollWidth;
+    const width = this.element.clientWidth;
+    const [cell, tall] = [this.#cell, this.#layerHeight];
+    const band = a.layers * tall;
+    const context = sized(this.canvas, width, parseFloat(this.spacer.style.height));
+    const from = this.element.scrollLeft / cell;
+    const to = Math.min(from + (width - GUTTER) / cell, this.#length);
+    this.#axis(context, from, to, cell);
+    this.bands.forEach((texture, i) => {
+      const top = AXIS + i * (band + GAP);
+      context.save();
+      context.beginPath();
+      context.rect(GUTTER, top, width - GUTTER, band);
+      context.clip();
+      context.fillStyle = ink("empty");
+      context.fillRect(GUTTER, top, (to - from) * cell, band);
+      texture.draw(context, from, to, GUTTER, top, cell, band);
+      const answer = [a, b, null][i];
+      if (answer) this.#boundary(context, answer, from, cell, top, band);
+      if (answer && this.view.expert !== null) this.#chosen(context, answer, from, to, cell, top);
+      this.#cross(context, token, layer, from, cell, top, band, ink("select"), 2);
+      if (this.hover) this.#cross(context, this.hover.token, this.hover.layer, from, cell, top, band, ink("muted"), 1);
+      context.restore();
+      this.#layers(context, top, tall);
+      if (b) this.#caption(context, ["A", "B", "≠"][i], top);
+    });
+  }
+
+  /** Paints what is new of every band; whether there is more to do. */
+  #paint() {
+    const { a, b, comparison, colour } = this.view;
+    const ramp = ramps();
+    if (!this.bands.length) {
+      this.bands = [a, ...(b ? [b, null] : [])].map(() => new Texture(a.layers));
+      this.tables = new Map();
+    }
+    let more = false;
+    [a, b].forEach((answer, i) => {
+      if (answer) more = this.#paintAnswer(answer, this.bands[i], colour, ramp, i) || more;
+    });
+    if (b) {
+      const colours = ramp.differs(a.topK + 1);
+      this.bands[2].painted = Math.max(this.bands[2].painted, comparison.start);
+      const left = this.bands[2].extend(comparison.end, (position, layer) => colours[comparison.cells[(position - comparison.start) * a.layers + layer]]);
+      more = left || more;
+    }
+    return more;
+  }
+
+  #paintAnswer(answer, texture, colour, ramp, band) {
+    texture.painted = Math.max(texture.painted, answer.start);
+    if (colour === "expert") {
+      const colours = ramp.experts(answer.experts);
+      const rank = Math.min(this.view.rank, answer.topK) - 1;
+      return texture.extend(answer.end, (position, layer) => {
+        const id = answer.rows[(position - answer.start) * answer.size + layer * answer.topK + rank];
+        return id < 0 ? ramp.unknown : colours[id];
+      });
+    }
+    // What is usual changes as the answer grows: all is painted again whenever it has grown by an eighth.
+    let table = this.tables.get(band);
+    if (!table || table.isOld) {
+      table = new Rarity(answer);
+      this.tables.set(band, table);
+      texture.painted = answer.start;
+    }
+    return texture.extend(answer.end, (position, layer) => {
+      const share = table.ofCell(position, layer);
+      return share === null ? ramp.unknown : ramp.usual[Math.round(255 * share)];
+    });
+  }
+
+  #axis(context, from, to, cell) {
+    const { a } = this.view;
+    context.textBaseline = "alphabetic";
+    if (cell >= 14) {
+      context.fillStyle = ink("text");
+      context.textAlign = "center";
+      for (let i = Math.floor(from); i < to; i++) context.fillText(visible(a.text(i)).slice(0, cell >= 22 ? 4 : 2), GUTTER + (i - from + 0.5) * cell, AXIS - 6, cell);
+      return;
+    }
+    context.fillStyle = ink("muted");
+    context.textAlign = "left";
+    for (const at of ticks(from, to, (this.element.clientWidth - GUTTER) / 70)) {
+      const x = GUTTER + (at - from) * cell;
+      context.fillRect(x, AXIS - 5, 1, 5);
+      context.fillText(String(at), x + 3, AXIS - 6);
+    }
+  }
+
+  /** The end of the prompt. */
+  #boundary(context, answer, from, cell, top, band) {
+    if (!answer.promptLength) return;
+    const x = GUTTER + (answer.promptLength - from) * cell;
+    context.fillStyle = ink("surface");
+    context.fillRect(x - 1.5, top, 3, band);
+    context.fillStyle = ink("text");
+    for (let y = top; y < top + band; y += 6) context.fillRect(x - 0.5, y, 1, 3);
+  }
+
+  /** Marks the tokens that chose the selected expert, in its layer. */
+  #chosen(context, answer, from, to, cell, top) {
+    const { layer, expert } = this.view;
+    const tall = this.#layerHeight;
+    context.fillStyle = ink("select");
+    for (let i = Math.floor(from); i < to; i++) {
+      if (answer.cell(i, layer).includes(expert)) context.fillRect(GUTTER + (i - from) * cell, top + (layer + 1) * tall - Math.max(2, tall / 4), Math.max(cell, 1), Math.max(2, tall / 4));
+    }
+  }
+
+  #cross(context, token, layer, from, cell, top, band, colour, width) {
+    const x = GUTTER + (token - from) * cell;
+    const tall = this.#layerHeight;
+    context.strokeStyle = colour;
+    context.lineWidth = width;
+    context.strokeRect(x - width / 2, top, Math.max(cell, 1) + width, band);
+    context.strokeStyle = ink("surface");
+    context.lineWidth = 3;
+    context.strokeRect(x, top + layer * tall, Math.max(cell, 3), tall);
+    context.strokeStyle = colour;
+    context.lineWidth = 1.5;
+    context.strokeRect(x, top + layer * tall, Math.max(cell, 3), tall);
+  }
+
+  #layers(context, top, tall) {
+    const { a, layer } = this.view;
+    context.textAlign = "right";
+    context.textBaseline = "middle";
+    const every = Math.ceil(13 / tall);
+    a.layerIds.forEach((id, i) => {
+      if (i !== layer && (i % every || Math.abs(i - layer) < every)) return;
+      context.fillStyle = i === layer ? ink("select") : ink("muted");
+      context.fillText(String(id), GUTTER - 6, top + (i + 0.5) * tall);
+    });
+  }
+
+  #caption(context, text, top) {
+    context.textAlign = "left";
+    context.textBaseline = "alphabetic";
+    context.fillStyle = ink("text");
+    context.save();
+    context.font = `bold ${context.font}`;
+    context.fillText(text, 1, top + 10);
+    context.restore();
+  }
+
+  /** Draws the legend, and says it in words. */
+  legend(canvas, text, differs) {
+    const { a, b, colour } = this.view;
+    const ramp = ramps();
+    bar(canvas, colour === "expert" ? ramp.experts(Math.min(a.experts, 120)) : ramp.usual);
+    const what = colour === "expert" ? `expert 0 to ${a.experts - 1}, of each layer its own` : "from the usual to the rare for this answer";
+    text.textContent = `${what}; grey: not known`;
+    differs.hidden = !b;
+    bar(differs.querySelector("canvas"), ramp.differs(a.topK + 1));
+  }
+}

@@ -1,0 +1,44 @@
+// Lets a whole answer grow on the page: at once, in slices that leave each frame its time, or as it was made.
+
+import { Answer } from "./answer.js";
+
+const ROWS_A_FRAME = 128;
+
+export class Player {
+  /** `whole` is what `saved.read` gives; `shape` = {layers, topK, experts, layerIds}. */
+  constructor(whole, shape, changed) {
+    Object.assign(this, { whole, changed });
+    this.answer = new Answer(whole.name, shape, whole.start);
+    this.answer.promptLength = whole.promptLength;
+    this.perSecond = Infinity;
+    this.since = null;
+  }
+
+  get isOver() {
+    return this.answer.finished !== null;
+  }
+
+  /** Shows it again from the end of the prompt on. */
+  replay(perSecond) {
+    const answer = new Answer(this.whole.name, this.answer, this.whole.start);
+    answer.promptLength = this.whole.promptLength;
+    Object.assign(this, { answer, perSecond, since: null });
+    return answer;
+  }
+
+  /** Takes what is due by `now`, in milliseconds; whether there will be more. */
+  step(now) {
+    const { whole, answer } = this;
+    this.since ??= now;
+    const prompt = whole.promptLength ?? 0;
+    const due = prompt + ((now - this.since) / 1000) * this.perSecond;
+    const tokens = Math.min(whole.tokens.length, due, answer.end + ROWS_A_FRAME + 1);
+    const all = whole.rows.length / answer.size;
+    const isLast = tokens >= whole.tokens.length;
+    const rows = Math.min(all, isLast ? all : Math.max(Math.floor(tokens) - 1 - whole.start, 0), answer.length + ROWS_A_FRAME);
+    for (let i = answer.tokens.length; i < Math.floor(tokens); i++) answer.tokens.push({ ...whole.tokens[i] });
+    if (rows > answer.length) answer.addRows(whole.rows.subarray(answer.length * answer.size, rows * answer.size));
+    if (isLast && rows === all) answer.finished = whole.finished;
+    return !this.isOver;
+  }
+}

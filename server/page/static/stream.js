@@ -1,0 +1,62 @@
+// Requests to the server that this page comes from. The API key lives here, and nowhere else.
+
+let key = null;
+
+export const useKey = (value) => {
+  key = value;
+};
+
+/** An answer of the server that is not a success. `status` is that of HTTP, 0 where the server cannot be reached. */
+export class ServerError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+async function request(path, body, signal) {
+  const headers = {};
+  if (body) headers["Content-Type"] = "application/json";
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let response;
+  try {
+    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "The server cannot be reached. Is it still running?");
+  }
+  if (response.ok) return response;
+  const text = await response.text();
+  let said = text.slice(0, 500);
+  try {
+    const { error, detail } = JSON.parse(text);
+    said = error?.message ?? error ?? detail ?? said;
+  } catch {
+    // not JSON: said as it is
+  }
+  throw new ServerError(response.status, `The server answered ${response.status}: ${said}`);
+}
+
+export const getJson = async (path) => (await request(path)).json();
+export const postJson = async (path, body) => (await request(path, body)).json();
+
+/** The JSON of each event of a stream of server-sent events, up to [DONE]. */
+export async function* events(path, body, signal) {
+  const response = await request(path, body, signal);
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) throw new ServerError(0, "The server ended the stream before the answer was whole.");
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (!line.startsWith("data:")) continue;
+      const data = line.slice(5).trim();
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new ServerError(200, event.error.message ?? String(event.error));
+      yield event;
+    }
+  }
+}

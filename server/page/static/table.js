@@ -1,0 +1,48 @@
+// The map as a table, some tokens at a time.
+
+import { visible } from "./tokens.js";
+
+const ROWS = 25;
+
+export class MapTable {
+  constructor(details, view) {
+    this.details = details;
+    this.view = view;
+    this.table = details.querySelector("table");
+    this.range = details.querySelector("#table-range");
+    this.first = 0;
+    details.addEventListener("toggle", () => this.show(view.token));
+    details.querySelector("#table-back").addEventListener("click", () => this.show(this.first - ROWS));
+    details.querySelector("#table-on").addEventListener("click", () => this.show(this.first + ROWS));
+  }
+
+  /** Shows the page with a position on it. */
+  show(position) {
+    const { a } = this.view;
+    if (!a || !this.details.open) return;
+    const last = Math.max(a.tokens.length, a.end) - 1;
+    this.first = Math.floor(Math.min(Math.max(position, 0), Math.max(last, 0)) / ROWS) * ROWS;
+    const end = Math.min(this.first + ROWS, last + 1);
+    this.range.textContent = `tokens ${this.first} to ${end - 1} of ${last + 1}`;
+    this.table.replaceChildren();
+    const head = this.table.createTHead().insertRow();
+    for (const title of ["Position", "Token", ...a.layerIds.map((id) => `Layer ${id}`)]) head.append(header(title, "col"));
+    const body = this.table.createTBody();
+    for (let i = this.first; i < end; i++) this.#row(body.insertRow(), a, i);
+  }
+
+  #row(row, answer, position) {
+    row.append(header(position, "row"));
+    row.insertCell().textContent = visible(answer.text(position));
+    for (let layer = 0; layer < answer.layers; layer++) {
+      const ids = Array.from(answer.cell(position, layer), (id) => (id < 0 ? "not known" : id));
+      row.insertCell().textContent = ids.join(", ") || "no row";
+    }
+  }
+}
+
+function header(text, scope) {
+  const cell = document.createElement("th");
+  Object.assign(cell, { scope, textContent: text });
+  return cell;
+}

@@ -1,0 +1,127 @@
+// The tokens as text, one of them selected.
+
+import { visible } from "./tokens.js";
+
+const ENOUGH = 60;
+const MOST = 240;
+const SHADED_A_FRAME = 400;
+
+export class TokenText {
+  constructor(element, side, select) {
+    this.element = element;
+    this.side = side;
+    this.reset(null);
+    element.addEventListener("click", (event) => {
+      const token = event.target.closest("[data-i]");
+      if (token) select({ token: Number(token.dataset.i) });
+    });
+  }
+
+  reset(answer) {
+    this.answer = answer;
+    this.shown = [];
+    this.selected = null;
+    this.block = null;
+    this.parted = null;
+    this.rarity = null;
+    this.shaded = 0;
+    this.element.replaceChildren();
+  }
+
+  /** Shows tokens that are new; names of tokens can come late. */
+  draw(token, { isStreaming, firstToken }) {
+    const { answer, element } = this;
+    if (answer.renamed) {
+      answer.renamed = false;
+      this.reset(answer);
+    }
+    const isMore = this.shown.length < answer.tokens.length;
+    while (this.shown.length < answer.tokens.length) this.#append(this.#make(this.shown.length));
+    this.#refreshLast();
+    element.setAttribute("aria-busy", String(isStreaming));
+    this.#mark(token);
+    if (firstToken !== this.parted && this.shown[firstToken]) {
+      this.shown[firstToken].classList.add("parts");
+      this.parted = firstToken;
+    }
+    if (isStreaming && isMore) element.scrollTop = 1e9;
+  }
+
+  /** Tokens stand in blocks, so that what cannot be seen costs nothing; a line break begins one, where there is one. */
+  #append(span) {
+    const inBlock = this.block?.childElementCount ?? Infinity;
+    if (inBlock >= MOST || (inBlock >= ENOUGH && this.block.lastChild.textContent.endsWith("\n"))) {
+      this.block = document.createElement("div");
+      this.block.className = "block";
+      this.element.append(this.block);
+    }
+    this.block.append(span);
+  }
+
+  #make(i) {
+    const span = document.createElement("span");
+    span.id = `token-${this.side}-${i}`;
+    span.dataset.i = i;
+    span.role = "option";
+    span.className = i < this.answer.promptLength ? "token prompt" : "token";
+    this.#fill(span, i);
+    this.shown.push(span);
+    return span;
+  }
+
+  #fill(span, i) {
+    const { text, id } = this.answer.tokens[i];
+    const isNumber = text === null && id !== null;
+    span.textContent = isNumber ? `#${id}` : (text || "·").replaceAll("\n", "⏎\n");
+    span.classList.toggle("number", isNumber);
+  }
+
+  /** The last token's text can still grow. */
+  #refreshLast() {
+    const last = this.shown.length - 1;
+    if (last >= 0 && !this.answer.finished) this.#fill(this.shown[last], last);
+  }
+
+  #mark(token) {
+    if (this.selected === token && this.shown[token]?.classList.contains("selected")) return;
+    const before = this.shown[this.selected];
+    before?.classList.remove("selected");
+    before?.removeAttribute("aria-selected");
+    this.selected = token;
+    const span = this.shown[token];
+    if (!span) return;
+    span.classList.add("selected");
+    span.ariaSelected = "true";
+    this.element.setAttribute("aria-activedescendant", span.id);
+  }
+
+  /** Shades tokens by how rare their experts are; whether some are left for the next frame. */
+  shade(rarity) {
+    if (rarity !== this.rarity) this.shaded = 0;
+    this.rarity = rarity;
+    const end = Math.min(this.shown.length, this.answer.end); // the last token's row comes with the next one
+    const upTo = Math.min(end, this.shaded + SHADED_A_FRAME);
+    for (; this.shaded < upTo; this.shaded++) {
+      const share = rarity ? rarity.ofToken(this.shaded) : null;
+      const level = share === null ? "" : String(Math.min(Math.floor(share * 5), 4));
+      const { dataset } = this.shown[this.shaded];
+      if ((dataset.rare ?? "") !== level) dataset.rare = level;
+    }
+    return this.shaded < end;
+  }
+
+  /** Scrolls so that a token can be seen. */
+  reveal(token) {
+    const span = this.shown[token];
+    if (!span) return;
+    const [box, frame] = [span.getBoundingClientRect(), this.element.getBoundingClientRect()];
+    if (box.top < frame.top || box.bottom > frame.bottom) this.element.scrollTop += box.top - frame.top - frame.height / 3;
+  }
+}
+
+/** A token in words: its place and text. */
+export function describe(answer, position) {
+  const text = answer.text(position);
+  const kind = answer.promptLength === null ? "" : position < answer.promptLength ? ", of the prompt" : ", generated";
+  return `Token ${position}${text ? ` “${visible(text)}”` : ""}${kind}`;
+}

@@ -1,0 +1,61 @@
+"""A browser, and the page by both who serve it."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from routed_experts.server.view import ViewServer
+from tests.contract.served import serving
+from tests.e2e.harness import Server
+from tests.page.browser import CHROMIUM, Tab, browser
+
+Viewed = Callable[..., str]
+
+
+@pytest.fixture(scope="session")
+def tabs() -> Iterator[Callable[[], Tab]]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with browser() as tab:
+        yield tab
+
+
+@pytest.fixture(scope="session")
+def the_tab(tabs: Callable[[], Tab]) -> Tab:
+    return tabs()
+
+
+@pytest.fixture
+def tab(the_tab: Tab) -> Iterator[Tab]:
+    """A tab, whose console must stay empty; a test that expects messages clears it."""
+    yield the_tab
+    console = list(the_tab.console)
+    the_tab.call("Page.navigate", url="about:blank")
+    assert console == []
+
+
+@pytest.fixture(scope="session")
+def api(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model) as server:
+        yield server
+
+
+@pytest.fixture
+def viewed(tmp_path: Path) -> Iterator[Viewed]:
+    """Serves a file with answers, as `routed-experts view` does; gives the page's address."""
+    with ExitStack() as stack:
+
+        def view(*answers: Any, text: str | None = None, num_experts: int | None = None) -> str:
+            file = tmp_path / "answers.jsonl"
+            file.write_text("".join(json.dumps(one) + "\n" for one in answers) if text is None else text)
+            server = stack.enter_context(ViewServer(file, 0, num_experts))
+            Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            return server.url
+
+        yield view

@@ -1,0 +1,84 @@
+"""What is served as the page, and to whom. No browser."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from routed_experts.server import cli
+from routed_experts.server.page import page_files
+from tests.contract.served import serving
+from tests.e2e.harness import Server
+
+Viewed = Callable[..., str]
+
+
+def check_page(url: str) -> None:
+    """The page and each of its files is there, and nothing else is."""
+    index = httpx.get(url)
+    assert index.status_code == 200
+    assert index.headers["content-type"] == "text/html; charset=utf-8"
+    for policy in ("default-src 'none'", "script-src 'self'", "connect-src 'self'"):
+        assert policy in index.headers["content-security-policy"]
+    for name, (content, kind) in page_files().items():
+        response = httpx.get(f"{url}/{name}")
+        if name == "index.html":
+            assert response.status_code == 404
+        else:
+            assert (response.content, response.headers["content-type"]) == (content, kind)
+    for path in ("/", "/nothing.js", "/../plugin.py", "/..%2f..%2fplugin.py", "/__init__.py"):
+        assert httpx.get(url + path).status_code in (404, 307), path
+
+
+def test_the_server_serves_it(api: Server) -> None:
+    check_page(f"{api.url}/routed_experts")
+
+
+def test_view_serves_it(viewed: Viewed) -> None:
+    url = viewed({"choices": []})
+    check_page(url)
+    assert httpx.get(f"{url}/saved").text == '{"choices": []}\n'
+
+
+def test_view_answers_to_its_own_address_only(viewed: Viewed) -> None:
+    """A site elsewhere can have its name lead here, and would read the file."""
+    url = viewed({"choices": []})
+    response = httpx.get(f"{url}/saved", headers={"Host": "elsewhere.example"})
+    assert response.status_code == 403
+    assert "choices" not in response.text
+
+
+@pytest.mark.parametrize("name", sorted(page_files()))
+def test_nothing_is_loaded_from_elsewhere(name: str) -> None:
+    text = page_files()[name][0].decode().replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?:|//[a-z]+\.[a-z]|innerHTML|outerHTML|insertAdjacentHTML|\beval\b", text)
+
+
+def test_every_file_is_used() -> None:
+    """Each is named by another."""
+    files = {name: content.decode() for name, (content, _) in page_files().items()}
+    for name in files.keys() - {"index.html"}:
+        assert any(name in text for other, text in files.items() if other != name), name
+
+
+def test_without_the_page(tiny_model: Path) -> None:
+    with serving(tiny_model, "--no-routed-experts-page") as server:
+        assert httpx.get(f"{server.url}/routed_experts").status_code == 404
+        assert httpx.get(f"{server.url}/routed_experts/main.js").status_code == 404
+        assert server.info()["num_layers"] == 8
+
+
+def test_view_needs_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["view", str(tmp_path / "nothing"), "--no-browser"]) == 2
+    assert capsys.readouterr().err == f"routed-experts: {tmp_path}/nothing cannot be read: No such file or directory.\n"
+
+
+def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], viewed: Viewed) -> None:
+    port = httpx.URL(viewed({"choices": []})).port
+    assert cli.main(["view", sys.executable, "--no-browser", "--port", str(port)]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert f"Port {port} cannot be used" in sentence
+    assert "--port" in sentence
