@@ -29,6 +29,7 @@ def make_engine(args: argparse.Namespace) -> AsyncLLM:
     """The engine of a variant; all else is equal between them."""
     options: dict[str, Any] = json.loads(args.engine)
     if args.variant == "vllm":
+        os.environ["VLLM_PLUGINS"] = ""  # with ours, the argument means our capture
         options["enable_return_routed_experts"] = True
     elif args.variant == "ours":
         options |= {"worker_cls": WORKERS[args.device], "scheduler_cls": SCHEDULER}

@@ -27,6 +27,8 @@ class CapturedEngine:
         """Starts to take rows off the engine's outputs, and asks its workers once what they mean."""
         info = await _info(engine, model)
         feeds = RowFeeds.install(engine.output_processor)
+        if feeds.every_request is not None:
+            feeds.every_request.is_on = False  # over HTTP, requests ask for themselves
         feeds.on_stats = EngineMetrics(info.layer_ids, info.num_experts).update
         return cls(engine, feeds, info)
 

@@ -85,7 +85,7 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
         VLLMValidationError: with `parameter` set to the field's name.
     """
     body = await _body(raw_request)
-    options = None if body is None else _parse(body, raw_request)
+    options = None if body is None else _parse(body, raw_request, _vllms_default(raw_request))
     if body is None or options is None:
         return None
     params = body.get("sampling_params")
@@ -113,9 +113,17 @@ async def refuse_routing(raw_request: Request) -> None:
         raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=OPT_IN)
 
 
-def _parse(body: Mapping[str, Any], raw_request: Request) -> RoutingOptions | None:
+def _vllms_default(raw_request: Request) -> dict[str, Any]:
+    """Where vLLM's own flag was given to its own command, each request of that endpoint asks."""
+    return {OPT_IN: True} if getattr(raw_request.app.state, "asks_in_vllms_way", False) else {}
+
+
+def _parse(
+    body: Mapping[str, Any], raw_request: Request, defaults: Mapping[str, Any] | None = None
+) -> RoutingOptions | None:
+    defaults = {**(defaults or {}), **(getattr(raw_request.app.state, "routed_experts_defaults", None) or {})}
     try:
-        return parse_options(body, getattr(raw_request.app.state, "routed_experts_defaults", None))
+        return parse_options(body, defaults)
     except FieldError as error:
         raise VLLMValidationError(str(error), parameter=error.param) from None
 

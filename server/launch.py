@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from routed_experts.capture import SCHEDULER, WORKERS
+from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import (
     ALLOW_UNTESTED_FLAG,
     ALLOW_UNTESTED_VARIABLE,
@@ -202,24 +202,15 @@ def fill_in(args: argparse.Namespace) -> None:
     """Names our scheduler and worker in vLLM's arguments.
 
     Raises:
-        CommandError: the arguments name others, or the device or the version of vLLM is not supported.
+        CommandError: the arguments name classes that the capture cannot be mixed into, or the device or the version of
+            vLLM is not supported.
     """
     try:
         check_vllm_version()
+        args.worker_cls = worker_name(args.worker_cls)
+        args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:
-        raise CommandError(str(error)) from None
-    for flag in ("worker_cls", "scheduler_cls"):
-        given = getattr(args, flag)
-        if given not in (None, "auto", SCHEDULER, *WORKERS.values()):
-            raise CommandError(
-                f"--{flag.replace('_', '-')} {given} takes the place of this server's capture: remove it, or add "
-                "--no-enable-return-routed-experts."
-            )
-    device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
-    if device is None:
-        raise CommandError("Only CUDA and CPU are supported: add --no-enable-return-routed-experts.")
-    args.scheduler_cls = SCHEDULER
-    args.worker_cls = WORKERS[device]
+        raise CommandError(f"{error} --no-enable-return-routed-experts serves without the capture.") from None
 
 
 def check(args: argparse.Namespace) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.datastructures import State
 
-from routed_experts.capture import WORKERS
+from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import FieldError
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME, other_doors
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.metrics import watch_feeds
+from routed_experts.server.own_engines import asks_for_every_request
 from routed_experts.server.page.routes import page_router
 from routed_experts.server.probe import probe
 from routed_experts.server.routes import generate_router, router
@@ -64,6 +65,7 @@ class RoutedExpertsPlugin:
             state.feeds_watch = asyncio.create_task(watch_feeds(captured.feeds))  # kept: a task alone may be dropped
         state.captured_engine = captured
         state.routed_experts_defaults = defaults_of(args, captured)
+        state.asks_in_vllms_way = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
         for name, cls in ADOPTED.items():
             if (serving := getattr(state, name, None)) is not None:
@@ -89,7 +91,7 @@ def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, A
 
 def captures(engine: AsyncLLM) -> bool:
     """Whether the engine's workers and scheduler are ours."""
-    return engine.vllm_config.parallel_config.worker_cls in WORKERS.values()
+    return is_capturing(engine.vllm_config.parallel_config.worker_cls)
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:

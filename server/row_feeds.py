@@ -1,8 +1,8 @@
 """Rows on their way from the engine's outputs to the answers that they belong to."""
 
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +33,20 @@ class RowFeed:
 
     It rides on the choice's outputs as `CompletionOutput.routed_experts`, so it lives as long as they do, and
     merged outputs lose nothing: they carry the same feed.
+
+    Attributes:
+        has_begun: whether any have arrived.
     """
 
     def __init__(self) -> None:
         self._arrays: list[Rows] = []
         self._taken = 0
+        self.has_begun = False
 
     def push(self, rows: Rows) -> None:
         """Adds `rows` ([n, L, K]), which follow those before."""
         self._arrays.append(rows)
+        self.has_begun = True
 
     def take_until(self, total: int) -> list[Rows]:
         """The rows that bring what was taken so far to `total`, or fewer if they have not arrived, in order."""
@@ -67,10 +72,25 @@ class FedRequestState(RequestState):
 
     feed: RowFeed
 
+    @classmethod
+    def give(cls, state: RequestState, feed: RowFeed) -> None:
+        """Makes `state` one whose outputs carry `feed`. vLLM makes it itself, and cannot be given a subclass."""
+        state.__class__ = cls
+        state.feed = feed
+
     def _new_completion_output(self, *args: Any, **kwargs: Any) -> CompletionOutput:
         output = super()._new_completion_output(*args, **kwargs)
         output.routed_experts = self.feed
         return output
+
+
+class AllRequests(Protocol):
+    """What asks for the rows of all requests; see `arrays.EveryRequest`."""
+
+    is_on: bool
+
+    def fill(self, outputs: Iterable[Any]) -> None:
+        """Makes feeds on outputs arrays."""
 
 
 class RowFeeds:
@@ -78,10 +98,12 @@ class RowFeeds:
 
     Attributes:
         on_stats: called with the numbers.
+        every_request: None where requests ask for themselves.
     """
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None
+        self.every_request: AllRequests | None = None
         self._processor = processor
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
         self._unpacker = Unpacker()
@@ -99,7 +121,7 @@ class RowFeeds:
 
     def __len__(self) -> int:
         """Choices under way that rows have come for."""
-        return sum(type(state) is FedRequestState for state in self._processor.request_states.values())
+        return sum(_has_begun(state) for state in self._processor.request_states.values())
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
@@ -117,10 +139,11 @@ class RowFeeds:
                 self._take_prompt(output.request_id, rows)
                 continue
             output.routed_experts = None
-            if type(state) is not FedRequestState:
-                self._feed(state)
-            state.feed.push(rows)
-        return self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
+            _feed_of(state).push(rows)
+        processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
+        if self.every_request is not None:  # an engine without tasks that read from it returns its outputs
+            self.every_request.fill(processed.request_outputs)
+        return processed
 
     def _take_prompt(self, output_id: str, rows: Rows) -> None:
         """Gives a prompt's rows to all of its requests, before their first tokens; all share one array.
@@ -136,17 +159,23 @@ class RowFeeds:
         parent = state.parent_req if state is not None else parents.get(_parent_of(request_id))
         for each in (request_id,) if parent is None else parent.child_requests:
             state = states.get(each)
-            if state is not None and type(state) is not FedRequestState:
-                self._feed(state)
-                state.feed.push(rows)
+            if state is not None and not _has_begun(state):
+                _feed_of(state).push(rows)
 
     def _take_stats(self, output: EngineCoreOutput) -> None:
         if self.on_stats is not None:
             self.on_stats(EngineStats.decode(output.kv_transfer_params))
 
-    def _feed(self, state: RequestState) -> None:
-        state.__class__ = FedRequestState
-        state.feed = RowFeed()
+
+def _has_begun(state: RequestState) -> bool:
+    return type(state) is FedRequestState and state.feed.has_begun
+
+
+def _feed_of(state: RequestState) -> RowFeed:
+    if type(state) is not FedRequestState:
+        FedRequestState.give(state, RowFeed())
+    feed: RowFeed = state.feed
+    return feed
 
 
 def _parent_of(child_id: str) -> str:

@@ -4,6 +4,7 @@ import logging
 
 from vllm import SamplingParams
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -28,14 +29,21 @@ from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger as _init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestState
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.engine.output_processor import (
+    OutputProcessor,
+    OutputProcessorOutput,
+    RequestOutputCollector,
+    RequestState,
+)
 from vllm.version import __version__ as VLLM_VERSION
 
 __all__ = [
     "VLLM_VERSION",
     "AsyncLLM",
+    "BeamSearchOfflineMixin",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
     "ChatCompletionResponseChoice",
@@ -45,15 +53,18 @@ __all__ = [
     "CompletionResponseChoice",
     "EngineClient",
     "EngineCoreOutput",
+    "EngineCoreRequest",
     "ErrorResponse",
     "GenerateRequest",
     "GenerateTokensChoice",
     "GenerateTokensResponse",
+    "LLMEngine",
     "OpenAIServingChat",
     "OpenAIServingCompletion",
     "OutputProcessor",
     "OutputProcessorOutput",
     "RequestOutput",
+    "RequestOutputCollector",
     "RequestOutputKind",
     "RequestState",
     "SamplingParams",

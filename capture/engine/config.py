@@ -45,6 +45,8 @@ class Refusal:
     message: str
 
 
+EXTERNAL_LAUNCHER = "external_launcher"
+
 REFUSALS = (
     Refusal(
         "dense model",
@@ -84,6 +86,15 @@ REFUSALS = (
         lambda c: c.model_config.enable_sleep_mode,
         "It has not been shown that routing stays exact after the engine slept: remove --enable-sleep-mode, or add "
         "--no-enable-return-routed-experts.",
+    ),
+    Refusal(
+        "pipeline parallelism under an external launcher",
+        lambda c: (
+            c.parallel_config.distributed_executor_backend == EXTERNAL_LAUNCHER
+            and c.parallel_config.pipeline_parallel_size > 1
+        ),
+        "Under an external launcher every rank schedules for itself, and only the last pipeline stage knows all rows: "
+        "set --pipeline-parallel-size to 1.",
     ),
     Refusal(
         "context parallelism",

@@ -277,8 +277,8 @@ class SchedulerConnector:
         return self._cache
 
 
-class _Capture(Scheduler):
-    """What both schedulers add to vLLM's."""
+class SchedulerCapture(Scheduler):
+    """What all schedulers add to vLLM's, or to a program's own."""
 
     aux_output_connector: SchedulerConnector
 
@@ -316,11 +316,11 @@ class _Capture(Scheduler):
         )
 
 
-class CaptureScheduler(_Capture, Scheduler):
+class CaptureScheduler(SchedulerCapture, Scheduler):
     """For synchronous scheduling."""
 
 
-class CaptureAsyncScheduler(_Capture, AsyncScheduler):
+class CaptureAsyncScheduler(SchedulerCapture, AsyncScheduler):
     """For asynchronous scheduling."""
 
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 import torch.distributed
+from vllm.config import ParallelConfig
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.engine.config import EXTERNAL_LAUNCHER
 
 _ROWS = "routed_experts"
 
@@ -24,9 +26,13 @@ def gather_stages(own: RowShape) -> list[RowShape]:
     return shapes
 
 
-def is_output_rank() -> bool:
-    """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline stage."""
-    return bool(get_pp_group().is_last_rank and get_tp_group().is_first_rank)
+def is_output_rank(parallel: ParallelConfig) -> bool:
+    """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline stage.
+
+    With an external launcher (torchrun) every rank has a scheduler of its own, which takes the output of its worker.
+    """
+    has_scheduler = parallel.distributed_executor_backend == EXTERNAL_LAUNCHER
+    return bool(get_pp_group().is_last_rank and (get_tp_group().is_first_rank or has_scheduler))
 
 
 class Stage:

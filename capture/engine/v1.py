@@ -22,7 +22,7 @@ class V1Adapter:
         self._capturer = capturer
         self._kv_group = kv_group
         self._stage = Stage(runner, capturer)
-        self._sends = is_output_rank()
+        self._sends = is_output_rank(runner.parallel_config)
         self._pending: PendingRows | None = None
 
     def post_forward(self, scheduler_output: SchedulerOutput) -> None:

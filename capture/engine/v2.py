@@ -21,7 +21,7 @@ class V2Adapter:
         self._capturer = capturer
         self._kv_group = kv_group
         self._stage = Stage(runner, capturer)
-        self._sends = is_output_rank()
+        self._sends = is_output_rank(runner.parallel_config)
 
     def begin_step(self, metadata: Any) -> None:
         """Called before the forward pass. Nothing to prepare: the device cache is always written from row 0."""

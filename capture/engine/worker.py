@@ -25,8 +25,8 @@ else:
 # output of one of them.
 
 
-class _Capture(Worker):
-    """What both workers add to vLLM's."""
+class WorkerCapture(Worker):
+    """What all workers add to vLLM's, or to a program's own."""
 
     _capturer: Capturer
     _v1: V1Adapter | None = None
@@ -88,9 +88,9 @@ class _Capture(Worker):
         }
 
 
-class CudaCaptureWorker(_Capture, Worker):
+class CudaCaptureWorker(WorkerCapture, Worker):
     """`worker_cls` on CUDA."""
 
 
-class CpuCaptureWorker(_Capture, CPUWorker):
+class CpuCaptureWorker(WorkerCapture, CPUWorker):
     """`worker_cls` on CPU."""

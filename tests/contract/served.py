@@ -7,7 +7,7 @@ import asyncio
 import os
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +21,12 @@ import torch
 import uvicorn
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.envs import disable_envs_cache
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -34,6 +36,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.server import launch
+from routed_experts.server.launch import cli_env_setup
 from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, K, L
 from tests.e2e.harness import Server, free_port
 
@@ -113,11 +116,34 @@ class InProcessClient(EngineCoreClient):
             self.core.shutdown()
 
 
+Command = Callable[[list[str]], Namespace]
+"""What makes arguments of a command line."""
+
+
+def ours(argv: list[str]) -> Namespace:
+    """What `routed-experts serve` makes of a command line."""
+    launch.allow_plugin()
+    args = launch.parse(argv)
+    if launch.take_capture_flag(args):
+        launch.fill_in(args)
+    return args
+
+
+def vllms(argv: list[str]) -> Namespace:
+    """What `vllm serve` makes of one."""
+    cli_env_setup()
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    args: Namespace = parser.parse_args(["serve", *argv])
+    args.model = args.model_tag
+    return args
+
+
 @contextmanager
-def serving(model: Path, *flags: str, captured: bool = True) -> Iterator[Server]:
-    """A running API server for the tokenizer and the chat template of `model`; `flags` as of `routed-experts serve`."""
+def serving(model: Path, *flags: str, command: Command = ours) -> Iterator[Server]:
+    """A running API server for the tokenizer and the chat template of `model`; `flags` are those of `command`."""
     sizes = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
-    with served(model, ServedExecutor, *sizes, *flags, captured=captured) as server:
+    with served(model, ServedExecutor, *sizes, *flags, command=command) as server:
         yield server
 
 
@@ -140,18 +166,15 @@ def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = No
 
 
 @contextmanager
-def served(model: Path, executor: type[Executor], *flags: str, captured: bool = True) -> Iterator[Server]:
+def served(model: Path, executor: type[Executor], *flags: str, command: Command = ours) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         for variable in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):
-            patch.setenv(variable, "")  # so that it is put back as it was
-            patch.delenv(variable)
+            patch.setenv(variable, os.environ.get(variable, ""))  # so that it is put back as it was
+            if command is ours or not os.environ[variable]:
+                patch.delenv(variable)
         patch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
-        launch.allow_plugin()
         port = free_port()
-        args = launch.parse([str(model), "--served-model-name", "tiny", "--port", str(port), *flags])
-        launch.take_capture_flag(args)
-        if captured:
-            launch.fill_in(args)
+        args = command([str(model), "--served-model-name", "tiny", "--port", str(port), *flags])
         args.distributed_executor_backend = executor
         ready: Future[uvicorn.Server] = Future()
         thread = Thread(target=lambda: asyncio.run(_serve(args, ready)), daemon=True)

@@ -39,12 +39,15 @@ MICROBATCHES = {**EXPERT_PARALLEL, "ubatch_size": 2, "all2all_backend": "deepep_
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("dense model", {"config_json": DENSE}),
-    ("vLLM's own capture", {"enable_return_routed_experts": True}),
     ("encoder-decoder or pooling model", {"runner": "pooling"}),  # vLLM has no encoder-decoder model with experts
     ("diffusion model", {"diffusion_config": {"canvas_length": 32}}),
     ("KV connector", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
     ("KV connector", {"kv_offloading_size": 1}),
     ("sleep mode", {"enable_sleep_mode": True}),
+    (
+        "pipeline parallelism under an external launcher",
+        {"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2},
+    ),
     ("context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}),
     ("context parallelism", {"prefill_context_parallel_size": 2}),
     ("sequence-parallel MoE", {**EXPERT_PARALLEL, "tensor_parallel_size": 2}),
@@ -52,8 +55,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}),
 ]
 
-# What vLLM does not make on the CPU build, whatever is asked for: set on a configuration that it made.
+# What vLLM does not make here, whatever is asked for: set on a configuration that it made.
 SET_AFTERWARDS: list[tuple[str, dict[str, Any], str, Any]] = [
+    # With the package installed, the argument means this capture.
+    ("vLLM's own capture", {}, "aux_output_config.enable_return_routed_experts", True),
     # Needs full CUDA graphs.
     (
         "adaptive draft verification",

@@ -46,7 +46,7 @@ from routed_experts.server.stream import StreamLimitError
 ROOT = Path(__file__).parents[2]
 VLLM = Path(vllm.__file__).parent
 PACKAGES = ("protocol", "server", "capture")
-MAY_IMPORT_VLLM = ("capture/engine/", "server/vllm_api.py", "server/launch.py")
+MAY_IMPORT_VLLM = ("capture/engine/", "server/vllm_api.py", "server/launch.py", "server/general_plugin.py")
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -180,10 +180,10 @@ OVERRIDING = [
     (vllm_serving.RoutedServingTokens, vllm_api.ServingTokens),
     (fields.RoutedCompletionRequest, vllm_api.CompletionRequest),
     (fields.RoutedChatRequest, vllm_api.ChatCompletionRequest),
-    (scheduler._Capture, Scheduler),
-    (scheduler._Capture, AsyncScheduler),
-    (worker._Capture, Worker),
-    (worker._Capture, CPUWorker),
+    (scheduler.SchedulerCapture, Scheduler),
+    (scheduler.SchedulerCapture, AsyncScheduler),
+    (worker.WorkerCapture, Worker),
+    (worker.WorkerCapture, CPUWorker),
 ]
 
 

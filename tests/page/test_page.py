@@ -316,7 +316,7 @@ def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) ->
     """Says so, and shows saved answers."""
     file = tmp_path / "saved.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
-    with serving(tiny_model, captured=False) as server:
+    with serving(tiny_model, "--no-enable-return-routed-experts") as server:
         tab.open(f"{server.url}/routed_experts")
         tab.wait("!document.querySelector('#notice').hidden")
         assert tab.js("document.querySelector('#ask').hidden")

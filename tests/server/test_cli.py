@@ -141,9 +141,9 @@ def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls"])
-def test_another_worker_or_scheduler_is_refused(flag: str) -> None:
-    with pytest.raises(CommandError, match=f"{flag} their.Class takes the place of this server's capture: remove it"):
-        filled_in(flag, "their.Class")
+def test_a_worker_or_scheduler_that_is_none_is_refused(flag: str) -> None:
+    with pytest.raises(CommandError, match=r"Path does not derive from vLLM's .* --no-enable-return-routed-experts"):
+        filled_in(flag, "pathlib.Path")
 
 
 @pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls"])
@@ -152,7 +152,7 @@ def test_refusals_are_sentences_and_not_tracebacks(
 ) -> None:
     code, _, err = run(capsys, "serve", "model", flag, "their.Class")
     assert code == 2
-    assert err.startswith(f"routed-experts: {flag} their.Class")
+    assert err.startswith("routed-experts: their.Class cannot be imported")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_an_untested_vllm_is_allowed_in_all_processes(
     assert (code, "or add --allow-untested-vllm" in err) == (2, True)
     assert config.ALLOW_UNTESTED_VARIABLE not in get_env_vars_to_copy()
     code, _, err = run(capsys, "serve", "model", "--allow-untested-vllm", "--worker-cls", "their.Class")
-    assert (code, "--worker-cls their.Class takes the place" in err) == (2, True)
+    assert (code, "their.Class cannot be imported" in err) == (2, True)
     assert os.environ[config.ALLOW_UNTESTED_VARIABLE] == "1"
     assert {config.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
 

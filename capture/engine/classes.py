@@ -1,0 +1,103 @@
+"""Which worker and scheduler vLLM is given: ours, or a program's own with the capture mixed in.
+
+vLLM finds a class by its name, in every process anew. `routed_experts.capture.engine.classes.package:module:Class` is
+the name of the program's `package.module.Class` with the capture, made when it is asked for.
+"""
+
+import inspect
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from routed_experts.capture import SCHEDULER, WORKERS
+from routed_experts.capture.engine.config import UnsupportedConfig
+
+_PREFIX = f"{__name__}."
+
+
+def worker_name(given: Any) -> str:
+    """The worker to name as `worker_cls`, where a program names `given`.
+
+    Raises:
+        UnsupportedConfig: the capture cannot be mixed in, or there is none for this device.
+    """
+    device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
+    if device is None:
+        raise UnsupportedConfig("Routed experts are captured on CUDA and on CPU only.")
+    if given in (None, "auto"):
+        return WORKERS[device]
+    if _is_ours(given):
+        return str(given)
+    from vllm.v1.worker.gpu_worker import Worker  # takes seconds, and is needed for classes of a program's own only
+
+    return _mixed_name("worker_cls", given, Worker)
+
+
+def scheduler_name(given: Any) -> str:
+    """As `worker_name`, for `scheduler_cls`."""
+    if given is None:
+        return SCHEDULER
+    if _is_ours(given):
+        return str(given)
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return _mixed_name("scheduler_cls", given, Scheduler)
+
+
+def is_capturing(worker_cls: str) -> bool:
+    """Whether an engine whose worker has that name captures."""
+    return worker_cls in WORKERS.values() or worker_cls.startswith(_PREFIX)
+
+
+def _is_ours(given: Any) -> bool:
+    return isinstance(given, str) and (given in (SCHEDULER, *WORKERS.values()) or given.startswith(_PREFIX))
+
+
+def _mixed_name(argument: str, given: Any, base: type) -> str:
+    cls = _class_named(given) if isinstance(given, str) else given
+    if not inspect.isclass(cls) or not _can_be_named(cls):
+        raise UnsupportedConfig(
+            f"{argument} must be a class at the top of a module that every process can import, or its name, for the "
+            f"capture to be mixed in: not {given!r:.100}."
+        )
+    if not issubclass(cls, base):
+        raise UnsupportedConfig(
+            f"{argument} {cls.__qualname__} does not derive from vLLM's {base.__name__}, so the capture cannot be "
+            "mixed in: derive it from that class, or leave it out."
+        )
+    return f"{_PREFIX}{cls.__module__.replace('.', ':')}:{cls.__qualname__}"
+
+
+def _can_be_named(cls: type) -> bool:
+    return cls.__module__ != "__main__" and getattr(import_module(cls.__module__), cls.__qualname__, None) is cls
+
+
+def _class_named(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnsupportedConfig(f"{name} cannot be imported: {error}") from error
+
+
+@cache
+def _mixed(name: str) -> type:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    cls = _class_named(name.replace(":", "."))
+    capture: type
+    if issubclass(cls, Worker):
+        from routed_experts.capture.engine.worker import WorkerCapture as capture
+    else:
+        from routed_experts.capture.engine.scheduler import SchedulerCapture as capture
+    if issubclass(cls, capture):
+        return cls
+    return type(cls.__name__, (capture, cls), {"__module__": __name__, "__qualname__": name})
+
+
+def __getattr__(name: str) -> Any:
+    if ":" not in name:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return _mixed(name)

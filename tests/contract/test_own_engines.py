@@ -1,0 +1,495 @@
+"""Engines that a program builds itself with `enable_return_routed_experts=True`: vLLM's real `LLM`, `LLMEngine` and
+`AsyncLLM`, around the model that does arithmetic."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from routed_experts.capture import SCHEDULER, WORKERS
+from routed_experts.capture.engine.classes import is_capturing
+from routed_experts.capture.engine.config import UnsupportedConfig
+from routed_experts.capture.engine.scheduler import SchedulerCapture
+from routed_experts.capture.engine.worker import WorkerCapture
+from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, Tokens
+from tests.contract.served import InProcessClient, ServedExecutor
+from tests.e2e.harness import prompt_of
+
+DECODER_LAYERS = 10
+MOE_LAYERS = [1, 2, 3, 4, 6, 7, 8, 9]
+DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
+
+
+class SparseExecutor(ServedExecutor):
+    """Of a model in which two layers have no experts."""
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        answers = super().collective_rpc(method, *args, **kwargs)
+        return [{**answers[0], "layer_ids": MOE_LAYERS}] if method == "routed_experts_info" else answers
+
+
+def arguments(model: Path, **more: Any) -> dict[str, Any]:
+    """Of any engine, with so many experts as the arithmetic has."""
+    return {
+        "model": str(model),
+        "enforce_eager": True,
+        "dtype": "float32",
+        "block_size": BLOCK,
+        "max_model_len": BLOCK * (NUM_BLOCKS - 1),
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 8 << 20,
+        "distributed_executor_backend": SparseExecutor,
+        "hf_overrides": {"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS},
+        "enable_return_routed_experts": True,
+        **more,
+    }
+
+
+def expected(tokens: list[int], start: int, end: int) -> np.ndarray:
+    """What vLLM's own capture would return: uint16 above 256 experts, zeros in layers without experts."""
+    rows = np.zeros((max(end - start, 0), DECODER_LAYERS, K), dtype=np.uint16)
+    rows[:, MOE_LAYERS] = Tokens(tokens).rows(start, end)
+    return rows
+
+
+def check(rows: Any, tokens: list[int], start: int = 0, end: int | None = None) -> None:
+    """`rows` are those of `tokens`, in form too; and the program may write into them."""
+    want = expected(tokens, start, len(tokens) - 1 if end is None else end)
+    assert type(rows) is np.ndarray
+    assert (rows.dtype, rows.shape) == (want.dtype, want.shape)
+    assert rows.flags.c_contiguous
+    assert rows.flags.writeable
+    assert np.array_equal(rows, want)
+
+
+def check_finished(output: RequestOutput, start: int = 0) -> None:
+    assert output.finished
+    for choice in output.outputs:
+        check(choice.routed_experts, [*(output.prompt_token_ids or ()), *choice.token_ids], start)
+
+
+def params(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 6, "temperature": 1.0, "ignore_eos": True, **more})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_collections() -> Iterator[None]:
+    """Of garbage, at each start of an engine: several, longer than a test."""
+    with patch("vllm.v1.engine.core.freeze_gc_heap"):
+        yield
+
+
+# ---- LLM and LLMEngine, without an engine process ----
+
+
+@pytest.fixture(scope="module")
+def no_process() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def llm(request: pytest.FixtureRequest, no_process: None, tiny_model: Path) -> Iterator[LLM]:
+    made = LLM(**arguments(tiny_model, async_scheduling=request.param))
+    yield made
+    made.llm_engine.engine_core.shutdown()
+
+
+def prompts_of(*lengths: int) -> list[Any]:
+    return [{"prompt_token_ids": prompt_of(length, length)} for length in lengths]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_generate_with_lists_of_prompts(llm: LLM, n: int) -> None:
+    outputs = llm.generate(prompts_of(3, 100, 17, 300), params(n=n), use_tqdm=False)
+    assert [len(output.outputs) for output in outputs] == [n] * 4
+    for output in outputs:
+        check_finished(output)
+
+
+def test_parameters_of_each_prompt(llm: LLM) -> None:
+    prompts = prompts_of(20, 40, 60, 20)
+    each = [params(routed_experts_prompt_start=start, seed=4) for start in (0, 40, 33, 20)]
+    for output, asked in zip(llm.generate(prompts, each, use_tqdm=True), each, strict=True):
+        check_finished(output, asked.routed_experts_prompt_start)
+    assert [asked.extra_args for asked in each] == [None] * 4, "the program's own parameters"
+
+
+def test_one_token(llm: LLM) -> None:
+    asked = params(max_tokens=1, routed_experts_prompt_start=20)
+    (output,) = llm.generate(prompts_of(20), asked, use_tqdm=False)
+    assert output.outputs[0].routed_experts.shape == (0, DECODER_LAYERS, K)
+    check_finished(output, 20)
+
+
+def test_parameters_that_requests_share(llm: LLM) -> None:
+    """With `skip_clone` vLLM gives all requests the one object."""
+    shared = params(n=2, skip_clone=True)
+    for _ in range(2):
+        for output in llm.generate(prompts_of(30, 31), shared, use_tqdm=False):
+            check_finished(output)
+
+
+def test_chat(llm: LLM) -> None:
+    messages = [[{"role": "user", "content": text}] for text in ("Which experts?", "Why?")]
+    for output in llm.chat(messages, params(n=2), use_tqdm=False):
+        check_finished(output)
+
+
+def test_a_stop_string(llm: LLM) -> None:
+    prompt = prompts_of(25)
+    (whole,) = llm.generate(prompt, params(max_tokens=20), use_tqdm=False)
+    (output,) = llm.generate(prompt, params(max_tokens=20, stop=whole.outputs[0].text[7:10]), use_tqdm=False)
+    assert 7 < len(output.outputs[0].token_ids) < 20
+    check_finished(output)
+
+
+def test_a_start_behind_the_prompt_is_vllms_error(llm: LLM) -> None:
+    with pytest.raises(VLLMValidationError, match="routed_experts_prompt_start must be between 0"):
+        llm.generate(prompts_of(5), params(routed_experts_prompt_start=6), use_tqdm=False)
+
+
+def test_beam_search_is_refused(llm: LLM) -> None:
+    with pytest.raises(VLLMValidationError, match="cannot be returned with beam search"):
+        llm.beam_search(prompts_of(5), BeamSearchParams(beam_width=2, max_tokens=3))
+
+
+def test_the_engines_own_steps(llm: LLM) -> None:
+    """`LLMEngine.add_request` and `step`, with the three kinds of outputs at once."""
+    engine = llm.llm_engine
+    asked = {"d": DELTA, "c": CUMULATIVE, "f": FINAL}
+    for name, kind in asked.items():
+        engine.add_request(name, prompts_of(40)[0], params(output_kind=kind, n=2))
+    got: dict[tuple[str, int], list[Any]] = {}
+    tokens: dict[tuple[str, int], list[int]] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            for choice in output.outputs:
+                key = (output.request_id, choice.index)
+                new = list(choice.token_ids)
+                tokens[key] = [*tokens.get(key, ()), *new] if output.request_id == "d" else new
+                got.setdefault(key, []).append((choice.routed_experts, len(tokens[key]), choice.finish_reason))
+    prompt = prompt_of(40, 40)
+    for (name, index), arrays in got.items():
+        sequence = [*prompt, *tokens[name, index]]
+        check_kind(asked[name], [(rows, count, reason is not None) for rows, count, reason in arrays], sequence, 40)
+    assert len(got) == 6
+
+
+def check_kind(kind: RequestOutputKind, outputs: list[tuple[Any, int, bool]], tokens: list[int], prompt: int) -> None:
+    """A choice's outputs, in order: rows, tokens so far, whether finished."""
+    *before, (last, _, finished) = outputs
+    assert finished
+    if kind == DELTA:
+        first = 0
+        for rows, count, _ in outputs:
+            check(rows, tokens, first, prompt + count - 1)
+            first = prompt + count - 1
+        return
+    assert all(rows is None for rows, _, _ in before)
+    assert len(before) == 0 or kind == CUMULATIVE
+    check(last, tokens)
+
+
+def test_aux_output_config_asks_too(no_process: None, tiny_model: Path) -> None:
+    """And an engine after another, in the same process."""
+    asked = arguments(tiny_model, aux_output_config={"enable_return_routed_experts": True})
+    del asked["enable_return_routed_experts"]
+    engine = LLMEngine.from_engine_args(EngineArgs(**asked))
+    engine.add_request("r", prompts_of(40)[0], params(output_kind=FINAL))
+    outputs = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    check_finished(*outputs)
+    engine.engine_core.shutdown()
+
+
+def test_an_engine_that_is_let_go_ends(no_process: None, tiny_model: Path) -> None:
+    """Nothing of ours keeps it: a program that deletes its engine wants its memory back, for the next one."""
+    executors: list[SparseExecutor] = []
+    made = LLM(**arguments(tiny_model))
+    made.generate(prompts_of(5), params(), use_tqdm=False)
+    executors.append(made.llm_engine.model_executor)
+    ended: list[bool] = []
+    executors[0].shutdown = lambda: ended.append(True)  # type: ignore[method-assign]
+    gc.disable()
+    try:
+        del made
+        assert ended == [True]
+    finally:
+        gc.enable()
+
+
+# ---- AsyncLLM ----
+
+
+@pytest.fixture
+def make_async(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> Callable[..., AsyncLLM]:
+    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
+    return lambda **more: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(tiny_model, **more)))
+
+
+async def read(
+    engine: AsyncLLM, name: str, prompt: Any, asked: SamplingParams, wait: float = 0
+) -> list[tuple[RequestOutput, Any]]:
+    outputs = []
+    async for output in engine.generate(prompt, asked, name):
+        outputs.append((output, [choice.routed_experts for choice in output.outputs]))
+        await asyncio.sleep(wait)
+    return outputs
+
+
+@pytest.mark.parametrize("in_loop", [True, False], ids=["made in the loop", "made before"])
+def test_all_kinds_of_outputs_at_once(make_async: Callable[..., AsyncLLM], in_loop: bool) -> None:
+    made = None if in_loop else make_async()
+
+    async def run() -> None:
+        engine = made or make_async()
+        jobs = []
+        for index, kind in enumerate((DELTA, CUMULATIVE, FINAL)):
+            for wait in (0, 0.02):
+                for n in (1, 3):
+                    jobs.append((f"{index}-{wait}-{n}", kind, wait, n))
+        prompt = prompts_of(100)[0]
+        results = await asyncio.gather(
+            *(
+                read(engine, name, prompt, params(output_kind=kind, n=n, max_tokens=20), wait)
+                for name, kind, wait, n in jobs
+            )
+        )
+        merged = 0
+        for (_, kind, wait, n), outputs in zip(jobs, results, strict=True):
+            merged += wait > 0 and kind == DELTA and len(outputs) < 20
+            for index in range(n):
+                tokens = prompt_of(100, 100)
+                seen = []
+                for output, _ in outputs:
+                    for choice in output.outputs:
+                        if choice.index == index:
+                            new = list(choice.token_ids)
+                            tokens = [*tokens, *new] if kind == DELTA else [*tokens[:100], *new]
+                            finished = choice.finish_reason is not None
+                            seen.append((choice.routed_experts, len(tokens) - 100, finished))
+                check_kind(kind, seen, tokens, 100)
+        assert merged == 2, "no outputs merged"
+        engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_outputs_of_several_tokens(make_async: Callable[..., AsyncLLM]) -> None:
+    """`stream_interval` keeps tokens back, and their rows with them."""
+
+    async def run() -> None:
+        engine = make_async()
+        asked = params(output_kind=DELTA, max_tokens=20, stream_interval=7)
+        outputs = await read(engine, "r", prompts_of(40)[0], asked)
+        tokens, first = prompt_of(40, 40), 0
+        tokens += [token for output, _ in outputs for token in output.outputs[0].token_ids]
+        count = 40
+        for output, (rows,) in outputs:
+            count += len(output.outputs[0].token_ids)
+            check(rows, tokens, first, count - 1)
+            first = count - 1
+        assert 2 < len(outputs) < 6
+        engine.shutdown()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [DELTA, CUMULATIVE, FINAL])
+def test_requests_that_are_aborted(make_async: Callable[..., AsyncLLM], kind: RequestOutputKind) -> None:
+    """As with vLLM's own: the rows of what was generated, or nothing where nothing was."""
+
+    async def run() -> None:
+        engine = make_async()
+        long = params(output_kind=kind, max_tokens=900)
+        queue = await engine.add_request("long", prompts_of(40)[0], long)
+        early = await engine.add_request("early", prompts_of(30)[0], long)
+        await engine.abort("early")
+        assert (await early.get()).outputs[0].routed_experts is None
+        await asyncio.sleep(0.1)
+        await engine.abort("long")
+        tokens, parts = prompt_of(40, 40), []
+        output = None
+        while output is None or not output.finished:
+            output = await queue.get()
+            (choice,) = output.outputs
+            tokens = [*tokens, *choice.token_ids] if kind == DELTA else [*prompt_of(40, 40), *choice.token_ids]
+            parts += [] if choice.routed_experts is None else [choice.routed_experts]
+        assert choice.finish_reason == "abort"
+        assert len(tokens) > 45
+        check(np.concatenate(parts), tokens)
+        engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_leaves(make_async: Callable[..., AsyncLLM]) -> None:
+    async def run() -> None:
+        engine = make_async()
+        async for _ in engine.generate(prompts_of(40)[0], params(output_kind=DELTA, max_tokens=500), "gone"):
+            break
+        ((output, _),) = await read(engine, "r", prompts_of(40)[0], params(output_kind=FINAL))
+        check_finished(output)
+        engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_streamed_in_is_refused(make_async: Callable[..., AsyncLLM]) -> None:
+    from vllm.engine.protocol import StreamingInput
+
+    async def inputs() -> AsyncIterator[StreamingInput]:
+        yield StreamingInput(prompt=prompts_of(5)[0])
+
+    async def run() -> None:
+        engine = make_async()
+        with pytest.raises(VLLMValidationError, match="cannot be returned for a prompt that is streamed in"):
+            await read(engine, "r", inputs(), params(output_kind=DELTA))
+        engine.shutdown()
+
+    asyncio.run(run())
+
+
+# ---- classes of a program's own ----
+
+
+class CountingScheduler(AsyncScheduler):
+    """A program's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.steps = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.steps += 1
+        return super().schedule(*args, **kwargs)
+
+
+class OwnWorker(CPUWorker):
+    """A program's own."""
+
+    def load_model(self, **kwargs: Any) -> None:
+        super().load_model(**kwargs)
+
+
+class NoScheduler:
+    """Derives from nothing of vLLM's."""
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_scheduler_of_the_programs_own(no_process: None, tiny_model: Path, by_name: bool) -> None:
+    given = f"{__name__}.CountingScheduler" if by_name else CountingScheduler
+    made = LLM(**arguments(tiny_model, scheduler_cls=given))
+    for output in made.generate(prompts_of(100, 20), params(n=2), use_tqdm=False):
+        check_finished(output)
+    scheduler = made.llm_engine.engine_core.engine_core.scheduler
+    assert isinstance(scheduler, CountingScheduler)
+    assert isinstance(scheduler, SchedulerCapture)
+    assert scheduler.steps > 5
+    made.llm_engine.engine_core.shutdown()
+
+
+def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    config = EngineArgs(**arguments(tiny_model, worker_cls=f"{__name__}.OwnWorker")).create_engine_config()
+    assert is_capturing(config.parallel_config.worker_cls)
+    made = resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    assert made is resolve_obj_by_qualname(config.parallel_config.worker_cls)
+    assert made.__mro__[1] is WorkerCapture
+    assert OwnWorker in made.__mro__
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scheduler_cls": NoScheduler}, "NoScheduler does not derive from vLLM's Scheduler"),
+        ({"scheduler_cls": "their.Class"}, "their.Class cannot be imported"),
+        ({"worker_cls": f"{__name__}.NoScheduler"}, "NoScheduler does not derive from vLLM's Worker"),
+        ({"worker_cls": "NoModule"}, "NoModule cannot be imported"),
+        ({"worker_cls": b"pickled"}, "must be a class at the top of a module"),
+        ({"scheduler_cls": type("Local", (Scheduler,), {})}, "must be a class at the top of a module"),
+        ({"enable_prefix_caching": True, "kv_offloading_size": 1}, "comes without its routing"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedConfig, match=message) as refused:
+        EngineArgs(**arguments(tiny_model, **given)).create_engine_config()
+    assert "VLLM_PLUGINS" in str(refused.value)
+
+
+# ---- what it changes ----
+
+
+def test_arguments_that_were_filled_in_can_be_used_again(tiny_model: Path) -> None:
+    args = EngineArgs(**arguments(tiny_model))
+    for _ in range(2):
+        config = args.create_engine_config()
+        assert config.parallel_config.worker_cls == WORKERS["cpu"]
+        assert config.scheduler_config.scheduler_cls == SCHEDULER
+        assert not config.aux_output_config.enabled
+    assert args.enable_return_routed_experts
+
+
+CHANGES = """
+import sys
+from vllm.engine.arg_utils import EngineArgs
+given = dict(model={model!r}, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=8 << 20)
+config = EngineArgs(**given).create_engine_config()
+assert hasattr(EngineArgs.create_engine_config, "__wrapped__"), "the plugin was not loaded"
+assert config.additional_config == {{}}
+assert config.scheduler_config.scheduler_cls is None
+assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+loaded = sorted(name for name in sys.modules if name.startswith("routed_experts."))
+assert loaded == ["routed_experts.server", "routed_experts.server.general_plugin"], loaded
+for _ in range(2):
+    EngineArgs(**given, enable_return_routed_experts=True).create_engine_config()
+"""
+
+
+def test_without_the_argument_nothing_changes_and_with_it_one_line_says_so(tiny_model: Path) -> None:
+    command = [sys.executable, "-c", CHANGES.format(model=str(tiny_model))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in (done.stdout + done.stderr).splitlines() if "routed-experts-server" in line]
+    assert "INFO" in said
+    assert "VLLM_PLUGINS" in said
+
+
+VLLMS_OWN = """
+from vllm.engine.arg_utils import EngineArgs
+args = EngineArgs(model={model!r}, dtype="float32", enforce_eager=True, enable_return_routed_experts=True)
+assert args.aux_output_config.enabled
+try:
+    args.create_engine_config()
+except ValueError as error:
+    assert "AuxOutput Connector requires Model Runner V2" in str(error), error
+else:
+    raise AssertionError("vLLM's own capture does not run here")
+"""
+
+
+def test_without_the_plugin_vllms_own_capture_is_meant(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    subprocess.run([sys.executable, "-c", VLLMS_OWN.format(model=str(tiny_model))], check=True, timeout=120)
