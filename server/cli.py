@@ -12,6 +12,7 @@ USAGE = """\
 usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts tiny-model DIR
        routed-experts compare MODEL --answers FILE.jsonl | --url URL
+       routed-experts stats FILE.jsonl
        routed-experts view FILE
 
 serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
@@ -22,6 +23,7 @@ serve       vLLM's OpenAI-compatible server, which also returns the experts that
 tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
 compare     scores the tokens of answers with a Hugging Face forward pass of the same checkpoint and says for each layer
             where the two chose other experts, and whether rounding can have decided; --help lists its flags.
+stats       says for each layer how evenly its experts shared the work in saved answers; --help lists its flags.
 view        shows saved answers in a browser, as the page /routed_experts of a running server does.
 """
 
@@ -49,6 +51,13 @@ def compare(argv: list[str]) -> int:
     return main(argv)
 
 
+def stats(argv: list[str]) -> int:
+    """`routed-experts stats FILE.jsonl`"""
+    from routed_experts.server.stats import main
+
+    return main(argv)
+
+
 def view(argv: list[str]) -> int:
     """`routed-experts view FILE`"""
     from routed_experts.server.view import main
@@ -60,9 +69,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "tiny-model": tiny_model,
     "compare": compare,
+    "stats": stats,
     "view": view,
 }
-WITHOUT_VLLM = ("view",)
+WITHOUT_VLLM = ("stats", "view")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -25,6 +25,8 @@ from routed_experts.capture.engine.config import (
 )
 from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
+from routed_experts.server.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
+from routed_experts.server.probe import ProbeError
 
 try:
     from vllm.entrypoints.common.startup import cli_env_setup
@@ -34,9 +36,21 @@ except ImportError:  # vLLM 0.32: has it here
 TINY_MODEL_NAME = "tiny-moe"
 _TINY_KV_CACHE_BYTES = 64 << 20
 
-
-class CommandError(Exception):
-    """A command line that cannot be carried out. The message says what to change."""
+DESCRIPTION = """\
+Serves an OpenAI-compatible API that also returns the experts that every token was routed to.
+MODEL is a folder or a name on the Hugging Face hub; without it, a tiny model is made on the spot and served.
+"""
+EPILOG = """\
+Every flag of vllm serve works here too:
+  routed-experts serve --help=all            lists them
+  routed-experts serve --help=ModelConfig    those of a section
+  routed-experts serve --help=max-model-len  one of them
+"""
+_ENGINE_FAILED = "Engine core initialization failed"
+ENGINE_DID_NOT_START = (
+    "The engine did not start; its own error stands above. If memory ran out, lower --max-model-len, --max-num-seqs or "
+    "--gpu-memory-utilization, or spread the model over more GPUs with --tensor-parallel-size."
+)
 
 
 def main(argv: list[str]) -> int:
@@ -56,13 +70,16 @@ def serve(argv: list[str]) -> None:
         CommandError: the arguments or the installation do not allow it.
     """
     args = parse(take_version_flag(argv))
+    if not args.headless:
+        check_port(args.host, args.port)
     if args.model_tag is None:
         use_tiny_model(args, tiny_model_dir())
+    check_model_folder(args.model)
     capture = take_capture_flag(args)
     allow_plugin()
     if capture:
         fill_in(args)
-        check(args)
+    check(args, capture)
     run(args)
 
 
@@ -76,12 +93,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = FlexibleArgumentParser(prog="routed-experts")
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve.usage = "routed-experts serve [MODEL] [options]"
+    serve.description, serve.epilog = DESCRIPTION, EPILOG
     serve.set_defaults(enable_return_routed_experts=True)
     add_flags(serve)
     try:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
     except ValueError as error:
         raise CommandError(str(error)) from None
+    except (OSError, TypeError) as error:
+        raise CommandError(f"The arguments cannot be read: {error}.") from None
     if args.model_tag is not None:  # as vLLM's own command does, but before the configuration is checked
         args.model = args.model_tag
     configure_logging_from_args(args)
@@ -213,15 +233,21 @@ def fill_in(args: argparse.Namespace) -> None:
         raise CommandError(f"{error} --no-enable-return-routed-experts serves without the capture.") from None
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, capture: bool = True) -> None:
     """Refuses here, in a sentence, what the engine's processes would refuse later among their stack traces.
 
     Raises:
-        CommandError: the engine's configuration cannot give exact routing.
+        CommandError: vLLM refuses the arguments, the model cannot be loaded, or its routing would not be exact.
     """
-    config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
-        usage_context=UsageContext.OPENAI_API_SERVER, headless=args.headless
-    )
+    try:
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+            usage_context=UsageContext.OPENAI_API_SERVER, headless=args.headless
+        )
+    except (ValueError, OSError) as error:
+        raise CommandError(sentence_of(error, args.model)) from error
+    check_weights(config)
+    if not capture:
+        return
     try:
         check_engine_config(config)
     except UnsupportedConfig as error:
@@ -229,7 +255,21 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs vLLM's `serve` until it stops."""
+    """Runs vLLM's `serve` until it stops.
+
+    Raises:
+        CommandError: vLLM refuses the arguments, or its engine did not start.
+    """
     command = ServeSubcommand()
-    command.validate(args)
-    command.cmd(args)
+    try:
+        command.validate(args)
+    except (ValueError, TypeError) as error:
+        raise CommandError(sentence_of(error, args.model)) from error
+    try:
+        command.cmd(args)
+    except ProbeError as error:
+        raise CommandError(str(error)) from error
+    except RuntimeError as error:
+        if not str(error).startswith(_ENGINE_FAILED):
+            raise
+        raise CommandError(ENGINE_DID_NOT_START) from error

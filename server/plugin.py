@@ -1,6 +1,9 @@
 """The endpoint plugin that vLLM loads into its API process."""
 
 import asyncio
+import json
+import os
+import shlex
 from argparse import Namespace
 from typing import Any
 
@@ -14,6 +17,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME, other_doors
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.metrics import watch_feeds
 from routed_experts.server.own_engines import asks_for_every_request
+from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router
 from routed_experts.server.probe import probe
 from routed_experts.server.routes import generate_router, router
@@ -95,23 +99,29 @@ def captures(engine: AsyncLLM) -> bool:
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:
-    """Logs where the server answers and a line to paste, once it does."""
+    """Logs what to open and what to paste, once the server answers."""
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(0.1)
-    scheme = "https" if args.ssl_certfile else "http"
-    base = f"{scheme}://{args.host or 'localhost'}:{args.port}"
     captured: CapturedEngine | None = state.captured_engine
+    base = address(args)
     if captured is None:
         logger.info("Serving %s at %s without capturing routed experts.", model, base)
         return
-    logger.info(
-        "Serving %s at %s: %d MoE layers, top %d of %d experts. Try:\n\n"
-        '  curl -N %s/v1/completions -H \'Content-Type: application/json\' -d \'{"model": "%s", "prompt": '
-        '"Hello", "max_tokens": 8, "stream": true, "return_routed_experts": true}\'\n',
-        model,
-        base,
-        *captured.shape,
-        captured.num_experts,
-        base,
-        model,
-    )
+    shape = (*captured.shape, captured.num_experts)
+    logger.info("Serving %s: %d MoE layers, top %d of %d experts.\n%s", model, *shape, what_to_do(args, base, model))
+
+
+def address(args: Namespace) -> str:
+    """Where a browser on this machine finds the server."""
+    scheme = "https" if args.ssl_certfile else "http"
+    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
+
+
+def what_to_do(args: Namespace, base: str, model: str) -> str:
+    """What to open and what to paste."""
+    body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if args.api_key or os.environ.get("VLLM_API_KEY") else ""
+    curl = f"curl -N {base}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    open_page = f"  open   {base}{PAGE_PATH}\n" if getattr(args, "routed_experts_page", True) else ""
+    return f"{open_page}  paste  {curl}"

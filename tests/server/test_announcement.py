@@ -1,0 +1,39 @@
+"""What `serve` says to open and to paste."""
+
+import json
+import shlex
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from routed_experts.server.plugin import address, what_to_do
+
+
+def args(**given: Any) -> Namespace:
+    fields = {"ssl_certfile": None, "host": None, "port": 8000, "root_path": None, "api_key": None}
+    return Namespace(**{**fields, "routed_experts_page": True, **given})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "http://localhost:8000"),
+        ({"host": "0.0.0.0"}, "http://localhost:8000"),
+        ({"host": "::1", "port": 80}, "http://[::1]:80"),
+        ({"host": "gpu7", "ssl_certfile": "cert.pem", "root_path": "/llm/"}, "https://gpu7:8000/llm"),
+    ],
+)
+def test_address(given: dict[str, Any], expected: str) -> None:
+    assert address(args(**given)) == expected
+
+
+def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    page, paste = what_to_do(args(), "http://localhost:8000", "it's a model").splitlines()
+    assert page.split() == ["open", "http://localhost:8000/routed_experts"]
+    _, curl, _, url, _, _, _, body = shlex.split(paste)
+    assert (curl, url) == ("curl", "http://localhost:8000/v1/completions")
+    assert json.loads(body)["model"] == "it's a model"
+    assert "YOUR_KEY" in what_to_do(args(api_key=["k"]), "", "m")
+    assert "open" not in what_to_do(args(routed_experts_page=False), "", "m")

@@ -1,0 +1,156 @@
+"""What ends `serve` in one sentence: the model, the port, the flags. Nothing is started."""
+
+import json
+import logging
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from routed_experts.server import cli, launch, preflight
+from tests.e2e.harness import free_port
+
+
+@pytest.fixture(autouse=True)
+def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "")  # so that it is put back as it was
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # vLLM's handler keeps the output of the test before
+
+
+@pytest.fixture
+def checkpoint(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model, to be spoilt."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "checkpoint"))
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """The one sentence that `serve` ends in."""
+    flags = () if "--port" in argv else ("--port", str(free_port()))
+    assert cli.main(["serve", *argv, *flags]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    sentence = said.splitlines()[-1]
+    assert sentence.startswith("routed-experts: ")
+    return sentence.removeprefix("routed-experts: ")
+
+
+@pytest.mark.parametrize("model", ["/nonexistent", "./nowhere", "some/deep/folder"])
+def test_no_such_folder(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert refused(capsys, model) == (
+        f"The folder {model} does not exist: give a folder with a checkpoint, or the name of a model on the Hugging "
+        "Face hub."
+    )
+
+
+def test_no_such_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "is neither a folder here nor a name on the Hugging Face hub" in refused(capsys, "not a name")
+
+
+def test_no_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is told to stay off the network fails as one that has none, and at once."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    sentence = refused(capsys, "some/model-that-nobody-has")
+    assert sentence == preflight.NO_HUB.format(model="some/model-that-nobody-has")
+
+
+def test_a_folder_that_is_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "has no config.json: give the folder of a whole checkpoint." in refused(capsys, str(tmp_path))
+
+
+def test_no_weights(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert "has no weights" in refused(capsys, str(checkpoint))
+
+
+def test_weights_that_are_larger_than_the_memory(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    with (checkpoint / "model.safetensors").open("r+b") as file:
+        file.truncate(1 << 43)  # which takes no room on the disk
+    sentence = refused(capsys, str(checkpoint))
+    assert "The model's weights take " in sentence
+    assert "serve a smaller or quantized model." in sentence
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path, taken: int) -> None:
+    assert refused(capsys, str(tiny_model), "--port", str(taken)) == (
+        f"Port {taken} is in use: choose another with --port, or end the program that listens there."
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "sentence"),
+    [
+        (("--port", "70000"), "--port 70000 is not a port: give one from 1 to 65535."),
+        (
+            ("--host", "203.0.113.9"),
+            "--host 203.0.113.9 is not an address of this machine: give one that is, or leave it",
+        ),
+        (("--host", "nobody.invalid"), "--host nobody.invalid is not known: give an address of this machine, or leave"),
+        (("--max-model-len", "99999999"), "User-specified max_model_len (99999999) is greater than the derived"),
+        (("--tensor-parallel-size", "3"), "Total number of attention heads (4) must be divisible by tensor parallel"),
+        (("--config", "/nonexistent.yaml"), "/nonexistent.yaml"),
+    ],
+)
+def test_flags_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], tiny_model: Path, argv: tuple[str, ...], sentence: str
+) -> None:
+    assert sentence in refused(capsys, str(tiny_model), *argv)
+
+
+@pytest.mark.parametrize("argv", [("--no-such-flag",), ("--dtype", "float99"), ("--routed-experts-default", "[]")])
+def test_flags_that_do_not_exist(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["serve", "model", *argv])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert argv[0] in said.splitlines()[-1]
+
+
+def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own words for it, after its processes have said what they ran into."""
+
+    def cmd(args: object) -> None:
+        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+
+    monkeypatch.setattr(launch.ServeSubcommand, "cmd", staticmethod(cmd))
+    monkeypatch.setattr(launch.ServeSubcommand, "validate", lambda self, args: None)
+    with pytest.raises(launch.CommandError, match="The engine did not start; its own error stands above"):
+        launch.run(launch.parse(["model"]))
+
+
+def test_those_are_vllms_own_words() -> None:
+    from vllm.v1.engine import utils
+
+    assert launch._ENGINE_FAILED in Path(utils.__file__).read_text()
+
+
+def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["serve", "--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert "routed-experts serve [MODEL] [options]" in said
+    assert "a tiny model is made on the spot" in said
+    assert "Qwen/Qwen3-0.6B" not in said
+    assert "vllm serve --help" not in said
+
+
+def test_a_checkpoint_counts_once(checkpoint: Path) -> None:
+    """In both formats, and in the precision that it is served in."""
+    size = (checkpoint / "model.safetensors").stat().st_size
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / "pytorch_model.bin")
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    files = preflight._files(checkpoint, preflight._WEIGHTS)
+    args = launch.parse([str(checkpoint), "--dtype", "bfloat16"])
+    launch.take_capture_flag(args)
+    half = launch.AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    assert preflight._loaded_bytes(half, files) == size // 2

@@ -1,0 +1,116 @@
+"""`routed-experts stats` for answers of known rows."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from routed_experts.protocol.histogram import count_experts, histogram
+from routed_experts.protocol.load import expert_load
+from routed_experts.server import cli
+from tests.protocol.answers import EXPERTS, LAYERS, Told, answer, rows_of
+
+
+def written(path: Path, *answers: Any) -> Path:
+    file = path / "answers.jsonl"
+    file.write_text("\n".join(json.dumps(one) for one in answers) + "\n\n")
+    return file
+
+
+def counts_said(capsys: pytest.CaptureFixture[str], file: Path, *flags: str) -> tuple[np.ndarray, dict[str, Any]]:
+    assert cli.main(["stats", str(file), "--json", "--num-experts", str(EXPERTS), *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    return np.array([layer["counts"] for layer in report["layers"]]), report
+
+
+@pytest.mark.parametrize("fmt", ["object", "npy", "list"])
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_every_row_is_counted_once(capsys: pytest.CaptureFixture[str], tmp_path: Path, fmt: Any, layout: str) -> None:
+    """Also the prompt's, which several choices share."""
+    one = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], fmt=fmt, layout=layout)
+    other = Told(rows_of(7, 4), [rows_of(3, 5)], fmt=fmt, layout=layout)
+    counts, report = counts_said(capsys, written(tmp_path, answer(one), answer(other)))
+    every = np.concatenate([one.prompt, *one.choices, other.prompt, *other.choices])
+    assert np.array_equal(counts, count_experts(every, EXPERTS))
+    assert (report["answers"], report["rows"], report["missing"]) == (2, len(every), 0)
+    load = expert_load(count_experts(every, EXPERTS))
+    for layer, said in enumerate(report["layers"]):
+        assert said["entropy"] == pytest.approx(load.entropy[layer])
+        assert said["imbalance"] == pytest.approx(load.imbalance[layer])
+
+
+def test_histograms_in_place_of_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompt, rows = rows_of(20, 1), rows_of(9, 2)
+    body = {
+        "prompt_routed_experts_histogram": histogram(prompt, EXPERTS),
+        "choices": [{"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows, EXPERTS)}],
+    }
+    counts, report = counts_said(capsys, written(tmp_path, body))
+    assert np.array_equal(counts, count_experts(np.concatenate([prompt, rows]), EXPERTS))
+    assert report["rows"] == 29
+
+
+def test_rows_that_are_not_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompt = rows_of(20, 1)
+    prompt[3] = -1
+    counts, report = counts_said(capsys, written(tmp_path, answer(Told(prompt, [rows_of(2)]))))
+    assert report["missing"] == 1
+    assert np.array_equal(counts, count_experts(np.concatenate([prompt, rows_of(2)]), EXPERTS))
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = written(tmp_path, answer(Told(rows_of(300, 1), [rows_of(9, 2)])))
+    assert cli.main(["stats", str(file)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == [
+        "layer",
+        "entropy",
+        "balance",
+        "imbalance",
+        "busiest",
+        "unused",
+        *["load", "of", "each", "expert"],
+    ]
+    counts, report = counts_said(capsys, file)
+    for line, said, row in zip(lines[:LAYERS], report["layers"], expert_load(counts).load, strict=True):
+        cells = line.split()
+        assert cells[:4] == [str(said["layer"]), f"{said['entropy']:.2f}", f"{100 * said['balance']:.1f}", "%"]
+        assert cells[4:7] == [f"{said['imbalance']:.2f}", str(said["busiest"]), str(said["unused"])]
+        bars = line[head.index("load of") :]
+        assert len(line) <= 100
+        assert bars[int(row.argmax()) // 2] == max(bars)  # a column is two of the 60 experts
+    assert lines[LAYERS] == "1 answers, 309 rows, 0 of them not known to the server."
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "has no rows: it should hold an answer of the server in each line."),
+        ("{]", "line 1 is not JSON: each line should hold an answer of the server."),
+        ("[]", "line 1 is not an answer of the server: it should be a JSON object."),
+        ('{"error": {"message": "too long"}}', "line 1: the server answered with an error: too long."),
+        ('{"choices": []}', "line 1: the answer has no choices."),
+    ],
+)
+def test_files_that_cannot_be_counted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, sentence: str
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(text)
+    assert cli.main(["stats", str(file)]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"routed-experts: {file}")
+    assert said.endswith(sentence)
+
+
+def test_answers_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bodies = [answer(Told(rows_of(9, layers=layers), [rows_of(3, layers=layers)])) for layers in (2, 3)]
+    assert cli.main(["stats", str(written(tmp_path, *bodies))]) == 2
+    assert "line 2: 3 layers, and 2 before: count one model's answers at a time." in capsys.readouterr().err
+
+
+def test_no_such_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["stats", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err.endswith("nothing cannot be read: No such file or directory.\n")
