@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args
@@ -245,13 +246,28 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
         )
     except (ValueError, OSError) as error:
         raise CommandError(sentence_of(error, args.model)) from error
-    check_weights(config)
+    whose = "this machine" if current_platform.is_cpu() else "all GPUs that it may use"
+    check_weights(config, memory_bytes(config), whose)
     if not capture:
         return
     try:
         check_engine_config(config)
     except UnsupportedConfig as error:
         raise CommandError(str(error)) from None
+
+
+def memory_bytes(config: VllmConfig) -> int | None:
+    """All memory that weights can be loaded to; None where it is not known, or they may lie elsewhere."""
+    if current_platform.is_cpu():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parallel = config.parallel_config
+    offload = getattr(config, "offload_config", None)
+    if parallel.enable_expert_parallel or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 1):
+        return None
+    try:
+        return int(current_platform.get_device_total_memory()) * parallel.world_size
+    except Exception:  # noqa: BLE001 the engine will say what is wrong with the device
+        return None
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,14 +1,12 @@
 """What is wrong with a model, a port or a flag, said in a sentence before the engine's processes are started."""
 
 import errno
-import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.platforms import current_platform
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WITHOUT_FILES = ("dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer", "modelexpress")
@@ -39,8 +37,13 @@ def check_model_folder(model: str) -> None:
         raise CommandError(f"The folder {model} has no config.json: give the folder of a whole checkpoint.")
 
 
-def check_weights(config: VllmConfig) -> None:
+def check_weights(config: Any, memory: int | None, whose: str) -> None:
     """Refuses a folder without weights, and weights that are larger than all memory there is.
+
+    Args:
+        config: vLLM's whole configuration.
+        memory: all of it in bytes, whoever uses it now; None where it is not known.
+        whose: memory it is, in words.
 
     Raises:
         CommandError: see above.
@@ -55,12 +58,11 @@ def check_weights(config: VllmConfig) -> None:
             f"The folder {folder} has no weights (*.safetensors or *.bin): download the checkpoint again, or add "
             "--load-format dummy for random ones."
         )
-    needed, memory = _loaded_bytes(config, files), _memory_bytes(config)
+    needed = _loaded_bytes(config, files)
     if memory is not None and needed > memory:
-        what = "this machine's memory" if current_platform.is_cpu() else "the memory of all GPUs that it may use"
         raise CommandError(
-            f"The model's weights take {_gib(needed)}, and {what} is {_gib(memory)}: spread it over more GPUs with "
-            "--tensor-parallel-size, or serve a smaller or quantized model."
+            f"The model's weights take {_gib(needed)}, and the memory of {whose} is {_gib(memory)}: spread it over more "
+            "GPUs with --tensor-parallel-size, or serve a smaller or quantized model."
         )
 
 
@@ -68,7 +70,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
     return [file for pattern in patterns for file in folder.glob(pattern)]
 
 
-def _loaded_bytes(config: VllmConfig, files: list[Path]) -> int:
+def _loaded_bytes(config: Any, files: list[Path]) -> int:
     """What the weights take at least: a checkpoint in both formats counts once."""
     sizes: dict[str, int] = {}
     for file in files:
@@ -76,21 +78,6 @@ def _loaded_bytes(config: VllmConfig, files: list[Path]) -> int:
     stored = getattr(config.model_config.hf_config, "dtype", None) or config.model_config.dtype
     ratio = config.model_config.dtype.itemsize / stored.itemsize if isinstance(stored, torch.dtype) else 1
     return int(min(sizes.values()) * min(ratio, 1))
-
-
-def _memory_bytes(config: VllmConfig) -> int | None:
-    """All of it, whoever uses it now; None where it is not known or weights may lie elsewhere."""
-    parallel = config.parallel_config
-    if current_platform.is_cpu():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    offload = getattr(config, "offload_config", None)
-    if parallel.enable_expert_parallel or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 1):
-        return None
-    try:
-        each = current_platform.get_device_total_memory()
-    except Exception:  # noqa: BLE001 the engine will say what is wrong with the device
-        return None
-    return int(each) * parallel.world_size
 
 
 def _gib(count: int) -> str:

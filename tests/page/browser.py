@@ -126,10 +126,10 @@ class Tab:
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
-    def screenshot(self, path: Path, whole: bool = False) -> None:
+    def screenshot(self) -> bytes:
+        """A PNG of the window."""
         self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(shot["data"]))
+        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
 
 @contextmanager
