@@ -61,8 +61,8 @@ def check_weights(config: Any, memory: int | None, whose: str) -> None:
     needed = _loaded_bytes(config, files)
     if memory is not None and needed > memory:
         raise CommandError(
-            f"The model's weights take {_gib(needed)}, and the memory of {whose} is {_gib(memory)}: spread it over more "
-            "GPUs with --tensor-parallel-size, or serve a smaller or quantized model."
+            f"The model's weights take {_gib(needed)}, and the memory of {whose} is {_gib(memory)}: spread it over "
+            "more GPUs with --tensor-parallel-size, or serve a smaller or quantized model."
         )
 
 

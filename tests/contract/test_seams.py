@@ -41,6 +41,7 @@ from routed_experts.server.encoding import LostRowsError
 from routed_experts.server.launch import CommandError
 from routed_experts.server.probe import ProbeError
 from routed_experts.server.reference import CompareError
+from routed_experts.server.stats import StatsError
 from routed_experts.server.stream import StreamLimitError
 
 ROOT = Path(__file__).parents[2]
@@ -299,7 +300,7 @@ def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: di
 
 # ---- errors ----
 
-AT_START = {CompareError, CommandError, ProbeError, UnsupportedConfig}
+AT_START = {CompareError, CommandError, ProbeError, StatsError, UnsupportedConfig}
 """The process ends with the sentence."""
 ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
