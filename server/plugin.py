@@ -12,7 +12,7 @@ from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.protocol.codec import CodecError, resolve_dtype
-from routed_experts.protocol.models import FieldError
+from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME, other_doors
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.metrics import watch_feeds
@@ -80,12 +80,19 @@ class RoutedExpertsPlugin:
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:
     """The server-wide defaults of routing fields; none where nothing is captured.
 
+    They come with `--routed-experts-default`, or, where vLLM's own command serves, as `routed_experts_default` of
+    `--additional-config`.
+
     Raises:
-        FieldError: the model has more experts than the default type can number.
+        FieldError: a field that does not exist, or a value that no request could have; or the model has more experts
+            than the default type can number.
     """
-    defaults: dict[str, Any] = getattr(args, "routed_experts_default", None) or {}
     if captured is None:
         return {}
+    defaults: dict[str, Any] = getattr(args, "routed_experts_default", None) or {}
+    additional = captured.engine.vllm_config.additional_config
+    if isinstance(additional, dict) and not defaults:
+        defaults = check_defaults(additional.get("routed_experts_default", {}))
     try:
         resolve_dtype(defaults.get("routed_experts_dtype", "auto"), captured.num_experts)
     except CodecError as error:

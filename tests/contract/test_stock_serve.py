@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from vllm.envs import disable_envs_cache
 
+from routed_experts.protocol.models import FieldError
 from tests.contract.arithmetic import K, L, Rows, Tokens
 from tests.contract.served import serving, vllms
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, same
@@ -102,6 +103,29 @@ def test_vllms_own_endpoint_can_be_asked_in_our_way(extended: Server) -> None:
         assert choice["routed_experts"] == rows_of([*prompt, *choice["token_ids"]]).tolist()
     answer = generate(extended, prompt, return_routed_experts=False)
     assert "routed" not in json.dumps(answer).replace('"routed_experts": null', "")
+
+
+def test_server_wide_defaults(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "routed_experts")
+    disable_envs_cache()
+    default = {"routed_experts_default": {"return_routed_experts": True, "routed_experts_format": "list"}}
+    prompt = prompt_of(9, 4)
+    with serving(tiny_model, *FLAGS, "--additional-config", json.dumps(default), command=vllms) as server:
+        answer = server.complete(prompt=prompt, max_tokens=3, return_token_ids=True)
+    tokens = [*prompt, *answer["choices"][0]["token_ids"]]
+    assert answer["prompt_routed_experts"] == rows_of(tokens)[:9].tolist()
+    assert answer["choices"][0]["routed_experts"] == rows_of(tokens)[9:].tolist()
+
+
+def test_wrong_defaults_are_refused_at_start(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "routed_experts")
+    disable_envs_cache()
+    wrong = json.dumps({"routed_experts_default": {"routed_experts_format": "xml"}})
+    with (
+        pytest.raises(FieldError, match="routed_experts_format"),
+        serving(tiny_model, *FLAGS, "--additional-config", wrong, command=vllms),
+    ):
+        pass
 
 
 # ---- without: vLLM's own routes, with arrays from this capture ----

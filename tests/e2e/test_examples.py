@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "examples").glob("engine_*.py"))
 # Engines with processes first: those without leave threads behind, which a process that is forked then waits for.
 TOGETHER = ["engine_llm", "engine_async", "engine_workers"]
+OWN_CLASSES = "own_classes"
 DECODER_LAYERS, MOE_LAYERS = 6, [1, 2, 3, 4, 5]
 Answers = dict[str, list[tuple[list[int], np.ndarray]]]
 
@@ -31,7 +32,8 @@ def run(model: Path, out: Path, *names: str, launcher: tuple[str, ...] = (), **e
         options |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
     else:
         options["enforce_eager"] = True
-    programs = [str(ROOT / "examples" / f"{name}.py") for name in names]
+    folders = {name: "tests/e2e" if name == OWN_CLASSES else "examples" for name in names}
+    programs = [str(ROOT / folder / f"{name}.py") for name, folder in folders.items()]
     command = [sys.executable, "-m", *launcher, "tests.e2e.examples", str(out), str(model), json.dumps(options)]
     done = subprocess.run(
         [*command, *programs],
@@ -57,7 +59,7 @@ def check(tokens: list[int], rows: np.ndarray, oracle: Oracle) -> None:
 
 @pytest.fixture(scope="module")
 def together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    (answers,) = run(tiny_model, tmp_path_factory.mktemp("examples") / "out", *TOGETHER)
+    (answers,) = run(tiny_model, tmp_path_factory.mktemp("examples") / "out", *TOGETHER, OWN_CLASSES)
     return answers
 
 
@@ -72,6 +74,12 @@ def test_programs_in_one_process(together: Answers, oracle: Oracle, name: str, c
         assert len(before) + len(rows) == len(second) - 1
     else:
         assert all(len(rows) == len(tokens) - 1 for tokens, rows in together[name])
+
+
+def test_a_worker_and_a_scheduler_of_the_programs_own(together: Answers, oracle: Oracle) -> None:
+    ((tokens, rows),) = together[OWN_CLASSES]
+    assert len(rows) == len(tokens) - 1
+    check(tokens, rows, oracle)
 
 
 def test_torchrun(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
