@@ -41,6 +41,10 @@ class HostCache:
         self._by_slot[slots] = rows.reshape(-1, layers * top_k).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
+    def forget(self, slots: NDArray[np.int64]) -> None:
+        """Makes `slots` ([n]) unwritten: their KV is not what their rows were computed with."""
+        self._written_by_slot[slots] = False
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids.
 

@@ -24,6 +24,7 @@ from routed_experts.capture.engine.config import (
     check_engine_config,
     check_vllm_version,
 )
+from routed_experts.capture.engine.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
 from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
@@ -116,11 +117,15 @@ def take_version_flag(argv: list[str]) -> list[str]:
     """
     rest = [argument for argument in argv if argument != ALLOW_UNTESTED_FLAG]
     if len(rest) < len(argv):
-        os.environ[ALLOW_UNTESTED_VARIABLE] = "1"
-        others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")  # to Ray's workers, which inherit nothing
-        names = filter(None, [others, ALLOW_UNTESTED_VARIABLE])
-        os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(names)
+        _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
     return rest
+
+
+def _set_everywhere(variable: str, value: str) -> None:
+    """Sets a variable for all processes of the engine."""
+    os.environ[variable] = value
+    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")  # to Ray's workers, which inherit nothing
+    os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +150,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="serve a page at /routed_experts that shows the experts of an answer as it is made",
+    )
+    group.add_argument(
+        ON_LOAD_FLAG,
+        choices=(RECOMPUTE, MISSING),
+        help="what requests that ask for routing do about KV in a store, which comes without routing: compute it again "
+        "(default), or load it and return -1 for its tokens",
     )
 
 
@@ -232,6 +243,8 @@ def fill_in(args: argparse.Namespace) -> None:
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:
         raise CommandError(f"{error} --no-enable-return-routed-experts serves without the capture.") from None
+    if args.routed_experts_on_load is not None:
+        _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
 
 
 def check(args: argparse.Namespace, capture: bool = True) -> None:

@@ -15,6 +15,16 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from routed_experts.capture.engine.connectors import (
+    CONNECTORS,
+    MISSING,
+    ON_LOAD_FLAG,
+    ON_LOAD_VARIABLE,
+    RECOMPUTE,
+    on_load,
+    used_by,
+)
+
 SUPPORTED_VLLM = ("0.32.0",)
 """Versions of vLLM on which all tests passed, oldest first: the newest with a CPU build, and the newest for CUDA."""
 
@@ -71,10 +81,16 @@ REFUSALS = (
         "Diffusion decoding computes a token's routing many times: add --no-enable-return-routed-experts.",
     ),
     Refusal(
-        "KV connector",
-        lambda c: c.kv_transfer_config is not None,
-        "KV that another engine computed, or that was offloaded, comes without its routing: remove "
-        "--kv-transfer-config and KV offloading, or add --no-enable-return-routed-experts.",
+        "KV connector that is not known",
+        lambda c: c.kv_transfer_config is not None and None in used_by(c.kv_transfer_config),
+        "It is not known when this KV connector changes KV, whose routing would then be another: remove "
+        "--kv-transfer-config, or choose --kv-transfer-config with one or several (MultiConnector) of "
+        f"{', '.join(CONNECTORS)}, or add --no-enable-return-routed-experts.",
+    ),
+    Refusal(
+        "unknown policy for loads",
+        lambda c: c.kv_transfer_config is not None and on_load() not in (RECOMPUTE, MISSING),
+        f"{ON_LOAD_VARIABLE} is neither {RECOMPUTE} nor {MISSING}: set it, or {ON_LOAD_FLAG}, to one of them.",
     ),
     Refusal(
         "encoder-only instance",

@@ -1,6 +1,6 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and knows what each request is owed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,6 +19,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
+from routed_experts.capture.engine.connectors import describe, on_load
+from routed_experts.capture.engine.loads import Loads, LocalHit
 from routed_experts.capture.engine.outbox import Messages, Outbox
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.gather import Gatherer
@@ -53,10 +55,12 @@ class ScheduledStep:
         starts: for each request with the opt-in, the absolute position of its first token in the step.
         blocks: its block table (vLLM's objects), if the step brings the first tokens after a prefill whose rows lie in
             the host cache.
+        loaded: slots into which a connector loads KV without rows, before the step runs or beside it.
     """
 
     starts: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, Sequence[Any]] = field(default_factory=dict)
+    loaded: list[NDArray[np.int64]] = field(default_factory=list)
 
 
 @dataclass
@@ -94,11 +98,6 @@ def opt_in_of(request: Request) -> OptIn | None:
     return OptIn.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
 
 
-def _report_unknown(req_id: str, rows: Rows) -> None:
-    if (rows[:, 0, 0] == UNKNOWN).any():
-        logger.error("Request %s: some of its rows are not known and are sent as -1.", req_id)
-
-
 class SchedulerConnector:
     """What `scheduler.aux_output_connector` is expected to be.
 
@@ -120,12 +119,37 @@ class SchedulerConnector:
         self._steps: dict[int, ScheduledStep] = {}
         self._step = 0
         self._arrived: ArrivedStep | None = None
+        self._loads: Loads | None = None
         self.outbox = Outbox()
 
     @property
     def num_tracked(self) -> int:
         """Requests with the opt-in that the engine holds state for."""
         return len(self._tracked)
+
+    def follow_loads(self, config: KVTransferConfig) -> None:
+        """Keeps account of the KV that the scheduler's connector loads."""
+        policy = on_load()
+        self._loads = Loads(
+            self._scheduler.connector,
+            config,
+            self._scheduler.kv_cache_manager,
+            self._kv_group,
+            self._block_size,
+            self._tracked,
+            policy,
+        )
+        logger.info(describe(config, policy))
+
+    def cap_local(self, request: Request, hit: LocalHit) -> LocalHit:
+        """How much of a prefix hit a request may use."""
+        return hit if self._loads is None else self._loads.cap_local(request, hit)
+
+    def prefill_again(self, request_ids: Iterable[str]) -> None:
+        """Called when loads failed, and requests go back to where their KV ends."""
+        for request_id in request_ids:
+            if (state := self._tracked.get(request_id)) is not None:
+                state.prefilling = True
 
     def add_request(self, request: Request) -> None:
         """Starts tracking a request that opted in."""
@@ -169,6 +193,8 @@ class SchedulerConnector:
                 state.prefilling = False
                 if state.next_row < start:
                     step.blocks[req_id] = self._block_table(req_id)
+        if self._loads is not None:
+            step.loaded = self._loads.take(scheduler_output, requests)
         self._step += 1
         self._steps[self._step] = step
         return StepTag(self._step)
@@ -186,6 +212,10 @@ class SchedulerConnector:
         scheduled = self._steps.pop(tag.step)
         self._arrived = None
         step = detach(output)
+        for slots in scheduled.loaded:
+            self._gatherer.settle(slots)
+            if self._cache is not None:
+                self._cache.forget(slots)
         if self._cache is not None and (copies := scheduler_output.kv_cache_block_copies):
             self._gatherer.settle(np.array([destination for _, destination in copies]) * self._block_size)
             self._cache.copy_blocks(copies)
@@ -219,7 +249,7 @@ class SchedulerConnector:
         is_own = state.next_row >= part.start
         rows = take_rows(state, part, request.num_tokens - 1, self._cache)
         if not is_own:
-            _report_unknown(req_id, rows)
+            self._report_unknown(req_id, rows)
         return rows
 
     def _send_prompt(self, request: Request, state: RequestRows, part: StepPart) -> None:
@@ -243,7 +273,7 @@ class SchedulerConnector:
             assert self._cache is not None
             rows = rows_between(part, first, end, self._cache)
             if first < part.start:
-                _report_unknown(req_id, rows)
+                self._report_unknown(req_id, rows)
             return rows
 
         row_bytes = part.rows.itemsize * part.rows.shape[1] * part.rows.shape[2]
@@ -265,6 +295,10 @@ class SchedulerConnector:
         if stats is not None:
             output = EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=stats.encode())
             messages.setdefault(0, EngineCoreOutputs()).outputs.insert(0, output)
+
+    def _report_unknown(self, req_id: str, rows: Rows) -> None:
+        if self._loads is None and (rows[:, 0, 0] == UNKNOWN).any():
+            logger.error("Request %s: some of its rows are not known and are sent as -1.", req_id)
 
     def _block_table(self, req_id: str) -> Sequence[Any]:
         manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
@@ -291,6 +325,16 @@ class SchedulerCapture(Scheduler):
             has_drafts=vllm_config.speculative_config is not None,
             engine=vllm_config.parallel_config.data_parallel_index,
         )
+        if vllm_config.kv_transfer_config is not None:
+            self.aux_output_connector.follow_loads(vllm_config.kv_transfer_config)
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> LocalHit:
+        return self.aux_output_connector.cap_local(request, super()._get_local_prefix_cache_hit(request))
+
+    def _update_requests_with_invalid_blocks(self, *args: Any, **kwargs: Any) -> tuple[set[str], int, set[int]]:
+        affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)
+        self.aux_output_connector.prefill_again(affected[0])
+        return affected
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)

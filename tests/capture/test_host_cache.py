@@ -71,6 +71,14 @@ def test_a_block_that_is_used_again(cache: HostCache) -> None:
     assert read(cache, [3], 0, 4) == [40, 41, 2, 3]
 
 
+def test_slots_whose_kv_comes_from_elsewhere(cache: HostCache) -> None:
+    write(cache, [3, 1], *range(8))
+    cache.forget(slots_of([3, 1], 2, 3, 4))
+    assert read(cache, [3, 1], 0, 8) == [0, 1, UNKNOWN, UNKNOWN, UNKNOWN, 5, 6, 7]
+    write(cache, [3, 1], 3)
+    assert read(cache, [3, 1], 0, 8) == [0, 1, UNKNOWN, 3, UNKNOWN, 5, 6, 7]
+
+
 def test_a_prefix_that_two_sequences_share(cache: HostCache) -> None:
     write(cache, [1, 2], *range(8))
     cache.write(slots_of([1, 4], 4, 5), rows_of(14, 15))

@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from vllm.config import VllmConfig
+from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -133,6 +133,15 @@ class ArithmeticExecutor(Executor):
         choice = request_id.partition("_")[0]
         return int.from_bytes(_digest(prefix, int(choice) if choice.isdigit() else 0), "little") % self.vocab
 
+    def compute(self, request_id: str, sequence: "_Sequence", start: int, end: int) -> Rows:
+        """Puts positions `start` to `end` into the KV cache; gives their rows."""
+        known = sequence.tokens.prefixes()
+        before = [self._kv[slot] for slot in sequence.slots(0, start)]
+        assert before == known[:start], f"{request_id}: its blocks hold another prefix"
+        for slot, prefix in zip(sequence.slots(start, end), known[start:end], strict=True):
+            self._kv[slot] = prefix
+        return sequence.tokens.rows(start, end)
+
     def _update(self, step: SchedulerOutput) -> None:
         for request_id in step.finished_req_ids:
             self._sequences.pop(request_id, None)
@@ -157,12 +166,8 @@ class ArithmeticExecutor(Executor):
             sequence, start = self._sequences[request_id], starts[request_id]
             end = start + count
             known = sequence.tokens.prefixes()
-            before = [self._kv[slot] for slot in sequence.slots(0, start)]
-            assert before == known[:start], f"{request_id}: its blocks hold another prefix"
             slots.append(sequence.slots(start, end))
-            rows.append(sequence.tokens.rows(start, end))
-            for slot, prefix in zip(slots[-1], known[start:end], strict=True):
-                self._kv[slot] = prefix
+            rows.append(self.compute(request_id, sequence, start, end))
             sampled.append([])
             if end == len(sequence.tokens):
                 token = self.sample(known[-1], request_id)
@@ -204,21 +209,31 @@ def _config(is_async: bool) -> VllmConfig:
     ).create_engine_config()
 
 
-def engine(is_async: bool = True, chunk: int = 64, max_num_seqs: int = 16, num_blocks: int | None = None) -> EngineCore:
+def engine(
+    is_async: bool = True,
+    chunk: int = 64,
+    max_num_seqs: int = 16,
+    num_blocks: int | None = None,
+    kv_transfer: KVTransferConfig | None = None,
+    executor: type[ArithmeticExecutor] = ArithmeticExecutor,
+) -> EngineCore:
     """An engine with our scheduler.
 
     Args:
         chunk: tokens of a step.
         num_blocks: KV blocks of 16 tokens that it may use; few make it preempt.
+        kv_transfer: its KV connector, the worker's side of which `executor` has to be.
     """
     config = deepcopy(_config(is_async))
+    config.scheduler_config.async_scheduling = is_async  # which vLLM switches off on CPU
+    config.kv_transfer_config = kv_transfer
     config.scheduler_config.max_num_batched_tokens = chunk
     config.scheduler_config.max_num_seqs = max_num_seqs
     if num_blocks is not None:
         config.cache_config.num_gpu_blocks_override = num_blocks
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
     with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
-        core = EngineCore(config, ArithmeticExecutor, log_stats=False)
+        core = EngineCore(config, executor, log_stats=False)
     core.output_queue = queue.Queue()
     return core
 
@@ -256,12 +271,16 @@ class Received:
         if is_first and output.new_token_ids and self.start < self.prompt_len:
             assert prompts, "tokens before the rows of their prompt"
             for each in prompts:
-                assert np.array_equal(each, self.sequence.rows(self.start, self.prompt_len))
+                self.check(each, self.start, self.prompt_len)
         if rows is not None:
             first = self.prompt_len + self.num_rows
             self.num_rows += len(rows)
-            assert np.array_equal(rows, self.sequence.rows(first, first + len(rows)))
+            self.check(rows, first, first + len(rows))
         assert self.num_rows == max(len(self.tokens) - 1, 0)
+
+    def check(self, rows: Rows, first: int, end: int) -> None:
+        """That `rows` are those of positions `first` to `end`."""
+        assert np.array_equal(rows, self.sequence.rows(first, end))
 
 
 class Client:
@@ -284,7 +303,14 @@ class Client:
         self._unpackers = [Unpacker() for _ in engines]
 
     def add(
-        self, name: str, prompt: list[int], start: int | None = 0, n: int = 1, max_tokens: int = 4, **params: Any
+        self,
+        name: str,
+        prompt: list[int],
+        start: int | None = 0,
+        n: int = 1,
+        max_tokens: int = 4,
+        kv_transfer_params: dict[str, Any] | None = None,
+        **params: Any,
     ) -> list[str]:
         """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids.
 
@@ -292,11 +318,14 @@ class Client:
             start: the first prompt row to send; None for no opt-in.
         """
         opt_in = OptIn(start or 0, os.urandom(16), shared=n > 1)
+        extra_args: dict[str, Any] = {} if start is None else {OPT_IN_ARG: opt_in.encode()}
+        if kv_transfer_params is not None:
+            extra_args["kv_transfer_params"] = kv_transfer_params
         sampling = SamplingParams(
             n=n,
             max_tokens=max_tokens,
             detokenize=False,
-            extra_args=None if start is None else {OPT_IN_ARG: opt_in.encode()},
+            extra_args=extra_args or None,
             **params,
         )
         request = EngineCoreRequest(name, prompt, None, sampling, None, time.time(), None, None, None)
@@ -307,11 +336,15 @@ class Client:
             child = copy(request)
             child.request_id = request_id
             child.sampling_params = sampling if n == 1 else parent.get_child_info(index)[1]
-            self.received[request_id] = Received(len(prompt), start, opt_in.prompt_id, Tokens(prompt))
+            self.received[request_id] = self.expect(request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt))
             core = self.engines[index % len(self.engines)]
             sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(child))
             core.add_request(*core.preprocess_add_request(sent))
         return ids
+
+    def expect(self, request_id: str, *about: Any) -> Received:
+        """What checks the outputs of a request."""
+        return Received(*about)
 
     def abort(self, *request_ids: str) -> None:
         for core in self.engines:

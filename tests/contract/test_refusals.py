@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import vllm.config.vllm
-from vllm.config import ECTransferConfig, VllmConfig
+from vllm.config import ECTransferConfig, KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.models.deepseek_v41.decoder_replay_layers import DecoderReplayLayers
@@ -31,6 +32,21 @@ from routed_experts.capture.engine.config import (
     check_engine_config,
     full_attention_group,
 )
+from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
+from routed_experts.server import launch
+
+UNKNOWN_CONNECTOR = "KV connector that is not known"
+POLICY = "unknown policy for loads"
+
+
+def kv_transfer(connector: str, **about: Any) -> dict[str, Any]:
+    return {"kv_transfer_config": {"kv_connector": connector, "kv_role": "kv_both", **about}}
+
+
+def several(*connectors: str) -> dict[str, Any]:
+    children = [{"kv_connector": connector, "kv_role": "kv_both"} for connector in connectors]
+    return kv_transfer("MultiConnector", kv_connector_extra_config={"connectors": children})
+
 
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_local_experts": None}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -41,8 +57,8 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("dense model", {"config_json": DENSE}),
     ("encoder-decoder or pooling model", {"runner": "pooling"}),  # vLLM has no encoder-decoder model with experts
     ("diffusion model", {"diffusion_config": {"canvas_length": 32}}),
-    ("KV connector", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
-    ("KV connector", {"kv_offloading_size": 1}),
+    (UNKNOWN_CONNECTOR, kv_transfer("DecodeBenchConnector")),
+    (UNKNOWN_CONNECTOR, several("NixlConnector", "DecodeBenchConnector")),
     ("sleep mode", {"enable_sleep_mode": True}),
     (
         "pipeline parallelism under an external launcher",
@@ -130,6 +146,9 @@ def assert_refused(config: VllmConfig, name: str) -> None:
         {"enable_prefix_caching": False},
         {"speculative_config": NGRAM},
         {**EXPERT_PARALLEL, "all2all_backend": "flashinfer_nvlink_two_sided"},
+        {"kv_offloading_size": 1},
+        several("NixlConnector", "OffloadingConnector"),
+        *(kv_transfer(connector) for connector in CONNECTORS if "LMCacheMP" not in connector),
     ],
 )
 def test_what_is_not_refused(folder: Path, arguments: dict[str, Any]) -> None:
@@ -156,12 +175,36 @@ def test_refusals_of_what_needs_a_gpu(
     assert_refused(config, name)
 
 
+@pytest.mark.parametrize(
+    ("module", "is_known"),
+    [(None, True), ("lmcache.integration.vllm.lmcache_connector_v1", True), ("a.package.of.somebodys", False)],
+)
+def test_connectors_from_elsewhere(module: str | None, is_known: bool) -> None:
+    config = KVTransferConfig(kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_connector_module_path=module)
+    assert used_by(config) == [CONNECTORS["LMCacheConnectorV1"] if is_known else None]
+
+
+def test_every_connector_of_vllm_has_been_looked_at() -> None:
+    """A new one must be read before it is in either list."""
+    refused = {"DecodeBenchConnector", "ExampleHiddenStatesConnector", "HiSparseConnector", "MultiConnector"}
+    own = {name for name in KVConnectorFactory._registry if not name.endswith("OfTheTests")}
+    assert own == CONNECTORS.keys() | refused
+
+
+def test_an_unknown_policy_for_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ON_LOAD_VARIABLE, "guess")
+    check_engine_config(configuration(folder))
+    assert_refused(configuration(folder, kv_offloading_size=1), POLICY)
+
+
 def test_every_refusal_is_tried() -> None:
-    assert {refusal.name for refusal in REFUSALS} == {case[0] for case in (*REFUSED, *SET_AFTERWARDS)}
+    tried = {case[0] for case in (*REFUSED, *SET_AFTERWARDS)} | {POLICY}
+    assert {refusal.name for refusal in REFUSALS} == tried
 
 
 def test_refusals_say_what_to_change() -> None:
     parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers(dest="subparser"))
+    launch.add_flags(parser)
     known = set(parser._option_string_actions)  # hidden ones too
     for message in (BOUNDED_REPLAY, *(refusal.message for refusal in REFUSALS)):
         assert re.search(r"\b(add|remove|set|choose)\b.* --[a-z]", message), message

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from routed_experts.capture.engine.config import REFUSALS, SUPPORTED_VLLM
+from routed_experts.capture.engine.connectors import CONNECTORS
 from tests.e2e.shapes import SHAPES
 from tests.gpu.test_engines import ENGINES
 from tests.gpu_runs import FILE, TABLE, named, read, render
@@ -37,6 +38,12 @@ def test_what_is_named_exists(situation: str, status: str, shown_by: str) -> Non
 def test_every_refusal_is_in_the_table() -> None:
     refused = {situation for situation, status, _ in rows() if status == "refused"}
     assert {refusal.name for refusal in REFUSALS} <= refused
+
+
+def test_every_connector_is_in_the_table() -> None:
+    _, _, connectors = (ROOT / "docs/support.md").read_text().partition("\n## KV connectors\n")
+    named_there = set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors))
+    assert named_there >= CONNECTORS.keys()
 
 
 def test_the_table_says_when_gpus_were_last_asked() -> None:

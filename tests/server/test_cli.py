@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.engine import config
+from routed_experts.capture.engine import config, connectors
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME, cli, launch
 from routed_experts.server.launch import CommandError
 
@@ -190,6 +190,24 @@ def test_an_untested_vllm_is_allowed_in_all_processes(
     assert (code, "their.Class cannot be imported" in err) == (2, True)
     assert os.environ[config.ALLOW_UNTESTED_VARIABLE] == "1"
     assert {config.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
+
+
+def test_all_processes_know_what_to_do_about_loads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(connectors.ON_LOAD_VARIABLE, "")
+    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")
+    monkeypatch.delenv(connectors.ON_LOAD_VARIABLE)
+    filled_in()
+    assert connectors.on_load() == "recompute"
+    filled_in("--routed-experts-on-load", "missing")
+    assert connectors.on_load() == "missing"
+    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == connectors.ON_LOAD_VARIABLE
+    filled_in()  # what the environment says holds where nothing else is said
+    assert connectors.on_load() == "missing"
+    with pytest.raises(SystemExit):
+        filled_in("--routed-experts-on-load", "guess")
+    assert "invalid choice: 'guess'" in capsys.readouterr().err
 
 
 def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:

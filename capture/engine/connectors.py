@@ -1,0 +1,94 @@
+"""Which KV connectors routing can follow. KV that was computed elsewhere, or earlier, comes without its rows."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from vllm.config import KVTransferConfig
+
+ON_LOAD_FLAG = "--routed-experts-on-load"
+ON_LOAD_VARIABLE = "ROUTED_EXPERTS_ON_LOAD"
+"""What the flag is set to, so that every process of the engine knows of it."""
+
+RECOMPUTE, MISSING = "recompute", "missing"
+
+
+class Kind(Enum):
+    """Where a connector's KV comes from."""
+
+    STORE = "store"
+    """Whatever computed the same text before. A request can do without it."""
+
+    TRANSFER = "transfer"
+    """The prefill leg of the same request. It is what the request came for."""
+
+
+@dataclass(frozen=True)
+class Connector:
+    """A KV connector whose loads are all announced to the scheduler.
+
+    Attributes:
+        writes_behind_hit: whether a load is known to leave blocks alone that were found in the prefix cache. Others
+            may fetch whole chunks, and write over KV that this engine computed.
+    """
+
+    kind: Kind
+    writes_behind_hit: bool
+
+
+CONNECTORS: dict[str, Connector] = {
+    "NixlConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
+    "NixlPullConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
+    "NixlPushConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
+    "MooncakeConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
+    "MoRIIOConnector": Connector(Kind.TRANSFER, writes_behind_hit=False),
+    "OffloadingConnector": Connector(Kind.STORE, writes_behind_hit=True),
+    "SimpleCPUOffloadConnector": Connector(Kind.STORE, writes_behind_hit=True),
+    "LMCacheConnectorV1": Connector(Kind.STORE, writes_behind_hit=False),
+    "LMCacheMPConnector": Connector(Kind.STORE, writes_behind_hit=False),
+    "MooncakeStoreConnector": Connector(Kind.STORE, writes_behind_hit=False),
+    "FlexKVConnectorV1": Connector(Kind.STORE, writes_behind_hit=False),
+    "HF3FSKVConnector": Connector(Kind.STORE, writes_behind_hit=False),
+    "ExampleConnector": Connector(Kind.STORE, writes_behind_hit=False),
+}
+"""By name. Not in it: DecodeBenchConnector (KV that nobody computed), ExampleHiddenStatesConnector, HiSparseConnector
+(it moves KV of running requests), and all that nobody has read."""
+
+MULTI = "MultiConnector"
+
+
+def used_by(config: KVTransferConfig) -> list[Connector | None]:
+    """The connectors of a configuration, those within a `MultiConnector` in their order; None for what is not known."""
+    if config.kv_connector == MULTI:
+        children: list[Mapping[str, Any]] = config.kv_connector_extra_config.get("connectors", [])
+    else:
+        children = [{"kv_connector": config.kv_connector, "kv_connector_module_path": config.kv_connector_module_path}]
+    return [_known(child) for child in children]
+
+
+def _known(config: Mapping[str, Any]) -> Connector | None:
+    """A class from elsewhere may do something else than vLLM's of that name; LMCache brings its own."""
+    path = config.get("kv_connector_module_path") or ""
+    if path and not path.startswith("lmcache."):
+        return None
+    return CONNECTORS.get(str(config.get("kv_connector")))
+
+
+def on_load() -> str:
+    """What to do for requests with the opt-in about KV that comes without rows: `recompute` or `missing`."""
+    return os.environ.get(ON_LOAD_VARIABLE, RECOMPUTE)
+
+
+def describe(config: KVTransferConfig, policy: str) -> str:
+    """What a configuration means for rows, in a line."""
+    loads = {
+        Kind.TRANSFER: "KV of another instance comes without rows (-1)",
+        Kind.STORE: "KV of a store comes without rows (-1)"
+        if policy == MISSING
+        else "requests that ask for rows compute what they would load from a store",
+    }
+    kinds = [connector.kind for connector in used_by(config) if connector is not None]
+    said = "; ".join(loads[kind] for kind in dict.fromkeys(kinds))
+    return f"KV connector {config.kv_connector}: {said}."

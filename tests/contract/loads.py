@@ -1,0 +1,293 @@
+"""A KV connector around `arithmetic`: which computation the KV in each slot is of, and whether rows are of the same.
+
+Every token that is computed gets a number, which is in its row and stays with its KV, in a store and in other engines
+too. So a row is right only if a request's own forward passes read KV of that very number.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
+from routed_experts.capture.rows import UNKNOWN
+from tests.contract.arithmetic import (
+    BLOCK,
+    NUM_BLOCKS,
+    ArithmeticExecutor,
+    Client,
+    K,
+    L,
+    Received,
+    Rows,
+    Tokens,
+    _Sequence,
+    engine,
+)
+
+Slot = tuple[bytes | None, int]
+"""The prefix whose last token's KV it is, and the number of its computation."""
+
+NAME, TRANSFER = "StoreOfTheTests", "TransferOfTheTests"
+KVConnectorFactory.register_connector(NAME, __name__, "StoreConnector")
+KVConnectorFactory.register_connector(TRANSFER, __name__, "TransferConnector")
+
+
+@dataclass
+class Store:
+    """What is kept outside the engines, and how a connector to it behaves.
+
+    Attributes:
+        blocks: by the prefix that they end.
+        is_async: whether loads run beside steps.
+        delay: steps that such a load takes.
+        fails: whether to fail a load, asked for each.
+        fails_as: what of a failed load is reported: the blocks, or the request.
+        fetches_hits: whether a load writes over what was found in the prefix cache.
+    """
+
+    blocks: dict[bytes, list[Slot]] = field(default_factory=dict)
+    dice: random.Random = field(default_factory=lambda: random.Random(0))
+    is_async: bool = False
+    delay: int = 2
+    fails: Callable[[], bool] = lambda: False
+    fails_as: str = "blocks"
+    fetches_hits: bool = False
+    is_writing: bool = True
+    num_loaded: int = 0
+    num_failed: int = 0
+
+
+STORE = Store()
+
+
+@dataclass
+class _Load:
+    request_id: str
+    blocks: list[tuple[int, bytes]]
+    is_async: bool
+    steps: int
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):
+    loads: list[_Load]
+    saves: list[tuple[int, bytes]]
+
+
+class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The scheduler's side; the executor is the worker's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._requests: dict[str, Request] = {}
+        self._asked: dict[str, int] = {}
+        self._loads: list[_Load] = []
+
+    def on_new_request(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if STORE.dice.random() < 0.1:
+            return None, False  # still looking
+        keys = _keys(request)[: (request.num_tokens - 1) // BLOCK]
+        first = end = num_computed_tokens // BLOCK
+        while end < len(keys) and keys[end] in STORE.blocks:
+            end += 1
+        self._asked[request.request_id] = num_computed_tokens
+        count = (end - first) * BLOCK
+        return count, STORE.is_async and count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if not num_external_tokens:
+            return
+        first = self._asked[request.request_id] // BLOCK
+        end = first + num_external_tokens // BLOCK
+        pairs = list(zip(blocks.get_block_ids()[0], _keys(request), strict=False))
+        first = 0 if STORE.fetches_hits else first
+        self._loads.append(_Load(request.request_id, pairs[first:end], STORE.is_async, STORE.delay))
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        loads, self._loads = self._loads, []
+        saves = []
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+        for request_id, count in scheduler_output.num_scheduled_tokens.items():
+            request = self._requests[request_id]
+            end = (request.num_computed_tokens + count) // BLOCK
+            saves += list(zip(state.resolve_block_ids(request_id)[0], _keys(request)[:end], strict=False))
+        return _Metadata(loads, saves)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._requests.pop(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(self, request: Request, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def reset_cache(self) -> bool:
+        STORE.blocks.clear()
+        return True
+
+    def start_load_kv(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
+
+
+class TransferConnector(StoreConnector):
+    """Loads where a request says so."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+def _keys(request: Request) -> list[bytes]:
+    return Tokens(request.all_token_ids).prefixes()[BLOCK - 1 :: BLOCK]
+
+
+class TracingExecutor(ArithmeticExecutor):
+    """Numbers every computation of a token, and moves KV as `StoreConnector` says."""
+
+    _numbers = iter(range(1, 1 << 30))  # of all engines
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self._number = [0] * (NUM_BLOCKS * BLOCK)
+        self._underway: list[_Load] = []
+        self._bad_blocks: set[int] = set()
+        self.seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
+
+    def compute(self, request_id: str, sequence: _Sequence, start: int, end: int) -> Rows:
+        if self._bad_blocks.intersection(sequence.blocks):  # the step runs all the same, for nothing
+            return np.zeros((end - start, L, K), np.int16)
+        rows = super().compute(request_id, sequence, start, end)
+        for row, slot in zip(rows, sequence.slots(start, end), strict=True):
+            self._number[slot] = number = next(self._numbers)
+            row[:2, -1] = number & 0x7FFF, number >> 15
+        for position, slot in enumerate(sequence.slots(0, end)):
+            self.seen[request_id][position].add(self._number[slot])
+        return rows
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        metadata = _Metadata([], [])
+        given = scheduler_output.kv_connector_metadata
+        for each in given.metadata if isinstance(given, MultiKVConnectorMetadata) else (given,):
+            assert isinstance(each, _Metadata)
+            metadata.loads += each.loads
+            metadata.saves += each.saves
+        report = KVConnectorOutput(finished_recving=set())
+        self._underway += metadata.loads
+        for load in self._underway:
+            load.steps -= 1
+            if not load.is_async or load.steps < 0:
+                self._finish(load, report)
+        self._underway = [load for load in self._underway if load.is_async and load.steps >= 0]
+        self._bad_blocks = report.invalid_block_ids
+        result = super().execute_model(scheduler_output, non_block)
+        output = self._output
+        assert isinstance(output, ModelRunnerOutput)
+        for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            sequence = self._sequences[request_id]
+            if sampled and self._bad_blocks.intersection(sequence.blocks):  # vLLM does not take it
+                sequence.tokens = Tokens(sequence.tokens[:-1])
+        if not report.is_empty():
+            output.kv_connector_output = report
+        for block, key in metadata.saves if STORE.is_writing and not report.invalid_block_ids else ():
+            slots = range(block * BLOCK, (block + 1) * BLOCK)
+            if self._kv[slots[-1]] == key:  # else it was given away since
+                STORE.blocks.setdefault(key, [(self._kv[slot], self._number[slot]) for slot in slots])
+        return result
+
+    def _finish(self, load: _Load, report: KVConnectorOutput) -> None:
+        failed = STORE.fails()
+        bad = range(STORE.dice.randrange(len(load.blocks)) if failed else len(load.blocks), len(load.blocks))
+        for index, (block, key) in enumerate(load.blocks):
+            kept = [(None, 0)] * BLOCK if index in bad or key not in STORE.blocks else STORE.blocks[key]
+            for slot, (prefix, number) in zip(range(block * BLOCK, (block + 1) * BLOCK), kept, strict=True):
+                self._kv[slot], self._number[slot] = prefix, number
+        STORE.num_loaded += 1
+        STORE.num_failed += failed
+        if load.is_async:
+            assert report.finished_recving is not None
+            report.finished_recving.add(load.request_id)
+        if failed and STORE.fails_as == "request":
+            report.failed_recving.add(load.request_id)
+        elif failed:
+            report.invalid_block_ids.update(load.blocks[index][0] for index in bad)
+
+
+@dataclass
+class TracedReceived(Received):
+    """Checks that rows are of the computations whose KV the request's forward passes read."""
+
+    seen: dict[int, set[int]] = field(default_factory=dict)
+    missing: list[int] = field(default_factory=list)
+
+    def check(self, rows: Rows, first: int, end: int) -> None:
+        expected = self.sequence.rows(first, end).copy()
+        assert rows.shape == expected.shape
+        for position, row, right in zip(range(first, end), rows, expected, strict=True):
+            if (row == UNKNOWN).all():
+                self.missing.append(position)
+                continue
+            right[:2, -1] = row[:2, -1]
+            number = int(row[0, -1]) | int(row[1, -1]) << 15
+            is_own = np.array_equal(row, right) and number in self.seen[position]
+            assert is_own, f"position {position}: a row of another computation"
+
+
+class TracingClient(Client):
+    """Keeps with each request what its forward passes read."""
+
+    def expect(self, request_id: str, *about: Any) -> Received:
+        executor = self.engines[0].model_executor
+        assert isinstance(executor, TracingExecutor)
+        return TracedReceived(*about, seen=executor.seen[request_id])
+
+    def missing(self) -> int:
+        """How many rows that came were not known."""
+        return sum(len(request.missing) for request in self.received.values() if isinstance(request, TracedReceived))
+
+
+@contextmanager
+def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
+    """An empty store that behaves like that, and what is done about its KV."""
+    global STORE
+    STORE = Store(**about)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER)):
+            patch.setitem(CONNECTORS, name, Connector(kind, writes_behind_hit=not STORE.fetches_hits))
+        patch.setenv(ON_LOAD_VARIABLE, policy)
+        yield STORE
+
+
+def engine_with_store(
+    failures: str = "recompute", role: str = "kv_both", connectors: Sequence[str] = (NAME,), **about: Any
+) -> EngineCore:
+    """An engine with the connector, or several; `failures` is what vLLM does about loads that fail."""
+    config = KVTransferConfig(kv_connector=connectors[0], kv_role=role, kv_load_failure_policy=failures)
+    if len(connectors) > 1:
+        children = [{"kv_connector": connector, "kv_role": role} for connector in connectors]
+        config.kv_connector, config.kv_connector_extra_config = "MultiConnector", {"connectors": children}
+    return engine(kv_transfer=config, executor=TracingExecutor, **about)

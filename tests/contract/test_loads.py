@@ -1,0 +1,266 @@
+"""KV that a connector loads: each row that is sent is of the computation whose KV was read, or it is missing."""
+
+import random
+from typing import Any
+
+import pytest
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
+
+from routed_experts.capture.engine.loads import Loads
+from tests.contract.arithmetic import BLOCK, VOCAB, Client
+from tests.contract.loads import NAME, TRANSFER, Store, TracingClient, engine_with_store, store
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    """Asynchronous scheduling."""
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["loads first", "loads beside"])
+def beside(request: pytest.FixtureRequest) -> bool:
+    """Loads that run beside steps."""
+    return request.param
+
+
+def empty_prefix_cache(core: EngineCore) -> None:
+    """What is in the store stays there."""
+    assert core.scheduler.reset_prefix_cache()
+
+
+def mix(core: EngineCore, seed: int, turns: int = 45) -> TracingClient:
+    """Shared prefixes, with and without the opt-in, preemptions, aborts and resets."""
+    dice = random.Random(seed)
+    client = TracingClient(core)
+    stems = [tokens(150, seed=100 + stem) for stem in range(3)]
+    gone: set[str] = set()
+    for turn in range(turns):
+        if dice.random() < 0.7:
+            prompt = dice.choice(stems)[: dice.randrange(1, 150)] + dice.choices(range(VOCAB), k=dice.randrange(3))
+            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
+            client.add(f"r{turn}", prompt, start, max_tokens=dice.randrange(1, 30))
+        if client.received and dice.random() < 0.2:
+            gone.add(dice.choice(list(client.received)))
+            client.abort(*gone)
+        loading = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in core.scheduler.requests.values())
+        fenced = core.scheduler.defer_block_free and core.batch_queue  # then vLLM cannot reset
+        if not loading and not fenced and dice.random() < 0.1:
+            core.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=dice.random() < 0.3)
+        for _ in range(dice.randrange(6)):
+            if core.scheduler.has_requests() or core.batch_queue:
+                client.step()
+    client.run()
+    for request_id in gone:
+        client.received.pop(request_id)
+    assert core.scheduler.aux_output_connector._steps == {}
+    assert core.scheduler.aux_output_connector.num_tracked == 0
+    return client
+
+
+def dice(seed: int, chance: float) -> Any:
+    rolls = random.Random(seed)
+    return lambda: rolls.random() < chance
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("policy", ["recompute", "missing"])
+def test_at_random(is_async: bool, beside: bool, policy: str, seed: int) -> None:
+    with store(policy, is_async=beside) as kept:
+        role = ("kv_both", "kv_producer")[seed]  # blocks of those that only produce are not fenced
+        client = mix(engine_with_store(role=role, is_async=is_async, num_blocks=24, max_num_seqs=4), seed)
+        assert kept.num_loaded > 1
+    assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
+    assert (client.missing() == 0) == (policy == "recompute")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_stores_that_fetch_what_is_there_already(is_async: bool, beside: bool, seed: int) -> None:
+    """Then rows of a request that is running may get lost, but never become another's."""
+    with store(is_async=beside, fetches_hits=True) as kept:
+        role = ("kv_both", "kv_producer")[seed]  # blocks of those that only produce are not fenced
+        client = mix(engine_with_store(role=role, is_async=is_async, num_blocks=24, max_num_seqs=4), seed)
+        assert kept.num_loaded > 1
+    assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
+
+
+def test_without_the_hook_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the tests here see it."""
+    monkeypatch.setattr(Loads, "take", lambda *_: [])
+    with store("missing"), pytest.raises(AssertionError, match="another computation"):
+        mix(engine_with_store(is_async=False, num_blocks=24, max_num_seqs=4), seed=1)
+
+
+@pytest.mark.parametrize("failures", ["recompute", "fail"])
+@pytest.mark.parametrize("fails_as", ["blocks", "request"])
+@pytest.mark.parametrize("policy", ["recompute", "missing"])
+def test_loads_that_fail(beside: bool, policy: str, failures: str, fails_as: str) -> None:
+    if fails_as == "request" and not beside:
+        pytest.skip("vLLM knows failed requests of loads beside steps only")
+    with store(policy, is_async=beside, fails=dice(1, 0.4), fails_as=fails_as) as kept:
+        core = engine_with_store(failures, is_async=False, num_blocks=24, max_num_seqs=4)
+        client = mix(core, seed=5)
+        assert kept.num_failed > 1
+    ends = {request.finish for request in client.received.values()}
+    assert ends <= {FinishReason.LENGTH, FinishReason.ERROR}
+    assert (FinishReason.ERROR in ends) == (failures == "fail")
+    if policy == "recompute":
+        assert client.missing() == 0
+
+
+def test_rows_before_a_failed_load_are_read_again() -> None:
+    """The request's first step, whose output vLLM throws away, was to bring all of them."""
+    with store("missing") as kept:
+        core = engine_with_store(is_async=False)
+        client = TracingClient(core)
+        prompt = tokens(6 * BLOCK)
+        client.add("before", prompt)
+        client.run()
+        empty_prefix_cache(core)
+        kept.fails = lambda: True
+        client.add("after", prompt)
+        client.run()
+        assert kept.num_failed == 1
+        lost = client.received["after"].missing
+        assert lost == list(range(len(lost)))  # of blocks that were loaded well
+        assert len(lost) % BLOCK == 0
+        assert len(lost) < 5 * BLOCK
+
+
+# ---- one at a time ----
+
+
+@pytest.fixture
+def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Any:
+    """An engine whose store has a prompt that its prefix cache has not."""
+    with store(getattr(request, "param", "recompute"), is_async=beside) as kept:
+        core = engine_with_store(is_async=is_async)
+        client = TracingClient(core)
+        prompt = tokens(5 * BLOCK + 3)
+        client.add("before", prompt, start=None)
+        client.run()
+        empty_prefix_cache(core)
+        yield client, prompt, kept
+
+
+def test_without_the_opt_in_nothing_is_computed_again(warm: tuple[Client, list[int], Store]) -> None:
+    client, prompt, kept = warm
+    client.add("plain", prompt, start=None)
+    client.run()
+    assert kept.num_loaded == 1
+
+
+def test_with_the_opt_in_nothing_is_loaded(warm: tuple[TracingClient, list[int], Store]) -> None:
+    client, prompt, kept = warm
+    client.add("asks", prompt)
+    client.run()
+    assert kept.num_loaded == 0
+    assert client.missing() == 0
+
+
+def test_rows_that_are_not_asked_for_may_be_loaded(warm: tuple[TracingClient, list[int], Store]) -> None:
+    client, prompt, kept = warm
+    client.add("asks for the rest", prompt, start=5 * BLOCK)
+    client.run()
+    assert kept.num_loaded == 1
+    client.add("asks for more", prompt, start=5 * BLOCK - 1)
+    client.run()
+    assert client.missing() == 0
+
+
+def test_blocks_that_another_request_loaded(warm: tuple[TracingClient, list[int], Store]) -> None:
+    """They are in the prefix cache, without rows."""
+    client, prompt, kept = warm
+    client.add("plain", prompt, start=None)
+    client.run()
+    assert kept.num_loaded == 1
+    client.add("asks", prompt)
+    client.run()
+    assert client.missing() == 0
+    client.add("hits", prompt, start=None)
+    client.run()
+    assert kept.num_loaded == 1
+
+
+@pytest.mark.parametrize("warm", ["missing"], indirect=True)
+def test_what_is_loaded_is_missing(warm: tuple[TracingClient, list[int], Store]) -> None:
+    client, prompt, kept = warm
+    client.add("asks", prompt)
+    client.run()
+    assert kept.num_loaded == 1
+    assert client.received["asks"].missing == list(range(5 * BLOCK))
+    client.add("hits", prompt)
+    client.run()
+    assert client.received["hits"].missing == list(range(5 * BLOCK))
+
+
+@pytest.mark.parametrize("connectors", [(TRANSFER,), (TRANSFER, NAME), (NAME, TRANSFER)])
+def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str, ...], is_async: bool) -> None:
+    """It is what the request came for. Where there are several connectors, the one that loads is what counts."""
+    with store() as kept:
+        core = engine_with_store(connectors=connectors, is_async=is_async)
+        client = TracingClient(core)
+        prompt = tokens(5 * BLOCK + 3)
+        client.add("before", prompt)
+        client.run()
+        empty_prefix_cache(core)
+        client.add("asks", prompt)
+        client.run()
+        assert kept.num_loaded == 0
+        empty_prefix_cache(core)
+        client.add("decodes", prompt, kv_transfer_params={"do_remote_prefill": True})
+        client.run()
+        is_pulled = connectors[0] == TRANSFER
+        assert kept.num_loaded == is_pulled
+        assert client.received["decodes"].missing == list(range(5 * BLOCK * is_pulled))
+        assert client.missing() == 5 * BLOCK * is_pulled
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_around_a_load(is_async: bool, steps: int) -> None:
+    """Blocks of a request that is aborted while they are loaded are another's soon."""
+    with store("missing", is_async=True):
+        core = engine_with_store(is_async=is_async, num_blocks=16)
+        client = TracingClient(core)
+        prompt = tokens(8 * BLOCK)
+        client.add("before", prompt)
+        client.run()
+        empty_prefix_cache(core)
+        client.add("gone", prompt)
+        for _ in range(steps):
+            client.step()
+        client.abort("gone")
+        for index in range(4):
+            client.add(str(index), tokens(6 * BLOCK, seed=index), max_tokens=20)
+            client.add(f"again {index}", prompt)
+        client.run()
+        assert client.received.pop("gone").finish is not FinishReason.ERROR
+    assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
+
+
+@pytest.mark.parametrize("steps", range(4, 8))
+def test_a_write_in_flight_does_not_come_after_a_load(steps: int) -> None:
+    """A request is aborted while its step runs, and another's KV is loaded into its last block.
+
+    vLLM fences the blocks of engines that say that they consume KV, so this one does not say so.
+    """
+    with store("missing") as kept:
+        core = engine_with_store(role="kv_producer", is_async=True, num_blocks=12, chunk=256)
+        client = TracingClient(core)
+        stem = tokens(9 * BLOCK + 1)
+        client.add("before", stem)
+        client.run()
+        empty_prefix_cache(core)
+        client.add("gone", tokens(2 * BLOCK + 8, seed=1), start=None, max_tokens=100)
+        for _ in range(steps):
+            client.step()
+        client.abort("gone")
+        client.add("after", stem)
+        client.run()
+        assert kept.num_loaded == 1
+        assert client.received["after"].missing == list(range(9 * BLOCK))
