@@ -31,6 +31,11 @@ class HostCache:
         return self._rows.nbytes + self._written.nbytes
 
     @property
+    def row_shape(self) -> tuple[int, int]:
+        """(L, K)"""
+        return self._rows.shape[2], self._rows.shape[3]
+
+    @property
     def used_bytes(self) -> int:
         """Memory that the rows that were written take."""
         return int(np.count_nonzero(self._written)) * self._row_type.itemsize

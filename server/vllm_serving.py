@@ -4,8 +4,10 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import OPT_IN, RoutingOptions
+from routed_experts.server import handoff
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.encoding import Encoder, LostRowsError
 from routed_experts.server.fields import RoutedGenerateRequest, RoutedRequest
@@ -45,8 +47,17 @@ class RoutedServing:
     max_bytes: int
 
     def check(self, request: Any) -> None:
-        """Raises `VLLMValidationError` for a request whose routing this server cannot give."""
+        """Raises `VLLMValidationError` for a request whose routing this server cannot give, or cannot take."""
+        params = getattr(request, "kv_transfer_params", None)
+        if self.captured is not None and params and PARAM in params:
+            try:
+                rows = handoff.from_wire(params[PARAM], self.captured.shape, self.captured.num_experts)
+            except handoff.HandoffError as error:
+                _reject(str(error), handoff.FIELD)
+            request.kv_transfer_params = {**params, PARAM: rows}
         options = options_of(request)
+        if options is not None and params and params.get("do_remote_decode") and PARAM not in params:
+            request.kv_transfer_params = {**params, PARAM: True}
         if options is None:
             return
         if self.captured is None:
@@ -63,6 +74,13 @@ class RoutedServing:
 
     def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
         """Raises `VLLMValidationError` for a start behind a prompt, and for an answer that would be too large."""
+        handed = (getattr(request, "kv_transfer_params", None) or {}).get(PARAM)
+        if self.captured is not None and isinstance(handed, dict):
+            count = handoff.length(handed)
+            if len(prompt_lens) != 1 or count > prompt_lens[0]:
+                _reject(
+                    f"{handoff.FIELD} has rows of {count} tokens, but the prompts have {prompt_lens}", handoff.FIELD
+                )
         options = options_of(request)
         if options is None:
             return
@@ -124,6 +142,7 @@ class RoutedServing:
         """
         assert self.captured is not None
         self.check_size(rows.options, rows.num_rows)
+        response.kv_transfer_params = handoff.to_wire(response.kv_transfer_params)
         return WholeAnswer(response, rows, self.encoder(rows.options), self.captured.num_experts, is_list)
 
     def _error_event(self, error: Exception) -> str:

@@ -1,6 +1,8 @@
-"""KV that a connector loads: its slots have no rows, and requests that ask for rows may do without it."""
+"""KV that a connector loads: its slots have no rows but those that came with it, and requests that ask for rows may do
+without it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,24 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, used_by
+from routed_experts.capture.rows import UNKNOWN, Rows
 from routed_experts.capture.split import RequestRows
 
 LocalHit = tuple[KVCacheBlocks, int, int, bool]
 """What a lookup in the prefix cache gives: blocks, tokens, and two things about hybrid models."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What becomes of the host cache when KV is loaded.
+
+    Attributes:
+        slots: [n], all that are loaded.
+        rows: [m <= n, L, K], of the first of them; the others are not known.
+    """
+
+    slots: NDArray[np.int64]
+    rows: Rows | None
 
 
 class Loads:
@@ -48,19 +64,28 @@ class Loads:
         self._tracked = tracked
         self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
-        self._slots: list[NDArray[np.int64]] = []
+        self._loads: list[Load] = []
+        self._handed: dict[str, Rows] = {}  # by request, the rows of its prompt that came with it
         self._rowless: set[int] = set()  # blocks some of whose rows were not computed here, as of the step to come
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._update_state_after_alloc = connector.update_state_after_alloc
         connector.get_num_new_matched_tokens = self._ask
         connector.update_state_after_alloc = self._load
 
-    def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[NDArray[np.int64]]:
-        """The slots that are loaded with, or before, a step that has been scheduled.
+    def hand(self, request_id: str, rows: Rows) -> None:
+        """Keeps the rows [n, L, K] of the KV that another instance has for a request, from position 0 on."""
+        self._handed[request_id] = rows
+
+    def forget(self, request_id: str) -> None:
+        """Called when a request has ended."""
+        self._handed.pop(request_id, None)
+
+    def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[Load]:
+        """What is loaded with, or before, a step that has been scheduled.
 
         Called before its requests are advanced.
         """
-        slots, self._slots = self._slots, []
+        loads, self._loads = self._loads, []
         if self._rowless:
             for source, destination in step.kv_cache_block_copies or ():
                 if source in self._rowless:
@@ -71,7 +96,7 @@ class Loads:
                 if first < end:  # a block whose first slot is computed is computed as a whole
                     blocks = self._manager.req_to_blocks[request_id][first:end]
                     self._rowless.difference_update(block.block_id for block in blocks)
-        return slots
+        return loads
 
     def cap_local(self, request: Request, hit: LocalHit) -> LocalHit:
         """A prefix hit up to the first block without rows that the request needs; hybrid models have no such cut."""
@@ -117,8 +142,20 @@ class Loads:
             return
         asked, num_local = self._asked
         assert asked == request.request_id, "KV is loaded that nobody was asked for"
-        size = self._block_size
-        positions = np.arange(num_local if self._writes_behind_hit else 0, num_local + count)
+        rows = self._handed.pop(request.request_id, None) if self._kind(request) is Kind.TRANSFER else None
         table = np.array([block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64)
-        self._slots.append(table[positions // size] * size + positions % size)
-        self._rowless.update(table[positions[0] // size : -(-(num_local + count) // size)].tolist())
+        if not self._writes_behind_hit:
+            self._add(table, 0, num_local, None)
+        self._add(table, num_local, num_local + count, rows)
+
+    def _add(self, table: NDArray[np.int64], first: int, end: int, rows: Rows | None) -> None:
+        """Keeps account of a load of positions `first` to `end`, of which there may be `rows`, from position 0 on."""
+        positions = np.arange(first, end)
+        is_known = np.zeros(end - first, dtype=np.bool_)
+        if rows is not None:
+            rows = rows[first:end]
+            is_known[: len(rows)] = (rows != UNKNOWN).all(axis=(1, 2))
+        blocks = table[positions // self._block_size]
+        self._loads.append(Load(blocks * self._block_size + positions % self._block_size, rows))
+        self._rowless.difference_update(blocks.tolist())
+        self._rowless.update(blocks[~is_known].tolist())

@@ -16,11 +16,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
+from routed_experts.capture import handoff
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.connectors import describe, on_load
-from routed_experts.capture.engine.loads import Loads, LocalHit
+from routed_experts.capture.engine.loads import Load, Loads, LocalHit
 from routed_experts.capture.engine.outbox import Messages, Outbox
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.gather import Gatherer
@@ -55,12 +56,12 @@ class ScheduledStep:
         starts: for each request with the opt-in, the absolute position of its first token in the step.
         blocks: its block table (vLLM's objects), if the step brings the first tokens after a prefill whose rows lie in
             the host cache.
-        loaded: slots into which a connector loads KV without rows, before the step runs or beside it.
+        loads: of KV that a connector loads before the step runs, or beside it.
     """
 
     starts: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, Sequence[Any]] = field(default_factory=dict)
-    loaded: list[NDArray[np.int64]] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
 
 
 @dataclass
@@ -120,6 +121,7 @@ class SchedulerConnector:
         self._step = 0
         self._arrived: ArrivedStep | None = None
         self._loads: Loads | None = None
+        self._to_hand_over: set[str] = set()  # requests whose rows are to go with their KV
         self.outbox = Outbox()
 
     @property
@@ -162,6 +164,8 @@ class SchedulerConnector:
         """Called when a request ends, and also when it is preempted: then its prefill starts again."""
         if request.is_finished():
             self._tracked.pop(request.request_id, None)
+            if self._loads is not None:
+                self._loads.forget(request.request_id)
         elif (state := self._tracked.get(request.request_id)) is not None:
             state.prefilling = True
 
@@ -194,7 +198,7 @@ class SchedulerConnector:
                 if state.next_row < start:
                     step.blocks[req_id] = self._block_table(req_id)
         if self._loads is not None:
-            step.loaded = self._loads.take(scheduler_output, requests)
+            step.loads = self._loads.take(scheduler_output, requests)
         self._step += 1
         self._steps[self._step] = step
         return StepTag(self._step)
@@ -212,10 +216,8 @@ class SchedulerConnector:
         scheduled = self._steps.pop(tag.step)
         self._arrived = None
         step = detach(output)
-        for slots in scheduled.loaded:
-            self._gatherer.settle(slots)
-            if self._cache is not None:
-                self._cache.forget(slots)
+        for load in scheduled.loads:
+            self._apply(load)
         if self._cache is not None and (copies := scheduler_output.kv_cache_block_copies):
             self._gatherer.settle(np.array([destination for _, destination in copies]) * self._block_size)
             self._cache.copy_blocks(copies)
@@ -231,6 +233,49 @@ class SchedulerConnector:
                 if (request := requests.get(req_id)) is not None:
                     scheduled.starts[req_id] = step_start(start, request.num_tokens)
         self._arrived = ArrivedStep(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index)
+
+    def _apply(self, load: Load) -> None:
+        """Takes the rows that came with KV. Where nothing has been computed yet, nothing is known of rows either."""
+        self._gatherer.settle(load.slots)
+        if self._cache is None:
+            return
+        self._cache.forget(load.slots)
+        if load.rows is not None and load.rows.shape[1:] == self._cache.row_shape:
+            self._cache.write(load.slots[: len(load.rows)], load.rows)
+
+    def take_handed(self, request: Request) -> None:
+        """Takes what a request says of rows, its prompt's or that they are wanted, which the connector is not shown."""
+        params = request.kv_transfer_params
+        if self._loads is None or not params or handoff.PARAM not in params:
+            return
+        given = params[handoff.PARAM]
+        request.kv_transfer_params = {key: value for key, value in params.items() if key != handoff.PARAM}
+        if given is True and opt_in_of(request) is not None:
+            self._to_hand_over.add(request.request_id)
+        elif params.get("do_remote_prefill") and (rows := handoff.decode(given)) is not None:
+            self._loads.hand(request.request_id, rows)
+
+    def hand_over(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """`params`, with which another instance is to get the KV of a request that has ended here, and with its rows.
+
+        Called while the request still has its blocks. One that was aborted may have rows that have not arrived.
+        """
+        is_wanted = request.request_id in self._to_hand_over
+        self._to_hand_over.discard(request.request_id)
+        if not is_wanted or not params or not params.get("do_remote_prefill") or self._cache is None:
+            return params
+        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
+            return params
+        count = min(request.num_prompt_tokens, request.num_computed_tokens)
+        rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
+        self._cache.read(_block_ids(self._block_table(request.request_id)), 0, rows)
+        handed = handoff.encode(rows)
+        if handed is None:
+            logger.warning(
+                "Request %s: the rows of %d tokens are too large to be handed over.", request.request_id, count
+            )
+            return params
+        return {**params, handoff.PARAM: handed}
 
     def take_output(self, request: Request, output: Any) -> Rows | None:
         """Called for each request that a step brought tokens to, after they were appended.
@@ -336,7 +381,12 @@ class SchedulerCapture(Scheduler):
         self.aux_output_connector.prefill_again(affected[0])
         return affected
 
+    def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        delay_free, params = super()._connector_finished(request)
+        return delay_free, self.aux_output_connector.hand_over(request, params)
+
     def add_request(self, request: Request) -> None:
+        self.aux_output_connector.take_handed(request)
         super().add_request(request)
         self.aux_output_connector.add_request(request)
 

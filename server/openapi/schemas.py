@@ -1,6 +1,6 @@
 """What the answers look like, for the API description only: nothing is made from these models while serving."""
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
@@ -95,6 +95,18 @@ class RoutedGenerateResponse(GenerateTokensResponse):
     choices: list[RoutedGenerateChoice]
     prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
     prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_PROMPT_HISTOGRAM)
+
+
+class HandedRows(BaseModel):
+    """The prompt's rows, beside what the KV connector says of its KV. With `return_routed_experts` the prefill leg's
+    answer has them, and the decode leg's request must bring them; whoever relays `kv_transfer_params` as it is need not
+    know of them. They are taken with `do_remote_prefill` only. Rows of more than 64 MiB are left out, and missing."""
+
+    data: str = Field(description="Base64, standard alphabet, of the little-endian array in C order.")
+    dtype: Literal["uint8", "int16"]
+    shape: tuple[int, int, int] = Field(
+        description="[n, L, K], rows of positions 0 to n - 1, n at most P; -1 is not known."
+    )
 
 
 # The examples are answers of the tiny model that `routed-experts serve` makes by itself; fields that are null there

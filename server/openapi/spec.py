@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 
+from routed_experts.capture.handoff import PARAM
+from routed_experts.server.openapi.schemas import HandedRows
 from routed_experts.server.routes import generate_router, router
 
 DESCRIPTION = """\
@@ -43,6 +45,11 @@ def describe() -> dict[str, Any]:
     app.include_router(generate_router)
     spec = app.openapi()
     schemas = spec["components"]["schemas"]
+    schemas[HandedRows.__name__] = HandedRows.model_json_schema()
+    for schema in schemas.values():
+        for option in schema.get("properties", {}).get("kv_transfer_params", {}).get("anyOf", ()):
+            if option["type"] == "object":
+                option["properties"] = {PARAM: {"$ref": _REF + HandedRows.__name__}}
     spec["components"]["schemas"] = {name: schemas[name] for name in sorted(_reachable(spec["paths"], schemas))}
     return spec
 

@@ -253,6 +253,7 @@ class Received:
     sequence: Tokens
     num_rows: int = 0
     finish: FinishReason | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -264,6 +265,7 @@ class Received:
         is_first = len(self.sequence) == self.prompt_len
         self.sequence += output.new_token_ids
         self.finish = output.finish_reason
+        self.kv_transfer_params = output.kv_transfer_params
         rows = output.routed_experts
         if self.start is None:
             assert rows is None

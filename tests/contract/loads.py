@@ -25,9 +25,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
+from routed_experts.capture.handoff import PARAM
 from routed_experts.capture.rows import UNKNOWN
 from tests.contract.arithmetic import (
     BLOCK,
@@ -46,9 +47,10 @@ from tests.contract.arithmetic import (
 Slot = tuple[bytes | None, int]
 """The prefix whose last token's KV it is, and the number of its computation."""
 
-NAME, TRANSFER = "StoreOfTheTests", "TransferOfTheTests"
+NAME, TRANSFER, PULL = "StoreOfTheTests", "TransferOfTheTests", "PullOfTheTests"
 KVConnectorFactory.register_connector(NAME, __name__, "StoreConnector")
 KVConnectorFactory.register_connector(TRANSFER, __name__, "TransferConnector")
+KVConnectorFactory.register_connector(PULL, __name__, "PullConnector")
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Store:
 
     Attributes:
         blocks: by the prefix that they end.
+        sent: the KV of prompts that another instance may pull, by request.
         is_async: whether loads run beside steps.
         delay: steps that such a load takes.
         fails: whether to fail a load, asked for each.
@@ -65,6 +68,7 @@ class Store:
     """
 
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)
+    sent: dict[str, list[Slot]] = field(default_factory=dict)
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     is_async: bool = False
     delay: int = 2
@@ -85,12 +89,14 @@ class _Load:
     blocks: list[tuple[int, bytes]]
     is_async: bool
     steps: int
+    remote: str | None = None
 
 
 @dataclass
 class _Metadata(KVConnectorMetadata):
     loads: list[_Load]
     saves: list[tuple[int, bytes]]
+    sends: dict[str, list[int]] = field(default_factory=dict)
 
 
 class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -162,6 +168,43 @@ class TransferConnector(StoreConnector):
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
+class PullConnector(StoreConnector):
+    """Prefill and decode apart, as with NIXL: the whole of a prompt is pulled beside the steps, once."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._sends: dict[str, list[int]] = {}
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._asked[request.request_id] = num_computed_tokens
+        params = request.kv_transfer_params or {}
+        assert PARAM not in params, "connectors are not shown rows"
+        count = request.num_prompt_tokens - num_computed_tokens if params.get("do_remote_prefill") else 0
+        return count, count > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params or {}
+        if num_external_tokens:
+            first = self._asked[request.request_id] // BLOCK
+            pairs = [(block, b"%d" % index) for index, block in enumerate(blocks.get_block_ids()[0])]
+            remote = params["remote_request_id"]
+            self._loads.append(_Load(request.request_id, pairs[first:], True, STORE.delay, remote))
+        params["do_remote_prefill"] = False
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        loads, self._loads = self._loads, []
+        sends, self._sends = self._sends, {}
+        return _Metadata(loads, [], sends)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        super().request_finished(request, block_ids)
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_decode") or request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
+            return False, None
+        self._sends[request.request_id] = block_ids
+        return True, {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": request.request_id}
+
+
 def _keys(request: Request) -> list[bytes]:
     return Tokens(request.all_token_ids).prefixes()[BLOCK - 1 :: BLOCK]
 
@@ -196,7 +239,11 @@ class TracingExecutor(ArithmeticExecutor):
             assert isinstance(each, _Metadata)
             metadata.loads += each.loads
             metadata.saves += each.saves
-        report = KVConnectorOutput(finished_recving=set())
+            metadata.sends |= each.sends
+        report = KVConnectorOutput(finished_recving=set(), finished_sending=set(metadata.sends))
+        for request_id, blocks in metadata.sends.items():
+            slots = [slot for block in blocks for slot in range(block * BLOCK, (block + 1) * BLOCK)]
+            STORE.sent[request_id] = [(self._kv[slot], self._number[slot]) for slot in slots]
         self._underway += metadata.loads
         for load in self._underway:
             load.steps -= 1
@@ -223,7 +270,12 @@ class TracingExecutor(ArithmeticExecutor):
         failed = STORE.fails()
         bad = range(STORE.dice.randrange(len(load.blocks)) if failed else len(load.blocks), len(load.blocks))
         for index, (block, key) in enumerate(load.blocks):
-            kept = [(None, 0)] * BLOCK if index in bad or key not in STORE.blocks else STORE.blocks[key]
+            kept = STORE.blocks.get(key, [(None, 0)] * BLOCK)
+            if load.remote is not None:
+                sent = STORE.sent[load.remote]
+                kept = [*sent[int(key) * BLOCK :][:BLOCK], *[(None, 0)] * BLOCK][:BLOCK]
+            if index in bad:
+                kept = [(None, 0)] * BLOCK
             for slot, (prefix, number) in zip(range(block * BLOCK, (block + 1) * BLOCK), kept, strict=True):
                 self._kv[slot], self._number[slot] = prefix, number
         STORE.num_loaded += 1
@@ -276,7 +328,7 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     global STORE
     STORE = Store(**about)
     with pytest.MonkeyPatch.context() as patch:
-        for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER)):
+        for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER), (PULL, Kind.TRANSFER)):
             patch.setitem(CONNECTORS, name, Connector(kind, writes_behind_hit=not STORE.fetches_hits))
         patch.setenv(ON_LOAD_VARIABLE, policy)
         yield STORE

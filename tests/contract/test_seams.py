@@ -38,6 +38,7 @@ from routed_experts.protocol.models import FieldError
 from routed_experts.protocol.sse import EventError
 from routed_experts.server import fields, vllm_api, vllm_serving
 from routed_experts.server.encoding import LostRowsError
+from routed_experts.server.handoff import HandoffError
 from routed_experts.server.launch import CommandError
 from routed_experts.server.probe import ProbeError
 from routed_experts.server.reference import CompareError
@@ -225,6 +226,7 @@ def check_calls(cls: type, path: str, attribute: str, ours_alone: set[str] | Non
 
 def test_calls_on_the_schedulers_connector() -> None:
     ours_alone = {"add_request", "receive", "num_tracked", "add_stats", "follow_loads", "cap_local", "prefill_again"}
+    ours_alone |= {"take_handed", "hand_over"}
     ours_alone |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
     check_calls(
         scheduler.SchedulerConnector, "v1/core/sched/scheduler.py", "aux_output_connector", ours_alone=ours_alone
@@ -306,6 +308,8 @@ ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
 IN_STREAMS = {LostRowsError, StreamLimitError}
 """Failures of the server: an error event in a stream, and 500 before its first byte."""
+TURNED = {HandoffError}
+"""Become a `VLLMValidationError` where they are caught."""
 CLIENTS = {EventError, RoutingError}
 """Raised in clients only."""
 
@@ -319,7 +323,7 @@ def test_every_exception_of_ours_is_in_one_of_the_lists() -> None:
                 cls = vars(module).get(node.name)
                 if isinstance(cls, type) and issubclass(cls, BaseException):
                     found.add(cls)
-    assert found == AT_START | ANSWERED | IN_STREAMS | CLIENTS
+    assert found == AT_START | ANSWERED | TURNED | IN_STREAMS | CLIENTS
     assert not AT_START & ANSWERED
 
 
