@@ -430,7 +430,7 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
         ({"worker_cls": "NoModule"}, "NoModule cannot be imported"),
         ({"worker_cls": b"pickled"}, "must be a class at the top of a module"),
         ({"scheduler_cls": type("Local", (Scheduler,), {})}, "must be a class at the top of a module"),
-        ({"enable_prefix_caching": True, "kv_offloading_size": 1}, "comes without its routing"),
+        ({"kv_sharing_fast_prefill": True}, "Fast prefill skips layers"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, Any], message: str) -> None:
