@@ -21,6 +21,10 @@ from routed_experts.server.vllm_api import (
 
 Rows = NDArray[np.int16]
 
+_JOINED_ROWS = 64
+"""Rows that come one by one and are not taken, those of an answer that is not streamed, are joined to arrays of at least
+so many: whoever handles a long answer's rows does so array by array while everybody else waits."""
+
 
 def opt_in(params: SamplingParams, prompt_start: int) -> None:
     """Has the engine send the rows of the request that `params` are for, its prompt's from `prompt_start` on."""
@@ -42,15 +46,23 @@ class RowFeed:
         self._arrays: list[Rows] = []
         self._taken = 0
         self.has_begun = False
+        self._joined = 0  # how many of the first arrays are large enough
 
     def push(self, rows: Rows) -> None:
         """Adds `rows` ([n, L, K]), which follow those before."""
-        self._arrays.append(rows)
+        arrays = self._arrays
+        arrays.append(rows)
         self.has_begun = True
+        if len(rows) >= _JOINED_ROWS:
+            self._joined = len(arrays)
+        elif len(arrays) - self._joined >= _JOINED_ROWS:
+            arrays[self._joined :] = [np.concatenate(arrays[self._joined :])]
+            self._joined += 1
 
     def take_until(self, total: int) -> list[Rows]:
         """The rows that bring what was taken so far to `total`, or fewer if they have not arrived, in order."""
         arrays, wanted = self._arrays, total - self._taken
+        self._joined = 0
         if len(arrays) == 1 and len(arrays[0]) <= wanted:  # nearly always
             self._arrays = []
             self._taken += len(arrays[0])

@@ -351,3 +351,19 @@ def test_numbers_that_nobody_wants_are_passed_over() -> None:
     assert take(queue).outputs[0].token_ids == [0]
     plain = OutputProcessor(None, log_stats=False)  # one of a process that has not got so far
     plain.process_outputs([EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=EngineStats(0).encode())])
+
+
+@pytest.mark.parametrize("prompt", [0, 5, 5000])
+def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
+    """Of a long answer that is not streamed, whose rows come one by one."""
+    feed = RowFeed()
+    first = rows_of(0, prompt)
+    feed.push(first)
+    for position in range(prompt, prompt + 10_000):
+        feed.push(rows_of(position, position + 1))
+    beginning = feed.take_until(prompt + 7)
+    assert positions(beginning) == list(range(prompt + 7))
+    assert prompt < 5000 or beginning[0] is first, "the prompt's rows were copied"
+    rest = feed.take_until(prompt + 10_000)
+    assert positions(rest) == list(range(prompt + 7, prompt + 10_000))
+    assert len(rest) < 300
