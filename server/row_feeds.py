@@ -22,8 +22,8 @@ from routed_experts.server.vllm_api import (
 Rows = NDArray[np.int16]
 
 _JOINED_ROWS = 64
-"""Rows that come one by one and are not taken, those of an answer that is not streamed, are joined to arrays of at least
-so many: whoever handles a long answer's rows does so array by array while everybody else waits."""
+"""Rows that come one by one and are not taken, those of an answer that is not streamed, are joined to arrays of so
+many: whoever handles a long answer's rows does so array by array, while everybody else waits."""
 
 
 def opt_in(params: SamplingParams, prompt_start: int) -> None:

@@ -96,30 +96,6 @@ def test_nobody_waits_for_a_long_answer() -> None:
 
 
 @pytest.mark.parametrize("accept", [None, "application/msgpack"])
-@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
-@pytest.mark.parametrize("layout", ["split", "joined"])
-def test_a_long_answer_is_encoded_little_by_little(layout: Any, fmt: Any, accept: str | None) -> None:
-    """However its rows came, and whatever it looks like: what is done without a pause has a bound."""
-    feed = RowFeed()
-    feed.push(np.zeros((50_000, L, K), dtype=np.int16))
-    for _ in range(50_000):
-        feed.push(np.zeros((1, L, K), dtype=np.int16))
-    answer = answer_of([output(50_000, choice(50_001, feed))], layout=layout, format=fmt)[0]
-
-    async def run() -> list[int]:
-        response = await respond(answer, request(accept))
-        encoded = [answer.encoder.sent.rows]
-        async for part in response.body_iterator:
-            assert len(part) <= 320 << 10
-            encoded.append(answer.encoder.sent.rows)
-        return encoded
-
-    encoded = asyncio.run(run())
-    assert (encoded[0], encoded[-1]) == (0, 100_000)
-    assert max(np.diff(encoded)) * L * K * 2 <= 100 << 10
-
-
-@pytest.mark.parametrize("accept", [None, "application/msgpack"])
 @pytest.mark.parametrize("rows", [10, 100_000])
 def test_lost_rows_that_the_type_cannot_say_are_the_servers_error(rows: int, accept: str | None) -> None:
     feed = RowFeed()

@@ -1,0 +1,126 @@
+"""What a long answer takes of the process: little by little, and hardly more memory than its rows."""
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi import Request
+
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.encoding import Encoder
+from routed_experts.server.responses import respond
+from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.stream import StreamAligner
+from routed_experts.server.vllm_api import RequestOutput
+from routed_experts.server.whole import CollectedRows, WholeAnswer
+from tests.server.test_whole import Choice, Response, choice, output
+
+L, K, EXPERTS = 48, 8, 128
+PROMPT, TOKENS = 8000, 201
+RAW = (PROMPT + TOKENS - 1) * L * K * 2
+WAYS = [
+    (stream, form, accept)
+    for stream in (False, True)
+    for form in ("object", "npy", "raw", "list")
+    for accept in (("*/*",) if stream else ("*/*", "application/msgpack"))
+]
+
+
+def request(accept: str) -> Request:
+    app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace()))
+    headers = [(b"accept", accept.encode())]
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app})
+
+
+def rows_of(count: int) -> np.ndarray:
+    return np.ones((count, L, K), dtype=np.int16)
+
+
+class Answer:
+    """An answer of many rows, most of them the prompt's; the others come one by one."""
+
+    def __init__(self, stream: bool, form: Any, accept: str) -> None:
+        self.options = RoutingOptions(format=form)
+        self.encoder = Encoder(form, "int16", (L, K), EXPERTS)
+        self._stream, self._accept = stream, accept
+
+    async def parts(self) -> AsyncIterator[bytes | str]:
+        """What goes to the client, in the pieces in which it is made."""
+        feed = RowFeed()
+        feed.push(rows_of(PROMPT))
+        if self._stream:
+            aligner = StreamAligner(self.options, self.encoder, EXPERTS, 1, str)
+            async for line in aligner.rewrite(self._chunks(aligner.watch(self._outputs(feed)))):
+                yield line
+            return
+        for _ in range(TOKENS - 1):
+            feed.push(rows_of(1))
+        rows = CollectedRows(self.options, (L, K))
+        rows.collect(output(PROMPT, choice(TOKENS, feed)))
+        answer = WholeAnswer(Response(choices=[Choice(index=0)]), rows, self.encoder, EXPERTS, is_list=False)
+        del feed, rows
+        async for part in (await respond(answer, request(self._accept))).body_iterator:
+            yield part
+
+    async def _outputs(self, feed: RowFeed) -> AsyncIterator[RequestOutput]:
+        whole = output(PROMPT, choice(1, feed))
+        for token in range(TOKENS):
+            finish = "length" if token == TOKENS - 1 else None
+            whole.outputs = [choice(1, feed, finish=finish)]  # type: ignore[arg-type]
+            yield whole
+            feed.push(rows_of(1))
+
+    async def _chunks(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
+        async for _ in outputs:
+            yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
+
+
+@pytest.mark.parametrize(("stream", "form", "accept"), WAYS)
+def test_no_answer_is_encoded_at_one_go(stream: bool, form: Any, accept: str) -> None:
+    """Between any two parts of about 64 KiB of rows, another task gets its turn."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        task = asyncio.create_task(other())
+        answer = Answer(stream, form, accept)
+        encoded, turns_before = 0, 0
+        async for part in answer.parts():
+            rows = answer.encoder.sent.rows - encoded
+            assert rows * L * K * 2 <= 100 << 10
+            assert len(part) <= 320 << 10
+            assert not encoded or rows <= 1 or turns > turns_before
+            encoded, turns_before = answer.encoder.sent.rows, turns
+        assert encoded * L * K * 2 == RAW
+        task.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("stream", "form", "accept"), WAYS)
+def test_the_peak_of_memory(stream: bool, form: Any, accept: str) -> None:
+    """With the rows themselves, which are there until they are sent."""
+
+    async def run() -> None:
+        async for _ in Answer(stream, form, accept).parts():
+            pass
+
+    asyncio.run(run())  # what is made once is none of the answer's
+    gc.collect()
+    tracemalloc.start()
+    try:
+        asyncio.run(run())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert 0.9 * RAW <= peak <= 1.5 * RAW
