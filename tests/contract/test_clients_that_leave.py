@@ -1,0 +1,144 @@
+"""Clients that vanish and readers that stop: they cost nobody else anything, and leave nothing behind."""
+
+import gc
+import json
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from routed_experts.server.row_feeds import FedRequestState, RowFeed
+from routed_experts.server.stream import StreamAligner
+from routed_experts.server.whole import CollectedRows
+from tests.contract.served import serving
+from tests.contract.test_api import check
+from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events
+
+KEPT = (RowFeed, FedRequestState, StreamAligner, CollectedRows)
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def api(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, "--max-num-batched-tokens", "256") as server:
+        yield server
+
+
+def connect(server: Server, receive_buffer: int | None = None) -> socket.socket:
+    sock = socket.socket()
+    if receive_buffer is not None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    sock.settimeout(LIMIT_S)
+    sock.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    return sock
+
+
+def request(**body: Any) -> bytes:
+    content = json.dumps({"model": "tiny", **ASK, **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(content)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + content
+
+
+def settled(server: Server) -> None:
+    """Returns when nothing is left of any request; fails if that takes long."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        left = {**server.state_left(), "running": server.metric("vllm:num_requests_running")}
+        left |= {"waiting": server.metric("vllm:num_requests_waiting")}
+        if not any(left.values()):
+            return
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def kept() -> list[str]:
+    """What this process, the server's as well, still holds of answers."""
+    gc.collect()
+    return [type(each).__name__ for each in gc.get_objects() if type(each) in KEPT]
+
+
+def vanish(server: Server, seed: int) -> None:
+    """A client that ends its connection: in its request, before the answer, or anywhere in it; sometimes rudely."""
+    dice = random.Random(seed)
+    stream, n = dice.random() < 0.7, dice.choice((1, 1, 1, 3))
+    sent = request(
+        prompt=prompt_of(dice.choice((1, 20, 90)), seed),
+        max_tokens=dice.choice((1, 5, 40)),
+        n=n,
+        temperature=1,
+        stream=stream,
+        ignore_eos=True,
+    )
+    with connect(server) as sock:
+        if dice.random() < 0.5:  # the server is told by a reset, not by an end
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if dice.random() < 0.1:
+            sock.sendall(sent[: dice.randrange(len(sent))])
+            return
+        sock.sendall(sent)
+        wanted = dice.choice((0, 0, 1, 500, 5000, 50_000))
+        while wanted > 0 and (data := sock.recv(min(wanted, 4096))):
+            wanted -= len(data)
+
+
+def test_a_thousand_clients_vanish(api: Server) -> None:
+    me = psutil.Process()
+
+    def round_of(first: int, count: int) -> tuple[int, int]:
+        for seed in range(first, first + count):
+            vanish(api, seed)
+        settled(api)
+        return me.num_fds(), me.num_threads()
+
+    files, threads = round_of(0, 100)
+    files_after, threads_after = round_of(100, 900)
+    assert files_after <= files + 3
+    assert threads_after <= threads + 2
+    assert kept() == []
+    (answer,) = answers_of(api.complete(**ASK, prompt=prompt_of(40, 1), max_tokens=5))
+    check(answer, tokens=5)
+
+
+def test_readers_that_stop(api: Server) -> None:
+    """Some 7 MB for each, more than sockets hold; one reads on at last, and misses nothing."""
+    body: dict[str, Any] = {"max_tokens": 30, "n": 5, "temperature": 1, "ignore_eos": True}
+    body |= {"routed_experts_layout": "joined", "prompt": prompt_of(900, 7)}
+    with ExitStack() as stack:
+        stopped = []
+        for stream in (True, True, False, False):
+            sock = stack.enter_context(connect(api, receive_buffer=4096))
+            sock.sendall(request(**body, stream=stream))
+            assert sock.recv(12) == b"HTTP/1.1 200"
+            stopped.append(sock)
+        for seed in range(10):
+            (answer,) = answers_of_stream(api.stream(**ASK, prompt=prompt_of(40, seed), max_tokens=20))
+            check(answer, tokens=20)
+        reader = stopped[0]
+        received = bytearray()
+        while data := reader.recv(1 << 20):
+            received += data
+        _, _, answered = bytes(received).partition(b"\r\n\r\n")
+        chunks = list(read_events(iter(unchunked(answered).decode().splitlines())))
+        assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks if rows_in(chunk)) == 5 * 929
+    settled(api)
+    assert kept() == []
+
+
+def rows_in(chunk: dict[str, Any]) -> bool:
+    return bool(chunk["choices"]) and "routed_experts" in chunk["choices"][0]
+
+
+def unchunked(body: bytes) -> bytes:
+    """What HTTP/1.1's chunks of a body hold."""
+    whole, at = bytearray(), 0
+    while size := int(body[at : (line := body.index(b"\r\n", at))], 16):
+        whole += body[line + 2 : line + 2 + size]
+        at = line + 4 + size
+    return bytes(whole)
