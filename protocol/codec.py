@@ -17,6 +17,8 @@ WireDtype = Literal["int16", "uint8", "int32", "auto"]
 UNKNOWN = -1
 """Fills a row that the server cannot know. Never a valid expert id."""
 
+_MAX_ID = np.iinfo(np.int16).max  # rows are int16 in the server
+
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int16": np.dtype("<i2"),
     "uint8": np.dtype("u1"),
@@ -120,22 +122,40 @@ def decode(
     Raises:
         CodecError: `value` is none of the forms, or `raw` without its shape.
     """
+    try:
+        return _decode(value, dtype, num_layers, top_k)
+    except (LookupError, TypeError, ValueError, EOFError) as error:
+        raise error if isinstance(error, CodecError) else CodecError(f"not an array of expert ids: {error}") from error
+
+
+def _decode(
+    value: RowsObject | Mapping[str, Any] | str | bytes | list[Any],
+    dtype: str,
+    num_layers: int | None,
+    top_k: int | None,
+) -> NDArray[np.integer[Any]]:
     if isinstance(value, Mapping):
         raw = np.frombuffer(_binary(value["data"]), dtype=_READABLE_DTYPES[value["dtype"]])
         return raw.reshape(value["shape"])
     if isinstance(value, list):
         if not value:
             return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
-        return np.asarray(value, dtype=np.int16)
+        return _ids(np.asarray(value)).astype(np.int16, casting="same_kind")
     if not isinstance(value, str | bytes):
         raise CodecError(f"not an array of expert ids: {type(value).__name__}")
     data = _binary(value)
     if data.startswith(b"\x93NUMPY"):
-        loaded: NDArray[np.integer[Any]] = np.load(io.BytesIO(data), allow_pickle=False)
-        return loaded
+        return _ids(np.load(io.BytesIO(data), allow_pickle=False))
     if num_layers is None or top_k is None:
         raise CodecError("the raw form does not carry its shape: give num_layers and top_k")
     return np.frombuffer(data, dtype=_READABLE_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+
+
+def _ids(array: NDArray[Any]) -> NDArray[np.integer[Any]]:
+    """`array`, if it can be one of expert ids: numpy would make ids of texts and of fractions."""
+    if array.dtype.kind not in "iu" or array.ndim != 3 or array.max(initial=0) > _MAX_ID:
+        raise CodecError(f"not an array of expert ids: {array.dtype} in {array.ndim} dimensions")
+    return array
 
 
 def _binary(data: str | bytes) -> bytes:

@@ -184,7 +184,7 @@ class StreamAligner:
         if choice.finish_reason in ("stop", "length", "repetition"):
             lost = end - state.next_row - num_rows
             if lost > 0:
-                logger.error("Request %s: %d rows did not arrive and are sent as -1.", output.request_id, lost)
+                logger.error("Request %r: %d rows did not arrive and are sent as -1.", output.request_id, lost)
                 arrays = [*arrays, unknown_rows(lost, self._encoder.shape)]
                 num_rows += lost
                 self._lost += lost

@@ -62,7 +62,7 @@ class CollectedRows:
         arrays = feed.take_until(expected) if isinstance(feed, RowFeed) else []
         missing = expected - sum(map(len, arrays))
         if missing > 0 and choice.finish_reason != "abort":
-            logger.error("Request %s: %d rows did not arrive and are sent as -1.", request_id, missing)
+            logger.error("Request %r: %d rows did not arrive and are sent as -1.", request_id, missing)
             arrays = [*arrays, unknown_rows(missing, self.shape)]
             self.num_lost += missing
         return arrays

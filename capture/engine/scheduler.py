@@ -343,7 +343,7 @@ class SchedulerConnector:
 
     def _report_unknown(self, req_id: str, rows: Rows) -> None:
         if self._loads is None and (rows[:, 0, 0] == UNKNOWN).any():
-            logger.error("Request %s: some of its rows are not known and are sent as -1.", req_id)
+            logger.error("Request %r: some of its rows are not known and are sent as -1.", req_id)
 
     def _block_table(self, req_id: str) -> Sequence[Any]:
         manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]

@@ -158,7 +158,8 @@ def _wait_until_healthy(server: Server) -> None:
                     return
         except httpx.TransportError:
             time.sleep(0.3)
-    raise AssertionError(f"the server did not start:\n{server.log.read_text()[-6000:]}")
+    said = server.log.read_text()[-6000:] if server.log.is_file() else ""
+    raise AssertionError(f"the server did not start:\n{said}")
 
 
 def decode(array: dict[str, Any]) -> np.ndarray:

@@ -1,0 +1,115 @@
+"""Rows put into any chunk that vLLM can make: its own models of chunks, with texts that try to look like JSON."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMessage, DeltaToolCall
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionResponseStreamChoice,
+    ChatCompletionStreamResponse,
+)
+from vllm.entrypoints.openai.completion.protocol import CompletionResponseStreamChoice, CompletionStreamResponse
+
+from routed_experts.protocol.codec import decode
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.encoding import Encoder
+from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.stream import StreamAligner
+from routed_experts.server.vllm_api import RequestOutput
+from tests.server.test_whole import choice, output
+
+SETTINGS = settings(max_examples=300, deadline=None, database=None, derandomize=True)
+NASTY = [
+    '"choices":[{"index":0,',
+    '"choices":[{',
+    '"routed_experts":null,',
+    "data: [DONE]\n\n",
+    '\\"',
+    "\u2028",
+    "\x00",
+    "}",
+]
+# No lone surrogates: they are no UTF-8, so that neither a tokenizer nor pydantic lets one through.
+TEXT = st.lists(st.text(max_size=10) | st.sampled_from(NASTY), max_size=4).map("".join)
+PROMPT = 200  # rows of 48 x 8: some lines
+
+
+@st.composite
+def completion_chunk(draw: Any) -> Any:
+    one = CompletionResponseStreamChoice(
+        index=0,
+        text=draw(TEXT),
+        stop_reason=draw(st.none() | TEXT | st.integers()),
+        finish_reason=draw(st.none() | TEXT),
+    )
+    if draw(st.booleans()):
+        one.prompt_token_ids, one.token_ids = [1, 2], [3]
+    return CompletionStreamResponse(id=draw(TEXT), model=draw(TEXT), choices=[one], system_fingerprint=draw(TEXT))
+
+
+@st.composite
+def chat_chunk(draw: Any) -> Any:
+    function = DeltaFunctionCall(name=draw(st.none() | TEXT), arguments=draw(st.none() | TEXT))
+    calls = [DeltaToolCall(index=0, id=draw(TEXT), function=function)] if draw(st.booleans()) else []
+    delta = DeltaMessage(content=draw(st.none() | TEXT), reasoning=draw(st.none() | TEXT), tool_calls=calls)
+    one = ChatCompletionResponseStreamChoice(index=0, delta=delta, finish_reason=draw(st.none() | TEXT))
+    return ChatCompletionStreamResponse(id=draw(TEXT), model=draw(TEXT), choices=[one])
+
+
+def rewritten(chunk: str, form: Any, histogram: bool) -> tuple[list[str], np.ndarray, np.ndarray]:
+    """The lines that the client gets in place of `chunk`, and the rows that they have to hold."""
+    rows = np.random.default_rng(0).integers(0, 128, (PROMPT + 1, 48, 8), dtype=np.int16)
+    feed = RowFeed()
+    feed.push(rows)
+
+    async def outputs() -> AsyncIterator[RequestOutput]:
+        yield output(PROMPT, choice(2, feed, finish="length"))
+
+    async def run() -> list[str]:
+        options = RoutingOptions(format=form, histogram=histogram)
+        aligner = StreamAligner(options, Encoder(form, "int16", (48, 8), 128), 128, 1, str)
+
+        async def chunks() -> AsyncIterator[str]:
+            async for _ in aligner.watch(outputs()):
+                yield chunk
+
+        return [line async for line in aligner.rewrite(chunks())]
+
+    return asyncio.run(run()), rows[:PROMPT], rows[PROMPT:]
+
+
+def taken(body: dict[str, Any], name: str) -> np.ndarray:
+    array = body.pop(name, [])
+    return decode(array, num_layers=48, top_k=8) if len(array) else np.empty((0, 48, 8), np.int16)
+
+
+@pytest.mark.parametrize("form", ["object", "list"])
+@SETTINGS
+@given(made=completion_chunk() | chat_chunk(), unset=st.booleans(), histogram=st.booleans())
+def test_any_chunk_of_vllms(form: Any, made: Any, unset: bool, histogram: bool) -> None:
+    """Without what was added, the last line is vLLM's chunk, and the lines before it say nothing."""
+    chunk = f"data: {made.model_dump_json(exclude_unset=unset)}\n\n"
+    lines, prompt_rows, rows = rewritten(chunk, form, histogram)
+    prompt_pieces, pieces, bodies = [], [], []
+    for line in lines:
+        assert line.startswith("data: ")
+        assert line.endswith("\n\n")
+        assert "\n" not in line[:-2]
+        body = orjson.loads(line[len("data: ") :])
+        prompt_pieces.append(taken(body, "prompt_routed_experts"))
+        pieces.append(taken(body["choices"][0], "routed_experts"))
+        assert ("prompt_routed_experts_histogram" in body) == (histogram and line is lines[-1])
+        body.pop("prompt_routed_experts_histogram", None)
+        body["choices"][0].pop("routed_experts_histogram", None)
+        bodies.append(body)
+    assert np.array_equal(np.concatenate(prompt_pieces), prompt_rows)
+    assert np.array_equal(np.concatenate(pieces), rows)
+    assert bodies[-1] == orjson.loads(chunk[len("data: ") :])
+    for body in bodies[:-1]:
+        assert not any(body["choices"][0].get(name) for name in ("text", "delta", "finish_reason", "token_ids"))
