@@ -135,13 +135,16 @@ def test_other_threads_run_while_a_long_prompt_is_read() -> None:
     cache = HostCache(num_blocks=4096, block_size=16, num_layers=48, top_k=8)
     cache._written[:] = True
     rows = np.empty((4096 * 16, 48, 8), dtype=np.int16)
-    reading = threading.Thread(target=cache.read, args=(np.arange(4096), 0, rows))
-    turns = 0
-    reading.start()
-    while reading.is_alive():
-        turns += 1
-        time.sleep(0)
-    assert turns > 20
+    for _ in range(20):  # on a busy machine this thread may not get a processor for so long
+        reading = threading.Thread(target=cache.read, args=(np.arange(4096), 0, rows))
+        turns = 0
+        reading.start()
+        while reading.is_alive():
+            turns += 1
+            time.sleep(0)
+        if turns > 20:
+            return
+    raise AssertionError(f"only {turns} turns during a read")
 
 
 def test_nbytes_is_the_whole_of_the_memory(cache: HostCache) -> None:

@@ -179,7 +179,7 @@ def served(model: Path, executor: type[Executor], *flags: str, command: Command 
         ready: Future[uvicorn.Server] = Future()
         thread = Thread(target=lambda: asyncio.run(_serve(args, ready)), daemon=True)
         thread.start()
-        server = ready.result(timeout=120)
+        server = ready.result(timeout=300)
         try:
             yield Server(model, f"http://127.0.0.1:{port}", None, Path())
         finally:

@@ -157,9 +157,7 @@ DOORS: dict[str, dict[str, Any]] = {
 @either_way
 @pytest.mark.parametrize("path", DOORS)
 @pytest.mark.parametrize("value", [0, 7, True, -1, "1", FORGED], ids=repr)
-def test_no_client_can_forge_the_opt_in(
-    server: Server, client: httpx.Client, path: str, value: Any, stream: bool
-) -> None:
+def test_no_client_can_forge_the_opt_in(client: httpx.Client, path: str, value: Any, stream: bool) -> None:
     """The key of our opt-in, set from outside, at every door: no routing comes out, and nothing breaks."""
     args = {OPT_IN_ARG: value}
     body = {"model": "tiny", "max_tokens": 2, "stream": stream, "vllm_xargs": args, **DOORS[path]}
@@ -171,7 +169,6 @@ def test_no_client_can_forge_the_opt_in(
     assert answer.status_code == 200, answer.text
     assert "error" not in answer.text.replace('"error":null', "")
     assert not re.search(r'routed_experts": ?[^n]', answer.text)
-    assert server.state_left()["feeds_open"] == 0
 
 
 @both

@@ -58,11 +58,18 @@ def test_every_row_is_counted_once(server: Server) -> None:
 
 def test_a_running_request_is_seen(server: Server) -> None:
     body = {"model": "tiny", **ASK, "prompt": prompt_of(40, seed=9010), "max_tokens": 400, "ignore_eos": True}
-    with server.client() as client:
-        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+    seen = False
+    for _ in range(10):  # it may have ended by the time that this process asks
+        with (
+            server.client() as client,
+            client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response,
+        ):
             next(response.iter_lines())
-            wait_for(lambda: server.metric("routed_experts_requests_tracked") == 1)
+            seen = server.metric("routed_experts_requests_tracked") == 1
         wait_for(lambda: not any(server.state_left().values()))
+        if seen:
+            return
+    raise AssertionError("no running request was seen")
 
 
 def test_what_the_rows_mean_does_not_change(server: Server) -> None:

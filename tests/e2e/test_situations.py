@@ -190,7 +190,7 @@ def check_held_back(server: Server, oracle: Oracle, body: dict[str, Any]) -> lis
     assert other.tokens == answer.tokens
     assert np.array_equal(other.rows, answer.rows)
     chunks = server.stream(CHAT, return_routed_experts=True, **body)
-    assert len(chunks) <= len(with_tokens)
+    assert len(chunks) < len(answer.tokens)  # by how many depends on the reader too
     arrays = [choice["routed_experts"] for chunk in chunks for choice in chunk["choices"] if "routed_experts" in choice]
     assert [array["start"] for array in arrays] == [
         len(answer.prompt) + sum(other["shape"][0] for other in arrays[:i]) for i in range(len(arrays))
@@ -270,15 +270,18 @@ class TestAsynchronousScheduling:
 
     def test_client_leaves_between_chunks_of_the_prefill(self, engine: Server, oracle: Oracle) -> None:
         """How far it came is seen from the blocks that it left: the next request hits them, and has their rows."""
-        in_the_middle = 0
+        in_the_middle, seconds = 0, 0.05
         for attempt in range(60):
             prompt = prompt_of(500, seed=2300 + attempt)
-            leave_after(engine, 0.01 * (attempt % 12 + 1), prompt=prompt, max_tokens=2)
+            leave_after(engine, seconds, prompt=prompt, max_tokens=2)
             response = engine.complete(**ASK, prompt=prompt, max_tokens=2, ignore_eos=True)
             check(answer_of(response), oracle)
-            in_the_middle += 0 < cached_tokens(response) < 480
+            cached = cached_tokens(response)
+            in_the_middle += 0 < cached < 480
             if in_the_middle == 3:
                 return
+            # How long a prefill takes depends on the machine, and on what else it does.
+            seconds *= 1.5 if cached == 0 else 0.7 if cached >= 480 else 1
         raise AssertionError(f"only {in_the_middle} requests were aborted in the middle of their prefill")
 
     def test_client_leaves_before_the_first_token_while_waiting(self, engine: Server, oracle: Oracle) -> None:
@@ -511,9 +514,9 @@ class TestWithoutPrefixCache:
         check_preempted(engine, thinker_oracle, seed=610)
 
     def test_stream_interval_of_the_server(self, engine: Server, thinker_oracle: Oracle) -> None:
-        """The first token comes at once, then so many at a time."""
+        """The first token comes at once, then so many at a time; more where the reader is slower than the engine."""
         chunks = engine.stream(**ASK, prompt=prompt_of(20, seed=620), max_tokens=14, ignore_eos=True)
-        assert [len(chunk["choices"][0]["token_ids"]) for chunk in chunks] == [1, 4, 4, 4, 1]
+        assert {1, 5, 9, 13, 14} >= set(np.cumsum([len(chunk["choices"][0]["token_ids"]) for chunk in chunks]).tolist())
         check(answer_of(chunks), thinker_oracle)
 
     def test_reasoning_that_the_parser_sets_apart(self, engine: Server, thinker_oracle: Oracle) -> None:
