@@ -1,4 +1,5 @@
-"""What the capture costs on this machine's CPU, with the tiny model: a smoke test of the benchmark, and a ratio."""
+"""What the capture costs on this machine's CPU: a ratio with the tiny model, and what a step of a large one costs the
+host."""
 
 import argparse
 import tempfile
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import Case, Host, interleave, start_all, table
+from bench.host_step import host_step_table
+from bench.scheduler import long_prompt_table, queue_table
 from routed_experts.server.tiny_model import make_tiny_model
 
 CASES = [Case("batch 1", 1, 64, 64), Case("batch 16", 16, 64, 64)]
@@ -15,7 +18,16 @@ CASES = [Case("batch 1", 1, 64, 64), Case("batch 16", 16, 64, 64)]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--without-engine", action="store_true", help="only what a step costs the host")
     args = parser.parse_args()
+    if not args.without_engine:
+        compare_engines(args.repeats)
+    for made in (host_step_table("cpu"), queue_table(), long_prompt_table()):
+        print(f"\n{made}", flush=True)
+
+
+def compare_engines(repeats: int) -> None:
+    """Prints what the engine with the tiny model costs, with and without the capture."""
     logs = Path(tempfile.mkdtemp())
     make_tiny_model(logs / "model")
     options = {
@@ -34,7 +46,7 @@ def main() -> None:
         ("returned to every request", ours, True),
     ]
     results: dict[str, Any] = {}
-    interleave([off, ours], lines, CASES, args.repeats, results, logs / "results.json")
+    interleave([off, ours], lines, CASES, repeats, results, logs / "results.json")
     for host in (off, ours):
         host.stop()
     print(table(results, dict.fromkeys(results["batch 1"], "off")))

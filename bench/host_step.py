@@ -2,22 +2,27 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.engine import EngineCoreOutput
 
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import pack
+from routed_experts.capture.message import OptIn, pack
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.split import RequestRows, StepPart, take_rows
 
 _SIZES = (1, 64, 256, 8192)
+_OPT_IN = OptIn(0, bytes(16), shared=False)
 
 
-def host_step_table(device: str, num_layers: int = 48, top_k: int = 8, num_experts: int = 128) -> str:
+def host_step_table(
+    device: str, num_layers: int = 48, top_k: int = 8, num_experts: int = 128, repeats: int = 50
+) -> str:
     """Markdown: median microseconds of the host's time in each part of a step of some number of tokens."""
     shape = RowShape(tuple(range(num_layers)), num_experts, top_k)
     capturer = Capturer(shape, [num_layers], 0, max(_SIZES), 2, torch.device(device))
@@ -31,22 +36,31 @@ def host_step_table(device: str, num_layers: int = 48, top_k: int = 8, num_exper
         offsets = np.arange(n + 1, dtype=np.int64)
         step = capturer.submit(slots, offsets).result()
 
-        def launch(slots: torch.Tensor = slots, offsets: np.ndarray = offsets) -> None:
-            capturer.submit(slots, offsets)
-
-        def receive(step: StepRows = step) -> None:
-            cache.write(step.slots, step.rows)
-
-        def hand_out(step: StepRows = step, n: int = n) -> None:
-            parts = (StepPart(7, step.rows[i : i + 1]) for i in range(n))
-            pack([EngineCoreOutput("", [0], routed_experts=take_rows(RequestRows(7), p, 8, cache)) for p in parts])
-
-        cells = [str(n), *(f"{_microseconds(part):.0f} µs" for part in (launch, receive, hand_out))]
-        rows.append("| " + " | ".join(cells) + " |")
+        parts = (
+            partial(_launch, capturer, slots, offsets),
+            partial(cache.write, step.slots, step.rows),
+            partial(_hand_out, step, cache),
+        )
+        rows.append("| " + " | ".join([str(n), *(f"{_microseconds(part, repeats):.0f} µs" for part in parts)]) + " |")
     return "\n".join(rows)
 
 
-def _microseconds(part: Callable[[], None], repeats: int = 50) -> float:
+def _launch(capturer: Capturer, slots: torch.Tensor, offsets: NDArray[np.int64]) -> None:
+    capturer.begin_step(len(slots))
+    capturer.submit(slots, offsets)
+
+
+def _hand_out(step: StepRows, cache: HostCache) -> None:
+    """Each row to a request of its own."""
+    outputs = []
+    for index in range(len(step.rows)):
+        part = StepPart(7, step.rows[index : index + 1])
+        rows = take_rows(RequestRows(_OPT_IN, next_row=7), part, 8, cache)
+        outputs.append(EngineCoreOutput("", [0], routed_experts=rows))
+    pack(outputs)
+
+
+def _microseconds(part: Callable[[], None], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         if torch.cuda.is_available():
