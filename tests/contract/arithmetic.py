@@ -10,7 +10,7 @@ import json
 import os
 import queue
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 from copy import copy, deepcopy
@@ -32,7 +32,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.engine.transport import attach
@@ -82,11 +82,17 @@ class _Sequence:
 
 
 class ArithmeticExecutor(Executor):
-    """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs alone."""
+    """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs alone.
+
+    Attributes:
+        accepted, rejected: how many drafts were, where the configuration asks for them.
+    """
 
     vocab = VOCAB
 
     def _init_executor(self) -> None:
+        self.accepted = self.rejected = 0
+        self._drafts: dict[str, list[int]] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._kv: list[bytes | None] = [None] * (NUM_BLOCKS * BLOCK)
         self._output: ModelRunnerOutput | None = None
@@ -128,29 +134,58 @@ class ArithmeticExecutor(Executor):
         done.set_result(self._output)
         return done if non_block else self._output
 
+    def take_draft_token_ids(self) -> DraftTokenIds:
+        """Where the scheduler waits for each step: with asynchronous scheduling it never learns of drafts."""
+        return DraftTokenIds(list(self._drafts), list(self._drafts.values()))
+
     def sample(self, prefix: bytes, request_id: str) -> int:
         """What comes after `prefix`. The choices of one prompt differ."""
         choice = request_id.partition("_")[0]
         return int.from_bytes(_digest(prefix, int(choice) if choice.isdigit() else 0), "little") % self.vocab
 
-    def compute(self, request_id: str, sequence: "_Sequence", start: int, end: int) -> Rows:
-        """Puts positions `start` to `end` into the KV cache; gives their rows."""
-        known = sequence.tokens.prefixes()
+    def compute(self, request_id: str, sequence: _Sequence, tokens: Tokens, start: int, end: int) -> Rows:
+        """Puts positions `start` to `end` of `tokens` into the KV cache; gives their rows."""
+        known = tokens.prefixes()
         before = [self._kv[slot] for slot in sequence.slots(0, start)]
         assert before == known[:start], f"{request_id}: its blocks hold another prefix"
         for slot, prefix in zip(sequence.slots(start, end), known[start:end], strict=True):
             self._kv[slot] = prefix
-        return sequence.tokens.rows(start, end)
+        return tokens.rows(start, end)
+
+    def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
+        """What is sampled behind the tokens that are known: after each draft that is right, and once more.
+
+        Args:
+            sequence: tokens, and drafts up to `end`.
+        """
+        first = len(self._sequences[request_id].tokens)
+        sampled: list[int] = []
+        while not sampled or (first + len(sampled) - 1 < end and sequence[first + len(sampled) - 1] == sampled[-1]):
+            sampled.append(self.sample(sequence.prefixes()[first + len(sampled) - 1], request_id))
+        self.accepted += len(sampled) - 1
+        self.rejected += end - first - (len(sampled) - 1)
+        return sampled
+
+    def _propose(self, prefix: bytes, request_id: str) -> list[int]:
+        """Drafts, of which each is right with a probability of two thirds."""
+        drafts = []
+        for _ in range(self.vllm_config.num_speculative_tokens):
+            token = self.sample(prefix, request_id)
+            drafts.append(token if prefix[0] % 3 else (token + 1) % self.vocab)
+            prefix = _digest(prefix, drafts[-1])
+        return drafts
 
     def _update(self, step: SchedulerOutput) -> None:
         for request_id in step.finished_req_ids:
             self._sequences.pop(request_id, None)
+            self._drafts.pop(request_id, None)
         for new in step.scheduled_new_reqs:
             self._sequences[new.req_id] = _Sequence(Tokens(new.prompt_token_ids or ()), list(new.block_ids[0]))
         cached = step.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             sequence = self._sequences[request_id]
             if request_id in cached.resumed_req_ids:
+                self._drafts.pop(request_id, None)
                 sequence.blocks = []
                 sequence.tokens = Tokens(cached.all_token_ids[request_id])
             sequence.blocks += block_ids[0] if block_ids is not None else []
@@ -163,16 +198,22 @@ class ArithmeticExecutor(Executor):
         ids = list(step.num_scheduled_tokens)
         sampled, rows, slots = [], [np.empty((0, L, K), np.int16)], [np.empty(0, np.int64)]
         for request_id, count in step.num_scheduled_tokens.items():
-            sequence, start = self._sequences[request_id], starts[request_id]
+            sequence = self._sequences[request_id]
+            # It was scheduled as if all drafts in flight were right.
+            start = min(starts[request_id], len(sequence.tokens) - 1)
             end = start + count
-            known = sequence.tokens.prefixes()
+            tokens = sequence.tokens
+            if placeholders := step.scheduled_spec_decode_tokens.get(request_id):
+                drafts = self._drafts.get(request_id, [])[: len(placeholders)]
+                drafts += [self.vocab] * (len(placeholders) - len(drafts))  # where a batch is filled up
+                tokens = Tokens([*tokens, *drafts])
             slots.append(sequence.slots(start, end))
-            rows.append(self.compute(request_id, sequence, start, end))
+            rows.append(self.compute(request_id, sequence, tokens, start, end))
             sampled.append([])
-            if end == len(sequence.tokens):
-                token = self.sample(known[-1], request_id)
-                sequence.tokens.append(token)
-                sampled[-1].append(token)
+            if end >= len(sequence.tokens):
+                sampled[-1] += self._verify(tokens, end, request_id)
+                sequence.tokens += sampled[-1]
+                self._drafts[request_id] = self._propose(sequence.tokens.prefixes()[-1], request_id)
         output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)
         if ids:
             offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
@@ -181,7 +222,7 @@ class ArithmeticExecutor(Executor):
 
 
 @cache
-def _config(is_async: bool) -> VllmConfig:
+def _config(is_async: bool, drafts: int = 0) -> VllmConfig:
     directory = Path(mkdtemp())
     model = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -196,6 +237,7 @@ def _config(is_async: bool) -> VllmConfig:
         "max_position_embeddings": 4096,
     }
     (directory / "config.json").write_text(json.dumps(model))
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     return EngineArgs(
         model=str(directory),
         skip_tokenizer_init=True,
@@ -206,6 +248,7 @@ def _config(is_async: bool) -> VllmConfig:
         async_scheduling=is_async,
         scheduler_cls="routed_experts.capture.engine.scheduler.make_scheduler",
         distributed_executor_backend=ArithmeticExecutor,
+        speculative_config=speculative if drafts else None,
     ).create_engine_config()
 
 
@@ -214,6 +257,8 @@ def engine(
     chunk: int = 64,
     max_num_seqs: int = 16,
     num_blocks: int | None = None,
+    drafts: int = 0,
+    stages: int = 1,
     kv_transfer: KVTransferConfig | None = None,
     executor: type[ArithmeticExecutor] = ArithmeticExecutor,
 ) -> EngineCore:
@@ -222,10 +267,13 @@ def engine(
     Args:
         chunk: tokens of a step.
         num_blocks: KV blocks of 16 tokens that it may use; few make it preempt.
+        drafts: tokens that are drafted after each.
+        stages: of a pipeline: so many more steps are in flight.
         kv_transfer: its KV connector, the worker's side of which `executor` has to be.
     """
-    config = deepcopy(_config(is_async))
-    config.scheduler_config.async_scheduling = is_async  # which vLLM switches off on CPU
+    config = deepcopy(_config(is_async and not drafts, drafts))
+    # vLLM's check allows it for drafts of other methods only, and not with a connector on a CPU.
+    config.scheduler_config.async_scheduling = is_async
     config.kv_transfer_config = kv_transfer
     config.scheduler_config.max_num_batched_tokens = chunk
     config.scheduler_config.max_num_seqs = max_num_seqs
@@ -235,6 +283,10 @@ def engine(
     with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
         core = EngineCore(config, executor, log_stats=False)
     core.output_queue = queue.Queue()
+    if stages > 1:
+        core.batch_queue_size = stages + is_async
+        core.batch_queue = deque(maxlen=core.batch_queue_size)
+        core.step_fn = core.step_with_batch_queue
     return core
 
 

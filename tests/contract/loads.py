@@ -221,10 +221,10 @@ class TracingExecutor(ArithmeticExecutor):
         self._bad_blocks: set[int] = set()
         self.seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
-    def compute(self, request_id: str, sequence: _Sequence, start: int, end: int) -> Rows:
+    def compute(self, request_id: str, sequence: _Sequence, tokens: Tokens, start: int, end: int) -> Rows:
         if self._bad_blocks.intersection(sequence.blocks):  # the step runs all the same, for nothing
             return np.zeros((end - start, L, K), np.int16)
-        rows = super().compute(request_id, sequence, start, end)
+        rows = super().compute(request_id, sequence, tokens, start, end)
         for row, slot in zip(rows, sequence.slots(start, end), strict=True):
             self._number[slot] = number = next(self._numbers)
             row[:2, -1] = number & 0x7FFF, number >> 15

@@ -202,6 +202,43 @@ def test_data_parallel_engines_send_a_prompt_once_each(is_async: bool) -> None:
     assert num_sent(client, *ids) == 2
 
 
+# ---- drafts, and stages of a pipeline ----
+
+
+@pytest.mark.parametrize("num_blocks", [None, 14])
+def test_drafts_that_are_rejected_leave_no_row(is_async: bool, num_blocks: int | None) -> None:
+    """A step is scheduled as if those in flight were right; and batches are filled up with drafts that nobody made."""
+    core = engine(is_async, num_blocks=num_blocks, drafts=3)
+    client = Client(core)
+    base = tokens(60)
+    client.add("one token", tokens(1, 1), max_tokens=20)
+    client.add("before", base, max_tokens=40)
+    client.run()
+    for seed in range(4):
+        client.add(f"warm {seed}", [*base, *client.received["before"].tokens[: 20 + seed]], start=7, max_tokens=30)
+    client.add("g", tokens(33, 2), n=3, max_tokens=25)
+    client.add("not asked for", tokens(40, 3), start=None, max_tokens=30)
+    requests = list(core.scheduler.requests.values())
+    client.run()
+    check_all_finished(client)
+    assert core.model_executor.accepted > 100
+    assert core.model_executor.rejected > 100
+    assert any(request.num_preemptions for request in requests) is (num_blocks is not None)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_more_steps_in_flight(is_async: bool, drafts: int) -> None:
+    """As with pipeline parallelism."""
+    client = Client(engine(is_async, num_blocks=14, max_num_seqs=6, stages=3, drafts=drafts))
+    client.add("before", tokens(60), max_tokens=5)
+    client.run()
+    for seed in range(6):
+        client.add(str(seed), [*tokens(60)[: 10 * seed], *tokens(9, seed)], max_tokens=30)
+    client.add("g", tokens(60), n=4, max_tokens=20)
+    client.run()
+    check_all_finished(client)
+
+
 # ---- rows that a thread reads while steps go on ----
 
 
@@ -453,11 +490,12 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
 # ---- everything at once ----
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_at_random(is_async: bool, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "drafts", "stages"), [*((seed, 0, 1) for seed in range(4)), (4, 3, 1), (5, 2, 3)])
+def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
     """Shared prefixes, `n`, starts within prompts, preemptions, aborts and resets; single choices may be aborted."""
     dice = random.Random(seed)
-    core = engine(is_async, chunk=dice.choice((16, 48, 200)), max_num_seqs=dice.choice((2, 5)), num_blocks=16)
+    sizes: dict[str, Any] = {"chunk": dice.choice((16, 48, 200)), "max_num_seqs": dice.choice((2, 5)), "num_blocks": 16}
+    core = engine(is_async, **sizes, drafts=drafts, stages=stages)
     client = Client(core)
     stems = [tokens(120, seed=100 + stem) for stem in range(3)]
     aborted: set[str] = set()
