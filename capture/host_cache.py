@@ -26,11 +26,6 @@ class HostCache:
         self._written_by_slot = self._written.reshape(-1)
 
     @property
-    def nbytes(self) -> int:
-        """Upper bound of the memory that the rows can take."""
-        return self._rows.nbytes + self._written.nbytes
-
-    @property
     def row_shape(self) -> tuple[int, int]:
         """(L, K)"""
         return self._rows.shape[2], self._rows.shape[3]

@@ -52,9 +52,15 @@ class Words:
         self.seen: dict[int, Seen] = {}
         self.begun = threading.Barrier(STREAMS)
         self._left = [threading.Event() for _ in range(STREAMS)]
+        self._threads: list[threading.Thread] = []
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
+
+    def wait(self) -> None:
+        """Until the last of the clients' ends was seen."""
+        for thread in self._threads:
+            thread.join(LIMIT_S)
 
     def close(self) -> None:
         self._socket.close()
@@ -64,7 +70,8 @@ class Words:
         with suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
-                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                self._threads.append(threading.Thread(target=self._serve, args=(connection,), daemon=True))
+                self._threads[-1].start()
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(threading.BrokenBarrierError):
@@ -123,6 +130,7 @@ def test_times_and_counts() -> None:
             with serving() as (words, server):
                 began = time.perf_counter()
                 load = clients.run(server, requests, ROUTING, TOKEN_CHARS)
+                words.wait()
                 check_times(words, load, began)
     finally:
         clients.stop()

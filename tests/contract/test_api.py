@@ -255,3 +255,17 @@ def test_clients_that_leave(api: Server) -> None:
 def test_what_the_rows_mean(api: Server) -> None:
     info = api.info()
     assert (info["model"], info["num_layers"], info["top_k"]) == ("tiny", L, K)
+
+
+def test_a_server_that_does_not_capture(tiny_model: Path) -> None:
+    with serving(tiny_model, "--no-enable-return-routed-experts") as server, server.client() as client:
+        assert client.get("/v1/routed_experts").status_code == 404
+        for path, asked in (("/v1/completions", {"prompt": "a"}), (CHAT, {"messages": [USER]})):
+            body = {"model": "tiny", "max_tokens": 3, **asked}
+            plain = client.post(path, json=body)
+            assert plain.status_code == 200
+            assert b"routed" not in plain.content
+            refused = client.post(path, json={**body, "return_routed_experts": True})
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "return_routed_experts"
+            assert "does not capture" in refused.json()["error"]["message"]

@@ -328,7 +328,7 @@ def ended(aligner: StreamAligner, results: Iterable[Result], generate: Any = Non
     return asyncio.run(collect())
 
 
-def test_uint8_cannot_say_that_a_row_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+def test_uint8_cannot_say_that_a_row_is_lost() -> None:
     engine = Engine(prompt_len=2)
     results = [engine.step(), engine.step(2, finish="stop", lost=1)]
     first, error, done = ended(aligner_of(dtype="uint8"), results)

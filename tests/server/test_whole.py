@@ -142,7 +142,7 @@ def test_rows_behind_the_last_token_are_not_sent() -> None:
 
 
 @pytest.mark.parametrize("feed", [feed_of(0, 3), None])
-def test_lost_rows_are_unknown(feed: RowFeed | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_rows_are_unknown(feed: RowFeed | None) -> None:
     body = body_of([output(2, choice(4, feed))])
     lost = [-1, -1] if feed else [-1, -1, -1]
     assert positions(body["prompt_routed_experts"]) == ([0, 1] if feed else [-1, -1])
