@@ -130,6 +130,11 @@ def test_rows_of_a_step_and_of_the_cache(cache: HostCache, first: int) -> None:
         assert positions(rows_between(part, first, end, cache)) == list(range(first, end))
 
 
+def test_rows_of_the_cache_alone(cache: HostCache) -> None:
+    part = StepPart(8, rows_of(8, 9), block_ids=lambda: BLOCKS)
+    assert positions(rows_between(part, 2, 5, cache)) == [2, 3, 4]
+
+
 def test_rows_that_a_step_brought_are_not_copied(cache: HostCache) -> None:
     part = StepPart(3, rows_of(3, 9))
     assert np.shares_memory(rows_between(part, 4, 8, cache), part.rows)
