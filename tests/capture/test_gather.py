@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from routed_experts.capture.gather import Gatherer
 from routed_experts.capture.rows import Rows
@@ -17,9 +18,9 @@ ROWS = np.zeros((1, 2, 3), dtype=np.int16)
 class Read:
     """A read of positions 4 to 9, the whole of block 7 and half of block 5, that ends when it is told to."""
 
-    def __init__(self, gatherer: Gatherer) -> None:
+    def __init__(self, gatherer: Gatherer, blocks: NDArray[np.int64] = BLOCKS) -> None:
         self.go = threading.Event()
-        self.rows = gatherer.start(self._run, BLOCKS, BLOCK, 2 * BLOCK + 2)
+        self.rows = gatherer.start(self._run, blocks, BLOCK, 2 * BLOCK + 2)
 
     def _run(self) -> Rows:
         self.go.wait()
@@ -53,8 +54,33 @@ def test_slots_that_are_read_are_written_afterwards(gatherer: Gatherer, read: Re
     assert read.rows.result() is ROWS
 
 
+@pytest.mark.parametrize("slot", [7 * BLOCK, 2 * BLOCK + 1])
+def test_all_reads_that_are_under_way_are_waited_for(gatherer: Gatherer, read: Read, slot: int) -> None:
+    """They run one after another."""
+    other = Read(gatherer, np.array([0, 2, 6]))
+    other.go.set()
+    threading.Timer(0.05, read.go.set).start()
+    gatherer.settle(np.array([slot]))
+    assert (read if slot == 7 * BLOCK else other).rows.done()
+
+
+def test_reads_that_have_ended_are_forgotten(gatherer: Gatherer, read: Read) -> None:
+    read.go.set()
+    read.rows.result()
+    gatherer.settle(np.array([7 * BLOCK]))
+    assert gatherer._reads == []
+
+
 def test_a_read_that_fails_is_for_the_one_who_takes_its_rows(gatherer: Gatherer) -> None:
-    rows = gatherer.start(lambda: ROWS[9], BLOCKS, 0, BLOCK)  # type: ignore[arg-type,return-value]
+    go = threading.Event()
+
+    def fail() -> Rows:
+        go.wait()
+        raise IndexError
+
+    rows = gatherer.start(fail, BLOCKS, 0, BLOCK)
+    threading.Timer(0.05, go.set).start()
     gatherer.settle(np.array([3 * BLOCK]))
+    assert rows.done()
     with pytest.raises(IndexError):
         rows.result()

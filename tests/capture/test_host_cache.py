@@ -119,8 +119,9 @@ def test_a_block_without_rows_is_not_moved(cache: HostCache) -> None:
 def test_a_block_table_that_is_too_short_is_an_error(cache: HostCache) -> None:
     """Fewer rows than asked for would put those that follow at wrong positions."""
     write(cache, [1], 0, 1, 2, 3)
-    with pytest.raises(ValueError, match="block table"):
-        read(cache, [1], 2, 6)
+    for end in (5, 6):
+        with pytest.raises(ValueError, match="block table"):
+            read(cache, [1], 2, end)
 
 
 @pytest.mark.parametrize("block", [-1, 8])
