@@ -90,6 +90,8 @@ class TestSplice:
     def test_legs_that_do_not_belong_together(self) -> None:
         with pytest.raises(RoutingError, match="legs of 5 and 6 prompt tokens"):
             splice(self.leg(2, 5, 4), self.leg(1, 6, 1))
+        with pytest.raises(RoutingError, match="legs of None and None prompt tokens"):
+            splice(*(replace(self.leg(tag, 5, 4), prompt_len=None) for tag in (2, 1)))
         a, b = (replace(self.leg(2, 2, 4), prompt_token_ids=ids) for ids in ((1, 2), (1, 3)))
         with pytest.raises(RoutingError, match="different prompts"):
             splice(a, b)
@@ -126,6 +128,10 @@ class TestTurns:
         joined = join_turns([self.turn(5, 3, 0), second])
         assert np.array_equal(joined.rows[:7], self.ROWS[:7])
         assert np.array_equal(joined.rows[7:], self.ROWS[7:17] + 100)
+
+    def test_a_turn_that_brings_nothing_new(self) -> None:
+        turn = self.turn(5, 3, 0)
+        assert np.array_equal(join_turns([turn, self.turn(7, 1, 7)]).rows, turn.rows)
 
     def test_a_gap(self) -> None:
         with pytest.raises(RoutingError, match="a gap: rows up to 7, and a turn that begins at 8"):
@@ -201,6 +207,9 @@ class TestAlign:
                 align([routing], 8, last=-1, padding=padding)
         with pytest.raises(RoutingError, match="uint8 cannot hold all of -1 to"):
             align([routing], 9, last=-1, dtype="uint8")
+        routing.rows[3, 0, 0] = 256
+        with pytest.raises(RoutingError, match="uint8 cannot hold all of 0 to 256"):
+            align([routing], 9, last="repeat", dtype="uint8")
         with pytest.raises(RoutingError, match="rows up to 8 for 10 tokens"):
             align([routing], 12, last=-1, num_tokens=[10])
         with pytest.raises(RoutingError, match="rows before 2 were left out: join the turns first"):

@@ -94,6 +94,14 @@ def test_rows_ride_on_the_output_of_their_tokens() -> None:
     assert last.finished
 
 
+def test_vllm_keeps_no_rows_of_its_own() -> None:
+    """It would until the request ends."""
+    frontend = Frontend()
+    frontend.add("a")
+    frontend.step(output("a", 1, first=0, rows=3))
+    assert not frontend.processor.request_states["a"].routed_experts_chunks
+
+
 def test_merged_outputs_lose_nothing() -> None:
     """A reader slower than the engine: vLLM merges the outputs, and would keep the last one's rows only."""
     frontend = Frontend()
@@ -226,6 +234,8 @@ def test_taking_less_and_more_than_there_is() -> None:
     assert positions(feed.take_until(99)) == []
     feed.push(rows_of(5, 6))
     assert positions(feed.take_until(6)) == [5]
+    feed.push(rows_of(6, 9))
+    assert positions(feed.take_until(7)) == [6]
 
 
 def test_a_feed_keeps_no_rows_that_were_taken() -> None:
@@ -279,12 +289,20 @@ def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
 def test_an_aborted_choice_does_not_take_the_prompts_rows_with_it(kind: RequestOutputKind) -> None:
     """The engine had sent them with its first token before it heard of the abort."""
     frontend = Frontend()
-    queue = frontend.add("a", kind, n=2)
-    frontend.processor.abort_requests(["0_a"], internal=True)
-    frontend.step(prompt("0_a"), first_token("0_a"), first_token("1_a"))
-    frontend.step(output("1_a", 1, first=3, finish=FinishReason.LENGTH))
+    queue = frontend.add("a_b", kind, n=2)
+    frontend.processor.abort_requests(["0_a_b"], internal=True)
+    frontend.step(prompt("0_a_b"), first_token("0_a_b"), first_token("1_a_b"))
+    frontend.step(output("1_a_b", 1, first=3, finish=FinishReason.LENGTH))
     (choice,) = [choice for choice in take(queue).outputs if choice.index == 1]
     assert positions(choice.routed_experts.take_until(9)) == [0, 1, 2, 3]
+
+
+def test_an_aborted_choices_own_rows_are_nobody_elses() -> None:
+    frontend = Frontend()
+    frontend.add("a", n=2)
+    frontend.processor.abort_requests(["0_a"], internal=True)
+    frontend.step(output("0_a", 1, first=3))
+    assert len(frontend.feeds) == 0
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
@@ -292,8 +310,11 @@ def test_prompts_rows_that_come_from_several_engines_count_once(kind: RequestOut
     frontend = Frontend()
     queue = frontend.add("a", kind, n=3)
     frontend.step(prompt("0_a"), first_token("0_a"))
-    frontend.step(prompt("1_a"), first_token("1_a"), first_token("2_a"))
-    frontend.step(*(output(f"{index}_a", 1, first=3, finish=FinishReason.STOP) for index in range(3)))
+    frontend.step(output("0_a", 1, first=3, finish=FinishReason.STOP))
+    frontend.step(prompt("1_a"), first_token("1_a"))
+    frontend.step(output("1_a", 1, first=3))
+    frontend.step(prompt("2_a"), first_token("2_a"))
+    frontend.step(output("1_a", 0, finish=FinishReason.STOP), output("2_a", 1, first=3, finish=FinishReason.STOP))
     choices = take(queue).outputs
     assert len(choices) == 3
     for choice in choices:

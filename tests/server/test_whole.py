@@ -52,6 +52,7 @@ class Choice(BaseModel):
 class Response(BaseModel):
     id: str = "r"
     choices: list[Choice]
+    prompt_logprobs: dict[int, float] = {7: -0.5}  # vLLM's keys there are numbers
 
 
 def answer_of(
@@ -97,6 +98,7 @@ def test_prompt_and_generated_rows() -> None:
     assert (positions(own), own["start"]) == ([3, 4, 5], 3)
     assert body["choices"][0]["text"] == Choice(index=0).text
     assert next(iter(own)) == "data"
+    assert body["prompt_logprobs"] == {"7": -0.5}
 
 
 def test_the_order_of_choices_and_prompts() -> None:
@@ -134,6 +136,29 @@ def test_a_start_at_the_end_of_the_prompt() -> None:
     assert body["prompt_routed_experts"]["shape"] == [0, L, K]
     assert body["prompt_routed_experts"]["start"] == 3
     assert positions(body["choices"][0]["routed_experts"]) == [3]
+    assert body["choices"][0]["routed_experts"]["start"] == 3
+
+
+def test_one_token_behind_a_prompt_that_is_left_out() -> None:
+    """There is no row at all, and none is missing."""
+    feed = RowFeed()
+    feed.push(rows_of(3, 3))
+    for asked in ({"layout": "split"}, {"layout": "joined"}):
+        answer, rows = answer_of([output(3, choice(1, feed))], prompt_start=3, **asked)
+        body = orjson.loads(b"".join(answer.prepare(packed=False)))
+        assert body["choices"][0]["routed_experts"]["shape"] == [0, L, K]
+        assert rows.num_lost == 0
+
+
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_a_prompt_is_whole_if_one_of_its_choices_has_it(aborted: int) -> None:
+    """The other may have been aborted before its first token."""
+    choices = [choice(3, feed_of(0, 3, 5), index) for index in range(2)]
+    choices[aborted] = choice(0, None, aborted, finish="abort")
+    body = body_of([output(3, *choices)])
+    assert positions(body["prompt_routed_experts"]) == [0, 1, 2]
+    assert positions(body["choices"][1 - aborted]["routed_experts"]) == [3, 4]
+    assert body["choices"][aborted]["routed_experts"]["shape"] == [0, L, K]
 
 
 def test_rows_behind_the_last_token_are_not_sent() -> None:
@@ -143,7 +168,9 @@ def test_rows_behind_the_last_token_are_not_sent() -> None:
 
 @pytest.mark.parametrize("feed", [feed_of(0, 3), None])
 def test_lost_rows_are_unknown(feed: RowFeed | None) -> None:
-    body = body_of([output(2, choice(4, feed))])
+    answer, rows = answer_of([output(2, choice(4, feed), choice(1, None, 1))])
+    assert rows.num_lost == (2 if feed else 5) + 2
+    body = orjson.loads(b"".join(answer.prepare(packed=False)))
     lost = [-1, -1] if feed else [-1, -1, -1]
     assert positions(body["prompt_routed_experts"]) == ([0, 1] if feed else [-1, -1])
     assert positions(body["choices"][0]["routed_experts"]) == ([2, *lost] if feed else lost)
@@ -189,6 +216,8 @@ def test_the_sizes_that_limits_look_at() -> None:
     assert split.nbytes == (3 + 1 + 2) * L * K * 2
     joined = answer_of([output(3, choice(2, feed_of(0, 4), 0), choice(3, feed_of(0, 5), 1))], layout="joined")[1]
     assert joined.num_rows == 4 + 5
+    counted = answer_of([output(3, choice(2, feed_of(0, 4)))], rows=False, histogram=True)[1]
+    assert counted.num_rows == 0
 
 
 def test_rows_are_taken_off_before_vllm_sees_the_output() -> None:
