@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from routed_experts.protocol import codec
-from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError
+from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, histogram
 
 SHAPES = [(48, 8, 128), (5, 4, 16), (2, 3, 300)]  # L, K, experts
 COUNTS = [0, 1, 2, 3, 100, 1000]
@@ -91,3 +91,41 @@ def test_ids_whose_bytes_look_like_an_unknown_one() -> None:
     own = Encoder("object", "int16", (2, 2), 32768)
     assert orjson.loads(own.text(rows, 0))["missing"] == 0
     assert (codec.decode(orjson.loads(own.text(rows, 0))) == rows).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("fmt", FORMS)
+def test_what_is_sent_is_counted(fmt: Any, packed: bool) -> None:
+    own = encoder(fmt, "int16", SHAPES[0])
+    rows = rows_of(1000, SHAPES[0], unknown=True)
+    parts = list((own.msgpack_parts if packed else own.json_parts)(parts_of(rows), 0))
+    assert (own.sent.rows, own.sent.missing, own.sent.num_bytes) == (1000, 2, sum(map(len, parts)))
+
+
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_limits_hold_where_unknown_rows_are_the_longest(count: int) -> None:
+    own = Encoder("list", "int16", (2, 3), 8)
+    assert len(own.text(np.full((count, 2, 3), -1, dtype=np.int16), 0)) <= own.text_bytes(count)
+
+
+@pytest.mark.parametrize("fmt", FORMS)
+def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
+    """Many small ones, and rows that are larger than a part each, behind an empty array."""
+    for shape, count in (((48, 8), 2000), ((200, 200), 3)):
+        rows = np.ones((count, *shape), dtype=np.int16)
+        arrays = [rows[:0], *(rows[at : at + 1] for at in range(count))]
+        own = Encoder(fmt, "int16", shape, 8)
+        for parts in (list(own.json_parts(arrays, 0)), list(own.msgpack_parts(arrays, 0))):
+            assert len(parts) > 3
+            assert max(map(len, parts)) < rows.nbytes
+        assert orjson.loads(b"".join(own.json_parts(arrays, 0))) == codec.encode(rows, fmt=fmt, dtype="int16", start=0)
+
+
+def test_histograms_count_all_blocks() -> None:
+    layers, top_k, experts = SHAPES[0]
+    rows = rows_of(1000, SHAPES[0], unknown=True)
+    counted = histogram(parts_of(rows), (layers, top_k), experts)
+    assert (counted["rows"], counted["missing"]) == (1000, 2)
+    for layer in (0, layers - 1):
+        ids = rows[:, layer].ravel()
+        assert counted["counts"][layer] == np.bincount(ids[ids >= 0], minlength=experts).tolist()
