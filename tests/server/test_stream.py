@@ -230,6 +230,16 @@ def test_choices_of_one_prompt() -> None:
     assert [positions(chunk) for chunk in chunks] == [None, [3], [4], [3, 4]]
 
 
+def test_a_dozen_choices() -> None:
+    """Their numbers have two digits."""
+    engines = [Engine(prompt_len=2, index=index) for index in range(12)]
+    first = result(2, *(engine.step().outputs[0] for engine in engines))
+    second = result(2, *(engine.step(1 + engine.index, finish="stop").outputs[0] for engine in engines))
+    chunks = stream(aligner_of(12), [first, second], generator(num_choices=12))
+    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1]] + [None] * 23
+    assert [positions(chunk) for chunk in chunks[12:]] == [[2, *range(3, 3 + index)] for index in range(12)]
+
+
 def test_a_list_of_prompts() -> None:
     engines = [Engine(prompt_len=length) for length in (2, 4)]
     results: list[Result] = [
@@ -322,8 +332,13 @@ def ended(aligner: StreamAligner, results: Iterable[Result], generate: Any = Non
         for item in results:
             yield item
 
+    chunks = (generate or generator())(aligner.watch(feed()))
+
     async def collect() -> list[str]:
-        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(feed())))]
+        events = [chunk async for chunk in aligner.rewrite(chunks)]
+        with pytest.raises(StopAsyncIteration):  # it has ended, or was closed: nothing goes on behind the stream
+            await anext(chunks)
+        return events
 
     return asyncio.run(collect())
 
@@ -376,14 +391,17 @@ def pieces_of(chunks: list[Chunk], name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "tokens"), [(4090, 1), (4060, 1), (4000, 100), (31000, 1), (15000, 15000), (1, 20000), (3000, 3000)]
+    ("prompt_len", "tokens"),
+    [(4090, 1), (4060, 1), (4000, 100), (31000, 1), (15000, 15000), (1, 20000), (3000, 3000), (2000, 2089)],
 )
 def test_no_line_holds_more_than_64_kib_of_routing(prompt_len: int, tokens: int) -> None:
     engine = Engine(prompt_len)
     texts = ended(aligner_of(), [engine.step(tokens), engine.step(finish="stop")])
-    assert all(len(text) <= (64 << 10) + 200 for text in texts)
     chunks = [orjson.loads(text.removeprefix("data: ")) for text in texts[:-1]]
     *lines, last, _usage = chunks
+    for chunk in (*lines, last):
+        arrays = pieces_of([chunk], "prompt_routed_experts") + pieces_of([chunk], "routed_experts")
+        assert sum(len(orjson.dumps(array)) for array in arrays) <= 64 << 10
     assert [chunk["choices"][0]["finish_reason"] for chunk in lines] == [None] * len(lines)
     for name, first, end in (("prompt_routed_experts", 0, prompt_len), ("routed_experts", prompt_len, None)):
         arrays = pieces_of([*lines, last], name)
@@ -395,6 +413,43 @@ def test_no_line_holds_more_than_64_kib_of_routing(prompt_len: int, tokens: int)
             at += len(decode(array))
         assert at == (end or prompt_len + tokens)
     assert "prompt_routed_experts" in lines[0]
+
+
+def test_joined_rows_come_in_pieces_too() -> None:
+    engine = Engine(10000)
+    chunks = stream(aligner_of(layout="joined"), [engine.step(), engine.step(finish="stop")])
+    assert len(chunks) > 3
+    arrays = pieces_of(chunks, "routed_experts")
+    assert all(len(orjson.dumps(array)) <= 64 << 10 for array in arrays)
+    assert [array["start"] for array in arrays] == np.cumsum(
+        [0, *(array["shape"][0] for array in arrays[:-1])]
+    ).tolist()
+    assert [at for chunk in chunks for at in positions(chunk) or ()] == list(range(10001))
+
+
+def test_nobody_waits_for_all_pieces() -> None:
+    """Between two of them another task gets its turn, though nothing has to be waited for."""
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def results() -> AsyncIterator[Result]:
+        yield Engine(50_000).step(finish="stop")
+
+    async def run() -> int:
+        task = asyncio.create_task(other())
+        aligner = aligner_of()
+        pieces = [chunk async for chunk in aligner.rewrite(generator()(aligner.watch(results())))]
+        task.cancel()
+        return len(pieces)
+
+    num_chunks = asyncio.run(run())
+    assert num_chunks > 10
+    assert turns >= num_chunks - 3
 
 
 def test_what_fits_a_line_is_one_piece() -> None:
@@ -443,6 +498,22 @@ def test_histograms_come_with_the_end_of_a_choice() -> None:
     assert own[:2] == [None, None]
     assert [np.flatnonzero(each["counts"][0]).tolist() for each in own[2:]] == [[3, 4], [3, 4]]
     assert [each["rows"] for each in own[2:]] == [2, 2]
+
+
+def test_a_histogram_comes_once_behind_the_pieces() -> None:
+    *pieces, last = stream(aligner_of(histogram=True), [Engine(6000).step(finish="stop")])
+    assert len(pieces) == 1
+    assert last["choices"][0]["routed_experts_histogram"]["rows"] == 0
+    for piece in pieces:
+        assert "prompt_routed_experts_histogram" not in piece
+        assert "routed_experts_histogram" not in piece["choices"][0]
+
+
+def test_a_histogram_alone_brings_no_rows_in_any_layout() -> None:
+    engine = Engine(prompt_len=3)
+    aligner = aligner_of(rows=False, histogram=True, layout="joined")
+    chunks = stream(aligner, [engine.step(2), engine.step(finish="stop")])
+    assert [positions(chunk) for chunk in chunks] == [None, None]
 
 
 def test_histograms_beside_rows() -> None:
