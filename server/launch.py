@@ -190,6 +190,8 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
     if not all((directory / name).exists() for name in ("config.json", "model.safetensors", "tokenizer.json")):
         from routed_experts.server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
 
+        if sys.stderr.isatty():
+            print(f"Making the tiny model in {directory}; this takes a few seconds.", file=sys.stderr)
         make_tiny_model(directory)
     args.model_tag = args.model = str(directory)
     args.served_model_name = args.served_model_name or [TINY_MODEL_NAME]
