@@ -46,14 +46,21 @@ def request(**body: Any) -> bytes:
     return f"{head}Content-Type: application/json\r\n\r\n".encode() + content
 
 
-def settled(server: Server) -> None:
+@pytest.fixture(scope="module")
+def idle(api: Server) -> dict[str, float]:
+    """What the server says of itself before anything: its process has the metrics of other tests' servers too."""
+    return state_of(api)
+
+
+def state_of(server: Server) -> dict[str, float]:
+    waiting = server.metric("vllm:num_requests_waiting")
+    return {**server.state_left(), "running": server.metric("vllm:num_requests_running"), "waiting": waiting}
+
+
+def settled(server: Server, idle: dict[str, float]) -> None:
     """Returns when nothing is left of any request; fails if that takes long."""
     deadline = time.monotonic() + LIMIT_S
-    while True:
-        left = {**server.state_left(), "running": server.metric("vllm:num_requests_running")}
-        left |= {"waiting": server.metric("vllm:num_requests_waiting")}
-        if not any(left.values()):
-            return
+    while (left := state_of(server)) != idle:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
@@ -88,14 +95,14 @@ def vanish(server: Server, seed: int) -> None:
             wanted -= len(data)
 
 
-def test_a_thousand_clients_vanish(api: Server) -> None:
+def test_a_thousand_clients_vanish(api: Server, idle: dict[str, float]) -> None:
     me = psutil.Process()
     before = kept()
 
     def round_of(first: int, count: int) -> tuple[int, int]:
         for seed in range(first, first + count):
             vanish(api, seed)
-        settled(api)
+        settled(api, idle)
         return me.num_fds(), me.num_threads()
 
     files, threads = round_of(0, 100)
@@ -107,7 +114,7 @@ def test_a_thousand_clients_vanish(api: Server) -> None:
     check(answer, tokens=5)
 
 
-def test_readers_that_stop(api: Server) -> None:
+def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
     """Some 7 MB for each, more than sockets hold; one reads on at last, and misses nothing."""
     before = kept()
     body: dict[str, Any] = {"max_tokens": 30, "n": 5, "temperature": 1, "ignore_eos": True}
@@ -129,7 +136,7 @@ def test_readers_that_stop(api: Server) -> None:
         _, _, answered = bytes(received).partition(b"\r\n\r\n")
         chunks = list(read_events(iter(unchunked(answered).decode().splitlines())))
         assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks if rows_in(chunk)) == 5 * 929
-    settled(api)
+    settled(api, idle)
     assert kept() <= before
 
 
