@@ -1,18 +1,21 @@
 """vLLM's real API process with our plugin in it, over HTTP, and behind it vLLM's real scheduler with ours: no model."""
 
 import random
+import shutil
+import subprocess
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import orjson
 import pytest
 
 from tests.contract.arithmetic import K, L, Rows, Tokens
 from tests.contract.served import serving
-from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode, prompt_of, same
+from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode, prompt_of, read_events, same
 
 CHAT = "/v1/chat/completions"
 USER = {"role": "user", "content": "Tell me something about experts."}
@@ -176,6 +179,28 @@ def test_tokens_in_and_tokens_out(api: Server) -> None:
     assert len(whole["token_ids"]) == 7
     for rows in (decode(whole["routed_experts"]), np.concatenate(pieces)):
         assert np.array_equal(rows, rows_of([*prompt, *whole["token_ids"]][:-1]))
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_reads_pieces_and_messagepack(api: Server) -> None:
+    prompt = prompt_of(900, 3)
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **ASK}
+
+    def curl(*options: str, **fields: Any) -> bytes:
+        command = ["curl", "--silent", "--show-error", "--fail", "--no-buffer", f"{api.url}/v1/completions", *options]
+        command += ["--header", "Content-Type: application/json", "--data", "@-"]
+        return subprocess.run(command, input=orjson.dumps({**body, **fields}), check=True, capture_output=True).stdout
+
+    lines = curl(stream=True).decode().splitlines()
+    assert max(map(len, lines)) <= (64 << 10) + 1000
+    chunks = list(read_events(iter(lines)))
+    assert sum("prompt_routed_experts" in chunk for chunk in chunks) > 10
+    (streamed,) = answers_of_stream(chunks)
+    check(streamed, tokens=4)
+    (whole,) = answers_of(orjson.loads(curl()))
+    same(whole, streamed)
+    packed = msgspec.msgpack.decode(curl("--header", "Accept: application/msgpack"))["prompt_routed_experts"]
+    assert packed["data"] == rows_of(prompt).tobytes()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
