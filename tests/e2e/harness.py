@@ -162,8 +162,7 @@ def _wait_until_healthy(server: Server) -> None:
                     return
         except httpx.TransportError:
             time.sleep(0.3)
-    said = server.log.read_text()[-6000:] if server.log.is_file() else ""
-    raise AssertionError(f"the server did not start:\n{said}")
+    raise AssertionError(f"the server did not start:\n{server.log.read_text()[-6000:]}")
 
 
 def decode(array: dict[str, Any]) -> np.ndarray:
