@@ -34,11 +34,13 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
     "/inference/v1/generate": {"token_ids": prompt_of(30, 1), "sampling_params": {"max_tokens": 3}},
 }
-# Grammars are compiled by other projects, for as long as they like, and these decide how much is generated.
+# The model that does arithmetic gives no log probabilities, which beam search takes too. Grammars are compiled by other
+# projects, for as long as they like. The others decide how much is generated.
 LEFT_OUT = {
     "logprobs",
     "top_logprobs",
     "prompt_logprobs",
+    "use_beam_search",
     "structured_outputs",
     "response_format",
     "n",
