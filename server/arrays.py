@@ -105,13 +105,13 @@ class ArrayFeed(RowFeed):
         self._num_rows += sum(map(len, arrays))
         missing = end - self._num_rows if choice.finish_reason in _ENDED else 0
         if missing > 0:
-            logger.error("Request %s: %d rows did not arrive and are -1.", self._request_id, missing)
+            logger.error("Request %r: %d rows did not arrive and are -1.", self._request_id, missing)
         elif not self.has_begun:
             return None
         array = self._form.array(arrays, max(missing, 0))
         if array.dtype == np.int16:
             logger.error(
-                "Request %s: of its rows from %d on, some are not known and are -1, in an array of int16.",
+                "Request %r: of its rows from %d on, some are not known and are -1, in an array of int16.",
                 self._request_id,
                 first,
             )

@@ -272,7 +272,7 @@ class SchedulerConnector:
         handed = handoff.encode(rows)
         if handed is None:
             logger.warning(
-                "Request %s: the rows of %d tokens are too large to be handed over.", request.request_id, count
+                "Request %r: the rows of %d tokens are too large to be handed over.", request.request_id, count
             )
             return params
         return {**params, handoff.PARAM: handed}
