@@ -178,6 +178,20 @@ def test_a_reset_of_the_prefix_cache_under_running_choices(is_async: bool) -> No
     assert num_sent(client, *ids) == 1
 
 
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_reset_whenever_it_happens(is_async: bool, steps: int) -> None:
+    """Outputs in flight are dropped then, that of the first token among them: the prompt is read where it is next."""
+    core = engine(is_async)
+    client = Client(core)
+    ids = client.add("g", tokens(150), n=2, max_tokens=6)
+    for _ in range(steps):
+        client.step()
+    core.scheduler.reset_prefix_cache(reset_running_requests=True)
+    client.run()
+    check_all_finished(client)
+    assert num_sent(client, *ids) == 1
+
+
 @pytest.mark.parametrize("steps", range(7))
 @pytest.mark.parametrize("aborted", [0, 1])
 def test_a_choice_that_is_aborted(is_async: bool, steps: int, aborted: int) -> None:
