@@ -313,6 +313,31 @@ def test_a_read_holds_up_its_own_prompt_only(
     assert "running" not in message
 
 
+def test_choices_whose_prompt_was_sent_are_not_kept_back_for_another(
+    warm: tuple[Client, EngineCore, list[int]],
+) -> None:
+    client, core, prompt = warm
+    busy = Busy(core)
+    ids = client.add("g", prompt, n=3, max_tokens=30)
+    for _ in range(4):
+        client.step()
+    busy.end()
+    while not client.received[ids[0]].tokens:
+        client.step()
+    before = [len(client.received[request_id].tokens) for request_id in ids]
+    busy = Busy(core)
+    client.add("other", prompt, max_tokens=3)
+    for _ in range(10):
+        client.step()
+    assert all(
+        len(client.received[request_id].tokens) >= count + 8 for request_id, count in zip(ids, before, strict=True)
+    )
+    assert client.received["other"].tokens == []
+    busy.end()
+    client.run()
+    check_all_finished(client)
+
+
 def test_the_last_request_does_not_leave_before_its_rows(is_async: bool) -> None:
     """No later step would send them."""
     core = engine(is_async)
