@@ -82,6 +82,9 @@ class Store:
 
 STORE = Store()
 
+_MARK = 0x4100
+"""Ids from here on stand for numbers: no prefix gives any of them, so that no row has an id twice."""
+
 
 @dataclass
 class _Load:
@@ -227,7 +230,7 @@ class TracingExecutor(ArithmeticExecutor):
         rows = super().compute(request_id, sequence, tokens, start, end)
         for row, slot in zip(rows, sequence.slots(start, end), strict=True):
             self._number[slot] = number = next(self._numbers)
-            row[:2, -1] = number & 0x7FFF, number >> 15
+            row[:2, -1] = _MARK + (number & 0x1FFF), _MARK + (number >> 13)
         for position, slot in enumerate(sequence.slots(0, end)):
             self.seen[request_id][position].add(self._number[slot])
         return rows
@@ -304,7 +307,7 @@ class TracedReceived(Received):
                 self.missing.append(position)
                 continue
             right[:2, -1] = row[:2, -1]
-            number = int(row[0, -1]) | int(row[1, -1]) << 15
+            number = (int(row[0, -1]) - _MARK) | (int(row[1, -1]) - _MARK) << 13
             is_own = np.array_equal(row, right) and number in self.seen[position]
             assert is_own, f"position {position}: a row of another computation"
 
