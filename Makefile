@@ -68,7 +68,7 @@ serve: setup
 
 test: setup
 	@echo "Running the tests; the ones with a real engine take several minutes."
-	$(BIN)/python -m pytest tests --numprocesses=$(JOBS) --dist=loadfile $(ARGS)
+	$(BIN)/python -m pytest tests --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 test-next: setup
 	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)

@@ -136,6 +136,10 @@ def assert_refused(config: VllmConfig, name: str) -> None:
     assert str(refused.value) == next(refusal.message for refusal in REFUSALS if refusal.name == name)
 
 
+# vLLM imports these when it makes a configuration, and with them packages that it does not bring.
+NOT_IMPORTED = ("LMCacheMPConnector", "MoRIIOConnector")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -148,7 +152,7 @@ def assert_refused(config: VllmConfig, name: str) -> None:
         {**EXPERT_PARALLEL, "all2all_backend": "flashinfer_nvlink_two_sided"},
         {"kv_offloading_size": 1},
         several("NixlConnector", "OffloadingConnector"),
-        *(kv_transfer(connector) for connector in CONNECTORS if "LMCacheMP" not in connector),
+        *(kv_transfer(connector) for connector in CONNECTORS if connector not in NOT_IMPORTED),
     ],
 )
 def test_what_is_not_refused(folder: Path, arguments: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ def test_a_port_in_use_is_said(tiny_model: Path) -> None:
         taken.listen()
         code, said = ended(str(tiny_model), *FLAGS, "--host", "127.0.0.1", "--port", str(taken.getsockname()[1]))
     assert code != 0
-    assert "ddress already in use" in said
+    assert "is in use: choose another with --port" in said
 
 
 def test_a_model_without_weights_is_said(tiny_model: Path, tmp_path: Path) -> None:

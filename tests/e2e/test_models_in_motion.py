@@ -11,6 +11,7 @@ import pytest
 
 from routed_experts.server.tiny_model import make_tiny_model
 from tests.conftest import SERVER_FLAGS
+from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ASK,
     ON_GPU,
@@ -90,7 +91,7 @@ def test_a_draft_model_leaves_no_rows(tiny_model: Path, other_model: Path, oracl
         log = tmp_path / f"log-{accepted}"
         # Eager on a GPU too: a draft model is compiled for the chunk's size, and vLLM then runs it on more tokens.
         flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
-        with serving(tiny_model, log, *flags) as server:
+        with serving_quickly(tiny_model, log, *flags) as server:
             assert server.info()["layer_ids"] == [1, 2, 3, 4, 5]
             for seed in range(6):
                 body = {**ASK, "prompt": prompt_of(10 + 13 * seed, seed=seed), "max_tokens": 40, "ignore_eos": True}
@@ -111,7 +112,7 @@ def test_heads_that_draft_from_hidden_states(method: str, tmp_path: Path) -> Non
     if method == "eagle":
         speculative["model"] = str(head)
     flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
-    with serving(model, tmp_path / "log", *flags, env=dict(shape.env)) as server:
+    with serving_quickly(model, tmp_path / "log", *flags, env=shape.env) as server:
         assert server.info()["layer_ids"] == list(shape.layer_ids)
         for seed in range(6):
             body = {**ASK, "prompt": prompt_of(10 + 31 * seed, seed=seed), "max_tokens": 60, "ignore_eos": True}

@@ -1,7 +1,5 @@
 """Models of many shapes on a real engine: every row against a Hugging Face forward pass of the same weights."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.contract.served import serving_weights
+from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ASK,
     FLOAT32,
@@ -43,17 +41,6 @@ def one(server: Server, **body: Any) -> Answer:
     return unstreamed
 
 
-@contextmanager
-def started(shape: Shape, model: Path, log: Path) -> Iterator[Server]:
-    """On a CPU all in this process, which saves half a minute for each shape."""
-    if ON_GPU:
-        with serving(model, log, *FLAGS, *shape.flags, env=dict(shape.env)) as server:
-            yield server
-    else:
-        with serving_weights(model, *FLAGS, *shape.flags, env=shape.env) as server:
-            yield server
-
-
 def log_of_refusal(model: Path, log: Path, *flags: str) -> str:
     """The log of a server that must end before it answers."""
     with pytest.raises(AssertionError, match="the server did not start"), serving(model, log, *FLAGS, *flags):
@@ -75,7 +62,7 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
     if shape.repeats_logits:
         tokens = prompt_of(50, seed=0)
         assert np.array_equal(oracle.rows(tokens), Oracle(model).rows(tokens)), "the oracles do not agree"
-    with started(shape, model, tmp_path / "log") as server:
+    with serving_quickly(model, tmp_path / "log", *FLAGS, *shape.flags, env=shape.env) as server:
         info = server.info()
         assert info["layer_ids"] == list(shape.layer_ids)
         assert (info["num_layers"], info["top_k"]) == (len(shape.layer_ids), shape.top_k)
