@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from routed_experts.server.complaint import complain
+
 NO_VLLM = (
     "vLLM is not installed: install this package again with its extra for GPUs, pip install '.[cuda]', "
     "or for CPUs, pip install '.[cpu]'."
@@ -87,12 +89,6 @@ def main(argv: list[str] | None = None) -> int:
     if command not in WITHOUT_VLLM and find_spec("vllm") is None:
         return complain(NO_VLLM)
     return COMMANDS[command](rest)
-
-
-def complain(message: str) -> int:
-    """Says what is wrong with a command line; returns the exit status for it."""
-    print(f"routed-experts: {message}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ between the scores says whether rounding can have decided.
 
 import argparse
 import json
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError, collect
+from routed_experts.server.complaint import complain
 from routed_experts.server.reference import CompareError, Ids, Reference, Scores
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -234,8 +234,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         report = compare(args)
     except CompareError as error:
-        print(f"routed-experts: {error}", file=sys.stderr)
-        return 2
+        return complain(error)
     text = json.dumps(report, indent=1)
     if args.json and str(args.json) != "-":
         args.json.write_text(text + "\n", encoding="utf-8")

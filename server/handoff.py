@@ -1,9 +1,10 @@
 """Rows in `kv_transfer_params`: base64 over HTTP, bytes between the processes of an instance."""
 
-import base64
 import binascii
 from collections.abc import Mapping
 from typing import Any
+
+import pybase64
 
 from routed_experts.capture.handoff import MAX_BYTES, PARAM, decode
 from routed_experts.capture.rows import UNKNOWN
@@ -20,7 +21,7 @@ def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
     if not params or PARAM not in params:
         return params
     handed = params[PARAM]
-    return {**params, PARAM: {**handed, "data": base64.b64encode(handed["data"]).decode()}}
+    return {**params, PARAM: {**handed, "data": pybase64.b64encode_as_string(handed["data"])}}
 
 
 def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str,
     if len(data) > MAX_BYTES // 3 * 4 + 4:
         raise HandoffError(f"{FIELD} holds more than {MAX_BYTES} bytes")
     try:
-        raw = base64.b64decode(data, validate=True)
+        raw = pybase64.b64decode(data, validate=True)
     except binascii.Error as error:
         raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
     handed = {"data": raw, "dtype": value.get("dtype"), "shape": value.get("shape")}

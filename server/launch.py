@@ -27,6 +27,7 @@ from routed_experts.capture.engine.config import (
 from routed_experts.capture.engine.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
 from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
+from routed_experts.server.complaint import complain
 from routed_experts.server.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.probe import ProbeError
 
@@ -60,8 +61,7 @@ def main(argv: list[str]) -> int:
     try:
         serve(argv)
     except CommandError as error:
-        print(f"routed-experts: {error}", file=sys.stderr)
-        return 2
+        return complain(error)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shlex
 from argparse import Namespace
 from typing import Any
@@ -18,7 +17,7 @@ from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.metrics import watch_feeds
 from routed_experts.server.own_engines import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
-from routed_experts.server.page.routes import page_router
+from routed_experts.server.page.routes import page_router, wants_key
 from routed_experts.server.probe import probe
 from routed_experts.server.routes import generate_router, router
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
@@ -128,7 +127,7 @@ def address(args: Namespace) -> str:
 def what_to_do(args: Namespace, base: str, model: str) -> str:
     """What to open and what to paste."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if args.api_key or os.environ.get("VLLM_API_KEY") else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
     curl = f"curl -N {base}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
     open_page = f"  open   {base}{PAGE_PATH}\n" if getattr(args, "routed_experts_page", True) else ""
     return f"{open_page}  paste  {curl}"

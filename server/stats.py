@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.histogram import count_experts
 from routed_experts.protocol.load import ExpertLoad, expert_load
+from routed_experts.server.complaint import complain
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
@@ -225,8 +226,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         found = tally(args.file, args.num_experts)
     except StatsError as error:
-        print(f"routed-experts: {error}", file=sys.stderr)
-        return 2
+        return complain(error)
     if args.json:
         print(json.dumps(report(found)))
         return 0

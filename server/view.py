@@ -1,12 +1,12 @@
 """`routed-experts view`: the page for answers in a file, without a model and without vLLM."""
 
 import argparse
-import sys
 import webbrowser
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from routed_experts.server.complaint import complain
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
@@ -47,8 +47,10 @@ class _Handler(BaseHTTPRequestHandler):
             except OSError as error:
                 self._answer(404, str(error).encode(), "text/plain")
             return
-        content, kind = page_file(path, self.server.told) or (b"There is no such file.", "text/plain")
-        self._answer(404 if kind == "text/plain" else 200, content, kind)
+        if (found := page_file(path, self.server.told)) is None:
+            self._answer(404, b"There is no such file.", "text/plain")
+        else:
+            self._answer(200, *found)
 
     def _answer(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
@@ -80,11 +82,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         args.file.open("rb").close()
     except OSError as error:
-        return _complain(f"{args.file} cannot be read: {error.strerror}.")
+        return complain(f"{args.file} cannot be read: {error.strerror}.")
     try:
         server = ViewServer(args.file, args.port, args.num_experts)
     except (OSError, OverflowError) as error:
-        return _complain(f"Port {args.port} cannot be used ({error}): choose another with --port, or leave it out.")
+        return complain(f"Port {args.port} cannot be used ({error}): choose another with --port, or leave it out.")
     print(f"Showing {args.file} at {server.url} until Ctrl + C.", flush=True)
     if not args.no_browser:
         webbrowser.open(server.url)
@@ -93,8 +95,3 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print()
     return 0
-
-
-def _complain(sentence: str) -> int:
-    print(f"routed-experts: {sentence}", file=sys.stderr)
-    return 2

@@ -28,4 +28,9 @@ def told(raw_request: Request) -> dict[str, str]:
     args = getattr(state, "args", Namespace())
     if getattr(state, "captured_engine", None) is None:
         return {"capture": "off"}
-    return {"api-key": "wanted"} if getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") else {}
+    return {"api-key": "wanted"} if wants_key(args) else {}
+
+
+def wants_key(args: Namespace) -> bool:
+    """Whether vLLM's routes ask for a key."""
+    return bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))

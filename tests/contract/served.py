@@ -154,13 +154,19 @@ def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = No
 
     Only where there is no GPU, whose memory would not be given back.
     """
+    with worker_in_this_process(env or {}), served(model, UniProcExecutor, *flags) as server:
+        yield server
+
+
+@contextmanager
+def worker_in_this_process(env: Mapping[str, str]) -> Iterator[None]:
+    """Puts back what vLLM's CPU worker changes in its process, which has `env` meanwhile."""
     set_num_threads, environment = torch.set_num_threads, dict(os.environ)
     try:
-        os.environ.update(env or {})
-        with served(model, UniProcExecutor, *flags) as server:
-            yield server
+        os.environ.update(env)
+        yield
     finally:
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts another in its place
+        torch.set_num_threads = set_num_threads  # the worker puts another in its place
         os.environ.clear()
         os.environ.update(environment)
         disable_envs_cache()

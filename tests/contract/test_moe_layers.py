@@ -1,6 +1,5 @@
 """vLLM's real MoE layers, model runner and scheduler with ours, in this process: no server, no engine process."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from routed_experts.capture.engine.binding import find_moe_layers, write_directl
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.pipeline import StepRows
+from tests.contract.served import worker_in_this_process
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build")
 
@@ -86,16 +86,13 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def engine(tiny_model: Path) -> Iterator[Engine]:
-    set_num_threads, environment = torch.set_num_threads, dict(os.environ)
-    running = Engine(tiny_model)
-    try:
-        yield running
-    finally:
-        running.core.shutdown()
-        cleanup_dist_env_and_memory()
-        torch.set_num_threads = set_num_threads  # vLLM's CPU worker puts another in its place
-        os.environ.clear()
-        os.environ.update(environment)
+    with worker_in_this_process({}):
+        running = Engine(tiny_model)
+        try:
+            yield running
+        finally:
+            running.core.shutdown()
+            cleanup_dist_env_and_memory()
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64])

@@ -19,6 +19,7 @@ from routed_experts.server.stream import StreamAligner
 from routed_experts.server.vllm_api import RequestOutput
 from routed_experts.server.whole import CollectedRows, WholeAnswer
 from tests.server.test_whole import Choice, Response, choice, output
+from tests.server.turns import another_task
 
 L, K, EXPERTS = 48, 8, 128
 PROMPT, TOKENS = 8000, 201
@@ -83,26 +84,18 @@ class Answer:
 @pytest.mark.parametrize(("stream", "form", "accept"), WAYS)
 def test_no_answer_is_encoded_at_one_go(stream: bool, form: Any, accept: str) -> None:
     """Between any two parts of about 64 KiB of rows, another task gets its turn."""
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
 
     async def run() -> None:
-        task = asyncio.create_task(other())
         answer = Answer(stream, form, accept)
         encoded, turns_before = 0, 0
-        async for part in answer.parts():
-            rows = answer.encoder.sent.rows - encoded
-            assert rows * L * K * 2 <= 100 << 10
-            assert len(part) <= 320 << 10
-            assert not encoded or rows <= 1 or turns > turns_before
-            encoded, turns_before = answer.encoder.sent.rows, turns
+        async with another_task() as turns:
+            async for part in answer.parts():
+                rows = answer.encoder.sent.rows - encoded
+                assert rows * L * K * 2 <= 100 << 10
+                assert len(part) <= 320 << 10
+                assert not encoded or rows <= 1 or turns.count > turns_before
+                encoded, turns_before = answer.encoder.sent.rows, turns.count
         assert encoded * L * K * 2 == RAW
-        task.cancel()
 
     asyncio.run(run())
 

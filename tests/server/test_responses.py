@@ -15,6 +15,7 @@ from routed_experts.server import responses
 from routed_experts.server.responses import respond, wants_msgpack
 from routed_experts.server.row_feeds import RowFeed
 from tests.server.test_whole import K, L, answer_of, choice, output
+from tests.server.turns import another_task
 
 
 def request(accept: str | None = None) -> Request:
@@ -75,21 +76,13 @@ def test_long_answers_come_in_parts(rows: int, accept: str | None) -> None:
 
 def test_nobody_waits_for_a_long_answer() -> None:
     """Between two parts another task gets its turn, though nothing of the answer has to be waited for."""
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
 
     async def run() -> int:
-        task = asyncio.create_task(other())
-        response = await respond(long_answer(100_000), request())
-        before = turns
-        _, parts = await body_of(response)
-        task.cancel()
-        assert turns - before >= parts - 1
+        async with another_task() as turns:
+            response = await respond(long_answer(100_000), request())
+            before = turns.count
+            _, parts = await body_of(response)
+            assert turns.count - before >= parts - 1
         return parts
 
     assert asyncio.run(run()) > 10

@@ -14,6 +14,7 @@ from routed_experts.server.encoding import Encoder
 from routed_experts.server.row_feeds import RowFeed
 from routed_experts.server.stream import StreamAligner
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
+from tests.server.turns import another_task
 
 L, K, EXPERTS = 2, 3, 32000
 Result = RequestOutput | tuple[int, RequestOutput]
@@ -429,27 +430,19 @@ def test_joined_rows_come_in_pieces_too() -> None:
 
 def test_nobody_waits_for_all_pieces() -> None:
     """Between two of them another task gets its turn, though nothing has to be waited for."""
-    turns = 0
-
-    async def other() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
 
     async def results() -> AsyncIterator[Result]:
         yield Engine(50_000).step(finish="stop")
 
-    async def run() -> int:
-        task = asyncio.create_task(other())
-        aligner = aligner_of()
-        pieces = [chunk async for chunk in aligner.rewrite(generator()(aligner.watch(results())))]
-        task.cancel()
-        return len(pieces)
+    async def run() -> tuple[int, int]:
+        async with another_task() as turns:
+            aligner = aligner_of()
+            pieces = [chunk async for chunk in aligner.rewrite(generator()(aligner.watch(results())))]
+        return len(pieces), turns.count
 
-    num_chunks = asyncio.run(run())
+    num_chunks, num_turns = asyncio.run(run())
     assert num_chunks > 10
-    assert turns >= num_chunks - 3
+    assert num_turns >= num_chunks - 3
 
 
 def test_what_fits_a_line_is_one_piece() -> None:
