@@ -69,7 +69,7 @@ class Encoder:
         self.sent = Sent()
         self._wire = _DTYPES[dtype]
         self._row_bytes = shape[0] * shape[1] * self._wire.itemsize
-        self._shape_text = f",{shape[0]},{shape[1]}]"
+        self._middle = f',{shape[0]},{shape[1]}],"dtype":"{dtype}","start":'
         id_bytes = 1 + max(len(str(num_experts - 1)), len(str(UNKNOWN)))
         self._list_row_bytes = shape[0] * (shape[1] * id_bytes + 2) + 2
 
@@ -93,19 +93,18 @@ class Encoder:
         Raises:
             LostRowsError: a row is not known, and the type cannot say so.
         """
-        text = self._text(rows, start)
-        self.sent.num_bytes += len(text)
-        return text
-
-    def _text(self, rows: Rows, start: int) -> str:
         if self.fmt == "list":
             self._count(rows, count_missing(rows))
-            return orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
-        missing, data = self._counted(rows)
-        if self.fmt == "object":
-            return f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
-        header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
-        return f'"{pybase64.b64encode_as_string(header + data)}"'
+            text = orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        else:
+            missing, data = self._counted(rows)
+            if self.fmt == "object":
+                text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
+            else:
+                header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
+                text = f'"{pybase64.b64encode_as_string(header + data)}"'
+        self.sent.num_bytes += len(text)
+        return text
 
     def check(self, arrays: Iterable[Rows]) -> None:
         """Raises `LostRowsError` if the type cannot say that rows are not known, and some of `arrays` are not."""
@@ -199,8 +198,7 @@ class Encoder:
         return rows.astype(self._wire).tobytes()
 
     def _tail(self, num_rows: int, start: int, missing: int) -> str:
-        shape = f"[{num_rows}{self._shape_text}"
-        return f'","shape":{shape},"dtype":"{self.dtype}","start":{start},"missing":{missing}}}'
+        return f'","shape":[{num_rows}{self._middle}{start},"missing":{missing}}}'
 
     def _npy_header(self, num_rows: int) -> bytes:
         buffer = BytesIO()

@@ -22,9 +22,10 @@ T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 
 _DATA = "data: "
 _FIRST_CHOICE = '"choices":[{'
+"""How vLLM's chunks begin their choice. Nothing that a client sent can hold it: quotes are escaped in JSON texts."""
+_INDEX = '"index":'
+"""What the choice begins with; its place in the order of the response follows."""
 _OWN_FIELD = '"routed_experts":null,'
-_INDEX = '"choices":[{"index":'
-"""How vLLM's chunks begin a choice. Nothing that a client sent can hold it: quotes are escaped in JSON texts."""
 
 
 class StreamLimitError(Exception):
@@ -126,10 +127,11 @@ class StreamAligner:
         so, never with a connection that is cut."""
         try:
             async for chunk in chunks:
-                key = _choice_of(chunk)
-                if key is None:
+                begin = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+                if begin < len(_FIRST_CHOICE):
                     yield chunk
                     continue
+                key = int(chunk[begin + len(_INDEX) : chunk.index(",", begin)])
                 if self._has_own_field:
                     chunk = chunk.replace(_OWN_FIELD, "", 1)
                 rows: list[Rows] = []
@@ -140,6 +142,7 @@ class StreamAligner:
                     rows, state.pending = state.pending, rows
                     if state.finished and self._options.histogram:
                         chunk = await self._with_histograms(chunk, key, state)
+                        begin = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
                 prompt = self._prompts.get(key // self._num_choices)
                 if prompt is not None and prompt.rows is not None:
                     for line in self._lines(chunk, prompt, rows, state.next_row if state else 0):
@@ -148,7 +151,7 @@ class StreamAligner:
                 elif not rows or state is None:
                     yield chunk
                 elif len(rows) == 1 and len(rows[0]) <= self._line_rows:  # nearly always
-                    yield self._with_rows(chunk, rows[0], state.next_row)
+                    yield self._with_rows(chunk, begin, rows[0], state.next_row)
                 else:
                     for line in self._lines(chunk, None, rows, state.next_row):
                         yield line
@@ -215,11 +218,11 @@ class StreamAligner:
         if self._options.histogram:
             prompt.counted += rows
 
-    def _with_rows(self, chunk: str, rows: Rows, next_row: int) -> str:
+    def _with_rows(self, chunk: str, begin: int, rows: Rows, next_row: int) -> str:
+        """`chunk`, whose choice begins at `begin`, with `rows`, behind which `next_row` is."""
         text = self._encoder.text(rows, next_row - len(rows))
         self._count(text)
-        at = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
-        return f'{chunk[:at]}"routed_experts":{text},{chunk[at:]}'
+        return f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
 
     def _lines(self, chunk: str, prompt: _Prompt | None, rows: list[Rows], next_row: int) -> Iterator[str]:
         """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line.
@@ -246,7 +249,8 @@ class StreamAligner:
             piece, rows = split(rows, _share(num_rows, line, count))
             if piece:
                 first += sum(map(len, piece))
-                text = self._with_rows(text, _joined(piece, self._encoder.shape), first)
+                begin = text.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+                text = self._with_rows(text, begin, _joined(piece, self._encoder.shape), first)
             yield text
 
     def _with_prompt(self, chunk: str, rows: Rows, prompt: _Prompt) -> str:
@@ -277,18 +281,6 @@ class StreamAligner:
         counted = await run_in_threadpool(histogram, arrays, self._encoder.shape, self._num_experts)
         arrays.clear()
         return orjson.dumps(counted).decode()
-
-
-def _choice_of(chunk: str) -> int | None:
-    """The place in the order of the response of the choice that a chunk belongs to; None for other events."""
-    at = chunk.find(_INDEX)
-    if at < 0:
-        return None
-    at += len(_INDEX)
-    end = at + 1
-    while chunk[end].isdigit():
-        end += 1
-    return int(chunk[at:end])
 
 
 def _share(count: int, line: int, num_lines: int) -> int:
