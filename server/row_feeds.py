@@ -59,6 +59,10 @@ class RowFeed:
             arrays[self._joined :] = [np.concatenate(arrays[self._joined :])]
             self._joined += 1
 
+    def replace(self, rows: Rows) -> None:
+        """Puts `rows` in the place of all before, of which none were taken."""
+        self._arrays = [rows]
+
     def take_until(self, total: int) -> list[Rows]:
         """The rows that bring what was taken so far to `total`, or fewer if they have not arrived, in order."""
         arrays, wanted = self._arrays, total - self._taken
@@ -158,10 +162,11 @@ class RowFeeds:
         return processed
 
     def _take_prompt(self, output_id: str, rows: Rows) -> None:
-        """Gives a prompt's rows to all of its requests, before their first tokens; all share one array.
+        """Gives a prompt's rows to all of its requests that have had no token; all share one array.
 
-        The request that the engine sent them with may have been aborted meanwhile, and the others not. With data
-        parallelism they come once from each engine that has some of the requests.
+        The request that the engine sent them with may have been aborted meanwhile, and the others not. They come once
+        from each engine that has some of the requests (data parallelism), and again after a reset of the prefix cache:
+        requests that had not begun compute the prompt anew then, with other weights if those have changed.
         """
         request_id = request_of_prompt(output_id)
         if request_id is None:
@@ -171,8 +176,13 @@ class RowFeeds:
         parent = state.parent_req if state is not None else parents.get(_parent_of(request_id))
         for each in (request_id,) if parent is None else parent.child_requests:
             state = states.get(each)
-            if state is not None and not _has_begun(state):
-                _feed_of(state).push(rows)
+            if state is None or not state.is_prefilling:
+                continue
+            feed = _feed_of(state)
+            if feed.has_begun:
+                feed.replace(rows)
+            else:
+                feed.push(rows)
 
     def _take_stats(self, output: EngineCoreOutput) -> None:
         if self.on_stats is not None:

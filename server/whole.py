@@ -26,6 +26,7 @@ class CollectedRows:
         options: what the request asks for.
         shape: (L, K)
         prompts: rows of each prompt, P - start in all.
+        own_prompts: those of each choice, which are others where it began after the weights had changed.
         choices: first position and rows of each choice, in the order of the response.
         num_lost: how many rows did not arrive.
     """
@@ -33,21 +34,23 @@ class CollectedRows:
     options: RoutingOptions
     shape: tuple[int, int]
     prompts: list[list[Rows]] = field(default_factory=list)
+    own_prompts: list[list[Rows]] = field(default_factory=list)
     choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
     num_lost: int = 0
 
     def collect(self, output: RequestOutput) -> None:
         """Takes the rows of a finished prompt."""
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
-        prompt: list[Rows] | None = None
+        own: list[list[Rows]] = []
         for choice in output.outputs:
             arrays = self._final_rows(choice, output.request_id, prompt_len)
             before, after = split(arrays, prompt_len - start)
-            if prompt is None or sum(map(len, before)) > sum(map(len, prompt)):
-                prompt = before
+            own.append(before)
             self.choices.append((prompt_len, after))
-        if prompt is not None:
+        if own:
+            prompt = max(own, key=_count)
             self.prompts.append(prompt)
+            self.own_prompts += [rows if _count(rows) == _count(prompt) else prompt for rows in own]
 
     async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """`outputs`, with their rows taken off."""
@@ -72,7 +75,7 @@ class CollectedRows:
         """Of all arrays that the response will have."""
         if not self.options.rows:
             return 0
-        prompts = self.prompts if self.options.layout == "split" else self._prompt_of_each_choice()
+        prompts = self.prompts if self.options.layout == "split" else self.own_prompts
         return sum(len(rows) for arrays in (*prompts, *(own for _, own in self.choices)) for rows in arrays)
 
     @property
@@ -80,17 +83,13 @@ class CollectedRows:
         """Size of all rows that were collected."""
         return sum(rows.nbytes for arrays in (*self.prompts, *(own for _, own in self.choices)) for rows in arrays)
 
-    def _prompt_of_each_choice(self) -> list[list[Rows]]:
-        per_prompt = len(self.choices) // max(len(self.prompts), 1)
-        return [prompt for prompt in self.prompts for _ in range(per_prompt)]
-
     def arrays(self) -> Iterator[tuple[int | None, int, list[Rows]]]:
         """What the response has: the index of a choice or None for a prompt's, first position, rows."""
         if not self.options.rows:
             return
         start = self.options.prompt_start
         if self.options.layout == "joined":
-            for index, (prompt, (_, own)) in enumerate(zip(self._prompt_of_each_choice(), self.choices, strict=True)):
+            for index, (prompt, (_, own)) in enumerate(zip(self.own_prompts, self.choices, strict=True)):
                 yield index, start, [*prompt, *own]
             return
         for index, (prompt_len, own) in enumerate(self.choices):
@@ -102,6 +101,10 @@ class CollectedRows:
         """Those of the prompts, and those of the choices."""
         prompts = [histogram(arrays, self.shape, num_experts) for arrays in self.prompts]
         return prompts, [histogram(arrays, self.shape, num_experts) for _, arrays in self.choices]
+
+
+def _count(arrays: list[Rows]) -> int:
+    return sum(map(len, arrays))
 
 
 @dataclass(frozen=True)

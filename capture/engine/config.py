@@ -98,12 +98,6 @@ REFUSALS = (
         "An instance that only encodes routes no tokens: add --no-enable-return-routed-experts to it.",
     ),
     Refusal(
-        "sleep mode",
-        lambda c: c.model_config.enable_sleep_mode,
-        "It has not been shown that routing stays exact after the engine slept: remove --enable-sleep-mode, or add "
-        "--no-enable-return-routed-experts.",
-    ),
-    Refusal(
         "pipeline parallelism under an external launcher",
         lambda c: (
             c.parallel_config.distributed_executor_backend == EXTERNAL_LAUNCHER

@@ -170,7 +170,12 @@ class SchedulerConnector:
             state.prefilling = True
 
     def reset(self) -> None:
-        """Called when the prefix cache was reset. No block can be hit any more, so nothing stale can be read."""
+        """Called when the prefix cache was reset, as it is when weights change and before the engine sleeps.
+
+        No block can be hit any more, so nothing stale can be read from the host cache. Choices that have had no token
+        compute their prompt again, maybe with other weights: its rows are sent again with the first of them.
+        """
+        self._sent_prompts.clear()
 
     # vLLM 0.33: asks for these three too. The last two are called with a KV connector only, which is refused.
 

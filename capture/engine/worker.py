@@ -21,6 +21,9 @@ if TYPE_CHECKING or current_platform.is_cpu():
 else:
     CPUWorker = Worker  # its module loads libraries that only the CPU build has
 
+_SLEEP_TAG = "routed_experts"
+"""Of our device memory, in vLLM's allocator for sleep mode. Not "weights" or "kv_cache", which are woken up apart."""
+
 # On every rank the layers write into a real buffer, so that all ranks capture the same CUDA graphs; vLLM takes the
 # output of one of them.
 
@@ -38,15 +41,18 @@ class WorkerCapture(Worker):
         layers = find_moe_layers(self.model_runner.get_model())
         stages = gather_stages(layers.shape)
         parallel = self.vllm_config.parallel_config
-        # Here, so that vLLM's memory profiling sees the buffers and its graphs are captured with them.
-        self._capturer = Capturer(
-            shape=RowShape.of_stages(stages),
-            stage_layers=[len(stage.layer_ids) for stage in stages],
-            stage=get_pp_group().rank_in_group,
-            max_tokens=self.model_runner.max_num_tokens,
-            max_steps_in_flight=self.vllm_config.max_concurrent_batches,
-            device=torch.device(self.device),
-        )
+        # Here, so that vLLM's memory profiling sees the buffers and its graphs are captured with them. In a pool that
+        # gives its memory back while the engine sleeps, whatever the level, and has it again at the same addresses
+        # with whatever is woken up first. What it held is lost, but no step reads what another step wrote.
+        with self._maybe_get_memory_pool_context(_SLEEP_TAG):
+            self._capturer = Capturer(
+                shape=RowShape.of_stages(stages),
+                stage_layers=[len(stage.layer_ids) for stage in stages],
+                stage=get_pp_group().rank_in_group,
+                max_tokens=self.model_runner.max_num_tokens,
+                max_steps_in_flight=self.vllm_config.max_concurrent_batches,
+                device=torch.device(self.device),
+            )
         bind(layers, self._capturer, parallel.data_parallel_rank, parallel.data_parallel_size)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

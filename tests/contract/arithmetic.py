@@ -221,6 +221,15 @@ class ArithmeticExecutor(Executor):
         return output
 
 
+class Core(EngineCoreProc):
+    """What runs in an engine's process, without its sockets and their threads."""
+
+    def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool) -> None:
+        self.output_queue = queue.Queue()
+        self.engines_running = False
+        EngineCore.__init__(self, vllm_config, executor_class, log_stats)
+
+
 @cache
 def _config(is_async: bool, drafts: int = 0) -> VllmConfig:
     directory = Path(mkdtemp())
@@ -261,7 +270,7 @@ def engine(
     stages: int = 1,
     kv_transfer: KVTransferConfig | None = None,
     executor: type[ArithmeticExecutor] = ArithmeticExecutor,
-) -> EngineCore:
+) -> Core:
     """An engine with our scheduler.
 
     Args:
@@ -281,8 +290,7 @@ def engine(
         config.cache_config.num_gpu_blocks_override = num_blocks
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
     with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
-        core = EngineCore(config, executor, log_stats=False)
-    core.output_queue = queue.Queue()
+        core = Core(config, executor, log_stats=False)
     if stages > 1:
         core.batch_queue_size = stages + is_async
         core.batch_queue = deque(maxlen=core.batch_queue_size)
@@ -347,7 +355,7 @@ class Client:
         stats: the numbers.
     """
 
-    def __init__(self, *engines: EngineCore, index: int = 0) -> None:
+    def __init__(self, *engines: Core, index: int = 0) -> None:
         self.engines = engines
         self.received: dict[str, Received] = {}
         self.prompts: dict[bytes, list[Rows]] = defaultdict(list)
@@ -404,10 +412,22 @@ class Client:
         for core in self.engines:
             core.abort_requests(list(request_ids))
 
+    def pause(self, mode: str, clear_cache: bool) -> None:
+        """What the API process does for `/pause`: returns when the engines have nothing left to do."""
+        pending = [core.pause_scheduler(mode, clear_cache) for core in self.engines]
+        while any(pause is not None and not pause.done() for pause in pending):
+            self.step()
+        for pause in pending:
+            assert pause is None or pause.result() is None
+        self.step()  # takes what the engines said without a step
+
     def step(self, *others: "Client") -> None:
         """One turn of each engine's loop, and its messages, through vLLM's own encoding, to this and other clients."""
         for index, core in enumerate(self.engines):
-            EngineCoreProc._process_engine_step(core)
+            if core.has_work():
+                core._process_engine_step()
+            if not core.has_work():
+                core._notify_idle_state_callbacks()
             while not core.output_queue.empty():
                 to, message = core.output_queue.get()
                 (client,) = [client for client in (self, *others) if client.index == to]

@@ -23,7 +23,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -35,6 +34,7 @@ from tests.contract.arithmetic import (
     NUM_BLOCKS,
     ArithmeticExecutor,
     Client,
+    Core,
     K,
     L,
     Received,
@@ -339,7 +339,7 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
 
 def engine_with_store(
     failures: str = "recompute", role: str = "kv_both", connectors: Sequence[str] = (NAME,), **about: Any
-) -> EngineCore:
+) -> Core:
     """An engine with the connector, or several; `failures` is what vLLM does about loads that fail."""
     config = KVTransferConfig(kv_connector=connectors[0], kv_role=role, kv_load_failure_policy=failures)
     if len(connectors) > 1:

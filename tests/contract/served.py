@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Queue
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +28,6 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -37,7 +35,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.server import launch
 from routed_experts.server.launch import cli_env_setup
-from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, K, L
+from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, Core, K, L
 from tests.e2e.harness import Server, free_port
 from tests.e2e.harness import serving as serving_processes
 
@@ -71,8 +69,7 @@ class InProcessClient(EngineCoreClient):
     """What `AsyncLLM` has instead of sockets to an engine's process; messages are encoded and decoded all the same."""
 
     def __init__(self, vllm_config: VllmConfig, executor_class: type[Executor], log_stats: bool, **_: Any) -> None:
-        self.core = EngineCore(vllm_config, executor_class, log_stats)
-        self.core.output_queue = Queue()
+        self.core = Core(vllm_config, executor_class, log_stats)
         self.engine_ranks_managed = [0]
         self.resources = SimpleNamespace(engine_dead=False)
         self._messages: deque[EngineCoreOutputs] = deque()
@@ -89,10 +86,12 @@ class InProcessClient(EngineCoreClient):
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while not self._messages:
-            if self.core.scheduler.has_requests() or self.core.batch_queue:
-                EngineCoreProc._process_engine_step(self.core)  # puts what it sends into the queue
+            if self.core.has_work():
+                self.core._process_engine_step()  # puts what it sends into the queue
                 await asyncio.sleep(0)
-            else:
+            elif self.core._idle_state_callbacks:
+                self.core._notify_idle_state_callbacks()
+            elif self.core.output_queue.empty():
                 self._work.clear()
                 await self._work.wait()
             while not self.core.output_queue.empty():
@@ -101,20 +100,28 @@ class InProcessClient(EngineCoreClient):
                 self._messages.append(decoded)
         return self._messages.popleft()
 
-    async def get_supported_tasks_async(self) -> Any:
-        return self.core.get_supported_tasks()
-
-    async def reset_prefix_cache_async(self, *args: Any, **kwargs: Any) -> bool:
-        return self.core.reset_prefix_cache(*args, **kwargs)
-
-    async def collective_rpc_async(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        return self.core.collective_rpc(method, *args, **kwargs)
-
     def shutdown(self, timeout: float | None = None) -> None:
         """Once: `AsyncLLM` asks again when it is collected; the process's groups may be another engine's by then."""
         if not self.resources.engine_dead:
             self.resources.engine_dead = True
             self.core.shutdown()
+
+
+def _utility(name: str) -> Callable[..., Any]:
+    async def call(self: InProcessClient, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.core, name)(*args, **kwargs)
+        self._work.set()
+        return await asyncio.wrap_future(result) if isinstance(result, Future) else result
+
+    return call
+
+
+for _name in (
+    *("get_supported_tasks", "collective_rpc", "set_weight_version", "get_weight_version"),
+    *("pause_scheduler", "resume_scheduler", "is_scheduler_paused", "sleep", "wake_up", "is_sleeping"),
+    *("reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"),
+):
+    setattr(InProcessClient, f"{_name}_async", _utility(_name))
 
 
 Command = Callable[[list[str]], Namespace]

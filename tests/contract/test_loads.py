@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
 from routed_experts.capture.engine.loads import Loads
-from tests.contract.arithmetic import BLOCK, VOCAB, Client
+from tests.contract.arithmetic import BLOCK, VOCAB, Client, Core
 from tests.contract.loads import NAME, TRANSFER, Store, TracingClient, engine_with_store, store
 
 
@@ -29,12 +28,12 @@ def beside(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def empty_prefix_cache(core: EngineCore) -> None:
+def empty_prefix_cache(core: Core) -> None:
     """What is in the store stays there."""
     assert core.scheduler.reset_prefix_cache()
 
 
-def mix(core: EngineCore, seed: int, turns: int = 45) -> TracingClient:
+def mix(core: Core, seed: int, turns: int = 45) -> TracingClient:
     """Shared prefixes, with and without the opt-in, preemptions, aborts and resets."""
     dice = random.Random(seed)
     client = TracingClient(core)

@@ -59,7 +59,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("diffusion model", {"diffusion_config": {"canvas_length": 32}}),
     (UNKNOWN_CONNECTOR, kv_transfer("DecodeBenchConnector")),
     (UNKNOWN_CONNECTOR, several("NixlConnector", "DecodeBenchConnector")),
-    ("sleep mode", {"enable_sleep_mode": True}),
     (
         "pipeline parallelism under an external launcher",
         {"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2},
@@ -148,6 +147,7 @@ NOT_IMPORTED = ("LMCacheMPConnector", "MoRIIOConnector")
         {"pipeline_parallel_size": 2},
         {"data_parallel_size": 2},
         {"enable_prefix_caching": False},
+        {"enable_sleep_mode": True},
         {"speculative_config": NGRAM},
         {**EXPERT_PARALLEL, "all2all_backend": "flashinfer_nvlink_two_sided"},
         {"kv_offloading_size": 1},

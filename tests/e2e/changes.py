@@ -1,0 +1,137 @@
+"""Weights that change while answers run: another model's, answers under way, and what each of their rows must be."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from routed_experts.server.tiny_model import make_tiny_model
+from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answers_of_stream, read_events
+
+_FILE = "model.safetensors"
+
+_QUIET_S = 0.25
+"""After so long without a chunk, everything that the engine sent before a pause has arrived."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Attributes:
+    model: the folder of a model that has them.
+    update: that of a checkpoint that brings them to an engine with the other weights.
+    """
+
+    model: Path
+    update: Path
+    oracle: Oracle
+
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """What a trainer sends, by the names in a checkpoint."""
+        return load_file(self.update / _FILE)
+
+
+def make_weights(directory: Path, model: Path) -> list[Weights]:
+    """Those of the tiny model and others, made in `directory`.
+
+    On a CPU the experts are the same, and no update brings them: vLLM packs them there when it loads a model, and does
+    not when it reloads one.
+    """
+    other = directory / "other" / "tiny"
+    make_tiny_model(other, seed=7)
+    if ON_GPU:
+        return [Weights(folder, folder, Oracle(folder)) for folder in (model, other)]
+    experts = {name: weight for name, weight in load_file(model / _FILE).items() if ".experts." in name}
+    save_file({**load_file(other / _FILE), **experts}, other / _FILE, {"format": "pt"})
+    made = []
+    for number, folder in enumerate((model, other)):
+        update = directory / f"update {number}"
+        update.mkdir()
+        rest = {name: weight for name, weight in load_file(folder / _FILE).items() if name not in experts}
+        save_file(rest, update / _FILE, {"format": "pt"})
+        (update / "config.json").write_bytes((folder / "config.json").read_bytes())
+        made.append(Weights(folder, update, Oracle(folder)))
+    return made
+
+
+@dataclass
+class Across:
+    """The oracle of an answer during which the weights changed.
+
+    Attributes:
+        first: position of the first token that went through the model after the change.
+        keeps_kv: whether the tokens behind read the KV that the weights before had made; otherwise all of it was
+            computed again, though the rows before stay those that made the tokens.
+    """
+
+    before: Oracle
+    after: Oracle
+    first: int
+    keeps_kv: bool
+
+    def rows(self, tokens: Sequence[int]) -> np.ndarray:
+        """[tokens, L, K], the chosen experts in ascending order."""
+        known = self.before.rows(tokens)[: self.first]
+        if not self.keeps_kv:
+            return np.concatenate([known, self.after.rows(tokens)[self.first :]])
+        with torch.no_grad():
+            kv = self.before.model(torch.tensor([list(tokens[: self.first])]), use_cache=True).past_key_values
+            rest = torch.tensor([list(tokens[self.first :])])
+            output = self.after.model(rest, past_key_values=kv, use_cache=True, output_router_logits=True)
+        scores = torch.stack([layer.reshape(rest.shape[1], -1) for layer in output.router_logits], dim=1)
+        behind = scores.topk(self.after.top_k).indices.numpy()
+        return np.concatenate([known, np.sort(behind, axis=2)])
+
+
+class Running:
+    """A streamed answer, read in a thread while something happens to the server."""
+
+    def __init__(self, server: Server, **body: Any) -> None:
+        self._chunks: list[dict[str, Any]] = []
+        self._body = {"model": "tiny", "temperature": 0, "ignore_eos": True, **ASK, **body, "stream": True}
+        self._thread = Thread(target=self._read, args=(server,))
+        self._thread.start()
+
+    def _read(self, server: Server) -> None:
+        with server.client() as client, client.stream("POST", "/v1/completions", json=self._body) as response:
+            assert response.status_code == 200, response.read()
+            for chunk in read_events(response.iter_lines()):
+                self._chunks.append(chunk)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.get("token_ids") or ()) for chunk in self._chunks for choice in chunk["choices"])
+
+    def wait_for(self, num_tokens: int) -> None:
+        deadline = time.monotonic() + 60
+        while self.num_tokens < num_tokens:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def wait_until_quiet(self) -> int:
+        """Tokens that came before a pause."""
+        while True:
+            before = len(self._chunks)
+            time.sleep(_QUIET_S)
+            if len(self._chunks) == before:
+                return self.num_tokens
+
+    def answer(self) -> Answer:
+        self._thread.join(120)
+        (answer,) = answers_of_stream(self._chunks)
+        return answer
+
+
+def post(server: Server, path: str, body: dict[str, Any] | None = None) -> None:
+    with server.client() as client:
+        response = client.post(path, json=body)
+    assert response.status_code == 200, response.text
+
+
+def reload_weights(server: Server, weights: Weights) -> None:
+    post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights.update)}})
