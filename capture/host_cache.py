@@ -45,6 +45,16 @@ class HostCache:
         """Makes `slots` ([n]) unwritten: their KV is not what their rows were computed with."""
         self._written_by_slot[slots] = False
 
+    def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `slots` ([n]) have rows."""
+        return self._written_by_slot[slots]
+
+    def copy_from(self, other: "HostCache", sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
+        """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape."""
+        written = other._written_by_slot[sources]
+        self._by_slot[slots[written]] = other._by_slot[sources[written]]
+        self._written_by_slot[slots] = written
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids.
 

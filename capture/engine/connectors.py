@@ -1,7 +1,7 @@
 """Which KV connectors routing can follow. KV that was computed elsewhere, or earlier, comes without its rows."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -19,7 +19,8 @@ class Kind(Enum):
     """Where a connector's KV comes from."""
 
     STORE = "store"
-    """Whatever computed the same text before. A request can do without it."""
+    """Whatever computed the same text before. A request can do without it. `offloading.py` knows one whose rows can be
+    kept."""
 
     TRANSFER = "transfer"
     """The prefill leg of the same request. It is what the request came for."""
@@ -81,14 +82,18 @@ def on_load() -> str:
     return os.environ.get(ON_LOAD_VARIABLE, RECOMPUTE)
 
 
-def describe(config: KVTransferConfig, policy: str) -> str:
-    """What a configuration means for rows, in a line."""
-    loads = {
-        Kind.TRANSFER: "KV of another instance comes without rows (-1)",
-        Kind.STORE: "KV of a store comes without rows (-1)"
+def describe(config: KVTransferConfig, policy: str, keep_rows: Sequence[bool]) -> str:
+    """What a configuration means for rows, in a line; `keep_rows` says of which of its connectors rows are kept."""
+    transfer = "KV of another instance has the rows that come in kv_transfer_params, else none (-1)"
+    kept = "KV that is offloaded keeps its rows"
+    store = (
+        "KV of a store comes without rows (-1)"
         if policy == MISSING
-        else "requests that ask for rows compute what they would load from a store",
-    }
-    kinds = [connector.kind for connector in used_by(config) if connector is not None]
-    said = "; ".join(loads[kind] for kind in dict.fromkeys(kinds))
-    return f"KV connector {config.kv_connector}: {said}."
+        else "requests that ask for rows compute what they would load from a store"
+    )
+    children = [child for child in used_by(config) if child is not None]
+    said = [
+        transfer if child.kind is Kind.TRANSFER else kept if keeps else store
+        for child, keeps in zip(children, keep_rows, strict=True)
+    ]
+    return f"KV connector {config.kv_connector}: {'; '.join(dict.fromkeys(said))}."

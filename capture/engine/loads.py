@@ -13,6 +13,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, used_by
+from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
+from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.rows import UNKNOWN, Rows
 from routed_experts.capture.split import RequestRows
 
@@ -32,6 +34,12 @@ class Load:
     slots: NDArray[np.int64]
     rows: Rows | None
 
+    def apply(self, cache: HostCache) -> None:
+        """Takes the rows that came with the KV."""
+        cache.forget(self.slots)
+        if self.rows is not None and self.rows.shape[1:] == cache.row_shape:
+            cache.write(self.slots[: len(self.rows)], self.rows)
+
 
 class Loads:
     """Watches a connector's scheduler side.
@@ -39,6 +47,8 @@ class Loads:
     vLLM asks the connector how many tokens it could load, allocates blocks for them, and tells it (a load of no tokens
     is none). There is no other way for KV from outside into a block, so that both methods are replaced on the instance.
     For a `MultiConnector` it is the outer one.
+
+    Of an `OffloadingConnector` the rows are kept with the KV, and come back with it (`OffloadedRows`).
 
     A load is decided when a step is scheduled, while steps before it may still write rows into the same slots. So its
     slots become unwritten when that step arrives (`take`), before its rows.
@@ -58,19 +68,31 @@ class Loads:
         self._used = [child for child in used_by(config) if child is not None]
         self._is_multi = config.kv_connector == MULTI
         self._writes_behind_hit = all(child.writes_behind_hit for child in self._used)
+        children = connector._connectors if self._is_multi else [connector]
+        self._offloaded = [OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before) for child in children]
         self._kv_cache_manager = kv_cache_manager
         self._kv_group = kv_group
         self._block_size = block_size
         self._tracked = tracked
         self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
-        self._loads: list[Load] = []
+        self._loads: list[Load | Reload] = []
         self._handed: dict[str, Rows] = {}  # by request, the rows of its prompt that came with it
         self._rowless: set[int] = set()  # blocks some of whose rows were not computed here, as of the step to come
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._update_state_after_alloc = connector.update_state_after_alloc
         connector.get_num_new_matched_tokens = self._ask
         connector.update_state_after_alloc = self._load
+
+    @property
+    def keep_rows(self) -> list[bool]:
+        """Of which connectors the rows are kept with the KV that they keep."""
+        return [rows is not None for rows in self._offloaded]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Memory that those rows take."""
+        return sum(rows.store.used_bytes for rows in self._offloaded if rows is not None)
 
     def hand(self, request_id: str, rows: Rows) -> None:
         """Keeps the rows [n, L, K] of the KV that another instance has for a request, from position 0 on."""
@@ -80,7 +102,14 @@ class Loads:
         """Called when a request has ended."""
         self._handed.pop(request_id, None)
 
-    def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[Load]:
+    def take_stores(self, step: SchedulerOutput) -> list[Keep]:
+        """What a step that has been scheduled copies out of the KV cache with its rows, before it runs or after."""
+        metadata: Any = step.kv_connector_metadata
+        children = metadata.metadata if self._is_multi else [metadata]
+        pairs = zip(self._offloaded, children, strict=True)
+        return [keep for rows, child in pairs if rows is not None for keep in rows.take_stores(child)]
+
+    def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[Load | Reload]:
         """What is loaded with, or before, a step that has been scheduled.
 
         Called before its requests are advanced.
@@ -118,6 +147,10 @@ class Loads:
     def _needs_rows(self, request: Request) -> bool:
         return self._recompute and request.request_id in self._tracked
 
+    def _needs_rows_before(self, request_id: str, position: int) -> bool:
+        state = self._tracked.get(request_id) if self._recompute else None
+        return state is not None and state.next_row < position
+
     def _first_needed(self, request: Request) -> int:
         """Position of the first row that the request has not been sent."""
         return self._tracked[request.request_id].next_row
@@ -128,13 +161,17 @@ class Loads:
         count, is_async = self._get_num_new_matched_tokens(request, num_local)
         if not count or not self._needs_rows(request) or self._kind(request) is Kind.TRANSFER:
             return count, is_async
+        if self._offloaded[self._child(request)] is not None:  # which offers only what has rows
+            return count, is_async
         return (count, is_async) if num_local + count <= self._first_needed(request) else (0, False)
 
     def _kind(self, request: Request) -> Kind:
         """Of the connector that a request's KV would come from."""
-        if not self._is_multi:
-            return self._used[0].kind
-        return self._used[self._connector._requests_to_connector[request.request_id]].kind
+        return self._used[self._child(request)].kind
+
+    def _child(self, request: Request) -> int:
+        """Index of the connector that a request's KV would come from."""
+        return self._connector._requests_to_connector[request.request_id] if self._is_multi else 0
 
     def _load(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
         self._update_state_after_alloc(request, blocks, count)
@@ -142,20 +179,30 @@ class Loads:
             return
         asked, num_local = self._asked
         assert asked == request.request_id, "KV is loaded that nobody was asked for"
-        rows = self._handed.pop(request.request_id, None) if self._kind(request) is Kind.TRANSFER else None
         table = np.array([block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64)
         if not self._writes_behind_hit:
-            self._add(table, 0, num_local, None)
-        self._add(table, num_local, num_local + count, rows)
-
-    def _add(self, table: NDArray[np.int64], first: int, end: int, rows: Rows | None) -> None:
-        """Keeps account of a load of positions `first` to `end`, of which there may be `rows`, from position 0 on."""
-        positions = np.arange(first, end)
-        is_known = np.zeros(end - first, dtype=np.bool_)
+            self._add(Load(self._slots(table, 0, num_local), None), np.zeros(num_local, dtype=np.bool_))
+        slots = self._slots(table, num_local, num_local + count)
+        offloaded = self._offloaded[self._child(request)]
+        if offloaded is not None:
+            reload = offloaded.take_loaded(slots, num_local)
+            self._add(reload, reload.are_known())
+            return
+        rows = self._handed.pop(request.request_id, None) if self._kind(request) is Kind.TRANSFER else None
+        is_known = np.zeros(count, dtype=np.bool_)
         if rows is not None:
-            rows = rows[first:end]
+            rows = rows[num_local : num_local + count]
             is_known[: len(rows)] = (rows != UNKNOWN).all(axis=(1, 2))
-        blocks = table[positions // self._block_size]
-        self._loads.append(Load(blocks * self._block_size + positions % self._block_size, rows))
+        self._add(Load(slots, rows), is_known)
+
+    def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
+        """Of positions `first` to `end`, given their block table."""
+        positions = np.arange(first, end)
+        return table[positions // self._block_size] * self._block_size + positions % self._block_size
+
+    def _add(self, load: Load | Reload, is_known: NDArray[np.bool_]) -> None:
+        """Keeps account of a load, and of which ([n]) of its rows are known."""
+        self._loads.append(load)
+        blocks = load.slots // self._block_size
         self._rowless.difference_update(blocks.tolist())
         self._rowless.update(blocks[~is_known].tolist())

@@ -22,6 +22,7 @@ from routed_experts.capture import handoff
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.connectors import describe, on_load
 from routed_experts.capture.engine.loads import Load, Loads, LocalHit
+from routed_experts.capture.engine.offloading import Keep, Reload
 from routed_experts.capture.engine.outbox import Messages, Outbox
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.gather import Gatherer
@@ -57,11 +58,13 @@ class ScheduledStep:
         blocks: its block table (vLLM's objects), if the step brings the first tokens after a prefill whose rows lie in
             the host cache.
         loads: of KV that a connector loads before the step runs, or beside it.
+        keeps: of KV that it copies out, some before the step runs, others after it.
     """
 
     starts: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, Sequence[Any]] = field(default_factory=dict)
-    loads: list[Load] = field(default_factory=list)
+    loads: list[Load | Reload] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)
 
 
 @dataclass
@@ -141,7 +144,7 @@ class SchedulerConnector:
             self._tracked,
             policy,
         )
-        logger.info(describe(config, policy))
+        logger.info(describe(config, policy, self._loads.keep_rows))
 
     def cap_local(self, request: Request, hit: LocalHit) -> LocalHit:
         """How much of a prefix hit a request may use."""
@@ -204,6 +207,7 @@ class SchedulerConnector:
                     step.blocks[req_id] = self._block_table(req_id)
         if self._loads is not None:
             step.loads = self._loads.take(scheduler_output, requests)
+            step.keeps = self._loads.take_stores(scheduler_output)
         self._step += 1
         self._steps[self._step] = step
         return StepTag(self._step)
@@ -221,17 +225,15 @@ class SchedulerConnector:
         scheduled = self._steps.pop(tag.step)
         self._arrived = None
         step = detach(output)
-        for load in scheduled.loads:
-            self._apply(load)
-        if self._cache is not None and (copies := scheduler_output.kv_cache_block_copies):
-            self._gatherer.settle(np.array([destination for _, destination in copies]) * self._block_size)
-            self._cache.copy_blocks(copies)
+        self._follow_blocks(scheduled, scheduler_output)
+        if step is not None:
+            self._gatherer.settle(step.slots)
+            self._host_cache(step).write(step.slots, step.rows)
+        self._keep(keep for keep in scheduled.keeps if not keep.comes_first)
         if step is None:
             if scheduler_output.total_num_scheduled_tokens:
                 raise RuntimeError("a step ran, but the worker sent no rows with its output")
             return
-        self._gatherer.settle(step.slots)
-        self._host_cache(step).write(step.slots, step.rows)
         self._stats.count_step(step.rows, step.waited_s)
         if self._has_drafts:  # else a step begins where it was scheduled, and no request needs a look
             for req_id, start in scheduled.starts.items():
@@ -239,14 +241,23 @@ class SchedulerConnector:
                     scheduled.starts[req_id] = step_start(start, request.num_tokens)
         self._arrived = ArrivedStep(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index)
 
-    def _apply(self, load: Load) -> None:
-        """Takes the rows that came with KV. Where nothing has been computed yet, nothing is known of rows either."""
-        self._gatherer.settle(load.slots)
+    def _follow_blocks(self, scheduled: ScheduledStep, scheduler_output: SchedulerOutput) -> None:
+        """Moves rows as their KV is moved before a step runs. Where nothing has been computed yet, nothing is known of
+        rows either."""
         if self._cache is None:
             return
-        self._cache.forget(load.slots)
-        if load.rows is not None and load.rows.shape[1:] == self._cache.row_shape:
-            self._cache.write(load.slots[: len(load.rows)], load.rows)
+        self._keep(keep for keep in scheduled.keeps if keep.comes_first)
+        for load in scheduled.loads:
+            self._gatherer.settle(load.slots)
+            load.apply(self._cache)
+        if copies := scheduler_output.kv_cache_block_copies:
+            self._gatherer.settle(np.array([destination for _, destination in copies]) * self._block_size)
+            self._cache.copy_blocks(copies)
+
+    def _keep(self, keeps: Iterable[Keep]) -> None:
+        if self._cache is not None:
+            for keep in keeps:
+                keep.apply(self._cache)
 
     def take_handed(self, request: Request) -> None:
         """Takes what a request says of rows, its prompt's or that they are wanted, which the connector is not shown."""
@@ -339,12 +350,14 @@ class SchedulerConnector:
             messages: after a step, to each API process.
             is_idle: whether no request is left.
         """
-        stats = self._stats.report(
-            is_idle, len(self._tracked), lambda: self._cache.used_bytes if self._cache is not None else 0
-        )
+        stats = self._stats.report(is_idle, len(self._tracked), self._used_bytes)
         if stats is not None:
             output = EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=stats.encode())
             messages.setdefault(0, EngineCoreOutputs()).outputs.insert(0, output)
+
+    def _used_bytes(self) -> int:
+        kept = self._loads.kept_bytes if self._loads is not None else 0
+        return kept + (self._cache.used_bytes if self._cache is not None else 0)
 
     def _report_unknown(self, req_id: str, rows: Rows) -> None:
         if self._loads is None and (rows[:, 0, 0] == UNKNOWN).any():

@@ -32,6 +32,7 @@ from routed_experts.capture.rows import UNKNOWN
 from tests.contract.arithmetic import (
     BLOCK,
     NUM_BLOCKS,
+    VOCAB,
     ArithmeticExecutor,
     Client,
     Core,
@@ -346,3 +347,48 @@ def engine_with_store(
         children = [{"kv_connector": connector, "kv_role": role} for connector in connectors]
         config.kv_connector, config.kv_connector_extra_config = "MultiConnector", {"connectors": children}
     return engine(kv_transfer=config, executor=TracingExecutor, **about)
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(VOCAB), k=count)
+
+
+def empty_prefix_cache(core: Core) -> None:
+    """What is in the store stays there."""
+    assert core.scheduler.reset_prefix_cache()
+
+
+def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_running: bool = True) -> TracingClient:
+    """Shared prefixes, with and without the opt-in, preemptions, aborts and resets.
+
+    Args:
+        resets: how often.
+        resets_running: whether the prefix cache is reset under running requests without the connector's too.
+    """
+    dice = random.Random(seed)
+    client = TracingClient(core)
+    stems = [tokens(150, seed=100 + stem) for stem in range(3)]
+    gone: set[str] = set()
+    for turn in range(turns):
+        if dice.random() < 0.7:
+            prompt = dice.choice(stems)[: dice.randrange(1, 150)] + dice.choices(range(VOCAB), k=dice.randrange(3))
+            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
+            client.add(f"r{turn}", prompt, start, max_tokens=dice.randrange(1, 30))
+        if client.received and dice.random() < 0.2:
+            gone.add(dice.choice(list(client.received)))
+            client.abort(*gone)
+        (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        loading = manager.req_to_blocks.keys() - {request.request_id for request in core.scheduler.running}
+        fenced = core.scheduler.defer_block_free and core.batch_queue  # in both cases vLLM cannot reset
+        if not loading and not fenced and dice.random() < resets:
+            both = dice.random() < 0.3
+            core.scheduler.reset_prefix_cache(reset_running_requests=both or resets_running, reset_connector=both)
+        for _ in range(dice.randrange(6)):
+            if core.scheduler.has_requests() or core.batch_queue:
+                client.step()
+    client.run()
+    for request_id in gone:
+        client.received.pop(request_id)
+    assert core.scheduler.aux_output_connector._steps == {}
+    assert core.scheduler.aux_output_connector.num_tracked == 0
+    return client

@@ -10,8 +10,8 @@ from vllm.v1.engine import FinishReason
 
 from routed_experts.capture import handoff
 from tests.contract.arithmetic import BLOCK, VOCAB, K, L
-from tests.contract.loads import PULL, Store, TracingClient, engine_with_store, store
-from tests.contract.test_loads import dice, empty_prefix_cache
+from tests.contract.loads import PULL, Store, TracingClient, empty_prefix_cache, engine_with_store, store
+from tests.contract.test_loads import dice
 
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, handoff.PARAM: True}
 

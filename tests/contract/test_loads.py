@@ -5,15 +5,20 @@ from typing import Any
 
 import pytest
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import RequestStatus
 
 from routed_experts.capture.engine.loads import Loads
-from tests.contract.arithmetic import BLOCK, VOCAB, Client, Core
-from tests.contract.loads import NAME, TRANSFER, Store, TracingClient, engine_with_store, store
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=count)
+from tests.contract.arithmetic import BLOCK, Client
+from tests.contract.loads import (
+    NAME,
+    TRANSFER,
+    Store,
+    TracingClient,
+    empty_prefix_cache,
+    engine_with_store,
+    mix,
+    store,
+    tokens,
+)
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -26,40 +31,6 @@ def is_async(request: pytest.FixtureRequest) -> bool:
 def beside(request: pytest.FixtureRequest) -> bool:
     """Loads that run beside steps."""
     return request.param
-
-
-def empty_prefix_cache(core: Core) -> None:
-    """What is in the store stays there."""
-    assert core.scheduler.reset_prefix_cache()
-
-
-def mix(core: Core, seed: int, turns: int = 45) -> TracingClient:
-    """Shared prefixes, with and without the opt-in, preemptions, aborts and resets."""
-    dice = random.Random(seed)
-    client = TracingClient(core)
-    stems = [tokens(150, seed=100 + stem) for stem in range(3)]
-    gone: set[str] = set()
-    for turn in range(turns):
-        if dice.random() < 0.7:
-            prompt = dice.choice(stems)[: dice.randrange(1, 150)] + dice.choices(range(VOCAB), k=dice.randrange(3))
-            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
-            client.add(f"r{turn}", prompt, start, max_tokens=dice.randrange(1, 30))
-        if client.received and dice.random() < 0.2:
-            gone.add(dice.choice(list(client.received)))
-            client.abort(*gone)
-        loading = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in core.scheduler.requests.values())
-        fenced = core.scheduler.defer_block_free and core.batch_queue  # then vLLM cannot reset
-        if not loading and not fenced and dice.random() < 0.1:
-            core.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=dice.random() < 0.3)
-        for _ in range(dice.randrange(6)):
-            if core.scheduler.has_requests() or core.batch_queue:
-                client.step()
-    client.run()
-    for request_id in gone:
-        client.received.pop(request_id)
-    assert core.scheduler.aux_output_connector._steps == {}
-    assert core.scheduler.aux_output_connector.num_tracked == 0
-    return client
 
 
 def dice(seed: int, chance: float) -> Any:

@@ -1,0 +1,175 @@
+"""The rows of KV that vLLM's `OffloadingConnector` keeps in the host's memory: which chunk is whose, and when."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadKey,
+    PrepareStoreOutput,
+    ReqContext,
+    get_offload_group_idx,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+
+from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.row_store import RowStore
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Rows that go with KV that is copied out of the KV cache.
+
+    Attributes:
+        slots: [n x tokens of a chunk], of the KV cache.
+        chunks: [n], where they go.
+        comes_first: whether the KV is copied before the step runs, as its blocks are another request's from then on.
+    """
+
+    store: RowStore
+    slots: NDArray[np.int64]
+    chunks: NDArray[np.int64]
+    comes_first: bool
+
+    def apply(self, cache: HostCache) -> None:
+        self.store.keep(cache, self.slots, self.chunks)
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Rows that come back with KV that is copied into the KV cache.
+
+    Attributes:
+        slots: [n], of the KV cache.
+        places: [n], where they are in the store; -1 for those that were not kept.
+    """
+
+    store: RowStore
+    slots: NDArray[np.int64]
+    places: NDArray[np.int64]
+
+    def are_known(self) -> NDArray[np.bool_]:
+        """[n], which of them have rows."""
+        return self.store.have_rows(self.places)
+
+    def apply(self, cache: HostCache) -> None:
+        self.store.fill(cache, self.slots, self.places)
+
+
+class OffloadedRows:
+    """Watches the scheduler's side of an `OffloadingConnector`, and says what becomes of rows.
+
+    Its manager is asked which chunks are there (`lookup`), which to read (`prepare_load`) and where to write to
+    (`prepare_store`), and nothing else leads to a chunk; so these methods are replaced on the instance. vLLM has no
+    event for them. Which computation a chunk is of needs no thought: its rows are copied where its KV is, in the same
+    order. A reset needs none either: rows that are kept after it lie where no key leads.
+
+    A chunk can be loaded only once its store is complete, and the connector is told that after the output of the step
+    that copied it out has arrived, and its rows were kept. So whether it has rows is known when it is looked up.
+
+    Args:
+        needs_rows: whether a request is to be sent rows before a position.
+    """
+
+    def __init__(
+        self,
+        scheduler: OffloadingConnectorScheduler,
+        kv_group: int,
+        block_size: int,
+        needs_rows: Callable[[str, int], bool],
+    ) -> None:
+        manager = scheduler.manager
+        assert isinstance(manager, CPUOffloadingManager)
+        self._kv_group = kv_group
+        self._block_size = block_size
+        self._needs_rows = needs_rows
+        groups = [group.group_idx for group in scheduler.config.kv_group_configs]
+        self._group_index = groups.index(kv_group)
+        self.store = RowStore(manager._num_chunks, block_size * scheduler.config.blocks_per_chunk)
+        self._chunks: dict[OffloadKey, int] = {}  # those whose rows are, or soon will be, in the store
+        self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []  # prepared for the step being scheduled
+        self._loaded: list[OffloadKey] = []
+        self._lookup, manager.lookup = manager.lookup, self._look_up
+        self._prepare_load, manager.prepare_load = manager.prepare_load, self._load
+        self._prepare_store, manager.prepare_store = manager.prepare_store, self._store
+        self._reset_cache, manager.reset_cache = manager.reset_cache, self._reset
+
+    @classmethod
+    def of(
+        cls, connector: Any, kv_group: int, block_size: int, needs_rows: Callable[[str, int], bool]
+    ) -> "OffloadedRows | None":
+        """None for a connector that does not say enough: others, and this one with tiers below or somebody else's
+        manager, whose chunks come from elsewhere too."""
+        if type(connector) is not OffloadingConnector or type(connector.scheduler.manager) is not CPUOffloadingManager:
+            return None
+        return cls(connector.scheduler, kv_group, block_size, needs_rows)
+
+    def take_loaded(self, slots: NDArray[np.int64], first: int) -> Reload:
+        """The load that was prepared last, into `slots` ([n]), which are of the positions from `first` on."""
+        keys, self._loaded = self._loaded, []
+        size, positions = self.store.chunk_tokens, np.arange(first, first + len(slots))
+        chunks = np.array([self._chunks.get(key, -1) for key in keys], dtype=np.int64)
+        index = positions // size - positions[-1] // size - 1  # from behind: the last chunk holds the last position
+        assert -len(chunks) <= index[0], "more KV is loaded than was prepared"
+        chunk = chunks[index]
+        return Reload(self.store, slots, np.where(chunk >= 0, chunk * size + positions % size, -1))
+
+    def take_stores(self, metadata: OffloadingConnectorMetadata) -> list[Keep]:
+        """What is copied out with a step that has been scheduled."""
+        keys_of = {id(spec): keys for spec, keys in self._stores}
+        keeps = []
+        for job_id, job in metadata.store_jobs.items():
+            assert isinstance(job.dst_spec, CPULoadStoreSpec)
+            pairs = zip(keys_of[id(job.dst_spec)], job.dst_spec.chunk_ids.tolist(), strict=True)
+            kept = {key: chunk for key, chunk in pairs if self._is_ours(key)}
+            if not kept:
+                continue
+            self._chunks |= kept
+            sizes, index = job.src_spec.group_sizes, self._group_index
+            first = sum(sizes[:index])
+            blocks = job.src_spec.block_ids[first : first + sizes[index]].astype(np.int64)
+            slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
+            chunks = np.array(list(kept.values()), dtype=np.int64)
+            assert len(slots) == len(chunks) * self.store.chunk_tokens
+            keeps.append(Keep(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ())))
+        self._stores = []
+        return keeps
+
+    def _is_ours(self, key: OffloadKey) -> bool:
+        """Whether a chunk is of the layers whose slots rows have."""
+        return get_offload_group_idx(key) == self._kv_group
+
+    def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
+        """A chunk without rows is none for a request that needs them: it loads what comes before."""
+        result = self._lookup(key, context)
+        if result is not LookupResult.HIT or not self._is_ours(key):
+            return result
+        end = context.get_offload_key_position(key)
+        if end is not None and not self._needs_rows(context.req_id, end):
+            return result
+        chunk = self._chunks.get(key)
+        return result if chunk is not None and self.store.is_whole(chunk) else LookupResult.MISS
+
+    def _load(self, keys: Collection[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+        self._loaded = [key for key in keys if self._is_ours(key)]
+        return self._prepare_load(keys, context)
+
+    def _store(self, keys: Collection[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:
+        output = self._prepare_store(keys, context)
+        if output is not None:
+            for key in output.evicted_keys:
+                self._chunks.pop(key, None)
+            self._stores.append((output.store_spec, output.keys_to_store))
+        return output
+
+    def _reset(self) -> None:
+        self._chunks.clear()
+        self._reset_cache()

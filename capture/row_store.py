@@ -1,0 +1,57 @@
+"""The rows of KV that is kept outside the KV cache, each where its KV is."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.capture.host_cache import HostCache
+
+
+class RowStore:
+    """A place for rows for each place for KV.
+
+    Chunks of KV are copied out of the KV cache and back into it, and so are their rows. As in the host cache, what is
+    let go needs no code: its place is taken by the next chunk, whose rows overwrite those that were there. Memory is
+    bounded by the KV that may be kept, and reserved by the operating system only as it is written.
+
+    Args:
+        num_chunks: how many there is space for.
+        chunk_tokens: tokens of each.
+    """
+
+    def __init__(self, num_chunks: int, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._num_chunks = num_chunks
+        self._rows: HostCache | None = None  # made with the first rows, which say L and K
+        self._is_whole: NDArray[np.bool_] = np.zeros(num_chunks, dtype=np.bool_)
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory that the rows take."""
+        return self._rows.used_bytes if self._rows is not None else 0
+
+    def is_whole(self, chunk: int) -> bool:
+        """Whether every row of a chunk is there."""
+        return bool(self._is_whole[chunk])
+
+    def have_rows(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `places` ([n], chunk x its tokens + token; or -1) have rows."""
+        if self._rows is None:
+            return np.zeros(len(places), dtype=np.bool_)
+        return (places >= 0) & self._rows.are_written(places)
+
+    def keep(self, cache: HostCache, slots: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
+        """Copies the rows of `slots` ([n x tokens of a chunk]) to `chunks` ([n])."""
+        if self._rows is None:
+            self._rows = HostCache(self._num_chunks, self.chunk_tokens, *cache.row_shape)
+        places = (chunks[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(-1)
+        self._rows.copy_from(cache, slots, places)
+        self._is_whole[chunks] = self._rows.are_written(places).reshape(len(chunks), -1).all(axis=1)
+
+    def fill(self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
+        """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are: unwritten, where there are no rows."""
+        has_place = places >= 0
+        cache.forget(slots[~has_place])
+        if self._rows is None:
+            cache.forget(slots)
+        else:
+            cache.copy_from(self._rows, places[has_place], slots[has_place])

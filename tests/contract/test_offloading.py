@@ -1,0 +1,279 @@
+"""KV that vLLM's `OffloadingConnector` keeps and loads again: its rows come with it, and are of its computation."""
+
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import FinishReason
+
+from routed_experts.capture.engine.connectors import ON_LOAD_VARIABLE
+from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
+from routed_experts.capture.handoff import PARAM
+from tests.contract.arithmetic import BLOCK, Core
+from tests.contract.loads import PULL, TracingClient, empty_prefix_cache, mix, store, tokens
+from tests.contract.offloading import NAME, engine_that_offloads, keys_kept, offloaded_rows, worker_of
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    """Asynchronous scheduling."""
+    return request.param
+
+
+@pytest.fixture(autouse=True, params=["recompute"])
+def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv(ON_LOAD_VARIABLE, request.param)
+    return str(request.param)
+
+
+def check_keys(core: Core) -> None:
+    """From now on, that rows are kept of the chunks that vLLM keeps, and of no others, whenever a step is scheduled."""
+    schedule = core.scheduler.schedule
+
+    def checked(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        step = schedule(*args, **kwargs)
+        assert offloaded_rows(core)._chunks.keys() == keys_kept(core).keys()
+        return step
+
+    core.scheduler.schedule = checked
+
+
+def mix_that_reloads(core: Core, seed: int) -> TracingClient:
+    """vLLM 0.32 fails when running requests are preempted by a reset, and load what the connector kept at once."""
+    check_keys(core)
+    client = mix(core, seed, turns=150, resets=0.04, resets_running=False)
+    assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
+    return client
+
+
+@pytest.mark.parametrize("policy", ["recompute", "missing"], indirect=True)
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+@pytest.mark.parametrize("seed", range(2))
+def test_at_random(is_async: bool, blocks_per_chunk: int, seed: int, policy: str) -> None:
+    """Every row is there in both cases, as none is without."""
+    about = {"offload_prompt_only": bool(seed)}
+    core = engine_that_offloads(
+        40 // blocks_per_chunk, blocks_per_chunk, extra=about, is_async=is_async, num_blocks=24, max_num_seqs=4
+    )
+    assert mix_that_reloads(core, seed).missing() == 0
+    assert worker_of(core).num_loaded > 5
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("chunks", [6, 40])
+def test_at_random_in_little_space(is_async: bool, chunks: int, drafts: int) -> None:
+    """Drafts that are rejected leave rows behind the last token, and few blocks are soon another's. Of few chunks, each
+    is let go again and again, and sometimes there is none for a store."""
+    core = engine_that_offloads(
+        chunks,
+        extra={"offload_prompt_only": False},
+        is_async=is_async,
+        num_blocks=14,
+        max_num_seqs=4,
+        drafts=drafts,
+    )
+    assert mix_that_reloads(core, seed=1).missing() == 0
+    assert worker_of(core).num_loaded > 5
+    assert worker_of(core).num_stored > 100
+
+
+def test_at_random_in_a_pipeline(is_async: bool) -> None:
+    core = engine_that_offloads(is_async=is_async, num_blocks=24, max_num_seqs=4, stages=2)
+    assert mix_that_reloads(core, seed=3).missing() == 0
+    assert worker_of(core).num_loaded > 8
+
+
+@pytest.mark.parametrize("broken", [(Reload, "apply"), (Keep, "apply")], ids=["reload", "keep"])
+def test_without_it_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]) -> None:
+    """That the tests here see it."""
+    monkeypatch.setattr(*broken, lambda *_: None)
+    monkeypatch.setattr(OffloadedRows, "_look_up", lambda rows, key, context: rows._lookup(key, context))
+    core = engine_that_offloads(is_async=False, num_blocks=24, max_num_seqs=4)
+    if broken[0] is Keep:  # then there are none
+        assert mix_that_reloads(core, seed=1).missing() > 0
+        return
+    with pytest.raises(AssertionError, match="another computation"):
+        mix_that_reloads(core, seed=1)
+
+
+# ---- one at a time ----
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("num_tokens", range(15, 19))
+def test_blocks_that_are_copied_out_as_another_gets_them(num_tokens: int, drafts: int) -> None:
+    """The last block of a request is stored when it has ended. If it is another's by then, that is before the step."""
+    about = {"offload_prompt_only": False}
+    core = engine_that_offloads(extra=about, is_async=True, num_blocks=12, chunk=256, drafts=drafts)
+    came_first = []
+    apply = Keep.apply
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keep, "apply", lambda keep, cache: (came_first.append(keep.comes_first), apply(keep, cache))[1])
+        client = TracingClient(core)
+        client.add("first", tokens(BLOCK + 1), max_tokens=num_tokens)
+        client.step()
+        client.step()
+        client.add("needs all blocks", tokens(10 * BLOCK + 1, seed=1), max_tokens=2)
+        client.run()
+    assert any(came_first) == (num_tokens == 16)
+    client.add("again", [*client.received["first"].sequence, 1])
+    client.run()
+    assert worker_of(core).num_loaded == (BLOCK + num_tokens) // BLOCK
+    assert client.missing() == 0
+
+
+@pytest.fixture
+def warm(is_async: bool) -> tuple[TracingClient, list[int]]:
+    """An engine that keeps chunks of a prompt that its prefix cache has not."""
+    core = engine_that_offloads(is_async=is_async)
+    client = TracingClient(core)
+    prompt = tokens(5 * BLOCK + 3)
+    client.add("before", prompt, start=None)
+    client.run()
+    empty_prefix_cache(core)
+    return client, prompt
+
+
+def test_what_was_kept_is_loaded_with_its_rows(warm: tuple[TracingClient, list[int]]) -> None:
+    client, prompt = warm
+    client.add("asks", prompt)
+    client.run()
+    assert worker_of(client.engines[0]).num_loaded == 5
+    assert client.missing() == 0
+    client.add("hits", prompt)
+    client.run()
+    assert worker_of(client.engines[0]).num_loaded == 5
+    assert client.missing() == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "missing"], indirect=True)
+def test_chunks_without_rows(warm: tuple[TracingClient, list[int]], policy: str) -> None:
+    """Up to the first of them, a request that asks for its rows loads; others load all."""
+    client, prompt = warm
+    core = client.engines[0]
+    keys = list(keys_kept(core))
+    del offloaded_rows(core)._chunks[keys[2]]
+    client.add("asks", prompt)
+    client.run()
+    assert worker_of(core).num_loaded == (2 if policy == "recompute" else 5)
+    lost = list(range(2 * BLOCK, 3 * BLOCK))
+    assert client.received["asks"].missing == ([] if policy == "recompute" else lost)
+    empty_prefix_cache(core)
+    client.add("asks for the rest", prompt, start=3 * BLOCK)
+    client.run()
+    assert worker_of(core).num_loaded == (7 if policy == "recompute" else 10)
+    empty_prefix_cache(core)
+    loaded = worker_of(core).num_loaded
+    client.add("plain", prompt, start=None)
+    client.run()
+    assert worker_of(core).num_loaded == loaded + 5
+    client.add("hits", prompt)
+    client.run()
+    assert client.received["hits"].missing == ([] if policy == "recompute" else lost)
+
+
+def test_a_text_that_was_computed_twice(warm: tuple[TracingClient, list[int]]) -> None:
+    """What is loaded is of the first time, and so are its rows."""
+    client, prompt = warm
+    client.add("computes again", prompt, kv_transfer_params={"max_load_tokens": 0})
+    client.run()
+    assert worker_of(client.engines[0]).num_loaded == 0
+    empty_prefix_cache(client.engines[0])
+    client.add("loads", prompt)
+    client.run()
+    assert worker_of(client.engines[0]).num_loaded == 5
+    assert client.missing() == 0
+
+
+def test_equal_prompts_at_once(is_async: bool) -> None:
+    core = engine_that_offloads(is_async=is_async)
+    client = TracingClient(core)
+    for turn in range(3):
+        for index in range(4):
+            client.add(f"{turn} {index}", tokens(5 * BLOCK + 3), start=(0, None)[index % 2])
+        client.run()
+        empty_prefix_cache(core)
+    assert worker_of(core).num_loaded == 10
+    assert client.missing() == 0
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_an_abort_around_a_load(warm: tuple[TracingClient, list[int]], steps: int) -> None:
+    client, prompt = warm
+    client.add("gone", prompt)
+    for _ in range(steps):
+        client.step()
+    client.abort("gone")
+    for index in range(4):
+        client.add(str(index), tokens(6 * BLOCK, seed=index + 1), max_tokens=20)
+        client.add(f"again {index}", prompt)
+    client.run()
+    client.received.pop("gone")
+    assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
+    assert client.missing() == 0
+
+
+@pytest.mark.parametrize("steps", range(1, 9))
+def test_a_reset_while_rows_are_kept(is_async: bool, steps: int) -> None:
+    """As with new weights: nothing of before is there again."""
+    core = engine_that_offloads(extra={"offload_prompt_only": False}, is_async=is_async)
+    check_keys(core)
+    client = TracingClient(core)
+    prompt = tokens(5 * BLOCK + 3)
+    client.add("before", prompt, max_tokens=40)
+    client.add("beside", tokens(3 * BLOCK, seed=1), max_tokens=40)
+    for _ in range(steps):
+        client.step()
+    if core.batch_queue and core.scheduler.defer_block_free:
+        client.run()  # vLLM cannot reset while blocks are fenced
+    before = set(keys_kept(core))
+    assert core.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert before
+    assert not set(keys_kept(core))
+    client.run()
+    empty_prefix_cache(core)
+    client.add("after", prompt)
+    client.run()
+    assert client.missing() == 0
+
+
+# ---- beside another connector ----
+
+
+def pulled(client: TracingClient, name: str, prompt: list[int], with_rows: bool = True) -> dict[str, Any]:
+    """What another instance gives for a request to pull the KV of its prompt."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False} | ({PARAM: True} if with_rows else {})
+    client.add(name, prompt, max_tokens=1, kv_transfer_params=params)
+    client.run()
+    given = client.received[name].kv_transfer_params
+    assert given is not None
+    return given
+
+
+@pytest.mark.parametrize("connectors", [(PULL, NAME), (NAME, PULL)], ids=["pull first", "offload first"])
+@pytest.mark.parametrize("with_rows", [True, False], ids=["rows", "no rows"])
+def test_rows_are_of_the_connector_that_loads(is_async: bool, connectors: tuple[str, str], with_rows: bool) -> None:
+    with store(is_async=True):
+        prefill, decode = (
+            TracingClient(engine_that_offloads(connectors=connectors, is_async=is_async)) for _ in range(2)
+        )
+        core = decode.engines[0]
+        prompt = tokens(5 * BLOCK + 3)
+        decode.add("own", prompt[: 3 * BLOCK], start=None)
+        decode.run()
+        empty_prefix_cache(core)
+        # Offloading has three blocks of it, another instance all.
+        decode.add("pulls", prompt, kv_transfer_params=pulled(prefill, "first", prompt, with_rows))
+        decode.run()
+        loads_own = connectors[0] == NAME
+        assert worker_of(core).num_loaded == (3 if loads_own else 0)
+        lost = 0 if with_rows or loads_own else len(prompt) - 1
+        assert decode.missing() == lost
+        # The next turn comes without another instance.
+        empty_prefix_cache(core)
+        decode.add("turn", [*decode.received["pulls"].sequence, 7, 8, 9])
+        decode.run()
+        assert decode.missing() == lost
+        # Chunks of what was pulled without rows were kept so, and are no chunks for it.
+        loaded = 5 if lost == 0 else 3
+        assert worker_of(core).num_loaded == (3 if loads_own else 0) + loaded
