@@ -29,6 +29,9 @@ WINDOW_S = 1.0
 byte, because its rows are encoded before that."""
 
 
+_ODD_SIZES = (129, 257, 385, 641, 1025, 1537, 2049, 3073, 4097, 6145, 8191)
+
+
 @dataclass(frozen=True)
 class Case:
     """One load; all its requests are sent at once but for those that come with `long`.
@@ -215,6 +218,7 @@ class Bench:
         for variant in [variant for variant in self._servers if variant not in variants]:
             self._servers.pop(variant).stop()
         longest = max(max(case.prompt_len + 2 * case.new_tokens, case.long + 64) for case in cases)
+        longest = max(longest, _ODD_SIZES[-1]) if self._args.device == "cuda" else longest
         flags = [*(GPU_FLAGS if self._args.device == "cuda" else CPU_FLAGS), "--max-model-len", str(longest + 64)]
         flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
         flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
@@ -228,6 +232,20 @@ class Bench:
         for variant in started:
             self._servers[variant].wait_until_healthy()
             print(f"{variant} serves", file=sys.stderr, flush=True)
+            if self._args.device == "cuda":
+                self._warm_up(self._servers[variant])
+
+    def _warm_up(self, server: Server) -> None:
+        """Prompts of odd lengths, one after the other: vLLM's MoE kernel is compiled for each kind of size that it
+        meets, which takes more than a second, in the middle of a run if nobody met it before."""
+        rng, vocab = random.Random(0), self._config["vocab_size"]
+        requests = [
+            Request(
+                0.5 * index, "other", [rng.randrange(vocab) for _ in range(size)], False, Expected(size, 2, 1, "none")
+            )
+            for index, size in enumerate(_ODD_SIZES)
+        ]
+        self._clients.run(server, requests, self._routing, TOKEN_CHARS)
 
     def _turns(self, case: Case, lines: list[Line]) -> None:
         """Every line of a case in turns, after a warm-up."""

@@ -94,7 +94,7 @@ class Encoder:
             LostRowsError: a row is not known, and the type cannot say so.
         """
         if self.fmt == "list":
-            self._count(rows, count_missing(rows))
+            self._count(rows, rows.tobytes())
             text = orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
         else:
             missing, data = self._counted(rows)
@@ -110,7 +110,7 @@ class Encoder:
         """Raises `LostRowsError` if the type cannot say that rows are not known, and some of `arrays` are not."""
         if self._wire.kind == "u":
             for rows in _blocks(arrays):
-                self._encoded(rows)
+                self._as_wire(rows, count_missing(rows) if _SOME_UNKNOWN in rows.tobytes() else 0)
 
     def json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
         """The JSON text of one array, whose rows are those of `arrays` in order; see `text`."""
@@ -168,26 +168,22 @@ class Encoder:
             rest = {"shape": [num_rows, *self.shape], "dtype": self.dtype, "start": start, "missing": missing}
             yield b"".join(_pack(item) for pair in rest.items() for item in pair)
 
-    def _encoded(self, rows: Rows) -> tuple[int, bytes]:
-        """How many of `rows` are not known, and their bytes on the wire."""
+    def _counted(self, rows: Rows) -> tuple[int, bytes]:
+        """How many of `rows`, which are sent, are not known, and their bytes on the wire."""
         data = rows.tobytes()
-        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
+        missing = self._count(rows, data)
         return missing, data if self.dtype == "int16" else self._as_wire(rows, missing)
 
-    def _counted(self, rows: Rows) -> tuple[int, bytes]:
-        """As `_encoded`, for rows that are sent."""
-        missing, data = self._encoded(rows)
-        self._count(rows, missing)
-        return missing, data
-
-    def _count(self, rows: Rows, missing: int) -> None:
+    def _count(self, rows: Rows, data: bytes) -> int:
+        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
         self.sent.rows += len(rows)
         self.sent.missing += missing
+        return missing
 
     def _counting(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
         """The rows of `arrays` in blocks, for lists."""
         for block in _blocks(arrays):
-            self._count(block, count_missing(block))
+            self._count(block, block.tobytes())
             yield block
 
     def _as_wire(self, rows: Rows, missing: int) -> bytes:
