@@ -20,8 +20,8 @@ _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
 _AT_ONCE_BYTES = {"list": 192 << 10}
 _AT_ONCE_BYTES_OF_OTHERS = 512 << 10
-"""Answers with more bytes of rows are sent in parts, between which others get a turn. So many take about 2 ms; parts, and a
-thread to prepare them in, would take twice that."""
+"""Answers with more bytes of rows are sent in parts, between which others get a turn. So many take about 2 ms; parts,
+and a thread to prepare them in, would take twice that."""
 
 
 async def respond(answer: Any, raw_request: Request) -> Response:
