@@ -12,6 +12,8 @@ VLLM ?=
 ARGS ?=
 # Files of tests at once; each of these processes has servers of its own.
 JOBS ?= 2
+# The same on GPUs; their engines are small, and what they wait for is their start.
+GPU_JOBS ?= 6
 
 BIN := $(VENV)/bin
 # pip shows its own progress on a terminal; elsewhere the stages alone are said.
@@ -21,12 +23,13 @@ HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test test-next check format spec bench bench-gpu bench-http release clean
+.PHONY: help setup serve test test-gpu test-next check format spec bench bench-gpu bench-http release clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make serve      serve the tiny model on port $(PORT) (ARGS=... for MODEL and flags of vllm serve)"
 	@echo "make test       run the tests"
+	@echo "make test-gpu   run the tests of GPUs, which the others skip"
 	@echo "make test-next  run the tests that need no engine on the newest vLLM for CUDA (or VLLM=0.33.0)"
 	@echo "make check      formatting, lint, types, API description"
 	@echo "make format     put the code into its form"
@@ -69,6 +72,11 @@ serve: setup
 test: setup
 	@echo "Running the tests; the ones with a real engine take several minutes."
 	$(BIN)/python -m pytest tests --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+# By hand, on a machine with one GPU or two. What a file of this run says is taken into docs/ by `python -m tests.gpu_runs`.
+test-gpu: setup
+	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) $(ARGS)
+	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)
 
 test-next: setup
 	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)
