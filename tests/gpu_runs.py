@@ -72,7 +72,8 @@ def _git(*arguments: str) -> str:
 
 
 class Recorder:
-    """Writes a file of the outcomes of a session of pytest. Skipped tests were not run."""
+    """Writes a file of the outcomes of a session of pytest, after each test: time on GPUs may end at any moment. Skipped
+    tests were not run."""
 
     def __init__(self, file: Path, commit: str) -> None:
         import torch
@@ -97,8 +98,10 @@ class Recorder:
             self._outcomes[report.nodeid] = "failed"
         elif report.when == "call" and report.passed:
             self._outcomes[report.nodeid] = "passed"
+        if report.when == "teardown":
+            self.write()
 
-    def pytest_sessionfinish(self) -> None:
+    def write(self) -> None:
         runs = {test: replace(self._run, outcome=outcome) for test, outcome in self._outcomes.items()}
         write(self._file, {self._vllm: runs})
 
