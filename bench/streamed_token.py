@@ -1,0 +1,119 @@
+"""What the rows of a streamed token take of the API process, part by part: CPU time in a loop that does nothing else.
+
+No engine and no sockets: outputs and chunks are made up, everything between them is real. In a server the same parts
+take longer, because all else that it does for a token puts them out of the processor's caches.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bench.http_table import commit_and_device
+from routed_experts.protocol.models import parse_options
+from routed_experts.server.encoding import Encoder
+from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.stream import StreamAligner
+
+L, K, EXPERTS = 48, 8, 128
+TOKENS, PROMPT = 2000, 16
+CHUNK = (
+    'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1763750000,"model":"served","choices":'
+    '[{"index":0,"text":" word","logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null,'
+    '"prompt_token_ids":null}],"usage":null}\n\n'
+)
+
+
+@dataclass
+class _Choice:
+    finish_reason: str | None
+    routed_experts: RowFeed | None
+    index: int = 0
+    token_ids: list[int] = field(default_factory=lambda: [5])
+
+
+@dataclass
+class _Output:
+    outputs: list[_Choice]
+    prompt_token_ids: list[int]
+    request_id: str = "request"
+
+
+class Stream:
+    """A stream of made-up tokens, with or without their rows."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+        self._rows = np.random.default_rng(0).integers(0, EXPERTS, (PROMPT + TOKENS, L, K), dtype=np.int16)
+
+    async def _outputs(self, feed: RowFeed | None) -> AsyncIterator[tuple[int, _Output]]:
+        prompt = [1] * PROMPT
+        for token in range(TOKENS):
+            if feed is not None:
+                end = PROMPT + token
+                feed.push(self._rows[0 if token == 0 else end - 1 : end])
+            yield 0, _Output([_Choice("length" if token == TOKENS - 1 else None, feed)], prompt)
+
+    async def _chunks(self, outputs: AsyncIterator[tuple[int, _Output]]) -> AsyncIterator[str]:
+        async for _ in outputs:
+            yield CHUNK
+
+    async def _timed(self, chunks: Callable[[], AsyncIterator[str]]) -> float:
+        best = float("inf")
+        for _ in range(self._repeats):
+            began = time.thread_time()
+            async for _ in chunks():
+                pass
+            best = min(best, time.thread_time() - began)
+        return 1e6 * best / TOKENS
+
+    async def figures(self) -> dict[str, float]:
+        """Microseconds of a token above a stream without rows: of all, and of what can be told apart."""
+
+        def aligner() -> StreamAligner:
+            options = parse_options({"return_routed_experts": True})
+            assert options is not None
+            return StreamAligner(options, Encoder("object", "int16", (L, K), EXPERTS), EXPERTS, 1, str)
+
+        def watched(one: StreamAligner) -> AsyncIterator[str]:
+            return self._chunks(one.watch(self._outputs(RowFeed())))  # type: ignore[type-var]
+
+        def whole() -> AsyncIterator[str]:
+            one = aligner()
+            return one.rewrite(watched(one))
+
+        off = await self._timed(lambda: self._chunks(self._outputs(None)))
+        taken = await self._timed(lambda: watched(aligner()))
+        both = await self._timed(whole)
+        return {
+            "taking rows in and off the outputs": taken - off,
+            "of what is left, encoding": self._encoding(),
+            "all": both - off,
+        }
+
+    def _encoding(self) -> float:
+        encoder, row = Encoder("object", "int16", (L, K), EXPERTS), self._rows[:1]
+        best = float("inf")
+        for _ in range(self._repeats):
+            began = time.thread_time()
+            for position in range(TOKENS):
+                encoder.text(row, position)
+            best = min(best, time.thread_time() - began)
+        return 1e6 * best / TOKENS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=25, help="the fastest counts")
+    args = parser.parse_args()
+    about = commit_and_device("cpu", None)
+    print(f"{about['device']}, {about['date']}, commit {about['commit']}")
+    for name, us in asyncio.run(Stream(args.repeats).figures()).items():
+        print(f"| {name} | {us:.1f} µs |")
+
+
+if __name__ == "__main__":
+    main()
