@@ -72,8 +72,8 @@ def _git(*arguments: str) -> str:
 
 
 class Recorder:
-    """Writes a file of the outcomes of a session of pytest, after each test: time on GPUs may end at any moment. Skipped
-    tests were not run."""
+    """Writes a file of the outcomes of a session of pytest, after each test, as time on GPUs may end at any moment.
+    Skipped tests were not run."""
 
     def __init__(self, file: Path, commit: str) -> None:
         import torch

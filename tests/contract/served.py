@@ -24,6 +24,7 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.envs import disable_envs_cache
+from vllm.triton_utils import dispatcher
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -167,12 +168,25 @@ def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = No
 
 @contextmanager
 def worker_in_this_process(env: Mapping[str, str]) -> Iterator[None]:
-    """Puts back what vLLM's CPU worker changes in its process, which has `env` meanwhile."""
+    """Puts back what vLLM's CPU worker changes in its process, which has `env` meanwhile.
+
+    All but its kernels for CPUs: they stay, as it looks for their places in all modules, and takes offence at some that
+    an engine before may have imported.
+    """
     set_num_threads, environment = torch.set_num_threads, dict(os.environ)
+    register = dispatcher.register_kernels
+
+    def register_once(overrides: Mapping[str, Callable[..., Any]]) -> None:
+        new = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
+        if new:
+            register(new)
+
+    dispatcher.register_kernels = register_once
     try:
         os.environ.update(env)
         yield
     finally:
+        dispatcher.register_kernels = register
         torch.set_num_threads = set_num_threads  # the worker puts another in its place
         os.environ.clear()
         os.environ.update(environment)

@@ -6,6 +6,7 @@ Every answer is checked against the oracle, and no server may hold state when it
 import asyncio
 import importlib.util
 import json
+import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -17,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ON_GPU,
     SMALL_KV,
@@ -53,6 +55,29 @@ def left_without_state(
         wait_until_idle(server)
         errors = [line for line in log.read_text().splitlines() if " ERROR " in line]
         assert not errors, errors
+
+
+@contextmanager
+def left_without_state_quickly(model: Path, log: Path, *flags: str) -> Iterator[Server]:
+    """The same, on a CPU in this process."""
+    errors: list[str] = []
+
+    class Errors(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            errors.append(record.getMessage())
+
+    handler = Errors(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("vllm", "routed_experts", "uvicorn", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with serving_quickly(model, log, *flags) as server:
+            yield server
+            wait_until_idle(server)
+            assert not errors, errors
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def wait_until_idle(server: Server, limit_s: float = 30) -> None:
@@ -398,7 +423,7 @@ class TestSpeculativeDecoding:
         log = tmp_path_factory.mktemp("ngram") / "log"
         speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
         flags = (*TINY_KV, "--max-num-batched-tokens", "64", "--speculative-config", json.dumps(speculative))
-        with left_without_state(tiny_model, log, *flags) as server:
+        with left_without_state_quickly(tiny_model, log, *flags) as server:
             yield server
 
     @staticmethod
@@ -498,7 +523,7 @@ class TestWithoutPrefixCache:
         flags += ("--max-num-seqs", "16", "--max-num-batched-tokens", "16", "--no-enable-prefix-caching")
         flags += ("--no-async-scheduling", "--stream-interval", str(self.INTERVAL), "--enable-prompt-tokens-details")
         flags += ("--reasoning-parser", "deepseek_r1", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-        with left_without_state(thinker, log, *flags) as server:
+        with left_without_state_quickly(thinker, log, *flags) as server:
             yield server
 
     def test_nothing_is_hit(self, engine: Server, thinker_oracle: Oracle) -> None:
