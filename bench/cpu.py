@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.compare import Case, Host, interleave, start_all, table
 from bench.host_step import host_step_table
+from bench.offloading import reload_table
 from bench.scheduler import long_prompt_table, queue_table
 from routed_experts.server.tiny_model import make_tiny_model
 
@@ -22,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.without_engine:
         compare_engines(args.repeats)
-    for made in (host_step_table("cpu"), queue_table(), long_prompt_table()):
+    for made in (host_step_table("cpu"), queue_table(), long_prompt_table(), reload_table()):
         print(f"\n{made}", flush=True)
 
 

@@ -28,6 +28,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.shapes import QWEN3_30B_A3B
+from routed_experts.capture import SCHEDULER
+from routed_experts.capture.engine.scheduler import SchedulerCapture
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, request_of_prompt
 from routed_experts.capture.pipeline import StepRows
@@ -45,11 +47,13 @@ class Step:
 
     Attributes:
         seconds: of the scheduler's thread, the forward pass not counted.
+        cpu_seconds: of them, those that the thread ran.
         ours: what the capture took of them, by `clock`.
         sent: ids of the requests whose prompts' rows were sent.
     """
 
     seconds: float
+    cpu_seconds: float
     ours: float
     sent: set[str]
 
@@ -59,6 +63,7 @@ class Steps:
 
     Args:
         num_layers, top_k: of the model.
+        config: of the engine; without our scheduler there is no capture.
         forward_s: seconds that a forward pass takes.
         clock: what the capture's part is measured by.
     """
@@ -69,8 +74,9 @@ class Steps:
         top_k: int = 8,
         forward_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
+        config: VllmConfig | None = None,
     ) -> None:
-        config = _config()
+        config = config or engine_config()
         config.cache_config.num_gpu_blocks = NUM_BLOCKS
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         kv = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -86,10 +92,12 @@ class Steps:
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK, hash_function)
         self._ours, self._clock = 0.0, clock
-        connector = self.scheduler.aux_output_connector
-        for name in ("build_connector_meta", "receive", "take_output", "add_stats"):
-            setattr(connector, name, self._timed(getattr(connector, name)))
-        connector.outbox.messages = self._timed(connector.outbox.messages)
+        self._is_captured = isinstance(self.scheduler, SchedulerCapture)
+        if self._is_captured:
+            connector = self.scheduler.aux_output_connector
+            for name in ("build_connector_meta", "receive", "take_output", "add_stats"):
+                setattr(connector, name, self._timed(getattr(connector, name)))
+            connector.outbox.messages = self._timed(connector.outbox.messages)
         self._rows = np.random.default_rng(0).integers(0, 128, (CHUNK, num_layers, top_k)).astype(np.int16)
         self._forward_s = forward_s
         self._added = 0
@@ -97,6 +105,7 @@ class Steps:
     def add(self, prompt: list[int], max_tokens: int, asks: bool) -> str:
         """Adds a request that asks for its routing or not; gives its id."""
         self._added += 1
+        assert self._is_captured or not asks
         opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False)
         params = SamplingParams(max_tokens=max_tokens, extra_args={OPT_IN_ARG: opt_in.encode()} if asks else None)
         request = Request(str(self._added), prompt, params, None, block_hasher=self._hasher)
@@ -106,16 +115,17 @@ class Steps:
     def step(self) -> Step:
         """Schedules, runs and takes in one step."""
         self._ours = 0.0
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         scheduled = self.scheduler.schedule()
-        seconds = time.perf_counter() - began
+        seconds, cpu_seconds = time.perf_counter() - began, time.thread_time() - cpu_began
         output = self._run(scheduled)
         time.sleep(self._forward_s)
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         messages = self.scheduler.update_from_output(scheduled, output)
         seconds += time.perf_counter() - began
+        cpu_seconds += time.thread_time() - cpu_began
         ids = (request_of_prompt(output.request_id) for _, message in messages.items() for output in message.outputs)
-        return Step(seconds, self._ours, {request_id for request_id in ids if request_id is not None})
+        return Step(seconds, cpu_seconds, self._ours, {request_id for request_id in ids if request_id is not None})
 
     def age(self) -> None:
         """Makes it one that has run for a while: its host cache's memory is there, and its objects are no news to the
@@ -150,13 +160,14 @@ class Steps:
             positions = np.arange(start, start + count)
             slots.append(np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK)
         output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)
-        if ids:
+        if ids and self._is_captured:
             offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
             attach(output, StepRows(self._rows[: offsets[-1]].copy(), np.concatenate(slots), offsets))
         return output
 
 
-def _config() -> VllmConfig:
+def engine_config(is_captured: bool = True, **options: Any) -> VllmConfig:
+    """For Qwen3-30B-A3B; `options` are vLLM's engine arguments."""
     directory = Path(tempfile.mkdtemp())
     (directory / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
     return EngineArgs(
@@ -167,11 +178,12 @@ def _config() -> VllmConfig:
         max_num_batched_tokens=CHUNK,
         max_num_seqs=RUNNING,
         async_scheduling=False,
-        scheduler_cls="routed_experts.capture.engine.scheduler.make_scheduler",
+        scheduler_cls=SCHEDULER if is_captured else None,
+        **options,
     ).create_engine_config()
 
 
-def _prompt(length: int, seed: int) -> list[int]:
+def prompt_of(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(1000), k=length)
 
 
@@ -185,7 +197,7 @@ def queue_table(waiting: tuple[int, ...] = (0, 5_000, 20_000), steps: int = 200)
     for name, asks in VARIANTS:
         made, whole, ours = Steps(), [], []
         for index in range(RUNNING):
-            made.add(_prompt(BLOCK, index), 10_000, asks)
+            made.add(prompt_of(BLOCK, index), 10_000, asks)
         added = 0
         for count in waiting:
             for _ in range(count - added):
@@ -209,8 +221,8 @@ def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 
     for name, asks in VARIANTS:
         made = Steps(forward_s=forward_s, clock=time.thread_time)
         for index in range(num_running):
-            made.add(_prompt(BLOCK, index), 10_000, asks)
-        prompt = _prompt(length, 1000)
+            made.add(prompt_of(BLOCK, index), 10_000, asks)
+        prompt = prompt_of(length, 1000)
         made.add(prompt, 1, asks=False)
         made.step()
         made.age()

@@ -204,5 +204,6 @@ class Loads:
         """Keeps account of a load, and of which ([n]) of its rows are known."""
         self._loads.append(load)
         blocks = load.slots // self._block_size
-        self._rowless.difference_update(blocks.tolist())
-        self._rowless.update(blocks[~is_known].tolist())
+        self._rowless.difference_update(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))].tolist())
+        if not is_known.all():
+            self._rowless.update(np.unique(blocks[~is_known]).tolist())

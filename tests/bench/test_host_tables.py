@@ -1,6 +1,7 @@
 """The benchmarks of the host's part of a step run, and every row is sent that they say is."""
 
 from bench.host_step import host_step_table
+from bench.offloading import VARIANTS, play, reload_table
 from bench.scheduler import BLOCK, Steps, long_prompt_table, queue_table
 
 
@@ -40,3 +41,11 @@ def test_a_long_prompt_is_all_in_the_prefix_cache() -> None:
     steps.step()
     steps.add(prompt, 1, asks=True)
     assert sum(steps.scheduler.schedule().num_scheduled_tokens.values()) <= BLOCK
+
+
+def test_the_mix_of_reloads() -> None:
+    """The capture changes no schedule, whether rows are asked for or not."""
+    plays = [play(*variant, prompts=60, length=1700, rounds=1) for variant in VARIANTS.values()]
+    assert {(each.steps, each.num_loaded, each.num_stored) for each in plays} == {(plays[0].steps, 60 * 1696, 0)}
+    off, *_ = rows_of(reload_table(repeats=1, prompts=60, length=1700, rounds=1))
+    assert off[:3] == ["off", f"{plays[0].steps:,}", "101,760"]

@@ -45,6 +45,7 @@ from tests.e2e.harness import (
     read_events,
     serving,
 )
+from tests.e2e.offload_on_cpu import kv_transfer_config
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 512
@@ -56,12 +57,12 @@ FLAGS = (
 )
 ENV = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /server_info
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
 COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "prefix hits, tokens": "vllm:prefix_cache_hits_total",
     "drafts proposed": "vllm:spec_decode_num_draft_tokens_total",
     "drafts accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "tokens loaded again": "vllm:external_prefix_cache_hits_total",
 }
 SITUATIONS = (
     *("opted in", "not opted in", "streamed", "not streamed", "chat", "preemptions"),
@@ -108,6 +109,14 @@ PROFILES = {
         # vLLM 0.32 has no logit bias with drafts, and ends structured output with an error now and then ("grammar
         # rejected tokens"), without the capture too.
         without=("logit bias", "structured output"),
+    ),
+    "offload": Profile(
+        ("--async-scheduling", "--kv-transfer-config", json.dumps(kv_transfer_config(6 << 20))),  # 60 blocks
+        async_scheduling=True,
+        module="routed_experts.server.cli" if ON_GPU else "tests.e2e.async_on_cpu",
+        must=("tokens loaded again", "resets of what was offloaded"),
+        # vLLM 0.32 cannot preempt requests by a reset while others are loaded.
+        without=("resets with running requests", "prefix cache resets"),
     ),
 }
 
@@ -499,9 +508,10 @@ class Torture:
         self._server = server
         self._oracle = oracle
         self._requests = requests
+        self._profile = PROFILES[profile]
         self._rng = random.Random(seed)
         self.report = Report(profile, Counter())
-        self._mix = Mix(seed, self.report.counts, PROFILES[profile])
+        self._mix = Mix(seed, self.report.counts, self._profile)
         self._ids_in_flight: Counter[str] = Counter()
         info = server.info()
         self._shape = (info["num_layers"], info["top_k"])
@@ -533,7 +543,7 @@ class Torture:
             index = self._next
             self._next += 1
             if index % 20 == 19:
-                await self._reset_prefix_cache(client, running=index % 60 != 59)
+                await self._reset_prefix_cache(client, index)
             task = self._mix.make(index)
             self.report.counts["requests"] += 1
             try:
@@ -544,15 +554,16 @@ class Torture:
             if index % 500 == 499:
                 print(f"{index + 1} requests, {len(self.report.failures)} failed", flush=True)
 
-    async def _reset_prefix_cache(self, client: httpx.AsyncClient, running: bool) -> None:
-        """Without running requests it is granted only when the engine is idle, so it waits for that."""
-        if running:
-            response = await client.post("/reset_prefix_cache?reset_running_requests=true")
-            assert response.status_code == 200, response.text
-            self.report.counts["resets with running requests"] += 1
-        else:
-            response = await client.post("/reset_prefix_cache")
-            self.report.counts["prefix cache resets asked for"] += 1
+    async def _reset_prefix_cache(self, client: httpx.AsyncClient, index: int) -> None:
+        """Without running requests it is granted only when the engine is idle, so it waits for that. What was offloaded
+        is forgotten in any case."""
+        running = index % 60 != 59 and "resets with running requests" not in self._profile.without
+        external = index % 40 == 19 and "resets of what was offloaded" in self._profile.must
+        flags = {"reset_running_requests": running, "reset_external": external}
+        response = await client.post("/reset_prefix_cache", params=flags)
+        assert response.status_code == 200, response.text
+        self.report.counts["resets with running requests" if running else "prefix cache resets asked for"] += 1
+        self.report.counts["resets of what was offloaded"] += external
         self.report.counts["prefix cache resets"] += bool(response.json()["success"])
 
     async def _answer(self, client: httpx.AsyncClient, task: Task) -> None:
