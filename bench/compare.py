@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ class Case:
 
     Attributes:
         long: length of one more prompt that arrives among the decoding requests; 0 for none.
+        again: whether the same prompts come in every run.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Case:
     prompt_len: int
     new_tokens: int
     long: int = 0
+    again: bool = False
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Host:
 
     def run(self, case: Case, routing: bool) -> Run:
         assert self.process.stdin is not None
-        body = {"size": case.size, "prompt_len": case.prompt_len, "new_tokens": case.new_tokens, "long": case.long}
+        body = {key: value for key, value in asdict(case).items() if key != "name"}
         self.process.stdin.write(json.dumps({**body, "routing": routing}) + "\n")
         self.process.stdin.flush()
         return self._read(None)

@@ -48,10 +48,15 @@ class Load:
         if variant == "ours":
             RowFeeds.install(engine.output_processor)
 
-    async def request(self, prompt_len: int, new_tokens: int, routing: bool) -> list[float]:
-        """Arrival times of the tokens of one request, in seconds; checks that its rows came if it asked for them."""
+    async def request(self, prompt_len: int, new_tokens: int, routing: bool, seed: int | None = None) -> list[float]:
+        """Arrival times of the tokens of one request, in seconds; checks that its rows came if it asked for them.
+
+        Args:
+            seed: decides its prompt; else it is one that never came before.
+        """
         self._next_id += 1
-        prompt = tokens_input([self._random.randrange(self._vocab) for _ in range(prompt_len)])
+        dice = self._random if seed is None else random.Random(seed)
+        prompt = tokens_input([dice.randrange(self._vocab) for _ in range(prompt_len)])
         params = SamplingParams(
             max_tokens=new_tokens,
             temperature=0.0,
@@ -78,14 +83,18 @@ class Load:
             raise RuntimeError(f"{self._variant}: {rows} rows of {expected} came back")
         return times
 
-    async def batch(self, size: int, prompt_len: int, new_tokens: int, routing: bool, long: int) -> dict[str, float]:
-        """`size` requests at once, and with `long` one more with a prompt of that length among them.
+    async def batch(
+        self, size: int, prompt_len: int, new_tokens: int, routing: bool, long: int, again: bool
+    ) -> dict[str, float]:
+        """`size` requests at once, and with `long` one more with a prompt of that length among them; with `again`, the
+        prompts of the batch before.
 
         Returns the output tokens per second, and of the `size` requests the mean time per token and the inter-token
         latency: with `long`, that of the tokens which waited while the long request was served.
         """
         began = time.perf_counter()
-        tasks = [asyncio.create_task(self.request(prompt_len, new_tokens, routing)) for _ in range(size)]
+        seeds = range(size) if again else [None] * size
+        tasks = [asyncio.create_task(self.request(prompt_len, new_tokens, routing, seed)) for seed in seeds]
         sent, answered = -np.inf, np.inf
         if long:
             await asyncio.sleep(1.0)

@@ -22,6 +22,9 @@ CASES = [
     Case("batch 1", 1, 128, 256),
 ]
 
+RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
+"""With a KV cache for a quarter of them: all are loaded again from where they were offloaded."""
+
 OURS = [("captured, not asked for", False), ("returned to every request", True)]
 
 
@@ -45,6 +48,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--kv-cache-gib", type=float, default=9.0)
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
+    parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
     parser.add_argument("--noise", action="store_true", help="only two engines without capture against each other")
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
@@ -54,7 +58,10 @@ def main() -> None:
     model = logs / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": args.layers}))
-    options = engine_options(model, int(args.kv_cache_gib * 2**30))
+    options = engine_options(model, int((3 if args.offload else args.kv_cache_gib) * 2**30))
+    cases = RELOADS if args.offload else CASES
+    if args.offload:
+        options |= {"kv_offloading_size": 16, "max_model_len": 4096}
 
     def start(variant: str, log: str | None = None) -> Host:
         return Host.start(variant, options, "cuda", logs / f"{log or variant}.log")
@@ -72,10 +79,10 @@ def main() -> None:
         return
     off, ours = start_all([partial(start, "off"), partial(start, "ours")])
     lines = [("off", off, False), *((name, ours, routing) for name, routing in OURS)]
-    interleave([off, ours], lines, CASES, args.repeats, results, save)
+    interleave([off, ours], lines, cases, args.repeats, results, save)
     ours.stop()
     report(results, args, ours)
-    if args.skip_peer:
+    if args.skip_peer or args.offload:
         off.stop()
         return
     peer = start("vllm")

@@ -69,7 +69,9 @@ def play(
     is_captured: bool, asks: bool, prompts: int = 128, length: int = 2048, rounds: int = 3, at_once: int = 32
 ) -> Play:
     """A few rounds over prompts that the KV cache has no space for: each is loaded in every round but the first.
+
     That one is not counted.
+    """
     made = OffloadingSteps(prompts * (length // BLOCK + 1), is_captured)
     assert prompts * length > NUM_BLOCKS * BLOCK, "they all fit into the KV cache"
     texts = [prompt_of(length, seed) for seed in range(prompts)]
