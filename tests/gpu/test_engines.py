@@ -59,11 +59,6 @@ ENGINES = [
     Engine("n-gram drafts", ("--speculative-config", NGRAM % "ngram"), provokes=DRAFTS),
     Engine("n-gram drafts on the GPU, asynchronous", ("--speculative-config", NGRAM % "ngram_gpu"), provokes=DRAFTS),
     Engine("preemption", ("--num-gpu-blocks-override", "20"), provokes="vllm:num_preemptions_total"),
-    Engine(
-        "offloading",
-        ("--num-gpu-blocks-override", "20", "--kv-offloading-size", "0.01"),
-        provokes="vllm:external_prefix_cache_hits_total",
-    ),
     Engine("no prefix caching", ("--no-enable-prefix-caching",)),
     Engine("tensor parallel 2", ("-tp", "2"), gpus=2),
     Engine("tensor and expert parallel 2", ("-tp", "2", "--enable-expert-parallel"), gpus=2),
