@@ -180,18 +180,18 @@ class SchedulerConnector:
         """
         self._sent_prompts.clear()
 
-    # vLLM 0.33: asks for these three too. The last two are called with a KV connector only, which is refused.
+    # vLLM 0.33: asks for these three too. Loads are capped where the connector is asked, before it has decided on one.
 
     def max_cache_hit(self, request: Request) -> int | None:
         """How many tokens a prefix hit may cover; None is no limit: rows are there as long as the KV is."""
         return None
 
     def cap_external_hit(self, request: Request, num_local: int, num_external: int) -> int:
-        """How many tokens may come from another engine's KV: none, as their rows do not come with it."""
-        return 0
+        """How many tokens may be loaded."""
+        return num_external
 
     def request_loading(self, request: Request, num_tokens: int) -> None:
-        """Called when KV of another engine is about to be loaded."""
+        """Called when KV is about to be loaded beside the steps."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> StepTag:
         """Called when a step has been scheduled, before its requests are advanced."""
@@ -391,8 +391,9 @@ class SchedulerCapture(Scheduler):
         if vllm_config.kv_transfer_config is not None:
             self.aux_output_connector.follow_loads(vllm_config.kv_transfer_config)
 
-    def _get_local_prefix_cache_hit(self, request: Request) -> LocalHit:
-        return self.aux_output_connector.cap_local(request, super()._get_local_prefix_cache_hit(request))
+    # vLLM 0.33: gives a limit too.
+    def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> LocalHit:
+        return self.aux_output_connector.cap_local(request, super()._get_local_prefix_cache_hit(request, *limit))
 
     def _update_requests_with_invalid_blocks(self, *args: Any, **kwargs: Any) -> tuple[set[str], int, set[int]]:
         affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)

@@ -1,22 +1,32 @@
 """Offloading as vLLM does it, with its own copies between the GPU and the host: each row against the oracle."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import Oracle, prompt_of, serving
+from tests.e2e.offload_on_cpu import kv_transfer_config
 from tests.gpu.test_engines import GPUS, load, one
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs an NVIDIA GPU")]
 
 
-@pytest.mark.parametrize("flags", [("--no-async-scheduling",), (), ("--block-size", "32")], ids=["sync", "async", "32"])
+CHUNKS = ("--kv-transfer-config", json.dumps(kv_transfer_config(50 << 20, blocks_per_chunk=3)))
+FLAGS = {
+    "asynchronous": ("--kv-offloading-size", "0.05"),
+    "synchronous": ("--kv-offloading-size", "0.05", "--no-async-scheduling"),
+    "several blocks to a chunk, answers too": CHUNKS,
+}
+
+
+@pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_every_row_is_exact(flags: tuple[str, ...], tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
     """A KV cache for one or two of the requests, and space for many outside it."""
-    offload = ("--num-gpu-blocks-override", "20", "--kv-offloading-size", "0.05")
-    with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, *offload, *flags) as server:
+    few = ("--num-gpu-blocks-override", "20")
+    with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, *few, *flags) as server:
         for _ in range(3):
             for seed in range(4):
                 one(server, oracle, prompt=prompt_of(150, seed), max_tokens=9)
