@@ -10,6 +10,7 @@ from routed_experts.capture.engine.connectors import ON_LOAD_VARIABLE
 from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
 from routed_experts.capture.handoff import PARAM
 from tests.contract.arithmetic import BLOCK, Core
+from tests.contract.loads import NAME as STORE
 from tests.contract.loads import PULL, TracingClient, empty_prefix_cache, mix, store, tokens
 from tests.contract.offloading import NAME, engine_that_offloads, keys_kept, offloaded_rows, worker_of
 
@@ -81,6 +82,20 @@ def test_at_random_in_a_pipeline(is_async: bool) -> None:
     core = engine_that_offloads(is_async=is_async, num_blocks=24, max_num_seqs=4, stages=2)
     assert mix_that_reloads(core, seed=3).missing() == 0
     assert worker_of(core).num_loaded > 8
+
+
+@pytest.mark.parametrize("policy", ["recompute", "missing"], indirect=True)
+@pytest.mark.parametrize("connectors", [(STORE, NAME), (NAME, STORE)], ids=["store first", "offload first"])
+def test_at_random_beside_a_store(is_async: bool, connectors: tuple[str, str], policy: str) -> None:
+    """What comes from there has no rows, and keeps none."""
+    about = {"offload_prompt_only": False}
+    with store(policy) as kept:
+        core = engine_that_offloads(
+            20, connectors=connectors, extra=about, is_async=is_async, num_blocks=18, max_num_seqs=4
+        )
+        client = mix_that_reloads(core, seed=0)
+        assert kept.num_loaded > 3
+    assert (client.missing() == 0) == (policy == "recompute")
 
 
 @pytest.mark.parametrize("broken", [(Reload, "apply"), (Keep, "apply")], ids=["reload", "keep"])
@@ -210,6 +225,21 @@ def test_an_abort_around_a_load(warm: tuple[TracingClient, list[int]], steps: in
     client.run()
     client.received.pop("gone")
     assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
+    assert client.missing() == 0
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_reset_of_what_is_being_loaded(warm: tuple[TracingClient, list[int]], steps: int) -> None:
+    """Its chunks are let go, and others take their place, while it goes on."""
+    client, prompt = warm
+    client.add("loads", prompt)
+    for _ in range(steps):
+        client.step()
+    assert client.engines[0].scheduler.reset_connector_cache()
+    for index in range(3):
+        client.add(str(index), tokens(6 * BLOCK, seed=index + 1))
+        client.add(f"again {index}", prompt)
+    client.run()
     assert client.missing() == 0
 
 
