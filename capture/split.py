@@ -19,12 +19,14 @@ class RequestRows:
         opt_in: what it asked for.
         next_row: absolute position of the first row that has not been sent. Before the request's first token it is that
             of the first prompt row to send.
+        generation: of the weights when it came.
         prefilling: whether rows before its next sampling step are in the host cache only: at the start, and again
             after a preemption.
     """
 
     opt_in: OptIn
     next_row: int
+    generation: int = 0
     prefilling: bool = True
 
 

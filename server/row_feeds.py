@@ -162,11 +162,12 @@ class RowFeeds:
         return processed
 
     def _take_prompt(self, output_id: str, rows: Rows) -> None:
-        """Gives a prompt's rows to all of its requests that have had no token; all share one array.
+        """Gives a prompt's rows to the request that they were sent with, and to all others of it that have none; those
+        share one array.
 
         The request that the engine sent them with may have been aborted meanwhile, and the others not. They come once
-        from each engine that has some of the requests (data parallelism), and again after a reset of the prefix cache:
-        requests that had not begun compute the prompt anew then, with other weights if those have changed.
+        from each engine that has some of the requests (data parallelism), and again with requests whose prompt was
+        computed with other weights.
         """
         request_id = request_of_prompt(output_id)
         if request_id is None:
@@ -176,13 +177,12 @@ class RowFeeds:
         parent = state.parent_req if state is not None else parents.get(_parent_of(request_id))
         for each in (request_id,) if parent is None else parent.child_requests:
             state = states.get(each)
-            if state is None or not state.is_prefilling:
+            if state is None:
                 continue
-            feed = _feed_of(state)
-            if feed.has_begun:
-                feed.replace(rows)
-            else:
-                feed.push(rows)
+            if not _has_begun(state):
+                _feed_of(state).push(rows)
+            elif each == request_id:
+                _feed_of(state).replace(rows)
 
     def _take_stats(self, output: EngineCoreOutput) -> None:
         if self.on_stats is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from routed_experts.capture.message import OptIn, is_large, pack, prompt_output_id
+from routed_experts.capture.message import is_large, pack, prompt_output_id
 from routed_experts.capture.rows import Rows
 
 
@@ -17,13 +17,14 @@ class _Prompt:
 
     Attributes:
         client: index of the API process.
+        key: what its requests follow.
         rows: [n, L, K], or what will be.
         followers: outputs of its requests, in their order.
         requests: ids of its requests that have had a token; the rows were asked for with that of the first.
     """
 
     client: int
-    opt_in: OptIn
+    key: bytes
     rows: Rows | Future[Rows]
     followers: list[EngineCoreOutput] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -94,14 +95,14 @@ class Outbox:
         prompt = self._waiting.get(request_id)
         return prompt is not None and not prompt.is_ready
 
-    def send(self, client: int, request_id: str, opt_in: OptIn, rows: Rows | Future[Rows]) -> None:
+    def send(self, client: int, request_id: str, key: bytes, rows: Rows | Future[Rows]) -> None:
         """Sends a prompt's rows with the first token of one of its requests."""
-        self._prompts[opt_in.prompt_id] = _Prompt(client, opt_in, rows)
-        self.follow(request_id, opt_in)
+        self._prompts[key] = _Prompt(client, key, rows)
+        self.follow(request_id, key)
 
-    def follow(self, request_id: str, opt_in: OptIn) -> None:
+    def follow(self, request_id: str, key: bytes) -> None:
         """A request's first token comes after its prompt's rows, if those have not been sent."""
-        prompt = self._prompts.get(opt_in.prompt_id)
+        prompt = self._prompts.get(key)
         if prompt is not None:
             prompt.requests.append(request_id)
             self._waiting[request_id] = prompt
@@ -129,7 +130,7 @@ class Outbox:
             wait(futures, patience)
         later: dict[int, list[EngineCoreOutput]] = {}
         for prompt in [prompt for prompt in self._prompts.values() if prompt.is_ready]:
-            del self._prompts[prompt.opt_in.prompt_id]
+            del self._prompts[prompt.key]
             for request_id in prompt.requests:
                 del self._waiting[request_id]
             outputs = [prompt.output(), *prompt.followers]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
@@ -120,6 +121,7 @@ class SchedulerConnector:
         self._gatherer = Gatherer(self._num_blocks, self._block_size)
         self._tracked: dict[str, RequestRows] = {}
         self._sent_prompts: dict[bytes, None] = {}  # of several requests each, the oldest first
+        self._generation = 0  # of weights, as far as they are seen to change
         self._steps: dict[int, ScheduledStep] = {}
         self._step = 0
         self._arrived: ArrivedStep | None = None
@@ -161,7 +163,7 @@ class SchedulerConnector:
         opt_in = opt_in_of(request)
         if opt_in is not None:
             first = min(opt_in.prompt_start, request.num_prompt_tokens)
-            self._tracked[request.request_id] = RequestRows(opt_in, next_row=first)
+            self._tracked[request.request_id] = RequestRows(opt_in, first, self._generation)
 
     def request_finished(self, request: Request) -> None:
         """Called when a request ends, and also when it is preempted: then its prefill starts again."""
@@ -175,10 +177,16 @@ class SchedulerConnector:
     def reset(self) -> None:
         """Called when the prefix cache was reset, as it is when weights change and before the engine sleeps.
 
-        No block can be hit any more, so nothing stale can be read from the host cache. Choices that have had no token
-        compute their prompt again, maybe with other weights: its rows are sent again with the first of them.
+        No block can be hit any more, so nothing stale can be read from the host cache.
         """
-        self._sent_prompts.clear()
+        self.weights_may_differ()
+
+    def weights_may_differ(self) -> None:
+        """Called when those of steps to come may be others than those of the steps before.
+
+        Of a prompt with several requests, those that are there and have had no token have rows of its own then.
+        """
+        self._generation += 1
 
     # vLLM 0.33: asks for these three too. Loads are capped where the connector is asked, before it has decided on one.
 
@@ -314,17 +322,19 @@ class SchedulerConnector:
         return rows
 
     def _send_prompt(self, request: Request, state: RequestRows, part: StepPart) -> None:
-        """Sends a prompt's rows, unless another of its requests was first."""
-        opt_in = state.opt_in
-        if opt_in.shared:
-            if opt_in.prompt_id in self._sent_prompts:
-                self.outbox.follow(request.request_id, opt_in)
+        """Sends a prompt's rows, unless another of its requests was first and had the same."""
+        key = state.opt_in.prompt_id
+        if state.generation != self._generation:
+            key = request.request_id.encode()  # for this request alone
+        elif state.opt_in.shared:
+            if key in self._sent_prompts:
+                self.outbox.follow(request.request_id, key)
                 return
-            self._sent_prompts[opt_in.prompt_id] = None
+            self._sent_prompts[key] = None
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
         rows = self._prompt_rows(request, state.next_row, part)
-        self.outbox.send(request.client_index, request.request_id, opt_in, rows)
+        self.outbox.send(request.client_index, request.request_id, key, rows)
 
     def _prompt_rows(self, request: Request, first: int, part: StepPart) -> Rows | Future[Rows]:
         """The rows of a prompt from position `first` on, read beside the steps to come if they are many."""
@@ -408,6 +418,11 @@ class SchedulerCapture(Scheduler):
         self.aux_output_connector.take_handed(request)
         super().add_request(request)
         self.aux_output_connector.add_request(request)
+
+    def set_pause_state(self, pause_state: PauseState) -> None:
+        super().set_pause_state(pause_state)
+        if pause_state == PauseState.UNPAUSED:
+            self.aux_output_connector.weights_may_differ()
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Messages:
         self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)

@@ -332,13 +332,18 @@ class Received:
             return
         if is_first and output.new_token_ids and self.start < self.prompt_len:
             assert prompts, "tokens before the rows of their prompt"
-            for each in prompts:
-                self.check(each, self.start, self.prompt_len)
+            self.check_prompt(prompts)
         if rows is not None:
             first = self.prompt_len + self.num_rows
             self.num_rows += len(rows)
             self.check(rows, first, first + len(rows))
         assert self.num_rows == max(len(self.tokens) - 1, 0)
+
+    def check_prompt(self, prompts: list[Rows]) -> None:
+        """That they are right each time."""
+        assert self.start is not None
+        for rows in prompts:
+            self.check(rows, self.start, self.prompt_len)
 
     def check(self, rows: Rows, first: int, end: int) -> None:
         """That `rows` are those of positions `first` to `end`."""
@@ -351,6 +356,7 @@ class Client:
     Attributes:
         received: by request id.
         prompts: the rows of prompts, by `prompt_id`; each time that they came.
+        sent_with: the same, by the request that they were sent with.
         messages: the ids of the outputs in each message, but for that with the engine's numbers.
         stats: the numbers.
     """
@@ -359,6 +365,7 @@ class Client:
         self.engines = engines
         self.received: dict[str, Received] = {}
         self.prompts: dict[bytes, list[Rows]] = defaultdict(list)
+        self.sent_with: dict[str, Rows] = {}
         self.messages: list[list[str]] = []
         self.stats: list[EngineStats] = []
         self.index = index
@@ -457,6 +464,7 @@ class Client:
             assert output.finish_reason is None
             assert output.routed_experts is not None
             self.prompts[self.received[sender].prompt_id].append(output.routed_experts)
+            self.sent_with[sender] = output.routed_experts
             return
         request = self.received[output.request_id]
         request.take(output, self.prompts.get(request.prompt_id, []))

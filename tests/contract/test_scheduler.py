@@ -557,4 +557,4 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
     for request_id in aborted:
         client.received.pop(request_id)
     check_all_finished(client)
-    assert all(len(times) <= 1 + resets for times in client.prompts.values())
+    assert resets or all(len(times) == 1 for times in client.prompts.values())

@@ -1,12 +1,9 @@
-"""Weights that change under a running server, and a second model beside the first that drafts for it."""
+"""A second model beside the first that drafts for it."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
-import httpx
-import numpy as np
 import pytest
 
 from routed_experts.server.tiny_model import make_tiny_model
@@ -14,15 +11,11 @@ from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ASK,
-    ON_GPU,
-    Answer,
     Oracle,
-    Server,
     answers_of,
     answers_of_stream,
     check,
     prompt_of,
-    serving,
 )
 from tests.e2e.shapes import HookOracle, make_eagle_models, make_mtp_model
 
@@ -35,53 +28,6 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("other") / "tiny"
     make_tiny_model(directory, seed=7)
     return directory
-
-
-def post(server: Server, path: str, body: dict[str, Any] | None = None) -> None:
-    response = httpx.post(server.url + path, json=body, timeout=120)
-    assert response.status_code == 200, response.text
-
-
-def reload_weights(server: Server, model: Path) -> None:
-    post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model)}})
-
-
-def rows_by_layer(answer: Answer, oracle: Oracle) -> np.ndarray:
-    """[L]: in which layers all rows of `answer` are the oracle's."""
-    rows = np.sort(np.concatenate([answer.prompt_rows, answer.rows]), axis=2)
-    equal: np.ndarray = (rows == oracle.rows([*answer.prompt, *answer.tokens[:-1]])).all(axis=(0, 2))
-    return equal
-
-
-def test_weights_that_are_reloaded_while_serving(
-    tiny_model: Path, other_model: Path, oracle: Oracle, tmp_path: Path
-) -> None:
-    """The layers stay bound; once the prefix cache is reset, as after any reload, rows are the new weights'.
-
-    vLLM's CPU build keeps the experts' old weights when it reloads, so that there the hidden states are right up to the
-    first MoE layer only: its rows are the new weights', those behind it follow a model that is neither.
-    """
-    body: dict[str, Any] = {**ASK, "prompt": prompt_of(70, seed=1), "max_tokens": 12, "ignore_eos": True}
-    with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, env={"VLLM_SERVER_DEV_MODE": "1"}) as server:
-        check(answers_of(server.complete(**body))[0], oracle)
-        chunks: list[dict[str, Any]] = []
-        running = threading.Thread(target=lambda: chunks.extend(server.stream(**{**body, "max_tokens": 300})))
-        running.start()
-        reload_weights(server, other_model)
-        running.join()
-        (answer,) = answers_of_stream(chunks)  # of both weights, and complete: every row known, none twice
-        assert len(answer.rows) == 299
-        assert answer.rows.min() >= 0
-
-        post(server, "/reset_prefix_cache")
-        new = answers_of(server.complete(**body))[0]
-        right = rows_by_layer(new, Oracle(other_model))
-        assert right.all() if ON_GPU else right[0]
-        assert not rows_by_layer(new, oracle).any()
-        reload_weights(server, tiny_model)
-        post(server, "/reset_prefix_cache")
-        back = rows_by_layer(answers_of(server.complete(**body))[0], oracle)
-        assert back.all() if ON_GPU else back[0]
 
 
 def test_a_draft_model_leaves_no_rows(tiny_model: Path, other_model: Path, oracle: Oracle, tmp_path: Path) -> None:

@@ -131,6 +131,19 @@ def test_joined_rows_begin_with_their_own_prompt() -> None:
     assert [array["start"] for array in arrays] == [1, 1, 1, 1]
 
 
+def test_choices_whose_prompts_went_through_other_weights() -> None:
+    """The response's one prompt is the first choice's; where prompt and answer are joined, each has its own."""
+
+    def outputs() -> list[RequestOutput]:
+        return [output(2, choice(2, feed_of(0, 3), 0), choice(2, feed_of(10, 13), 1))]
+
+    joined = body_of(outputs() + outputs(), is_list=True, layout="joined")["choices"]
+    assert [positions(each["routed_experts"]) for each in joined] == [[0, 1, 2], [10, 11, 12]] * 2
+    split = body_of(outputs())
+    assert positions(split["prompt_routed_experts"]) == [0, 1]
+    assert [positions(each["routed_experts"]) for each in split["choices"]] == [[2], [12]]
+
+
 def test_a_start_at_the_end_of_the_prompt() -> None:
     body = body_of([output(3, choice(2, feed_of(3, 4)))], prompt_start=3)
     assert body["prompt_routed_experts"]["shape"] == [0, L, K]
