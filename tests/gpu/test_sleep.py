@@ -176,8 +176,8 @@ def test_levels_tags_and_orders_over_and_over(both: list[Weights], capsys: pytes
     with capsys.disabled():
         print(f"\nbytes while working: {working}\nbytes asleep: {asleep}\nmore on the device asleep: {more}")
     for memory in (working, asleep):
-        for what in ("device", "awake", "host"):
-            assert memory["late"][what] - memory["early"][what] <= 8 * MIB, f"{what} grew"
+        for what, limit in (("device", 32), ("awake", 0), ("host", 64)):
+            assert memory["late"][what] - memory["early"][what] <= limit * MIB, f"{what} grew"
     assert working["late"]["ours_awake"] == working["late"]["ours"] > 0
     assert asleep["late"]["ours_awake"] == asleep["late"]["awake"] == asleep["without"]["awake"] == 0
     assert more <= 16 * MIB
