@@ -226,7 +226,7 @@ def check_calls(cls: type, path: str, attribute: str, ours_alone: set[str] | Non
 
 def test_calls_on_the_schedulers_connector() -> None:
     ours_alone = {"add_request", "receive", "num_tracked", "add_stats", "follow_loads", "cap_local", "prefill_again"}
-    ours_alone |= {"take_handed", "hand_over"}
+    ours_alone |= {"take_handed", "hand_over", "weights_may_differ"}
     ours_alone |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
     check_calls(
         scheduler.SchedulerConnector, "v1/core/sched/scheduler.py", "aux_output_connector", ours_alone=ours_alone
