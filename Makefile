@@ -86,14 +86,14 @@ check: setup
 	$(BIN)/ruff check $(CODE)
 	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(VENV)/src/routed_experts/
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
-	$(BIN)/python -m routed_experts.server.openapi --check openapi.yaml
+	$(BIN)/python -m routed_experts.server.openapi --check openapi.yaml docs/http.md
 
 format: setup
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
 spec: setup
-	$(BIN)/python -m routed_experts.server.openapi openapi.yaml
+	$(BIN)/python -m routed_experts.server.openapi openapi.yaml docs/http.md
 
 bench: setup
 	$(BIN)/python -m bench.cpu $(ARGS)

@@ -1,4 +1,4 @@
-"""`python -m routed_experts.server.openapi`: writes or checks `openapi.yaml`."""
+"""`python -m routed_experts.server.openapi`: writes or checks `openapi.yaml` and `docs/http.md`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Writes the description of the API, from the routes as the server declares them.
+"""Writes the description of the API, from the routes as the server declares them, as YAML or as a page (`.md`).
 
-python -m routed_experts.server.openapi openapi.yaml          writes the file
-python -m routed_experts.server.openapi --check openapi.yaml  fails if the file is not what it would write
+python -m routed_experts.server.openapi FILE ...          writes the files
+python -m routed_experts.server.openapi --check FILE ...  fails if one is not what it would write
 """
 
 import argparse
@@ -15,6 +15,7 @@ import yaml
 from fastapi import FastAPI
 
 from routed_experts.capture.handoff import PARAM
+from routed_experts.server.openapi import reference
 from routed_experts.server.openapi.schemas import HandedRows
 from routed_experts.server.routes import generate_router, router
 
@@ -105,16 +106,17 @@ def render() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes or checks the file named on the command line."""
+    """Writes or checks the files named on the command line."""
     parser = argparse.ArgumentParser(prog="python -m routed_experts.server.openapi", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("file", type=Path)
+    parser.add_argument("files", type=Path, nargs="+")
     args = parser.parse_args(argv)
-    text = render()
-    if not args.check:
-        args.file.write_text(text, encoding="utf-8")
-        return 0
-    if not args.file.exists() or args.file.read_text(encoding="utf-8") != text:
-        print(f"{args.file} is not what the server's routes say: run `make spec`.", file=sys.stderr)
-        return 1
-    return 0
+    stale = False
+    for file in args.files:
+        text = reference.render(describe()) if file.suffix == ".md" else render()
+        if not args.check:
+            file.write_text(text, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            print(f"{file} is not what the server's routes say: run `make spec`.", file=sys.stderr)
+            stale = True
+    return int(stale)

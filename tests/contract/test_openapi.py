@@ -27,6 +27,7 @@ from routed_experts.server.routes import generate_router, router
 from routed_experts.server.vllm_api import VLLM_VERSION
 
 FILE = Path(__file__).parents[2] / "openapi.yaml"
+PAGE = Path(__file__).parents[2] / "docs/http.md"
 GENERATING = {
     "/v1/completions": RoutedCompletionRequest,
     "/v1/chat/completions": RoutedChatRequest,
@@ -102,10 +103,30 @@ def test_what_is_ours_in_the_file_is_so_on_every_vllm(spec: dict[str, Any]) -> N
 
 
 @pytest.mark.skipif(VLLM_VERSION.split("+")[0] != SUPPORTED_VLLM[0], reason="the file is made with another vLLM")
-def test_the_file_is_what_the_routes_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert spec_file.main(["--check", str(FILE)]) == 0
-    assert spec_file.main([str(tmp_path / "made.yaml")]) == 0
-    assert (tmp_path / "made.yaml").read_text(encoding="utf-8") == FILE.read_text(encoding="utf-8")
+def test_the_files_are_what_the_routes_say(tmp_path: Path) -> None:
+    assert spec_file.main(["--check", str(FILE), str(PAGE)]) == 0
+    made = [tmp_path / "made.yaml", tmp_path / "made.md"]
+    assert spec_file.main([str(file) for file in made]) == 0
+    assert [file.read_text(encoding="utf-8") for file in made] == [
+        file.read_text(encoding="utf-8") for file in (FILE, PAGE)
+    ]
+
+
+def test_the_page_has_our_fields_and_every_example(spec: dict[str, Any]) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name in RoutingFields.model_fields:
+        assert f"| `{name}` |" in page
+    shown = [orjson.loads(block.split("```")[0]) for block in page.split("```json\n")[1:]]
+    contents = [
+        body
+        for _, _, operation in operations(spec)
+        for part in (operation.get("requestBody", {}), *operation["responses"].values())
+        for body in part.get("content", {}).values()
+    ]
+    examples = [body["example"] for body in contents if "example" in body]
+    assert shown == [example for example in examples if not isinstance(example, str)]
+    assert len(shown) > 5
+    assert all(example.strip() in page for example in examples if isinstance(example, str))
 
 
 @pytest.mark.parametrize("exists", [True, False])
