@@ -1,6 +1,5 @@
 """Rows in `kv_transfer_params`: base64 over HTTP, bytes between the processes of an instance."""
 
-import binascii
 from collections.abc import Mapping
 from typing import Any
 
@@ -40,7 +39,7 @@ def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str,
         raise HandoffError(f"{FIELD} holds more than {MAX_BYTES} bytes")
     try:
         raw = pybase64.b64decode(data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # not in the alphabet, or not even ASCII
         raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
     handed = {"data": raw, "dtype": value.get("dtype"), "shape": value.get("shape")}
     rows = decode(handed)

@@ -177,6 +177,7 @@ def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict
         {},
         {**encoded((2, L, K)), "data": None},
         {**encoded((2, L, K)), "data": "!"},
+        {**encoded((2, L, K)), "data": "é"},
         {**encoded((2, L, K)), "data": encoded((1, L, K))["data"]},
         encoded((2, L, K + 1)),
         encoded((2, L)),
