@@ -165,6 +165,16 @@ def _wait_until_healthy(server: Server) -> None:
     raise AssertionError(f"the server did not start:\n{server.log.read_text()[-6000:]}")
 
 
+def wait_until_idle(server: Server, limit_s: float = 30) -> None:
+    deadline = time.monotonic() + limit_s
+    while True:
+        left = server.state_left()
+        if not any(left.values()):
+            return
+        assert time.monotonic() < deadline, f"state is left: {left}"
+        time.sleep(0.05)
+
+
 def decode(array: dict[str, Any]) -> np.ndarray:
     """The decoder of the documentation, written out again: the oracle must not use the code under test."""
     rows = np.frombuffer(base64.b64decode(array["data"]), dtype=array["dtype"]).reshape(array["shape"])

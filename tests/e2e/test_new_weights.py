@@ -23,7 +23,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.changes import Across, Running, Weights, make_weights, post, reload_weights
-from tests.e2e.harness import ASK, ON_GPU, Oracle, Server, answers_of, answers_of_stream, check, prompt_of
+from tests.e2e.harness import (
+    ASK,
+    ON_GPU,
+    Oracle,
+    Server,
+    answers_of,
+    answers_of_stream,
+    check,
+    prompt_of,
+    wait_until_idle,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -139,7 +149,7 @@ def test_a_pause_that_aborts(server: Server, both: list[Weights]) -> None:
     reload_weights(server, both[1])
     post(server, "/resume")
     roll_out(server, both[1].oracle)
-    assert sum(server.state_left().values()) == 0
+    wait_until_idle(server)
 
 
 def test_weights_that_are_reloaded_without_a_pause(server: Server, both: list[Weights]) -> None:

@@ -32,6 +32,7 @@ from tests.e2e.harness import (
     read_events,
     same,
     serving,
+    wait_until_idle,
 )
 from tests.e2e.test_completions import ASK, one, prompt_of
 
@@ -78,16 +79,6 @@ def left_without_state_quickly(model: Path, log: Path, *flags: str) -> Iterator[
     finally:
         for logger in loggers:
             logger.removeHandler(handler)
-
-
-def wait_until_idle(server: Server, limit_s: float = 30) -> None:
-    deadline = time.monotonic() + limit_s
-    while True:
-        left = server.state_left()
-        if not any(left.values()):
-            return
-        assert time.monotonic() < deadline, f"state is left: {left}"
-        time.sleep(0.05)
 
 
 def cached_tokens(response: dict[str, Any]) -> int:
