@@ -1,7 +1,8 @@
 """A mixed load with aborts for as long as you like, and whether the server is afterwards what it was before.
 
 Every kind of request takes turns at random: streamed and not, all forms, several choices, histograms, bad ones, clients
-that leave. Memory is that of all of the server's processes.
+that leave. Memory is that of all of the server's processes; that of its worker, where it has a process of its own, is also
+said apart, because PyTorch's grows on a CPU until it has met all sizes of batches, with and without the capture.
 """
 
 import argparse
@@ -35,17 +36,19 @@ class Soak:
 
     Attributes:
         answers: requests by what became of them.
-        samples: seconds, bytes, descriptors, threads; of all processes.
+        samples: seconds, bytes, descriptors, threads, bytes of the worker alone; of all processes.
         counters: what must be zero at the end.
     """
 
     answers: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[float, int, int, int]] = field(default_factory=list)
+    samples: list[tuple[float, int, int, int, int]] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
 
-    def slope(self) -> float:
+    def slope(self, with_worker: bool = True) -> float:
         """Growth of memory in MiB a minute, by least squares, after the warm-up."""
-        seconds, memory = (np.array(column, dtype=float) for column in list(zip(*self.samples, strict=True))[:2])
+        seconds, memory, _, _, worker = (np.array(column, dtype=float) for column in zip(*self.samples, strict=True))
+        if not with_worker:
+            memory -= worker
         late = seconds >= seconds[-1] * WARM_UP
         return float(np.polyfit(seconds[late] / 60, memory[late] / 2**20, 1)[0])
 
@@ -118,10 +121,13 @@ def _one(client: httpx.Client, model: str, dice: random.Random) -> str:
     return str(response.status_code)
 
 
-def _sample(processes: list[psutil.Process], at: float) -> tuple[float, int, int, int]:
-    memory = sum(process.memory_info().rss for process in processes)
+def _sample(processes: list[psutil.Process], at: float) -> tuple[float, int, int, int, int]:
+    memory = [process.memory_info().rss for process in processes]
+    worker = sum(
+        size for size, process in zip(memory, processes, strict=True) if "VLLM::Worker" in process.cmdline()[0]
+    )
     files = sum(process.num_fds() for process in processes)
-    return at, memory, files, sum(process.num_threads() for process in processes)
+    return at, sum(memory), files, sum(process.num_threads() for process in processes), worker
 
 
 def _keep_sampling(processes: list[psutil.Process], soak: Soak, began: float, end: threading.Event) -> None:
@@ -164,7 +170,8 @@ def main() -> None:
     first, last = (sample[1] / 2**20 for sample in (soak.samples[0], soak.samples[-1]))
     print(f"{args.minutes:g} minutes, {about['device']}, {about['date']}, commit {about['commit']}.")
     print(f"Answers: {dict(soak.answers)}.")
-    print(f"Memory: {first:.0f} MiB, at the end {last:.0f} MiB; slope {soak.slope():+.2f} MiB a minute.")
+    print(f"Memory: {first:.0f} MiB, at the end {last:.0f} MiB; slope {soak.slope():+.2f} MiB a minute, ")
+    print(f"of which {soak.slope(with_worker=False):+.2f} not in the worker.")
     print(f"Descriptors {files:+d}, threads {threads:+d}. Counters at the end: {soak.counters}.")
     if any(soak.counters.values()) or not soak.answers["200"] or soak.answers["500"]:
         raise SystemExit("something is left, or went wrong")

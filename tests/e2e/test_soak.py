@@ -3,17 +3,19 @@
 import pytest
 
 from bench import soak
-from tests.e2e.harness import Server
+from tests.e2e.harness import ON_GPU, Server
 
 pytestmark = pytest.mark.e2e
 
 
 def test_a_minute_of_everything(server: Server) -> None:
-    """The bound on memory is loose, because a minute is short: what is lost by the request shows all the same."""
+    """The bound on the worker's memory is loose: see `bench.soak`."""
     seen = soak.run(server.url, server.process.pid, "tiny", seconds=60)
     assert set(seen.answers) == {"200", "400", "left"}, seen.answers
     assert not any(seen.counters.values()), seen.counters
     files, threads = seen.growth()
     assert files <= 10
     assert threads <= 10
-    assert seen.slope() < 30, f"{seen.slope():.1f} MiB a minute more"
+    assert any(sample[-1] for sample in seen.samples) or ON_GPU, "the worker was not found"
+    assert seen.slope(with_worker=False) < 20
+    assert seen.slope() < 100
