@@ -1,8 +1,8 @@
 """A mixed load with aborts for as long as you like, and whether the server is afterwards what it was before.
 
 Every kind of request takes turns at random: streamed and not, all forms, several choices, histograms, bad ones, clients
-that leave. Memory is that of all of the server's processes; that of its worker, where it has a process of its own, is also
-said apart, because PyTorch's grows on a CPU until it has met all sizes of batches, with and without the capture.
+that leave. Memory is that of all of the server's processes; that of its worker, where it has a process of its own, is
+also said apart, because PyTorch's grows on a CPU until it has met all sizes of batches, with and without the capture.
 """
 
 import argparse
