@@ -141,7 +141,7 @@ class Edge:
         async for output in collected.collect_from(self._long_outputs(body["generated"], at_once=True)):
             final = output
         assert final.outputs
-        return await respond(WholeAnswer(_Completion(), collected, _encoder(options), EXPERTS, False), request)
+        return await respond(WholeAnswer(_Completion(), collected, encoder_of(options), EXPERTS, False), request)
 
     async def short(self, request: Request) -> Response:
         """A stream of so many tokens, slowly."""
@@ -161,33 +161,33 @@ class Edge:
         feed, prompt_len = RowFeed(), len(self._rows) - generated
         feed.push(self._rows[:prompt_len])  # the engine's message, which vLLM does not copy either
         if not at_once:
-            yield _output(prompt_len, feed, 1)
+            yield output_of(prompt_len, feed, 1)
         for token, row in enumerate(self._rows[prompt_len:], 1):
             feed.push(row[np.newaxis].copy())
             if not at_once:
-                yield _output(prompt_len, feed, 1, "length" if token == generated else None)
+                yield output_of(prompt_len, feed, 1, "length" if token == generated else None)
             await asyncio.sleep(0)
         if at_once:
-            yield _output(prompt_len, feed, generated + 1, "length")
+            yield output_of(prompt_len, feed, generated + 1, "length")
 
     async def _short_outputs(self, tokens: int) -> AsyncIterator[RequestOutput]:
         feed = RowFeed()
         feed.push(self._rows[:16].copy())
         for token in range(tokens):
-            yield _output(16, feed, 1, "length" if token == tokens - 1 else None)
+            yield output_of(16, feed, 1, "length" if token == tokens - 1 else None)
             feed.push(self._rows[token : token + 1].copy())
             await asyncio.sleep(SHORT_GAP_S)
 
     def _stream(self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-        aligner = StreamAligner(options, _encoder(options), EXPERTS, 1, str)
+        aligner = StreamAligner(options, encoder_of(options), EXPERTS, 1, str)
         return aligner.rewrite(_chunks(aligner.watch(outputs)))
 
 
-def _encoder(options: RoutingOptions) -> Encoder:
+def encoder_of(options: RoutingOptions) -> Encoder:
     return Encoder(options.format, "int16", (L, K), EXPERTS)
 
 
-def _output(prompt_len: int, feed: RowFeed, tokens: int, finish: str | None = None) -> RequestOutput:
+def output_of(prompt_len: int, feed: RowFeed | None, tokens: int, finish: str | None = None) -> RequestOutput:
     choice = CompletionOutput(0, "a", [1] * tokens, None, None, routed_experts=feed, finish_reason=finish)  # type: ignore[arg-type]
     return RequestOutput("r", None, list(range(prompt_len)), None, [choice], finished=finish is not None)
 

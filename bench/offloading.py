@@ -77,20 +77,17 @@ def play(
     texts = [prompt_of(length, seed) for seed in range(prompts)]
     total = Play(0, 0.0, 0, 0)
     for turn in range(rounds + 1):
-        loaded, stored = made.num_loaded, made.num_stored
-        steps = cpu_seconds = 0.0
+        if turn == 1:
+            loaded, stored = made.num_loaded, made.num_stored
         waiting = list(texts)
         while waiting or made.scheduler.requests:
             while waiting and len(made.scheduler.requests) < at_once:
                 made.add([*waiting.pop(0), turn], 16, asks)
             step = made.step()
-            steps += 1
-            cpu_seconds += step.cpu_seconds
-        if turn:
-            total.steps += int(steps)
-            total.cpu_seconds += cpu_seconds
-            total.num_loaded += made.num_loaded - loaded
-            total.num_stored += made.num_stored - stored
+            if turn:
+                total.steps += 1
+                total.cpu_seconds += step.cpu_seconds
+    total.num_loaded, total.num_stored = made.num_loaded - loaded, made.num_stored - stored
     return total
 
 

@@ -8,38 +8,23 @@ import argparse
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from bench.http_table import commit_and_device
-from routed_experts.protocol.models import parse_options
-from routed_experts.server.encoding import Encoder
+from bench.long_answers import EXPERTS, K, L, encoder_of, output_of
+from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.row_feeds import RowFeed
 from routed_experts.server.stream import StreamAligner
+from routed_experts.server.vllm_api import RequestOutput
 
-L, K, EXPERTS = 48, 8, 128
+OPTIONS = RoutingOptions()
 TOKENS, PROMPT = 2000, 16
 CHUNK = (
     'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1763750000,"model":"served","choices":'
     '[{"index":0,"text":" word","logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null,'
     '"prompt_token_ids":null}],"usage":null}\n\n'
 )
-
-
-@dataclass
-class _Choice:
-    finish_reason: str | None
-    routed_experts: RowFeed | None
-    index: int = 0
-    token_ids: list[int] = field(default_factory=lambda: [5])
-
-
-@dataclass
-class _Output:
-    outputs: list[_Choice]
-    prompt_token_ids: list[int]
-    request_id: str = "request"
 
 
 class Stream:
@@ -49,15 +34,14 @@ class Stream:
         self._repeats = repeats
         self._rows = np.random.default_rng(0).integers(0, EXPERTS, (PROMPT + TOKENS, L, K), dtype=np.int16)
 
-    async def _outputs(self, feed: RowFeed | None) -> AsyncIterator[tuple[int, _Output]]:
-        prompt = [1] * PROMPT
+    async def _outputs(self, feed: RowFeed | None) -> AsyncIterator[RequestOutput]:
         for token in range(TOKENS):
             if feed is not None:
                 end = PROMPT + token
                 feed.push(self._rows[0 if token == 0 else end - 1 : end])
-            yield 0, _Output([_Choice("length" if token == TOKENS - 1 else None, feed)], prompt)
+            yield output_of(PROMPT, feed, 1, "length" if token == TOKENS - 1 else None)
 
-    async def _chunks(self, outputs: AsyncIterator[tuple[int, _Output]]) -> AsyncIterator[str]:
+    async def _chunks(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
         async for _ in outputs:
             yield CHUNK
 
@@ -74,12 +58,10 @@ class Stream:
         """Microseconds of a token above a stream without rows: of all, and of what can be told apart."""
 
         def aligner() -> StreamAligner:
-            options = parse_options({"return_routed_experts": True})
-            assert options is not None
-            return StreamAligner(options, Encoder("object", "int16", (L, K), EXPERTS), EXPERTS, 1, str)
+            return StreamAligner(OPTIONS, encoder_of(OPTIONS), EXPERTS, 1, str)
 
         def watched(one: StreamAligner) -> AsyncIterator[str]:
-            return self._chunks(one.watch(self._outputs(RowFeed())))  # type: ignore[type-var]
+            return self._chunks(one.watch(self._outputs(RowFeed())))
 
         def whole() -> AsyncIterator[str]:
             one = aligner()
@@ -95,7 +77,7 @@ class Stream:
         }
 
     def _encoding(self) -> float:
-        encoder, row = Encoder("object", "int16", (L, K), EXPERTS), self._rows[:1]
+        encoder, row = encoder_of(OPTIONS), self._rows[:1]
         best = float("inf")
         for _ in range(self._repeats):
             began = time.thread_time()

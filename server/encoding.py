@@ -110,7 +110,7 @@ class Encoder:
         """Raises `LostRowsError` if the type cannot say that rows are not known, and some of `arrays` are not."""
         if self._wire.kind == "u":
             for rows in _blocks(arrays):
-                self._as_wire(rows, count_missing(rows) if _SOME_UNKNOWN in rows.tobytes() else 0)
+                self._check_lost(_missing(rows, rows.tobytes()))
 
     def json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
         """The JSON text of one array, whose rows are those of `arrays` in order; see `text`."""
@@ -175,7 +175,7 @@ class Encoder:
         return missing, data if self.dtype == "int16" else self._as_wire(rows, missing)
 
     def _count(self, rows: Rows, data: bytes) -> int:
-        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
+        missing = _missing(rows, data)
         self.sent.rows += len(rows)
         self.sent.missing += missing
         return missing
@@ -187,11 +187,14 @@ class Encoder:
             yield block
 
     def _as_wire(self, rows: Rows, missing: int) -> bytes:
+        self._check_lost(missing)
+        return rows.astype(self._wire).tobytes()
+
+    def _check_lost(self, missing: int) -> None:
         if missing and self._wire.kind == "u":
             raise LostRowsError(
                 f"{missing} rows are not known and are filled with -1, which {self.dtype} cannot hold: ask for int16"
             )
-        return rows.astype(self._wire).tobytes()
 
     def _tail(self, num_rows: int, start: int, missing: int) -> str:
         return f'","shape":[{num_rows}{self._middle}{start},"missing":{missing}}}'
@@ -212,6 +215,11 @@ def histogram(arrays: Iterable[Rows], shape: tuple[int, int], num_experts: int) 
         rows += len(block)
         missing += count_missing(block)
     return {"counts": counts.tolist(), "rows": rows, "missing": missing}
+
+
+def _missing(rows: Rows, data: bytes) -> int:
+    """How many of `rows`, which are `data` in int16, are not known."""
+    return count_missing(rows) if _SOME_UNKNOWN in data else 0
 
 
 def _pack(value: Any) -> bytes:

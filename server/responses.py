@@ -18,8 +18,7 @@ from routed_experts.server.whole import WholeAnswer, body_of, encoded
 MSGPACK = "application/msgpack"
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
-_AT_ONCE_BYTES = {"list": 192 << 10}
-_AT_ONCE_BYTES_OF_OTHERS = 512 << 10
+_AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10
 """Answers with more bytes of rows are sent in parts, between which others get a turn. So many take about 2 ms; parts,
 and a thread to prepare them in, would take twice that."""
 
@@ -47,7 +46,7 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 
 async def _with_rows(answer: WholeAnswer, packed: bool, headers: Any) -> Response:
     media_type = MSGPACK if packed else _JSON
-    if answer.rows.nbytes <= _AT_ONCE_BYTES.get(answer.rows.options.format, _AT_ONCE_BYTES_OF_OTHERS):
+    if answer.rows.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
         body = b"".join(answer.prepare(packed))
         count_answer(answer.encoder.sent, answer.rows.num_lost)
         return Response(body, media_type=media_type, headers=headers)

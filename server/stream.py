@@ -127,8 +127,7 @@ class StreamAligner:
         so, never with a connection that is cut."""
         try:
             async for chunk in chunks:
-                begin = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
-                if begin < len(_FIRST_CHOICE):
+                if (begin := _begin_of_choice(chunk)) < 0:
                     yield chunk
                     continue
                 key = int(chunk[begin + len(_INDEX) : chunk.index(",", begin)])
@@ -142,7 +141,7 @@ class StreamAligner:
                     rows, state.pending = state.pending, rows
                     if state.finished and self._options.histogram:
                         chunk = await self._with_histograms(chunk, key, state)
-                        begin = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+                        begin = _begin_of_choice(chunk)
                 prompt = self._prompts.get(key // self._num_choices)
                 if prompt is not None and prompt.rows is not None:
                     for line in self._lines(chunk, prompt, rows, state.next_row if state else 0):
@@ -249,8 +248,7 @@ class StreamAligner:
             piece, rows = split(rows, _share(num_rows, line, count))
             if piece:
                 first += sum(map(len, piece))
-                begin = text.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
-                text = self._with_rows(text, begin, _joined(piece, self._encoder.shape), first)
+                text = self._with_rows(text, _begin_of_choice(text), _joined(piece, self._encoder.shape), first)
             yield text
 
     def _with_prompt(self, chunk: str, rows: Rows, prompt: _Prompt) -> str:
@@ -268,7 +266,7 @@ class StreamAligner:
     async def _with_histograms(self, chunk: str, key: int, state: _Choice) -> str:
         """`chunk`, the last of a choice, with the choice's histogram and, once, its prompt's."""
         prompt = self._prompts.get(key // self._num_choices)
-        at = chunk.find(_FIRST_CHOICE) + len(_FIRST_CHOICE)
+        at = _begin_of_choice(chunk)
         chunk = f'{chunk[:at]}"routed_experts_histogram":{await self._histogram(state.counted)},{chunk[at:]}'
         if prompt is not None and not prompt.was_counted:
             prompt.was_counted = True
@@ -281,6 +279,12 @@ class StreamAligner:
         counted = await run_in_threadpool(histogram, arrays, self._encoder.shape, self._num_experts)
         arrays.clear()
         return orjson.dumps(counted).decode()
+
+
+def _begin_of_choice(chunk: str) -> int:
+    """Where the fields of a chunk's choice begin; -1 for other events."""
+    at = chunk.find(_FIRST_CHOICE)
+    return at + len(_FIRST_CHOICE) if at >= 0 else -1
 
 
 def _share(count: int, line: int, num_lines: int) -> int:

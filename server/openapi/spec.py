@@ -99,10 +99,10 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(list, _represent_list)
 
 
-def render() -> str:
+def render(spec: dict[str, Any]) -> str:
     """The text of `openapi.yaml`."""
     head = "# Made from the routes by `make spec`; a test compares the two.\n"
-    return head + yaml.dump(describe(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return head + yaml.dump(spec, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,9 +111,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     parser.add_argument("files", type=Path, nargs="+")
     args = parser.parse_args(argv)
-    stale = False
+    spec, stale = describe(), False
     for file in args.files:
-        text = reference.render(describe()) if file.suffix == ".md" else render()
+        text = reference.render(spec) if file.suffix == ".md" else render(spec)
         if not args.check:
             file.write_text(text, encoding="utf-8")
         elif not file.exists() or file.read_text(encoding="utf-8") != text:

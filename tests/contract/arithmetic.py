@@ -441,6 +441,10 @@ class Client:
                 received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
                 client.receive(received, index)
 
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def run(self, *others: "Client", steps: int = 10_000) -> None:
         """Steps until nothing is left to do, for this and other clients of the same engines."""
         while any(core.scheduler.has_requests() or core.batch_queue for core in self.engines):

@@ -358,6 +358,16 @@ def empty_prefix_cache(core: Core) -> None:
     assert core.scheduler.reset_prefix_cache()
 
 
+def computed_before(core: Core, prompt: list[int]) -> TracingClient:
+    """A client of an engine that has computed a prompt, for a request without the opt-in, and whose prefix cache does
+    not have it any more."""
+    client = TracingClient(core)
+    client.add("before", prompt, start=None)
+    client.run()
+    empty_prefix_cache(core)
+    return client
+
+
 def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_running: bool = True) -> TracingClient:
     """Shared prefixes, with and without the opt-in, preemptions, aborts and resets.
 
@@ -383,9 +393,7 @@ def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_runn
         if not loading and not fenced and dice.random() < resets:
             both = dice.random() < 0.3
             core.scheduler.reset_prefix_cache(reset_running_requests=both or resets_running, reset_connector=both)
-        for _ in range(dice.randrange(6)):
-            if core.scheduler.has_requests() or core.batch_queue:
-                client.step()
+        client.steps(dice.randrange(6))
     client.run()
     for request_id in gone:
         client.received.pop(request_id)

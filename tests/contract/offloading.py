@@ -1,6 +1,5 @@
 """vLLM's own `OffloadingConnector` around `arithmetic`, both of its sides: what is ours moves KV, and that is all."""
 
-import random
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
@@ -15,72 +14,40 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from routed_experts.capture.engine.offloading import OffloadedRows
 from tests.contract.arithmetic import BLOCK, Core, engine
 from tests.contract.loads import Slot, TracingExecutor, _Metadata
+from tests.e2e.offload_on_cpu import LateWorker
 
 NAME = "OffloadingConnector"
 _CHUNK_BYTES = 4096  # to which vLLM rounds a chunk of a few blocks
 
 
-class SlotWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies slots, as late as it may: between being told and having to report a copy nothing may touch its blocks.
-
-    Attributes:
-        num_stored, num_loaded: chunks.
-    """
+class SlotWorker(LateWorker):
+    """Copies slots of the executor's KV."""
 
     def __init__(self, executor: TracingExecutor, blocks_per_chunk: int) -> None:
+        super().__init__(chance=0.4)
         self._executor = executor
         self._blocks_per_chunk = blocks_per_chunk
         self._chunks: dict[tuple[int, int], list[Slot]] = {}
-        self._underway: dict[int, tuple[list[int], list[tuple[int, int]], bool]] = {}
-        self._done: list[int] = []
-        self._dice = random.Random(0)
-        self.num_stored = self.num_loaded = 0
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        self._underway[job_id] = *self._pairs(src_spec, dst_spec), False
-        self.num_stored += len(dst_spec.chunk_ids)
-        return True
-
-    def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        self._underway[job_id] = *self._pairs(dst_spec, src_spec), True
-        self.num_loaded += len(src_spec.chunk_ids)
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        for job_id in [job_id for job_id in self._underway if self._dice.random() < 0.4]:
-            self._copy(job_id)
-        done, self._done = self._done, []
-        return [TransferResult(job_id, True) for job_id in done]
-
-    def wait(self, job_ids: set[int]) -> None:
-        for job_id in job_ids & self._underway.keys():
-            self._copy(job_id)
-
-    def _pairs(self, gpu: GPULoadStoreSpec, cpu: LoadStoreSpec) -> tuple[list[int], list[tuple[int, int]]]:
-        assert isinstance(cpu, CPULoadStoreSpec)
+    def copy(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, is_load: bool) -> None:
         places = [(chunk, index) for chunk in cpu.chunk_ids.tolist() for index in range(self._blocks_per_chunk)]
         first = gpu.block_indices[0] % self._blocks_per_chunk
         blocks = gpu.block_ids.tolist()
-        return blocks, places[first : first + len(blocks)]
-
-    def _copy(self, job_id: int) -> None:
-        blocks, places, is_load = self._underway.pop(job_id)
         kv, number = self._executor._kv, self._executor._number
-        for block, place in zip(blocks, places, strict=True):
+        for block, place in zip(blocks, places[first : first + len(blocks)], strict=True):
             slots = range(block * BLOCK, (block + 1) * BLOCK)
             if is_load:
                 for slot, kept in zip(slots, self._chunks[place], strict=True):
                     kv[slot], number[slot] = kept
             else:
                 self._chunks[place] = [(kv[slot], number[slot]) for slot in slots]
-        self._done.append(job_id)
 
 
 class OffloadingExecutor(TracingExecutor):

@@ -13,6 +13,7 @@ from tests.contract.loads import (
     TRANSFER,
     Store,
     TracingClient,
+    computed_before,
     empty_prefix_cache,
     engine_with_store,
     mix,
@@ -109,13 +110,8 @@ def test_rows_before_a_failed_load_are_read_again() -> None:
 def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Any:
     """An engine whose store has a prompt that its prefix cache has not."""
     with store(getattr(request, "param", "recompute"), is_async=beside) as kept:
-        core = engine_with_store(is_async=is_async)
-        client = TracingClient(core)
         prompt = tokens(5 * BLOCK + 3)
-        client.add("before", prompt, start=None)
-        client.run()
-        empty_prefix_cache(core)
-        yield client, prompt, kept
+        yield computed_before(engine_with_store(is_async=is_async), prompt), prompt, kept
 
 
 def test_without_the_opt_in_nothing_is_computed_again(warm: tuple[Client, list[int], Store]) -> None:
@@ -202,8 +198,7 @@ def test_an_abort_around_a_load(is_async: bool, steps: int) -> None:
         client.run()
         empty_prefix_cache(core)
         client.add("gone", prompt)
-        for _ in range(steps):
-            client.step()
+        client.steps(steps)
         client.abort("gone")
         for index in range(4):
             client.add(str(index), tokens(6 * BLOCK, seed=index), max_tokens=20)
@@ -227,8 +222,7 @@ def test_a_write_in_flight_does_not_come_after_a_load(steps: int) -> None:
         client.run()
         empty_prefix_cache(core)
         client.add("gone", tokens(2 * BLOCK + 8, seed=1), start=None, max_tokens=100)
-        for _ in range(steps):
-            client.step()
+        client.steps(steps)
         client.abort("gone")
         client.add("after", stem)
         client.run()

@@ -11,7 +11,7 @@ from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
 from routed_experts.capture.handoff import PARAM
 from tests.contract.arithmetic import BLOCK, Core
 from tests.contract.loads import NAME as STORE
-from tests.contract.loads import PULL, TracingClient, empty_prefix_cache, mix, store, tokens
+from tests.contract.loads import PULL, TracingClient, computed_before, empty_prefix_cache, mix, store, tokens
 from tests.contract.offloading import NAME, engine_that_offloads, keys_kept, offloaded_rows, worker_of
 
 
@@ -140,13 +140,8 @@ def test_blocks_that_are_copied_out_as_another_gets_them(num_tokens: int, drafts
 @pytest.fixture
 def warm(is_async: bool) -> tuple[TracingClient, list[int]]:
     """An engine that keeps chunks of a prompt that its prefix cache has not."""
-    core = engine_that_offloads(is_async=is_async)
-    client = TracingClient(core)
     prompt = tokens(5 * BLOCK + 3)
-    client.add("before", prompt, start=None)
-    client.run()
-    empty_prefix_cache(core)
-    return client, prompt
+    return computed_before(engine_that_offloads(is_async=is_async), prompt), prompt
 
 
 def test_what_was_kept_is_loaded_with_its_rows(warm: tuple[TracingClient, list[int]]) -> None:
@@ -216,8 +211,7 @@ def test_equal_prompts_at_once(is_async: bool) -> None:
 def test_an_abort_around_a_load(warm: tuple[TracingClient, list[int]], steps: int) -> None:
     client, prompt = warm
     client.add("gone", prompt)
-    for _ in range(steps):
-        client.step()
+    client.steps(steps)
     client.abort("gone")
     for index in range(4):
         client.add(str(index), tokens(6 * BLOCK, seed=index + 1), max_tokens=20)
@@ -233,8 +227,7 @@ def test_a_reset_of_what_is_being_loaded(warm: tuple[TracingClient, list[int]], 
     """Its chunks are let go, and others take their place, while it goes on."""
     client, prompt = warm
     client.add("loads", prompt)
-    for _ in range(steps):
-        client.step()
+    client.steps(steps)
     assert client.engines[0].scheduler.reset_connector_cache()
     for index in range(3):
         client.add(str(index), tokens(6 * BLOCK, seed=index + 1))
@@ -252,8 +245,7 @@ def test_a_reset_while_rows_are_kept(is_async: bool, steps: int) -> None:
     prompt = tokens(5 * BLOCK + 3)
     client.add("before", prompt, max_tokens=40)
     client.add("beside", tokens(3 * BLOCK, seed=1), max_tokens=40)
-    for _ in range(steps):
-        client.step()
+    client.steps(steps)
     if core.batch_queue and core.scheduler.defer_block_free:
         client.run()  # vLLM cannot reset while blocks are fenced
     before = set(keys_kept(core))

@@ -37,7 +37,7 @@ GENERATING = {
 
 @pytest.fixture(scope="module")
 def spec() -> dict[str, Any]:
-    made: dict[str, Any] = yaml.safe_load(spec_file.render())
+    made: dict[str, Any] = yaml.safe_load(spec_file.render(spec_file.describe()))
     return made
 
 

@@ -169,9 +169,7 @@ def test_a_reset_of_the_prefix_cache_under_running_choices(is_async: bool) -> No
     for turn in range(200):
         if turn % 3 == 2:
             core.scheduler.reset_prefix_cache(reset_running_requests=True)
-        for _ in range(1 + turn % 2 * 4):
-            if core.scheduler.has_requests() or core.batch_queue:
-                client.step()
+        client.steps(1 + turn % 2 * 4)
     client.run()
     check_all_finished(client)
     assert num_sent(client, *ids) < 4  # again for those that had no token yet, and once for all of them
@@ -550,9 +548,7 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
         if dice.random() < 0.1:
             core.scheduler.reset_prefix_cache(reset_running_requests=True)
             resets += 1
-        for _ in range(dice.randrange(6)):
-            if core.scheduler.has_requests() or core.batch_queue:
-                client.step()
+        client.steps(dice.randrange(6))
     client.run()
     for request_id in aborted:
         client.received.pop(request_id)

@@ -109,10 +109,6 @@ class TrainedClient(Client):
             done.result()
         self.step()
 
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.step()
-
 
 def trained(**sizes: Any) -> tuple[TrainedClient, Core, TrainedExecutor]:
     core = engine(executor=TrainedExecutor, **sizes)

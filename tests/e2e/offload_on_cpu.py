@@ -21,23 +21,25 @@ def kv_transfer_config(num_bytes: int, **extra: Any) -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": about}
 
 
-class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
+class LateWorker(OffloadingWorker):  # type: ignore[misc]
     """Copies as late as it may, and in no order: until it reports a copy nothing may touch its blocks.
 
+    Args:
+        chance: how likely a copy is done the next time that the worker is asked.
+
     Attributes:
-        tensors: [number of blocks, ...] each, of which blocks are copied.
         num_stored, num_loaded: chunks.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], num_chunks: int, blocks_per_chunk: int) -> None:
-        self.tensors = tensors
-        self._places = num_chunks * blocks_per_chunk
-        self._blocks_per_chunk = blocks_per_chunk
-        self._kept: dict[int, torch.Tensor] = {}  # by the index of the tensor
+    def __init__(self, chance: float) -> None:
+        self._chance = chance
         self._underway: dict[int, tuple[GPULoadStoreSpec, CPULoadStoreSpec, bool]] = {}
         self._done: list[int] = []
         self._dice = random.Random(0)
         self.num_stored = self.num_loaded = 0
+
+    def copy(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, is_load: bool) -> None:
+        raise NotImplementedError
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         assert isinstance(dst_spec, CPULoadStoreSpec)
@@ -52,17 +54,35 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        for job_id in [job_id for job_id in self._underway if self._dice.random() < 0.5]:
-            self._copy(job_id)
+        for job_id in [job_id for job_id in self._underway if self._dice.random() < self._chance]:
+            self._finish(job_id)
         done, self._done = self._done, []
         return [TransferResult(job_id, True) for job_id in done]
 
     def wait(self, job_ids: set[int]) -> None:
         for job_id in job_ids & self._underway.keys():
-            self._copy(job_id)
+            self._finish(job_id)
 
-    def _copy(self, job_id: int) -> None:
-        gpu, cpu, is_load = self._underway.pop(job_id)
+    def _finish(self, job_id: int) -> None:
+        self.copy(*self._underway.pop(job_id))
+        self._done.append(job_id)
+
+
+class CopyingWorker(LateWorker):
+    """Copies blocks of tensors.
+
+    Attributes:
+        tensors: [number of blocks, ...] each, of which blocks are copied.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], num_chunks: int, blocks_per_chunk: int) -> None:
+        super().__init__(chance=0.5)
+        self.tensors = tensors
+        self._places = num_chunks * blocks_per_chunk
+        self._blocks_per_chunk = blocks_per_chunk
+        self._kept: dict[int, torch.Tensor] = {}  # by the index of the tensor
+
+    def copy(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, is_load: bool) -> None:
         size = self._blocks_per_chunk
         places = (torch.tensor(cpu.chunk_ids).long()[:, None] * size + torch.arange(size)).reshape(-1)
         blocks = torch.tensor(gpu.block_ids).long()
@@ -74,7 +94,6 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
                 tensor[blocks] = self._kept[index][places]
             else:
                 self._kept[index][places] = tensor[blocks]
-        self._done.append(job_id)
 
 
 class OffloadingOnCpu(CPUOffloadingSpec):  # type: ignore[misc]

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from tests.e2e.harness import ASK, Server, prompt_of
+from tests.e2e.harness import ASK, Server, prompt_of, wait_until_idle
 
 pytestmark = pytest.mark.e2e
 
@@ -33,7 +33,7 @@ def text_bytes(*bodies: dict[str, Any]) -> int:
 
 
 def test_every_row_is_counted_once(server: Server) -> None:
-    wait_for(lambda: not any(server.state_left().values()))
+    wait_until_idle(server)
     before = counters(server)
     body: dict[str, Any] = {**ASK, "max_tokens": 7, "ignore_eos": True}
     whole = server.complete(**body, prompt=prompt_of(30, seed=9000))
@@ -41,7 +41,7 @@ def test_every_row_is_counted_once(server: Server) -> None:
     server.complete(prompt=prompt_of(20, seed=9002), max_tokens=3, ignore_eos=True)  # captured, not returned
     returned = (30 + 6) + (45 + 6)
     wait_for(lambda: counters(server)["rows_returned_total"] >= before["rows_returned_total"] + returned)
-    wait_for(lambda: not any(server.state_left().values()))
+    wait_until_idle(server)
     after = counters(server)
     grown = {name: after[name] - before[name] for name in COUNTERS}
     assert grown["rows_returned_total"] == returned
@@ -66,7 +66,7 @@ def test_a_running_request_is_seen(server: Server) -> None:
         ):
             next(response.iter_lines())
             seen = server.metric("routed_experts_requests_tracked") == 1
-        wait_for(lambda: not any(server.state_left().values()))
+        wait_until_idle(server)
         if seen:
             return
     raise AssertionError("no running request was seen")

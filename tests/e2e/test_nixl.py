@@ -8,7 +8,7 @@ import importlib.util
 import multiprocessing
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def tagged(params: dict[str, Any]) -> dict[str, Any]:
 def untagged(answer: Answered, positions: slice) -> Answered:
     rows = answer.rows.astype(np.int16)
     rows[positions, 1:] = (rows[positions, 1:] - 1) % EXPERTS
-    return Answered(answer.prompt, answer.tokens, rows, answer.cached, answer.params)
+    return replace(answer, rows=rows)
 
 
 def check_rows(answer: Answered, oracle: Oracle) -> None:
