@@ -36,7 +36,7 @@ def check(routings: list[Routing], oracle: Oracle, choices: int = N) -> None:
         tokens = [*routing.prompt_token_ids, *routing.token_ids]
         assert len(routing.rows) == len(tokens) - 1
         verify(routing, num_experts=16)
-        assert np.array_equal(np.sort(routing.rows, axis=2), oracle.rows(tokens[:-1]))
+        assert oracle.wrong(routing.rows, tokens[:-1]) == []
 
 
 def openai_client(server: Server, body: dict[str, Any]) -> Any:
@@ -130,7 +130,7 @@ def test_turns_of_a_conversation(server: Server, oracle: Oracle) -> None:
         turns += collect(iter(server.stream(**body)), prompt_start=seen)
         tokens += turns[-1].token_ids or ()
     joined = join_turns(turns)
-    assert np.array_equal(np.sort(joined.rows, axis=2), oracle.rows(tokens[:-1]))
+    assert oracle.wrong(joined.rows, tokens[:-1]) == []
 
 
 def run_example(name: str, *args: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from routed_experts.server.tiny_model import make_tiny_model
-from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answers_of_stream, read_events
+from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answers_of_stream, read_events, scores_of
 
 _FILE = "model.safetensors"
 
@@ -59,33 +59,31 @@ def make_weights(directory: Path, model: Path) -> list[Weights]:
     return made
 
 
-@dataclass
-class Across:
+class Across(Oracle):
     """The oracle of an answer during which the weights changed.
 
-    Attributes:
+    Args:
         first: position of the first token that went through the model after the change.
         keeps_kv: whether the tokens behind read the KV that the weights before had made; otherwise all of it was
             computed again, though the rows before stay those that made the tokens.
     """
 
-    before: Oracle
-    after: Oracle
-    first: int
-    keeps_kv: bool
+    def __init__(self, before: Oracle, after: Oracle, first: int, keeps_kv: bool) -> None:
+        self.top_k = before.top_k
+        self.decided = self.undecidable = 0
+        self._known = {}
+        self._before, self._after, self._first, self._keeps_kv = before, after, first, keeps_kv
 
-    def rows(self, tokens: Sequence[int]) -> np.ndarray:
-        """[tokens, L, K], the chosen experts in ascending order."""
-        known = self.before.rows(tokens)[: self.first]
-        if not self.keeps_kv:
-            return np.concatenate([known, self.after.rows(tokens)[self.first :]])
+    def logits(self, tokens: Sequence[int], exact: bool = False) -> np.ndarray:
+        known = self._before.logits(tokens, exact)[: self._first]
+        if not self._keeps_kv:
+            return np.concatenate([known, self._after.logits(tokens, exact)[self._first :]])
+        before, after = ((o.exact if exact else o.model) for o in (self._before, self._after))
         with torch.no_grad():
-            kv = self.before.model(torch.tensor([list(tokens[: self.first])]), use_cache=True).past_key_values
-            rest = torch.tensor([list(tokens[self.first :])])
-            output = self.after.model(rest, past_key_values=kv, use_cache=True, output_router_logits=True)
-        scores = torch.stack([layer.reshape(rest.shape[1], -1) for layer in output.router_logits], dim=1)
-        behind = scores.topk(self.after.top_k).indices.numpy()
-        return np.concatenate([known, np.sort(behind, axis=2)])
+            kv = before(torch.tensor([list(tokens[: self._first])]), use_cache=True).past_key_values
+            rest = torch.tensor([list(tokens[self._first :])])
+            output = after(rest, past_key_values=kv, use_cache=True, output_router_logits=True)
+        return np.concatenate([known, scores_of(output)])
 
 
 class Running:

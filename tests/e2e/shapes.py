@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from routed_experts.server.tiny_model import make_tokenizer
-from tests.e2e.harness import Oracle
+from tests.e2e.harness import Oracle, Wrong
 
 _SEED = 20261121
 
@@ -310,6 +311,14 @@ class HookOracle(Oracle):
                 self.model(torch.tensor([list(tokens)]), use_cache=False)
             self._known[key] = np.sort(torch.stack(self._seen, dim=1).numpy(), axis=2)
         return self._known[key]
+
+    def wrong(self, rows: np.ndarray, tokens: Sequence[int], start: int = 0) -> list[Wrong]:
+        """As `Oracle.wrong`, without what float64 would say: the scores are not seen."""
+        rows, expected = np.sort(rows, axis=2), self.rows(tokens)[start:]
+        return [
+            Wrong(int(row) + start, int(layer), rows[row, layer].tolist(), expected[row, layer].tolist(), nan, nan)
+            for row, layer in np.argwhere((rows != expected).any(axis=2))
+        ]
 
     def _is_llama4(self) -> bool:
         return str(self.model.config.model_type).startswith("llama4")

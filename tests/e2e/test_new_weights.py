@@ -123,7 +123,7 @@ def test_a_pause_under_an_answer(server: Server, both: list[Weights], keeps_kv: 
     reload_weights(server, both[1])
     assert late.wait_until_quiet() == 0
     post(server, "/resume")
-    across: Any = Across(both[0].oracle, both[1].oracle, 70 + count - 1, keeps_kv)
+    across = Across(both[0].oracle, both[1].oracle, 70 + count - 1, keeps_kv)
     check(running.answer(), across)
     check(late.answer(), both[1].oracle)
 
@@ -158,12 +158,10 @@ def test_weights_that_are_reloaded_without_a_pause(server: Server, both: list[We
     running.wait_for(10)
     reload_weights(server, both[1])
     answer = running.answer()
-    rows = np.sort(np.concatenate([answer.prompt_rows, answer.rows]), axis=2)
-    tokens = [*answer.prompt, *answer.tokens[:-1]]
-    old = (rows == both[0].oracle.rows(tokens)).all(axis=(1, 2))
-    first = int(np.argmin(old))
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    first = both[0].oracle.wrong(rows, [*answer.prompt, *answer.tokens[:-1]])[0].position
     assert 80 <= first < 70 + LONG - 1
-    across: Any = Across(both[0].oracle, both[1].oracle, first, keeps_kv=True)
+    across = Across(both[0].oracle, both[1].oracle, first, keeps_kv=True)
     check(answer, across)
 
 
@@ -176,7 +174,7 @@ def test_a_reset_under_an_answer(server: Server, both: list[Weights]) -> None:
     reload_weights(server, both[1])
     post(server, "/reset_prefix_cache?reset_running_requests=true")
     post(server, "/resume")
-    across: Any = Across(both[0].oracle, both[1].oracle, 70 + count - 1, keeps_kv=False)
+    across = Across(both[0].oracle, both[1].oracle, 70 + count - 1, keeps_kv=False)
     check(running.answer(), across)
     roll_out(server, both[1].oracle)
 
@@ -194,7 +192,7 @@ def test_weight_transfer(server: Server, both: list[Weights]) -> None:
         post(server, "/update_weights", {"update_info": {"path": str(weights.update / "model.safetensors")}})
         post(server, "/finish_weight_update", {"weight_version": str(weights.model)})
         post(server, "/resume")
-        across: Any = Across(before.oracle, weights.oracle, 70 + count - 1, keeps_kv=False)
+        across = Across(before.oracle, weights.oracle, 70 + count - 1, keeps_kv=False)
         check(running.answer(), across)
         post(server, "/reset_prefix_cache")
         roll_out(server, weights.oracle)
@@ -211,7 +209,7 @@ def test_sleep_without_memory_to_give_back(server: Server, both: list[Weights]) 
         post(server, "/wake_up?tags=weights")
         reload_weights(server, after)
         post(server, "/wake_up?tags=kv_cache")
-        across: Any = Across(before.oracle, after.oracle, 70 + count - 1, keeps_kv=False)
+        across = Across(before.oracle, after.oracle, 70 + count - 1, keeps_kv=False)
         check(running.answer(), across if mode == "keep" else before.oracle)
         post(server, "/reset_prefix_cache")
         roll_out(server, after.oracle)

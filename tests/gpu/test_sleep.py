@@ -286,7 +286,7 @@ async def run_meanwhile(both: list[Weights]) -> None:
             for (rollout, _), count in zip(running, counts, strict=True):
                 assert 10 <= count < 400
                 first = len(rollout.prompt) + count - 1
-                oracle: Any = Across(before, both[weights].oracle, first, keeps_kv)
+                oracle = Across(before, both[weights].oracle, first, keeps_kv)
                 check(rollout.answer(), oracle)
             check(late[0].answer(), both[weights].oracle)
             await engine.reset_prefix_cache()
@@ -345,7 +345,7 @@ def test_over_http(dev_server: Server, both: list[Weights]) -> None:
         count = running.wait_until_quiet()
         reload_weights(dev_server, both[1 - weights])
         post(dev_server, "/resume")
-        across: Any = Across(both[weights].oracle, both[1 - weights].oracle, 70 + count - 1, keeps_kv=False)
+        across = Across(both[weights].oracle, both[1 - weights].oracle, 70 + count - 1, keeps_kv=False)
         check(running.answer(), across)
         assert 10 <= count < 400
         post(dev_server, f"/sleep?level={level}&mode=wait")
@@ -397,5 +397,5 @@ def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None
             source.weights = checkpoints[1 - weights]
             trainer.send_weights()
             post(dev_server, "/resume")
-            across: Any = Across(both[weights].oracle, both[1 - weights].oracle, 70 + count - 1, keeps_kv)
+            across = Across(both[weights].oracle, both[1 - weights].oracle, 70 + count - 1, keeps_kv)
             check(running.answer(), across)
