@@ -1,0 +1,179 @@
+"""An engine in this process whose routers' scores are recorded, and whose every row is held against them.
+
+python -m tests.e2e.recorded MODEL ['{"dtype": "bfloat16", ...}']
+
+The second argument is of vLLM's own arguments. Prints what was counted, as JSON.
+
+Where each MoE layer hands its router's scores on, a copy is written into a buffer that stays where it is. That is
+inside of vLLM's MoE operator and before the choice, whether the gate is in the layer or in front of it, and whether
+the experts' kernel routes by itself or not. So it holds eagerly and, as the copy is recorded with them, in CUDA graphs
+and under torch.compile, where no hook of a module runs (on a CPU the operator is traced: `enforce_eager` is needed).
+Which tokens a step computed, and where their KV is, comes from the model runner: V1's, on CPU and CUDA, or V2's, whose
+drafts and asynchronous scheduling leave positions and ids on the GPU alone. Reading them makes each step wait.
+
+Holds for one worker that sees all tokens and layers, or tensor parallelism, whose workers all do: not for data or
+pipeline parallelism.
+"""
+
+import json
+import os
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM reads it
+# What two threads share of so small a model takes longer than one alone needs, above all on a busy machine.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+import numpy as np
+import torch
+from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+from tests.e2e.harness import prompt_of
+from tests.e2e.scores import Part, Recording, Rule, judge, rule_of
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
+CHUNK = 64
+OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
+OPTIONS |= {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "disable_log_stats": True}
+OPTIONS |= {"enforce_eager": True} if current_platform.is_cpu() else {}
+
+
+class Recorder(Worker):
+    """vLLM's worker, with a record of the routers' scores; the capture is mixed into it."""
+
+    recording: Recording
+
+    def load_model(self, **options: Any) -> None:
+        super().load_model(**options)
+        layers = {
+            int(re.findall(r"layers\.(\d+)\.", module.layer_name)[-1]): module
+            for module in self.model_runner.get_model().modules()
+            if isinstance(module, MoERunner)
+        }
+        (num_experts,) = {layer.moe_config.num_logical_experts for layer in layers.values()}
+        shape = (len(layers), self.model_runner.max_num_tokens, num_experts)
+        self.scores = torch.full(shape, torch.nan, device=self.device)
+        for row, layer_id in zip(self.scores, sorted(layers), strict=True):
+            layer = layers[layer_id]
+            layer._apply_quant_method = _recording(layer._apply_quant_method, row)
+        self.recording = Recording(sorted(layers))
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_from_config(kv_cache_config)
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        (self.group,) = (index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec))
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self.scores.fill_(torch.nan)  # what a layer does not write in this step is not known
+        output = super().execute_model(scheduler_output)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._record(scheduler_output.num_scheduled_tokens)
+        return output
+
+    def _record(self, scheduled: dict[str, int]) -> None:
+        runner = self.model_runner
+        n = sum(scheduled.values())
+        if self.use_v2_model_runner:
+            batch = runner.execute_model_state.input_batch
+            tokens, positions, block_size = (
+                batch.input_ids,
+                batch.positions,
+                runner.block_tables.block_sizes[self.group],
+            )
+            blocks = runner.block_tables.input_block_tables[self.group][: batch.num_reqs].cpu().numpy()
+        else:
+            batch, table = runner.input_batch, runner.input_batch.block_table[self.group]
+            tokens, positions, block_size = runner.input_ids.gpu, runner.positions, table.block_size
+            blocks = table.block_table.np
+        ids, at = tokens[:n].cpu().numpy(), positions[:n].cpu().numpy()
+        parts, first = [], 0
+        for request, row in zip(batch.req_ids, blocks, strict=False):
+            own = slice(first, first + scheduled[request])
+            every = np.arange(int(at[own][-1]) + 1)
+            slots = row[every // block_size].astype(np.int64) * block_size + every % block_size
+            parts.append(Part(request, at[own].copy(), ids[own].copy(), slots))
+            first = own.stop
+        assert first == n
+        self.recording.step(self.scores[:, :n].transpose(0, 1).cpu().numpy().copy(), parts)
+
+    def recorded(self) -> Recording:
+        return self.recording
+
+
+def _recording(apply: Callable[..., Any], into: torch.Tensor) -> Callable[..., Any]:
+    """`apply`, which is given a layer's scores, copying them `into` [tokens, experts] first."""
+
+    def recording_apply(*, router_logits: torch.Tensor, **others: Any) -> Any:
+        # Columns after the experts are of shared ones.
+        into[: len(router_logits)].copy_(router_logits[:, : into.shape[1]])
+        return apply(router_logits=router_logits, **others)
+
+    return recording_apply
+
+
+def mix(dice: random.Random, turn: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that share prefixes or not, of one token to several chunks, some for several choices."""
+    requests = []
+    for index in range(6):
+        stem = prompt_of(200, seed=dice.randrange(4))[: dice.choice([0, 31, 64, 130, 200])]
+        own = prompt_of(dice.choice([1, 2, 33, 90]), seed=100 * turn + index)
+        n = dice.choice([1, 1, 1, 2, 3])
+        params = SamplingParams(n=n, max_tokens=dice.randrange(1, 50), temperature=float(n > 1), ignore_eos=True)
+        requests.append(([*stem, *own], params))
+    return requests
+
+
+def main(model: str, turns: int = 3, **options: Any) -> dict[str, int]:
+    llm = LLM(
+        model,
+        enable_return_routed_experts=True,
+        worker_cls=f"tests.e2e.recorded.{Recorder.__name__}",
+        **OPTIONS | options,
+    )
+    dice, answers = random.Random(0), []
+    for turn in range(turns):
+        requests = mix(dice, turn)
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt, _ in requests]
+        for output in llm.generate(prompts, [params for _, params in requests], use_tqdm=False):
+            prompt = output.prompt_token_ids or []
+            answers += [(output.request_id, [*prompt, *choice.token_ids], choice) for choice in output.outputs]
+        if turn == turns // 2:
+            llm.reset_prefix_cache()
+    recording: Recording = llm.collective_rpc("recorded")[0]
+    rule = rule_of(Path(model), recording.layer_ids)
+    counts: Counter[str] = Counter(steps=recording.steps)
+    for request_id, tokens, choice in answers:
+        rows = choice.routed_experts
+        assert rows.dtype in (np.uint8, np.uint16), "some rows are not known"
+        rows = rows[:, recording.layer_ids].astype(np.int64)
+        (request,) = recording.requests_of(request_id, choice.index)
+        counts.update(judge(recording, rule, request, tokens[:-1], rows))
+        counts.update(_if_misplaced(recording, rule, request, tokens[:-1], rows))
+    return dict(counts)
+
+
+def _if_misplaced(recording: Recording, rule: Rule, request: str, tokens: list[int], rows: np.ndarray) -> Counter[str]:
+    """How many rows would be right at the next position, or with their layers one further on."""
+    moved = {
+        "right at the next position": np.roll(rows, 1, axis=0),
+        "right in the next layer": np.roll(rows, 1, axis=1),
+    }
+    found = {name: judge(recording, rule, request, tokens, rows) for name, rows in moved.items()}
+    return Counter({name: counts["rows"] - counts["wrong"] for name, counts in found.items()})
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))))

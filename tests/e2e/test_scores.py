@@ -1,0 +1,236 @@
+"""Rows in 16 bits, held against the scores that the routers were given; and that oracle's own tests, without engine."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.e2e.harness import prompt_of
+from tests.e2e.scores import Part, Recording, Rule, Verdict, judge, rule_of
+from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
+
+K, EXPERTS, LAYERS = 4, 16, 3
+BIAS = torch.linspace(-0.5, 0.5, EXPERTS).repeat(LAYERS, 1)
+
+
+def random_scores(n: int, seed: int = 0) -> np.ndarray:
+    """[n, LAYERS, EXPERTS] as a gate in bfloat16 gives them, among which some are equal."""
+    return np.random.default_rng(seed).normal(size=(n, LAYERS, EXPERTS)).astype(np.float32) * 4
+
+
+def best(scores: np.ndarray, count: int = K) -> np.ndarray:
+    return np.argsort(-scores, axis=2)[:, :, :count]
+
+
+# ---- the rule ----
+
+
+def routers_of(oracle: HookOracle) -> list[torch.nn.Module]:
+    names = (".gate", ".router", ".router.layer")
+    modules = [module for name, module in oracle.model.named_modules() if name.endswith(names)]
+    return [module for module in modules if getattr(module, "weight", None) is not None and module.weight.dim() == 2]
+
+
+@pytest.mark.parametrize("shape", {shape.model_type: shape for shape in SHAPES}.values(), ids=lambda shape: shape.name)
+def test_the_rule_is_that_of_hugging_face(shape: Shape, tmp_path: Path) -> None:
+    """What its routers are given, in float32, and what they hand to their experts."""
+    make_model(shape, tmp_path)
+    oracle = HookOracle(tmp_path, shape)
+    seen: list[torch.Tensor] = []
+
+    def see(module: torch.nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        x = (args[0] if args else kwargs["hidden_states"]).float()
+        weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
+        assert weight is not None
+        seen.append(torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), weight.float(), bias))
+
+    for router in routers_of(oracle):
+        router.register_forward_pre_hook(see, with_kwargs=True)
+    rows = oracle.rows(prompt_of(100, seed=1)).astype(np.int64)
+    scores = torch.stack(seen, dim=1).numpy()
+    assert scores.shape == (100, len(shape.layer_ids), shape.num_experts)
+    verdicts = rule_of(tmp_path, shape.layer_ids).judge(scores, rows)
+    assert (verdicts == Verdict.EXACT).all()
+    others = rule_of(tmp_path, shape.layer_ids).judge(np.roll(scores, 1, axis=1), rows)
+    assert (others.min(axis=1) == Verdict.WRONG).mean() > 0.5
+
+
+def test_one_expert_of_many_layers() -> None:
+    """Every other expert in the place of the last is wrong, and so is one that is missing or there twice."""
+    scores, rule = random_scores(50), Rule(K)
+    ranked = best(scores, EXPERTS)
+    assert (rule.judge(scores, ranked[:, :, :K]) == Verdict.EXACT).all()
+    assert (rule.judge(scores, ranked[:, :, K - 1 :: -1]) == Verdict.EXACT).all()
+    for instead in (*(ranked[7, 1, rank] for rank in range(K, EXPERTS)), ranked[7, 1, 0], -1, EXPERTS):
+        rows = ranked[:, :, :K].copy()
+        rows[7, 1, K - 1] = instead
+        assert np.argwhere(rule.judge(scores, rows) == Verdict.WRONG).tolist() == [[7, 1]]
+
+
+def test_only_bit_equal_scores_are_ties() -> None:
+    scores, rule = random_scores(50), Rule(K)
+    rows = best(scores, EXPERTS)
+    last, next_, third = (int(rows[7, 1, rank]) for rank in (K - 1, K, K + 1))
+    scores[7, 1, next_] = scores[7, 1, last]
+    for other, verdict in ((last, Verdict.TIE), (next_, Verdict.TIE), (third, Verdict.WRONG)):
+        chosen = rows[:, :, :K].copy()
+        chosen[7, 1, K - 1] = other
+        verdicts = rule.judge(scores, chosen)
+        assert verdicts[7, 1] == verdict
+        assert (verdicts == Verdict.EXACT).sum() == verdicts.size - 1
+    scores[7, 1, next_] = np.nextafter(scores[7, 1, last], -np.inf)
+    assert rule.judge(scores, rows[:, :, :K])[7, 1] == Verdict.EXACT
+    chosen[7, 1, K - 1] = next_
+    assert rule.judge(scores, chosen)[7, 1] == Verdict.WRONG
+
+
+def test_scores_that_were_not_recorded() -> None:
+    scores = random_scores(5)
+    rows = best(scores)
+    scores[2, 1] = np.nan
+    assert np.argwhere(Rule(K).judge(scores, rows) == Verdict.WRONG).tolist() == [[2, 1]]
+
+
+def test_ties_of_groups() -> None:
+    """Of two groups that are as good, either; not both, and not a worse one."""
+    scores = np.full((1, 1, EXPERTS), -5.0, dtype=np.float32)
+    scores[0, 0, [0, 1, 4, 5, 8, 9]] = [3, 3, 2, 1, 2, 1]  # of three of the four groups
+    rule = Rule(K, "softmax", groups=4, top_groups=2, group_best=1)
+    cases = (([0, 1, 4, 5], Verdict.TIE), ([0, 1, 8, 9], Verdict.TIE), ([0, 1, 4, 8], Verdict.WRONG))
+    for chosen, verdict in (*cases, ([0, 1, 4, 6], Verdict.WRONG), ([0, 1, 4, 12], Verdict.WRONG)):
+        assert rule.judge(scores, np.array([[chosen]])).item() == verdict, chosen
+
+
+def test_only_rounding_is_left_to_a_router_that_computes() -> None:
+    scores = random_scores(50)
+    compared = torch.from_numpy(scores).sigmoid() + BIAS
+    for off, verdict in ((2.0**-22, Verdict.ROUNDING), (2.0**-16, Verdict.WRONG)):
+        bias = BIAS.clone()
+        first, second = torch.topk(compared[7, 1], 2).indices.tolist()
+        bias[1, second] += compared[7, 1, first] - compared[7, 1, second] - off
+        rule = Rule(1, "sigmoid", bias)
+        rows = torch.topk(compared, 1).indices.numpy()
+        rows[7, 1] = second
+        assert rule.judge(scores, rows)[7, 1] == verdict
+        rows[7, 1] = first
+        assert rule.judge(scores, rows)[7, 1] == Verdict.EXACT
+
+
+# ---- what was computed, and read ----
+
+BLOCK = 4
+
+
+class Steps:
+    """Forward passes of requests whose block tables are given, and the rows of every computation."""
+
+    def __init__(self) -> None:
+        self.recording, self.rule = Recording(list(range(LAYERS))), Rule(K)
+        self.blocks: dict[str, list[int]] = {}
+
+    def run(self, *parts: tuple[str, int, list[int]]) -> list[np.ndarray]:
+        """A step of (request, first position, its tokens there); the rows of each part."""
+        scores = random_scores(sum(len(tokens) for _, _, tokens in parts), seed=len(self.recording.owners))
+        made = []
+        for request, first, tokens in parts:
+            positions = np.arange(first, first + len(tokens))
+            every = np.arange(first + len(tokens))
+            slots = np.array(self.blocks[request])[every // BLOCK] * BLOCK + every % BLOCK
+            made.append(Part(request, positions, np.array(tokens), slots))
+        self.recording.step(scores, made)
+        return np.split(best(scores), np.cumsum([len(tokens) for _, _, tokens in parts])[:-1])
+
+    def wrong(self, request: str, tokens: list[int], *rows: np.ndarray) -> int:
+        return judge(self.recording, self.rule, request, tokens, np.concatenate(rows))["wrong"]
+
+
+def test_chunks_and_a_prefix_hit_in_the_same_step() -> None:
+    steps = Steps()
+    steps.blocks = {"a": [5, 2, 7], "b": [5, 3]}
+    (a1,) = steps.run(("a", 0, [1, 2, 3]))
+    b1, a2 = steps.run(("b", 4, [9, 9]), ("a", 3, [4, 5, 6]))  # b reads what a computes beside it
+    assert steps.wrong("a", [1, 2, 3, 4, 5, 6], a1, a2) == 0
+    assert steps.wrong("b", [1, 2, 3, 4, 9, 9], a1, a2[:1], b1) == 0
+    counts = judge(steps.recording, steps.rule, "b", [1, 2, 3, 4, 9, 9], np.concatenate([a1, a2[:1], b1]))
+    assert (counts["hits"], counts["not recorded"], counts["layers"]) == (4, 0, 6 * LAYERS)
+    assert steps.wrong("b", [1, 2, 3, 4, 9, 9], a1, a2[:2], b1[1:]) == 1
+    assert steps.wrong("a", [1, 2, 3, 4, 5, 6], a2, a1) == 6
+    shifted = np.concatenate([a1, a2])
+    shifted[2, 1] = shifted[2, 2]  # one layer of one row
+    assert steps.wrong("a", [1, 2, 3, 4, 5, 6], shifted) == 1
+    assert steps.wrong("a", [1, 2, 3, 4, 5, 7], a1, a2) == 1  # of another text
+    assert steps.wrong("a", [1, 0, 3, 4, 5, 6], a1, a2) == 5
+
+
+def test_the_same_text_computed_by_somebody_else_is_not_the_same_row() -> None:
+    steps = Steps()
+    steps.blocks = {"a": [1], "b": [2]}
+    a, b = steps.run(("a", 0, [1, 2, 3]), ("b", 0, [1, 2, 3]))
+    assert steps.wrong("a", [1, 2, 3], a) == steps.wrong("b", [1, 2, 3], b) == 0
+    assert steps.wrong("a", [1, 2, 3], b) == 3
+
+
+def test_a_preempted_request_has_computed_twice() -> None:
+    """Rows are of the one or of the other computation, not a layer of each; what took its slots is neither."""
+    steps = Steps()
+    steps.blocks = {"a": [1], "b": [1]}
+    (old,) = steps.run(("a", 0, [1, 2, 3]))
+    (b,) = steps.run(("b", 0, [1, 2, 7]))
+    assert steps.wrong("b", [1, 2, 7], b) == 0
+    steps.blocks["a"] = [4]
+    (new,) = steps.run(("a", 0, [1, 2, 3, 4]))
+    for rows in ((old, new[3:]), (new,), (new[:1], old[1:], new[3:])):
+        assert steps.wrong("a", [1, 2, 3, 4], *rows) == 0
+    assert steps.wrong("a", [1, 2, 3, 4], b, new[3:]) == 3
+    mixed = new.copy()
+    mixed[0, 0] = old[0, 0]
+    assert steps.wrong("a", [1, 2, 3, 4], mixed) == 1
+    assert judge(steps.recording, steps.rule, "a", [1, 2, 3, 4], new)["recomputed"] == 3
+
+
+def test_drafts_that_were_rejected() -> None:
+    """The second draft is what was sampled in the end, but it was computed after the wrong first one."""
+    steps = Steps()
+    steps.blocks = {"a": [1, 2]}
+    (before,) = steps.run(("a", 0, [1, 2]))
+    (draft,) = steps.run(("a", 2, [3, 8, 5]))
+    (right,) = steps.run(("a", 3, [4, 5]))
+    assert steps.wrong("a", [1, 2, 3, 4, 5], before, draft[:1], right) == 0
+    assert steps.wrong("a", [1, 2, 3, 4, 5], before, draft[:1], right[:1], draft[2:]) == 1
+
+
+# ---- engines ----
+
+
+def run(model: Path, env: dict[str, str], **options: Any) -> dict[str, int]:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.recorded", str(model), json.dumps(options)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    counts: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    print(counts)
+    assert counts["wrong"] == counts["not recorded"] == 0
+    assert counts["rows"] > 2000
+    # What the same rows would be in another place.
+    assert counts["right at the next position"] < 0.1 * counts["rows"]
+    assert counts["right in the next layer"] < 0.1 * counts["rows"]
+    return counts
+
+
+@pytest.mark.e2e
+def test_every_row_in_16_bits(tiny_model: Path) -> None:
+    counts = run(tiny_model, {}, block_size=32, num_gpu_blocks_override=24)
+    assert counts["ties"] < 0.05 * counts["layers"]
+    assert counts["hits"] > 500
+    assert counts["recomputed"] > 50
