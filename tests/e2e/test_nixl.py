@@ -1,203 +1,260 @@
-"""Prefill and decode in two engines, with vLLM's NIXL connector between them: whose rows are where.
+"""Prefill and decode in two servers, with vLLM's NIXL connector between them and a proxy in front: `examples/`.
 
 On a CPU both engines compute the same, so that nobody could tell the prefill engine's rows from the decode engine's. So
-each id of what is handed over is made another here, and must arrive as that.
+the tests relay some requests themselves, and make each id of what is handed over another, which must arrive as that.
 """
 
+import base64
 import importlib.util
-import multiprocessing
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
+import psutil
 import pytest
 
-from tests.e2e.harness import FULL_PRECISION, ON_GPU, Answer, Oracle, check, free_port, prompt_of
+from examples.prefill_decode import for_prefill
+from tests.e2e.changes import Running
+from tests.e2e.harness import (
+    ASK,
+    FULL_PRECISION,
+    ON_GPU,
+    SMALL_KV,
+    START_LIMIT_S,
+    Answer,
+    Oracle,
+    Server,
+    answers_of,
+    answers_of_stream,
+    check,
+    decode,
+    free_port,
+    prompt_of,
+    wait_until_idle,
+)
 
+ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"),
     pytest.mark.skipif(ON_GPU, reason="written for two engines on a CPU"),
 ]
 
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 EXPERTS = 16
 BLOCK = 32
-LIMIT_S = 180
-CONFIG = {
-    "kv_connector": "NixlConnector",
-    "kv_role": "kv_both",
-    "kv_buffer_device": "cpu",
-    "kv_connector_extra_config": {"num_threads": 0},
-    "kv_load_failure_policy": "recompute",
-}
-
-
-@dataclass
-class Answered:
-    """What an engine says: of the rows, all L, of which the tiny model's first layer has no experts."""
-
-    prompt: list[int]
-    tokens: list[int]
-    rows: np.ndarray
-    cached: int
-    params: dict[str, Any] | None
-
-
-def run_engine(pipe: Connection, model: str, port: int) -> None:
-    """An engine in a process, which it shares with its only worker."""
-    os.environ |= {**FULL_PRECISION, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "UCX_TLS": "tcp,self,sm"}
-    os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        enable_return_routed_experts=True,
-        kv_cache_memory_bytes=16 << 20,
-        block_size=BLOCK,
-        max_model_len=512,
-        max_num_batched_tokens=64,
-        kv_transfer_config=KVTransferConfig(**CONFIG),  # type: ignore[arg-type]
-    )
-    pipe.send("ready")
-    while True:
-        prompt, max_tokens, params = pipe.recv()
-        sampled = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-        sampled.extra_args = {"kv_transfer_params": params}
-        (output,) = llm.generate({"prompt_token_ids": prompt}, sampled, use_tqdm=False)
-        (choice,) = output.outputs
-        pipe.send(
-            Answered(
-                prompt,
-                list(choice.token_ids),
-                choice.routed_experts,
-                output.num_cached_tokens,
-                output.kv_transfer_params,
-            )
-        )
-
-
-class Engine:
-    def __init__(self, model: Path) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=run_engine, args=(theirs, str(model), free_port()), daemon=True)
-        self._process.start()
-
-    def ask(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> Answered:
-        self._pipe.send((prompt, max_tokens, params))
-        answered: Answered = self.receive()
-        return answered
-
-    def receive(self) -> Any:
-        if not self._pipe.poll(LIMIT_S):
-            raise TimeoutError("an engine does not answer")
-        return self._pipe.recv()
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.join()
+FLAGS = (*SMALL_KV, "--served-model-name", "tiny", "--block-size", str(BLOCK), "--max-model-len", "512")
+FLAGS += (
+    "--max-num-batched-tokens",
+    "64",
+    "--max-num-seqs",
+    "8",
+    "--enable-scale-out",
+    "--enable-prompt-tokens-details",
+)
 
 
 @dataclass
 class Legs:
-    prefill: Engine
-    decode: Engine
+    """The program of the example: its proxy and both of its servers."""
 
-    def warm_up(self) -> None:
-        """What an engine loads before it has computed anything has no rows: see docs/pd.md."""
-        for engine in (self.prefill, self.decode):
-            engine.ask([1], 2)
+    proxy: Server
+    prefill: Server
+    decode: Server
 
-    def first(self, prompt: list[int]) -> Answered:
-        return self.prefill.ask(prompt, 1, {"do_remote_decode": True, "routed_experts": True})
+    def first(self, prompt: list[int], **fields: Any) -> dict[str, Any]:
+        """The `kv_transfer_params` of the prefill leg's answer."""
+        answer = self.prefill.complete(**for_prefill({**ASK, "prompt": prompt, **fields}))
+        (checked,) = answers_of(answer)
+        rows = decode({**answer["kv_transfer_params"]["routed_experts"], "missing": 0})
+        assert np.array_equal(rows, checked.prompt_rows)
+        params: dict[str, Any] = answer["kv_transfer_params"]
+        return params
+
+    def second(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The decode leg's answer."""
+        body = {**ASK, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        return self.decode.complete(**body, **({"kv_transfer_params": params} if params else {}))
+
+    def process_of(self, leg: Server) -> psutil.Process:
+        port = leg.url.rpartition(":")[2]
+        (found,) = (
+            child
+            for child in psutil.Process(self.proxy.process.pid).children()
+            if child.cmdline()[child.cmdline().index("--port") + 1] == port
+        )
+        return found
 
 
 @pytest.fixture(scope="module")
-def legs(tiny_model: Path) -> Iterator[Legs]:
-    engines = [Engine(tiny_model) for _ in range(2)]
+def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Legs]:
+    log, port = tmp_path_factory.mktemp("legs") / "log", free_port()
+    command = [sys.executable, "examples/prefill_decode.py", str(tiny_model), "--port", str(port), *FLAGS]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            start_new_session=True,
+            env={**os.environ, **FULL_PRECISION},
+        )
+    legs = Legs(*(Server(tiny_model, f"http://127.0.0.1:{port + at}", process, log) for at in range(3)))
     try:
-        assert [engine.receive() for engine in engines] == ["ready", "ready"]
-        legs = Legs(*engines)
-        legs.warm_up()
+        wait_until_healthy(legs.proxy)
+        let_others_run(process)
         yield legs
     finally:
-        for engine in engines:
-            engine.stop()
+        if process.poll() is None:
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while server.process.poll() is None and time.monotonic() < deadline:
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{server.url}/health").is_success:
+                return
+        time.sleep(0.3)
+    raise AssertionError(f"the servers did not start:\n{server.log.read_text()[-6000:]}")
+
+
+def let_others_run(program: subprocess.Popen[bytes]) -> None:
+    """NIXL's progress threads poll without a pause. These take the time that nobody else wants."""
+    workers = [child for child in psutil.Process(program.pid).children(recursive=True) if "Worker" in child.name()]
+    assert len(workers) == 2
+    for worker in workers:
+        busiest = max(worker.threads()[1:], key=lambda thread: thread.user_time)
+        os.sched_setscheduler(busiest.id, os.SCHED_IDLE, os.sched_param(0))
 
 
 def tagged(params: dict[str, Any]) -> dict[str, Any]:
     """The same with every id the next one."""
     handed = params["routed_experts"]
-    ids = (np.frombuffer(handed["data"], handed["dtype"]) + 1) % EXPERTS
-    return {**params, "routed_experts": {**handed, "data": ids.astype(handed["dtype"]).tobytes()}}
+    ids = (np.frombuffer(base64.b64decode(handed["data"]), handed["dtype"]) + 1) % EXPERTS
+    data = base64.b64encode(ids.astype(handed["dtype"]).tobytes()).decode()
+    return {**params, "routed_experts": {**handed, "data": data}}
 
 
-def untagged(answer: Answered, positions: slice) -> Answered:
-    rows = answer.rows.astype(np.int16)
-    rows[positions, 1:] = (rows[positions, 1:] - 1) % EXPERTS
-    return replace(answer, rows=rows)
-
-
-def check_rows(answer: Answered, oracle: Oracle) -> None:
+def untagged(answer: Answer, positions: slice) -> Answer:
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    rows[positions] = (rows[positions] - 1) % EXPERTS
     p = len(answer.prompt)
-    assert len(answer.rows) == p + len(answer.tokens) - 1
-    rows = answer.rows[:, 1:].astype(np.int16)
-    check(Answer(answer.prompt, answer.tokens, 0, rows[:p], rows[p:]), oracle)
+    return Answer(answer.prompt, answer.tokens, 0, rows[:p], rows[p:])
 
 
 @pytest.mark.parametrize("length", [5, 31, 32, 33, 170])
 def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
     """Those of all that is pulled are the prefill engine's; the last prompt token's, and what follows, the other's."""
     prompt = prompt_of(length, seed=900 + length)
-    first = legs.first(prompt)
-    check_rows(first, oracle)
-    assert first.params is not None
-    answer = legs.decode.ask(prompt, 9, tagged(first.params))
-    check_rows(untagged(answer, slice(0, length - 1)), oracle)
+    (answer,) = answers_of(legs.second(prompt, 9, tagged(legs.first(prompt))))
+    check(untagged(answer, slice(0, length - 1)), oracle)
 
 
 def test_what_the_decode_engine_has_keeps_its_own_rows(legs: Legs, oracle: Oracle) -> None:
     prompt = prompt_of(150, seed=990)
-    check_rows(legs.decode.ask(prompt[:70], 2), oracle)
-    first = legs.first(prompt)
-    assert first.params is not None
-    answer = legs.decode.ask(prompt, 9, tagged(first.params))
-    check_rows(untagged(answer, slice(64, 149)), oracle)
+    check(answers_of(legs.second(prompt[:70], 2))[0], oracle)
+    (answer,) = answers_of(legs.second(prompt, 9, tagged(legs.first(prompt))))
+    check(untagged(answer, slice(64, 149)), oracle)
 
 
 def test_the_next_turn_hits_what_was_pulled(legs: Legs, oracle: Oracle) -> None:
     prompt = prompt_of(100, seed=991)
-    first = legs.first(prompt)
-    assert first.params is not None
-    before = legs.decode.ask(prompt, 4, tagged(first.params))
-    turn = [*prompt, *before.tokens, *prompt_of(20, seed=992)]
-    answer = legs.decode.ask(turn, 5)
-    assert answer.cached == 96
-    check_rows(untagged(answer, slice(0, 96)), oracle)
+    (before,) = answers_of(legs.second(prompt, 4, tagged(legs.first(prompt))))
+    whole = legs.second([*prompt, *before.tokens, *prompt_of(20, seed=992)], 5)
+    assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+    check(untagged(answers_of(whole)[0], slice(0, 96)), oracle)
 
 
 def test_a_proxy_that_drops_the_rows_leaves_them_unknown(legs: Legs, oracle: Oracle) -> None:
     prompt = prompt_of(90, seed=993)
-    first = legs.first(prompt)
-    assert first.params is not None
-    del first.params["routed_experts"]
-    answer = legs.decode.ask(prompt, 4, first.params)
-    assert (answer.rows[:89, 1:] == -1).all()
-    whole = legs.prefill.ask([*prompt, *answer.tokens], 1)
-    assert np.array_equal(np.sort(answer.rows[89:, 1:], axis=2), np.sort(whole.rows[89 : 89 + 4, 1:], axis=2))
+    params = legs.first(prompt)
+    del params["routed_experts"]
+    (answer,) = answers_of(legs.second(prompt, 4, params))
+    assert (answer.prompt_rows[:89] == -1).all()
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    assert oracle.wrong(rows[89:], [*prompt, *answer.tokens[:-1]], 89) == []
 
 
-def test_a_prefill_engine_that_dies_before_the_pull(legs: Legs, oracle: Oracle) -> None:
-    """The last test here. The decode engine computes the prompt, and no row that was handed over is left."""
-    prompt = prompt_of(110, seed=994)
-    first = legs.first(prompt)
-    assert first.params is not None
-    legs.prefill.stop()
-    check_rows(legs.decode.ask(prompt, 6, tagged(first.params)), oracle)
+# ---- Through the proxy, as clients see it ----
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("start", [0, 40])
+@pytest.mark.parametrize("n", [1, 2])
+def test_completions(legs: Legs, oracle: Oracle, stream: bool, start: int, n: int) -> None:
+    body = {"prompt": prompt_of(100, seed=800 + stream + start + n), "max_tokens": 12, "ignore_eos": True, "n": n}
+    body |= {**ASK, "routed_experts_prompt_start": start, "temperature": n - 1}
+    if stream:
+        answers = answers_of_stream(legs.proxy.stream(**body), start, n)
+    else:
+        answers = answers_of(legs.proxy.complete(**body), start)
+    assert len(answers) == n
+    for answer in answers:
+        check(answer, oracle)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat(legs: Legs, oracle: Oracle, stream: bool) -> None:
+    """With a limit on tokens by its newer name, and a stop string."""
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": f"{stream}: which? " * 9}], **ASK}
+    body |= {"max_completion_tokens": 20, "temperature": 0}
+    text = legs.proxy.chat(**body)["choices"][0]["message"]["content"]
+    body |= {"stop": text[5:8], "messages": [{"role": "user", "content": body["messages"][0]["content"]}]}
+    (answer,) = answers_of_stream(legs.proxy.stream(CHAT, **body)) if stream else answers_of(legs.proxy.chat(**body))
+    assert answer.finish_reason == "stop"
+    check(answer, oracle)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_and_out(legs: Legs, oracle: Oracle, stream: bool) -> None:
+    prompt = prompt_of(90, seed=850 + stream)
+    body: dict[str, Any] = {"token_ids": prompt, "sampling_params": {"max_tokens": 8, "temperature": 0}}
+    body |= {"return_routed_experts": True, "routed_experts_format": "object", "routed_experts_layout": "joined"}
+    answers = legs.proxy.stream(GENERATE, **body) if stream else [legs.proxy._post(GENERATE, body)]
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    tokens = [token for choice in choices for token in choice["token_ids"] or ()]
+    rows = [decode(choice["routed_experts"]) for choice in choices if choice.get("routed_experts")]
+    assert oracle.wrong(np.concatenate(rows), [*prompt, *tokens[:-1]]) == []
+
+
+def test_nothing_is_left(legs: Legs) -> None:
+    for server in (legs.prefill, legs.decode):
+        wait_until_idle(server)
+
+
+# ---- A prefill server that dies; the last tests here ----
+
+
+def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) -> None:
+    """It is stopped first, so that the pull begins and does not end. No row that was handed over is left."""
+    prompts = [prompt_of(110, seed=994), prompt_of(90, seed=995)]
+    during, before = (tagged(legs.first(prompt)) for prompt in prompts)
+    leg = legs.process_of(legs.prefill)
+    everyone = [leg, *leg.children(recursive=True)]
+    for process in everyone:
+        process.suspend()
+    running = Running(legs.decode, prompt=prompts[0], max_tokens=6, kv_transfer_params=during)
+    time.sleep(1)
+    assert running.num_tokens == 0
+    for process in everyone:
+        process.kill()
+    check(running.answer(), oracle)
+    check(answers_of(legs.second(prompts[1], 6, before))[0], oracle)
+    wait_until_idle(legs.decode)
+    with legs.proxy.client() as client:
+        response = client.post(COMPLETIONS, json={"prompt": [1, 2, 3]})
+    assert (response.status_code, response.json()["error"]["code"]) == (502, 502)

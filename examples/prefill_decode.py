@@ -1,0 +1,113 @@
+"""Prefill and decode in two instances on one machine, behind a proxy that knows nothing of routing.
+
+    python examples/prefill_decode.py Qwen/Qwen3-30B-A3B --devices 0 1 [flags of routed-experts serve]
+
+Needs NIXL (`pip install nixl`). Clients ask the proxy as they would ask one server; its instances are at the two ports
+behind its own.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
+
+CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+ON_CPU = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
+UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+
+
+def start(model: str, port: int, device: str | None, flags: list[str]) -> subprocess.Popen[bytes]:
+    """One instance, which uses a CPU if it is given no GPU."""
+    env = {**os.environ, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 1000)}
+    env |= {"UCX_TLS": "tcp,self,sm"} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+    config = json.dumps(CONFIG | (ON_CPU if device is None else {}))
+    command = [sys.executable, "-m", "routed_experts.server.cli", "serve", model, "--port", str(port)]
+    return subprocess.Popen([*command, "--kv-transfer-config", config, *flags], env=env)
+
+
+def wait_for(leg: subprocess.Popen[bytes], port: int) -> None:
+    while leg.poll() is None:
+        try:
+            if httpx.get(f"http://127.0.0.1:{port}/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise SystemExit("an instance did not start")
+
+
+def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
+    """The request that computes the prompt, and leaves its KV to be fetched."""
+    body = {**body, "stream": False}
+    body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN)}
+    body.pop("stream_options", None)
+    limits = dict(body["sampling_params"]) if "sampling_params" in body else body
+    limits["max_tokens"] = 1
+    limits.pop("min_tokens", None)
+    if "max_completion_tokens" in limits:
+        limits["max_completion_tokens"] = 1
+    return {**body, "sampling_params": limits} if "sampling_params" in body else body
+
+
+def proxy(ports: list[int]) -> FastAPI:
+    """Sends a request to the prefill instance, and with what that answers to the decode instance."""
+    prefill, decode = (httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) for port in ports)
+    app = FastAPI()
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    @app.post("/inference/v1/generate")
+    async def relay(request: Request) -> Response:
+        path, body = request.url.path, await request.json()
+        headers = {"Authorization": request.headers.get("Authorization", "")}
+        try:
+            first = await prefill.post(path, json=for_prefill(body), headers=headers)
+            if not first.is_success:
+                return Response(first.content, first.status_code, media_type="application/json")
+            body["kv_transfer_params"] = first.json()["kv_transfer_params"]
+            answer = await decode.send(decode.build_request("POST", path, json=body, headers=headers), stream=True)
+        except httpx.TransportError as error:
+            return JSONResponse({"error": {"message": f"an instance does not answer: {error}", "code": 502}}, 502)
+        kind = answer.headers["content-type"]
+        return StreamingResponse(
+            answer.aiter_raw(), answer.status_code, media_type=kind, background=BackgroundTask(answer.aclose)
+        )
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response()
+
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--port", type=int, default=8000, help="of the proxy; the instances take the next two")
+    parser.add_argument("--devices", nargs=2, default=[None, None], help="GPUs of the two; default: run on a CPU")
+    args, flags = parser.parse_known_args()
+    ports = [args.port + 1, args.port + 2]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    legs = [start(args.model, port, device, flags) for port, device in zip(ports, args.devices, strict=True)]
+    try:
+        for leg, port in zip(legs, ports, strict=True):
+            wait_for(leg, port)
+        uvicorn.run(proxy(ports), host="127.0.0.1", port=args.port)
+    finally:
+        for leg in legs:
+            leg.terminate()
+        for leg in legs:
+            leg.wait(60)
+
+
+if __name__ == "__main__":
+    main()
