@@ -49,6 +49,7 @@ pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="written for two engines on a CPU"),
 ]
 
+TOY_PROXY = "TOY_PROXY"  # an environment variable
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 EXPERTS = 16
 BLOCK = 32
@@ -122,11 +123,11 @@ def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_until_healthy(server: Server) -> None:
+def wait_until_healthy(server: Server, path: str = "/health") -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while server.process.poll() is None and time.monotonic() < deadline:
         with suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health").is_success:
+            if httpx.get(f"{server.url}{path}").is_success:
                 return
         time.sleep(0.3)
     raise AssertionError(f"the servers did not start:\n{server.log.read_text()[-6000:]}")
@@ -189,32 +190,50 @@ def test_a_proxy_that_drops_the_rows_leaves_them_unknown(legs: Legs, oracle: Ora
     assert oracle.wrong(rows[89:], [*prompt, *answer.tokens[:-1]], 89) == []
 
 
-# ---- Through the proxy, as clients see it ----
+# ---- Through a proxy, as clients see it ----
+
+
+@pytest.fixture(scope="module", params=["ours", "vllm's"])
+def proxy(legs: Legs, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """That of the example, and vLLM's toy proxy, which is in vLLM's repository and not in what is installed."""
+    if request.param == "ours":
+        yield legs.proxy
+        return
+    if TOY_PROXY not in os.environ:
+        pytest.skip(f"{TOY_PROXY} does not say where vLLM's toy_proxy_server.py is")
+    port = free_port()
+    command = [sys.executable, os.environ[TOY_PROXY], "--port", str(port)]
+    for side, leg in (("prefiller", legs.prefill), ("decoder", legs.decode)):
+        command += [f"--{side}-hosts", "127.0.0.1", f"--{side}-ports", leg.url.rpartition(":")[2]]
+    with subprocess.Popen(command) as process:
+        server = Server(legs.proxy.model, f"http://127.0.0.1:{port}", process, legs.proxy.log)
+        try:
+            wait_until_healthy(server, "/healthcheck")
+            yield server
+        finally:
+            process.terminate()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("start", [0, 40])
 @pytest.mark.parametrize("n", [1, 2])
-def test_completions(legs: Legs, oracle: Oracle, stream: bool, start: int, n: int) -> None:
+def test_completions(proxy: Server, oracle: Oracle, stream: bool, start: int, n: int) -> None:
     body = {"prompt": prompt_of(100, seed=800 + stream + start + n), "max_tokens": 12, "ignore_eos": True, "n": n}
     body |= {**ASK, "routed_experts_prompt_start": start, "temperature": n - 1}
-    if stream:
-        answers = answers_of_stream(legs.proxy.stream(**body), start, n)
-    else:
-        answers = answers_of(legs.proxy.complete(**body), start)
+    answers = answers_of_stream(proxy.stream(**body), start, n) if stream else answers_of(proxy.complete(**body), start)
     assert len(answers) == n
     for answer in answers:
         check(answer, oracle)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat(legs: Legs, oracle: Oracle, stream: bool) -> None:
+def test_chat(proxy: Server, oracle: Oracle, stream: bool) -> None:
     """With a limit on tokens by its newer name, and a stop string."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": f"{stream}: which? " * 9}], **ASK}
     body |= {"max_completion_tokens": 20, "temperature": 0}
-    text = legs.proxy.chat(**body)["choices"][0]["message"]["content"]
+    text = proxy.chat(**body)["choices"][0]["message"]["content"]
     body |= {"stop": text[5:8], "messages": [{"role": "user", "content": body["messages"][0]["content"]}]}
-    (answer,) = answers_of_stream(legs.proxy.stream(CHAT, **body)) if stream else answers_of(legs.proxy.chat(**body))
+    (answer,) = answers_of_stream(proxy.stream(CHAT, **body)) if stream else answers_of(proxy.chat(**body))
     assert answer.finish_reason == "stop"
     check(answer, oracle)
 
