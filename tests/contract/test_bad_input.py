@@ -19,6 +19,7 @@ from tests.contract.served import serving
 from tests.e2e.harness import prompt_of
 
 COUNT = int(os.environ.get("BAD_INPUT_REQUESTS", "0"))
+pytestmark = pytest.mark.timeout(max(600, COUNT))
 SETTINGS = settings(
     max_examples=COUNT or 500,
     deadline=None,
