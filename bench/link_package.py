@@ -4,7 +4,7 @@ For a machine without a package index or a build backend: `python3 bench/link_pa
 tree, and the few lines of metadata that vLLM finds plugins by, as pyproject.toml says. It may be run again.
 """
 
-import sys
+import argparse
 import tomllib
 from pathlib import Path
 
@@ -30,5 +30,11 @@ def link(site: Path) -> None:
     (metadata / "entry_points.txt").write_text("\n".join(lines))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    link(parser.parse_args().folder)
+
+
 if __name__ == "__main__":
-    link(Path(sys.argv[1]))
+    main()

@@ -3,6 +3,7 @@
 A model's steps and the copies of KV are played, as in `scheduler`: a copy is done one step after it was asked for.
 """
 
+import argparse
 from dataclasses import dataclass
 from statistics import median
 
@@ -113,5 +114,10 @@ def reload_table(repeats: int = 5, forward_s: float = 0.02, **mix: int) -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(reload_table())
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 A model's steps are played: tokens and rows are there when they are asked for, after a pause as long as a forward pass.
 """
 
+import argparse
 import gc
 import json
 import random
@@ -243,7 +244,12 @@ def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(queue_table())
     print()
     print(long_prompt_table())
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documentation import run_by
 from tests.e2e.harness import SMALL_KV, Oracle, Server, serving
 
 BLOCK_SIZE = 32
@@ -34,3 +35,11 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags = (*SERVER_FLAGS, "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out")
     with serving(tiny_model, tmp_path_factory.mktemp("server") / "log", *flags) as running:
         yield running
+
+
+@pytest.fixture
+def documented(request: pytest.FixtureRequest) -> list[str]:
+    """The blocks of the documentation's pages that say that this test runs them."""
+    found = run_by(request.node.nodeid.partition("[")[0])
+    assert found, "no page says that this test runs something of it"
+    return found

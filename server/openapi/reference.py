@@ -79,7 +79,7 @@ def _examples(title: str, content: dict[str, Any]) -> Iterator[str]:
         if title:
             yield f"\n{title}:"
         text = example if isinstance(example, str) else _json(example)
-        yield f"\n```{'' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
+        yield f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
 
 
 def _json(value: Any) -> str:

@@ -134,6 +134,18 @@ def test_parameters_of_each_prompt(llm: LLM) -> None:
     assert [asked.extra_args for asked in each] == [None] * 4, "the program's own parameters"
 
 
+def test_the_readme(llm: LLM, monkeypatch: pytest.MonkeyPatch, documented: list[str]) -> None:
+    """Its program, with an engine that is there already."""
+    (program,) = documented
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr("vllm.LLM", lambda model, **options: asked.append(options) or llm)
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert asked == [{"enable_return_routed_experts": True}]
+    assert names["rows"].shape == (2 + 16 - 1, DECODER_LAYERS, K)
+    check(names["rows"][:2].copy(), [39, 72, 0])  # the tiny model's tokens for "Hi"
+
+
 def test_one_token(llm: LLM) -> None:
     asked = params(max_tokens=1, routed_experts_prompt_start=20)
     (output,) = llm.generate(prompts_of(20), asked, use_tqdm=False)

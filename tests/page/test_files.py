@@ -1,6 +1,9 @@
 """What is served as the page, and to whom. No browser."""
 
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from routed_experts.server import cli
 from routed_experts.server.page import page_files
+from tests.command_lines import shell_words
 from tests.contract.served import serving
 from tests.e2e.harness import Server
 
@@ -41,6 +45,34 @@ def test_view_serves_it(viewed: Viewed) -> None:
     url = viewed({"choices": []})
     check_page(url)
     assert httpx.get(f"{url}/saved").text == '{"choices": []}\n'
+
+
+def test_the_documented_commands(tmp_path: Path, documented: list[str]) -> None:
+    """The first opens a browser, which says here what it would open; the second does not."""
+    (text,) = documented
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    said = [said_by(command, tmp_path) for command in shell_words(text)]
+    assert [len(lines) for lines in said] == [2, 1]
+    for line in said[0] + said[1]:
+        assert re.search(r"http://127\.0\.0\.1:\d+/routed_experts\b", line)
+    assert said[0][1].startswith("opened ")
+
+
+def said_by(command: list[str], folder: Path) -> list[str]:
+    """What a command that goes on until it is interrupted says."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "routed_experts.server.cli", *command[1:]],
+        cwd=folder,
+        env={**os.environ, "BROWSER": "echo opened %s"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    first = process.stdout.readline()
+    httpx.get(first.split()[3])  # answered once the browser, if any, has come and gone
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 0
+    return [first, *(line for line in process.stdout if line.strip())]
 
 
 def test_view_answers_to_its_own_address_only(viewed: Viewed) -> None:

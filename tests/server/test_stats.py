@@ -60,6 +60,16 @@ def test_rows_that_are_not_known(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert np.array_equal(counts, count_experts(np.concatenate([prompt, rows_of(2)]), EXPERTS))
 
 
+def test_the_documented_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documented: list[str]
+) -> None:
+    (command,) = documented
+    written(tmp_path, answer(Told(rows_of(20, 1), [rows_of(9, 2)])))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(command.split()[1:]) == 0
+    assert "1 answers, 29 rows" in capsys.readouterr().out
+
+
 def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = written(tmp_path, answer(Told(rows_of(300, 1), [rows_of(9, 2)])))
     assert cli.main(["stats", str(file)]) == 0

@@ -1,0 +1,258 @@
+"""Every command in the documentation is run by a test, or says why not; and its flags, names and paths exist."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from routed_experts.server import cli, launch
+from tests.command_lines import flags_of, module_parser, parser_of, program_parser, shell_words
+from tests.contract.served import vllms
+from tests.documentation import ROOT, Block, blocks, spans
+
+BLOCKS = list(blocks())
+SPANS = list(spans())
+HTTP = "docs/http.md"  # made from the examples of openapi.yaml, which have tests of their own
+COMMANDS = ("routed-experts", "make", "python", "python3", "pytest", "torchrun", "vllm")
+IMAGES = ("routed-experts", "routed-experts:cpu")
+OTHERS_FLAGS = {
+    "docker": {"--build", "--build-arg", "--wait", "--gpus", "--ipc", "--time", "--tmpfs", "--read-only"},
+    "pip": {"--extra-index-url"},
+    "pip-audit": {"--no-deps"},
+    "vLLM's toy proxy": {"--decoder-ports", "--prefiller-ports"},
+    "trainers": {"--router_replay_mode", "--use-rollout-routing-replay"},
+    "Ray": {"--address", "--head"},
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """What reading a command line sets is put back."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+# ---- every block says who runs it ----
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=[block.where for block in BLOCKS])
+def test_every_block_says_who_runs_it(block: Block) -> None:
+    assert block.language in ("sh", "python", "json", "text"), "say what it is, behind the fence"
+    if block.language in ("sh", "python"):
+        assert bool(block.run_by) != (len(block.not_run) > 20), (
+            "above it: <!-- run by TEST --> or <!-- not run: WHY -->"
+        )
+    elif block.language == "json" and not block.where.startswith(HTTP):
+        assert block.run_by
+    for named in re.findall(r"tests/[\w/]+\.py(?:::\w+)?", block.mark):
+        assert named_file_exists(named), named
+    if block.run_by:
+        path, _, name = block.run_by.partition("::")
+        tests = [node for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.FunctionDef)]
+        (test,) = (node for node in tests if node.name == name)
+        assert "documented" in [argument.arg for argument in test.args.args], "it should take the block from the page"
+
+
+# ---- every command can be read by the program that it is for ----
+
+
+def read(argv: list[str]) -> None:
+    """Has the program that `argv` starts read its arguments."""
+    program, rest = argv[0], argv[1:]
+    if program == "routed-experts":
+        read_ours(rest)
+    elif program == "vllm":
+        assert rest[0] == "serve"
+        vllms(rest[1:])
+    elif program == "make":
+        read_make(rest)
+    elif program in ("python", "python3"):
+        read_python(rest)
+    elif program == "pytest":
+        for path in (word for word in rest if word.startswith("tests")):
+            assert named_file_exists(path), path
+    elif program == "torchrun":
+        (script,) = (word for word in rest if word.endswith(".py"))
+        assert (ROOT / script).exists(), script
+    elif program == "docker" and rest[0] == "run":
+        image = next(place for place, word in enumerate(rest) if word in IMAGES)
+        read_ours(["serve", *rest[image + 1 :]])
+    elif program == "docker" and rest[0] == "build":
+        assert (ROOT / rest[rest.index("-f") + 1]).exists()
+
+
+def read_ours(argv: list[str]) -> None:
+    assert argv[0] in cli.COMMANDS
+    if argv[0] == "serve":
+        if not any(word.startswith("--help") for word in argv):
+            launch.parse(launch.take_version_flag(argv[1:]))
+    elif argv[1:] and argv[0] != "tiny-model":
+        parser_of(lambda: cli.main(argv))
+
+
+def read_make(argv: list[str]) -> None:
+    """And what make would then run of ours, as if everything were installed."""
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in argv:
+        assert "=" in word or re.search(rf"^{word}:", rules, re.MULTILINE), f"make has no {word}"
+    command = ["make", "-n", "-o", "setup", "DEVICE=cpu", *argv]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        if re.match(r"\S*/bin/(routed-experts serve|python -m (bench|tests))", line):
+            (words,) = shell_words(line.partition("/bin/")[2])
+            read(words)
+
+
+def read_python(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        path = Path(find_spec(argv[1]).origin or "")  # type: ignore[union-attr]
+        rest = argv[2:]
+    else:
+        path, rest = ROOT / argv[0], argv[1:]
+    if "argparse" not in path.read_text(encoding="utf-8"):
+        return
+    if argv[0] == "-m":
+        module_parser(argv[1], *rest)
+    else:
+        program_parser(path, *rest)
+
+
+SHELL = [block for block in BLOCKS if block.language == "sh"]
+
+
+@pytest.mark.parametrize("block", SHELL, ids=[block.where for block in SHELL])
+def test_commands_of_blocks_can_be_read(block: Block) -> None:
+    found = shell_words(block.text)
+    assert found
+    for argv in found:
+        assert argv[0] in (*COMMANDS, "docker", "curl", "pip"), f"no test looks at {argv[0]}"
+        read(argv)
+
+
+IN_SENTENCES = [
+    (where, text) for where, text in SPANS if re.match(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(COMMANDS)}) \S", text)
+]
+
+
+@pytest.mark.parametrize(("where", "text"), IN_SENTENCES, ids=[f"{where} {text[:40]}" for where, text in IN_SENTENCES])
+def test_commands_in_sentences_can_be_read(where: str, text: str) -> None:
+    (argv,) = shell_words(text)
+    read(argv)
+
+
+def test_commands_in_sentences_are_found() -> None:
+    assert {text.split()[0] for _, text in IN_SENTENCES} >= {"routed-experts", "make", "python", "pytest"}
+
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[path.stem for path in EXAMPLES])
+def test_programs_say_how_they_are_run(path: Path) -> None:
+    lines = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
+    commands = [line for line in lines if f"examples/{path.name}" in line]
+    assert len(commands) == 1
+    for argv in shell_words(commands[0]):
+        read(argv)
+
+
+# ---- flags and names in sentences ----
+
+
+@cache
+def parsers() -> list[ArgumentParser]:
+    """Of all that the documentation has commands of."""
+    modules = [f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
+    ours = [parser_of(partial(cli.main, argv)) for argv in OURS]
+    programs = [program_parser(ROOT / "examples/prefill_decode.py", "model")]
+    return [
+        *ours,
+        *programs,
+        *(module_parser(name, *REQUIRED.get(name, ())) for name in (*modules, "tests.e2e.torture")),
+    ]
+
+
+OURS = [
+    ["serve", "model"],
+    ["compare", "model", "--url", "url"],
+    ["stats", "file"],
+    ["view", "file"],
+]
+REQUIRED = {
+    "bench.engine_host": ("--variant", "off", "--engine", "{}", "--device", "cpu"),
+    "bench.link_package": ("folder",),
+}
+
+
+def flags(text: str) -> list[str]:
+    return re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w-]*…)", text)
+
+
+def test_flags_exist() -> None:
+    pytest_flags = {"--numprocesses"}
+    known = pytest_flags.union(*(flags_of(parser) for parser in parsers()), *OTHERS_FLAGS.values())
+    known |= {launch.ALLOW_UNTESTED_FLAG, "--help"}
+    assert [f"{where}: {flag}" for where, text in SPANS for flag in flags(text) if flag not in known] == []
+
+
+def test_others_flags_are_there() -> None:
+    """So that the list holds no more than it must."""
+    found = {flag for _, text in SPANS for flag in flags(text)}
+    assert set().union(*OTHERS_FLAGS.values()) - found == set()
+
+
+def named_file_exists(name: str, beside: Path = ROOT) -> bool:
+    """Whether there is such a file, from the repository, its tests or the page's folder, and in it such a test."""
+    path, _, test = name.partition("::")
+    test = test.partition("[")[0].rpartition("::")[2]
+    for folder in (ROOT, ROOT / "tests", beside):
+        if (folder / path).exists():
+            return not test or bool(re.search(rf"(?:def|class) {test}\b", (folder / path).read_text(encoding="utf-8")))
+    return False
+
+
+OUR_FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "tests").iterdir()) if path.is_dir()}
+
+
+def test_files_exist() -> None:
+    missing = []
+    for where, text in SPANS:
+        for name in text.split():
+            folder, slash, rest = name.partition("/")
+            if slash and folder in OUR_FOLDERS and re.fullmatch(r"[\w/.-]+(?:::.*)?", rest):
+                missing += [] if named_file_exists(name, (ROOT / where).parent) else [f"{where}: {name}"]
+    assert missing == []
+
+
+def test_names_of_ours_exist() -> None:
+    for _, text in SPANS:
+        if re.fullmatch(r"routed_experts\.(protocol|server|capture)(\.\w+)*", text):
+            found, *rest = text.split(".")
+            while rest and find_spec(f"{found}.{rest[0]}") is not None:
+                found = f"{found}.{rest.pop(0)}"
+            target = importlib.import_module(found)
+            for name in rest:
+                target = getattr(target, name)
+
+
+def test_the_modules_of_the_client_library() -> None:
+    """The table of `docs/clients.md`, and its functions."""
+    table = (ROOT / "docs/clients.md").read_text(encoding="utf-8").partition("| module |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)
+    assert len(rows) == 5
+    for module, what in rows:
+        found = importlib.import_module(f"routed_experts.protocol.{module}")
+        assert [name for name in re.findall(r"`(\w+)`", what) if not hasattr(found, name)] == []

@@ -1,0 +1,91 @@
+"""What README and `docs/clients.md` show, run as it stands there."""
+
+import base64
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+
+from routed_experts.protocol.codec import encode
+from tests.contract.served import serving_weights
+from tests.e2e.harness import FLOAT32, ON_GPU, Server, read_events
+
+ADDRESS = "http://localhost:8000"
+
+needs_cpu = pytest.mark.skipif(ON_GPU, reason="the rows in the page are those of a CPU, in its order")
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    """Serves what `make serve` does, on another port."""
+    with serving_weights(
+        tiny_model, "--served-model-name", "tiny-moe", *FLOAT32, "--kv-cache-memory-bytes", str(64 << 20)
+    ) as running:
+        yield running
+
+
+def without_what_differs(text: str) -> list[dict[str, Any]]:
+    """The chunks of a stream, less what is another each time."""
+    chunks = list(read_events(iter(text.splitlines())))
+    return [
+        {key: value for key, value in chunk.items() if key not in ("id", "created", "system_fingerprint")}
+        for chunk in chunks
+    ]
+
+
+@needs_cpu
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl(server: Server, documented: list[str]) -> None:
+    command, shown = documented
+    assert ADDRESS in command
+    done = subprocess.run(
+        ["bash", "-c", command.replace(ADDRESS, server.url)], capture_output=True, text=True, timeout=100, check=True
+    )
+    assert without_what_differs(done.stdout) == without_what_differs(shown)
+    assert len(without_what_differs(shown)) == 3
+
+
+@needs_cpu
+def test_openai_client(server: Server, documented: list[str]) -> None:
+    program, shown = documented
+    assert ADDRESS in program
+    said = StringIO()
+    with redirect_stdout(said):
+        exec(program.replace(ADDRESS, server.url), {})
+    assert said.getvalue() == shown
+
+
+def test_decoding_in_one_line(documented: list[str]) -> None:
+    (program,) = documented
+    names: dict[str, Any] = {"np": np, "base64": base64}
+    exec(program, names)
+    rows = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
+    assert np.array_equal(names["decode"](encode(rows, fmt="object", dtype="int16", start=0)), rows)
+
+
+def test_collecting_a_stream(server: Server, documented: list[str]) -> None:
+    (program,) = documented
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    names: dict[str, Any] = {"client": client, "model": "tiny-moe", "prompt": "Which experts?"}
+    exec(program, names)
+    routing = names["routing"]
+    assert len(routing.prompt_rows) == len("Which experts?")
+    assert len(routing.generated_rows) == len(routing.token_ids) - 1
+
+
+def test_plotting(documented: list[str]) -> None:
+    (program,) = documented
+    drawn: dict[str, np.ndarray] = {}
+    plt = SimpleNamespace(imshow=lambda load: drawn.update(load=load), plot=lambda line: drawn.update(line=line))
+    rows = np.random.default_rng(0).integers(0, 128, (50, 6, 8), dtype=np.int16)
+    exec(program, {"routing": SimpleNamespace(rows=rows), "plt": plt})
+    assert (drawn["load"].shape, drawn["line"].shape) == ((6, 128), (6,))
+    assert drawn["load"].mean() == pytest.approx(1)
