@@ -10,6 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tqdm import tqdm
+
+from routed_experts.server.progress import say
+
 Run = dict[str, float]
 
 
@@ -45,6 +49,7 @@ class Host:
         with log.open("w") as out:
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=out, text=True)
         host = cls(variant, process)
+        say(f"Starting the engine of {variant}; its log is {log}.")
         host.info = host._read(log)["info"]
         return host
 
@@ -87,12 +92,13 @@ def interleave(
     for case in cases:
         for host in hosts:
             host.run(case if case.long else replace(case, new_tokens=32), routing=False)
-        for repeat in range(repeats):
-            order = lines if repeat % 2 == 0 else lines[::-1]
-            for name, host, routing in order:
-                results.setdefault(case.name, {}).setdefault(name, []).append(host.run(case, routing))
+        with tqdm(total=repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
+            for repeat in range(repeats):
+                order = lines if repeat % 2 == 0 else lines[::-1]
+                for name, host, routing in order:
+                    results.setdefault(case.name, {}).setdefault(name, []).append(host.run(case, routing))
+                    bar.update()
         save.write_text(json.dumps(results))
-        print(f"done: {case.name}", file=sys.stderr, flush=True)
 
 
 def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) -> str:

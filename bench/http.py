@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from bench.http_answers import Expected, Routing
 from bench.http_load import Clients, Load, Request
 from bench.http_server import Server, start
 from bench.http_table import Run, commit_and_device, table
 from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, write_model
+from routed_experts.server.progress import say
 
 WINDOW_S = 1.0
 """For how long the others are looked at beside a long answer: after its first event, or, unstreamed, around its first
@@ -230,8 +232,8 @@ class Bench:
             which = "plain" if variant == "off" and self._args.plain else variant
             self._servers[variant] = start(which, self._model, flags, log, self._args.api_servers, gpu)
         for variant in started:
+            say(f"Starting the server of {variant}; its log is {self._servers[variant].log}.")
             self._servers[variant].wait_until_healthy()
-            print(f"{variant} serves", file=sys.stderr, flush=True)
             if self._args.device == "cuda":
                 self._warm_up(self._servers[variant])
 
@@ -254,21 +256,25 @@ class Bench:
         short = replace(case, new_tokens=8, others=min(case.others, 10), long_at=0.1)
         for line in {(line.server, line.stream): line for line in lines}.values():
             self._once(short, line)
-        for repeat in range(self._args.repeats):
-            for line in lines if repeat % 2 == 0 else lines[::-1]:
-                if self._late():
-                    return
-                run = self._once(case, line)
-                about = {"case": case.name, "variant": line.variant, "baseline": line.baseline, "repeat": repeat}
-                mode = "streamed" if line.stream else "unstreamed"
-                binary = " MessagePack" if self._args.msgpack and not line.stream else ""
-                form = f"{self._args.form} {self._args.dtype}{binary}" if line.rows == "split" else None
-                about |= {"mode": mode, "form": form, "api_servers": self._args.api_servers}
-                self._runs.append({**about, **run, **self._about})
-                with (self._out / "results.jsonl").open("a") as file:
-                    file.write(json.dumps(self._runs[-1]) + "\n")
-            (self._out / "table.md").write_text(table(self._runs))
-        print(f"done: {case.name}", file=sys.stderr, flush=True)
+        with tqdm(total=self._args.repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
+            for repeat in range(self._args.repeats):
+                for line in lines if repeat % 2 == 0 else lines[::-1]:
+                    if self._late():
+                        return
+                    self._measure(case, line, repeat)
+                    bar.update()
+                (self._out / "table.md").write_text(table(self._runs))
+
+    def _measure(self, case: Case, line: Line, repeat: int) -> None:
+        run = self._once(case, line)
+        about = {"case": case.name, "variant": line.variant, "baseline": line.baseline, "repeat": repeat}
+        mode = "streamed" if line.stream else "unstreamed"
+        binary = " MessagePack" if self._args.msgpack and not line.stream else ""
+        form = f"{self._args.form} {self._args.dtype}{binary}" if line.rows == "split" else None
+        about |= {"mode": mode, "form": form, "api_servers": self._args.api_servers}
+        self._runs.append({**about, **run, **self._about})
+        with (self._out / "results.jsonl").open("a") as file:
+            file.write(json.dumps(self._runs[-1]) + "\n")
 
     def _once(self, case: Case, line: Line) -> dict[str, Any]:
         self._seed += 1

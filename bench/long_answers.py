@@ -26,6 +26,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
+from tqdm import tqdm
 
 from bench.http_table import commit_and_device
 from routed_experts.protocol import codec
@@ -315,7 +316,8 @@ def stalls(port: int, num_rows: int, num_answers: int, num_streams: int, seconds
     alone = figures(port)
     lines.append(f"| none | {alone['held']:.1f} | {alone['late']:.1f} | {seconds:.1f} |")
     for stream in (False, True):
-        for name, (fields, accept) in FORMS.items():
+        kind = "streamed" if stream else "unstreamed"
+        for name, (fields, accept) in tqdm(FORMS.items(), desc=f"many answers, {kind}", unit=" forms", disable=None):
             if stream and accept == MSGPACK:
                 continue  # streams are text
             began = time.monotonic()
@@ -324,8 +326,7 @@ def stalls(port: int, num_rows: int, num_answers: int, num_streams: int, seconds
                 long_answers(port, num_answers, body, accept)
                 took = time.monotonic() - began
             seen = figures(port)
-            kind = f"{name}, {'streamed' if stream else 'unstreamed'}"
-            lines.append(f"| {kind} | {seen['held']:.1f} | {seen['late']:.1f} | {took:.1f} |")
+            lines.append(f"| {name}, {kind} | {seen['held']:.1f} | {seen['late']:.1f} | {took:.1f} |")
     return lines
 
 
@@ -337,7 +338,7 @@ def both_ends(port: int, num_rows: int, repeats: int) -> list[str]:
     for name in ("base64", "MessagePack"):
         fields, accept = FORMS[name]
         runs = []
-        for _ in range(repeats + 1):
+        for _ in tqdm(range(repeats + 1), desc=f"one answer, {name}", unit=" runs", disable=None):
             before = figures(port)
             began = time.process_time()
             content = ask(port, "/long", {"fields": fields, "stream": False, "generated": 1}, accept)

@@ -7,6 +7,7 @@ import argparse
 from dataclasses import dataclass
 from statistics import median
 
+from tqdm import tqdm
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -98,7 +99,7 @@ VARIANTS = {"off": (False, False), "captured, not asked for": (True, False), "re
 def reload_table(repeats: int = 5, forward_s: float = 0.02, **mix: int) -> str:
     """Markdown: a mix of reloads with and without the capture, the variants in turns."""
     plays: dict[str, list[Play]] = {name: [] for name in VARIANTS}
-    for repeat in range(repeats):
+    for repeat in tqdm(range(repeats), desc="reloads", unit=" turns", disable=None):
         order = list(VARIANTS.items())
         for name, (is_captured, asks) in order if repeat % 2 == 0 else order[::-1]:
             plays[name].append(play(is_captured, asks, **mix))

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
@@ -200,7 +201,7 @@ def queue_table(waiting: tuple[int, ...] = (0, 5_000, 20_000), steps: int = 200)
         for index in range(RUNNING):
             made.add(prompt_of(BLOCK, index), 10_000, asks)
         added = 0
-        for count in waiting:
+        for count in tqdm(waiting, desc=f"queue, {name}", unit=" queues", disable=None):
             for _ in range(count - added):
                 made.add([1, 2, 3], 8, asks)
             added = count
@@ -230,7 +231,7 @@ def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 
         for _ in range(-(-length // CHUNK) + 3):
             made.step()
         taken, waits = [], []
-        for _ in range(repeats):
+        for _ in tqdm(range(repeats), desc=f"long prompts, {name}", unit=" prompts", disable=None):
             request_id = made.add(prompt, 1, asks)
             for later in range(12):
                 taken.append(made.step())

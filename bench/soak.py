@@ -14,16 +14,19 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import psutil
+from tqdm import tqdm
 
 from bench.http_server import MODEL_NAME, start
 from bench.http_table import commit_and_device
 from bench.shapes import TINY, write_model
+from routed_experts.server.progress import say
 
 COUNTERS = ("routed_experts_requests_tracked", "routed_experts_feeds_open", "vllm:num_requests_running")
 WARM_UP = 0.25  # of the time, whose memory does not count: pools and caches fill
@@ -63,12 +66,13 @@ def run(url: str, pid: int, model: str, seconds: float, clients: int = 8) -> Soa
     leader = psutil.Process(pid)
     processes = [leader, *leader.children(recursive=True)]
     soak, end = Soak(), threading.Event()
+    say(f"Warming up for {seconds * WARM_UP:.0f} seconds.")
     _load(url, model, soak, time.monotonic() + seconds * WARM_UP, end, clients)
     _wait_until_idle(url, soak)
     soak.answers.clear()
     began = time.monotonic()
     soak.samples.append(_sample(processes, 0.0))
-    sampler = threading.Thread(target=_keep_sampling, args=(processes, soak, began, end))
+    sampler = threading.Thread(target=_keep_sampling, args=(processes, soak, began, end, seconds * (1 - WARM_UP)))
     sampler.start()
     _load(url, model, soak, began + seconds * (1 - WARM_UP), end, clients)
     _wait_until_idle(url, soak)
@@ -130,8 +134,11 @@ def _sample(processes: list[psutil.Process], at: float) -> tuple[float, int, int
     return at, sum(memory), files, sum(process.num_threads() for process in processes), worker
 
 
-def _keep_sampling(processes: list[psutil.Process], soak: Soak, began: float, end: threading.Event) -> None:
-    while not end.wait(1.0):
+def _keep_sampling(
+    processes: list[psutil.Process], soak: Soak, began: float, end: threading.Event, seconds: float
+) -> None:
+    every_second = iter(partial(end.wait, 1.0), True)
+    for _ in tqdm(every_second, total=round(seconds), desc="load", unit=" s", disable=None):
         soak.samples.append(_sample(processes, time.monotonic() - began))
 
 

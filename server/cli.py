@@ -5,6 +5,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 from routed_experts.server.complaint import complain
+from routed_experts.server.progress import say
 
 NO_VLLM = (
     "vLLM is not installed: install this package again with its extra for GPUs, pip install '.[cuda]', "
@@ -32,7 +33,8 @@ view        shows saved answers in a browser, as the page /routed_experts of a r
 
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
-    from routed_experts.server import launch  # imports vLLM, which takes seconds
+    say("Loading vLLM, which takes some seconds; its log follows.")
+    from routed_experts.server import launch
 
     return launch.main(argv)
 
@@ -41,7 +43,8 @@ def tiny_model(argv: list[str]) -> int:
     """`routed-experts tiny-model DIR`"""
     if len(argv) != 1 or argv[0].startswith("-"):
         return complain("tiny-model takes one argument, the folder to write the model to.")
-    from routed_experts.server.tiny_model import main  # imports transformers, which takes seconds
+    say(f"Making the tiny model in {argv[0]}; this takes some seconds.")
+    from routed_experts.server.tiny_model import main  # imports transformers
 
     return main(argv[0])
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.server.complaint import complain
+from routed_experts.server.progress import say
 from routed_experts.server.reference import CompareError, Ids, Reference, Scores
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -247,6 +248,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     from tqdm import tqdm
 
     sources = _lines(args.answers or args.prompts) if args.answers or args.prompts else list(enumerate(PROMPTS, 1))
+    say(f"Loading {args.model}.")
     reference = Reference(args.model, args.dtype, args.device)
     comparison = Comparison(reference)
     shape = (len(reference.layer_ids), reference.top_k)

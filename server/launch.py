@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.complaint import complain
 from routed_experts.server.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.probe import ProbeError
+from routed_experts.server.progress import say
 
 try:
     from vllm.entrypoints.common.startup import cli_env_setup
@@ -188,10 +188,9 @@ def tiny_model_dir() -> Path:
 def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
     """Serves the tiny model from `directory`, which is made if it, or a part of it, is not there."""
     if not all((directory / name).exists() for name in ("config.json", "model.safetensors", "tokenizer.json")):
-        from routed_experts.server.tiny_model import make_tiny_model  # imports transformers, which takes seconds
+        say(f"Making the tiny model in {directory}; this takes some seconds.")
+        from routed_experts.server.tiny_model import make_tiny_model  # imports transformers
 
-        if sys.stderr.isatty():
-            print(f"Making the tiny model in {directory}; this takes a few seconds.", file=sys.stderr)
         make_tiny_model(directory)
     args.model_tag = args.model = str(directory)
     args.served_model_name = args.served_model_name or [TINY_MODEL_NAME]

@@ -1,13 +1,14 @@
 """A checkpoint in transformers that says which experts its routers choose, and by which scores."""
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from routed_experts.server.progress import hush_transformers
 
 Ids = NDArray[np.integer[Any]]
 Scores = NDArray[np.float32]
@@ -32,10 +33,8 @@ class Reference:
     def __init__(self, model: str, dtype: str, device: str) -> None:
         import torch
         from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
 
-        if not sys.stderr.isatty():
-            logging.disable_progress_bar()
+        hush_transformers()
         spread = {"device_map": "auto"} if device == "auto" else {}
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **spread).eval()
         self._model = loaded if spread else loaded.to(device)
