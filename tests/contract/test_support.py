@@ -7,12 +7,12 @@ import pytest
 
 from routed_experts.capture.engine.config import REFUSALS, SUPPORTED_VLLM
 from routed_experts.capture.engine.connectors import CONNECTORS
-from tests.e2e.shapes import SHAPES
+from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
 from tests.gpu_runs import FILE, TABLE, named, read, render
 
 ROOT = Path(__file__).resolve().parents[2]
-PARAMETERS = {engine.name for engine in ENGINES} | {shape.name for shape in SHAPES}
+PARAMETERS = {engine.name for engine in ENGINES} | {shape.name for shape in (*SHAPES, *SIXTEEN_BIT)}
 
 
 def rows() -> list[tuple[str, str, str]]:

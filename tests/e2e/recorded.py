@@ -26,9 +26,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM reads it
-# What two threads share of so small a model takes longer than one alone needs, above all on a busy machine.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import numpy as np
 import torch
@@ -136,32 +133,33 @@ def mix(dice: random.Random, turn: int) -> list[tuple[list[int], SamplingParams]
     return requests
 
 
-def main(model: str, turns: int = 3, **options: Any) -> dict[str, int]:
+def main(model: str, turns: int = 2, **options: Any) -> dict[str, int]:
     llm = LLM(
         model,
         enable_return_routed_experts=True,
         worker_cls=f"tests.e2e.recorded.{Recorder.__name__}",
         **OPTIONS | options,
     )
-    dice, answers = random.Random(0), []
+    dice, outputs = random.Random(0), []
     for turn in range(turns):
         requests = mix(dice, turn)
         prompts: Any = [{"prompt_token_ids": prompt} for prompt, _ in requests]
-        for output in llm.generate(prompts, [params for _, params in requests], use_tqdm=False):
-            prompt = output.prompt_token_ids or []
-            answers += [(output.request_id, [*prompt, *choice.token_ids], choice) for choice in output.outputs]
+        outputs += llm.generate(prompts, [params for _, params in requests], use_tqdm=False)
         if turn == turns // 2:
             llm.reset_prefix_cache()
     recording: Recording = llm.collective_rpc("recorded")[0]
     rule = rule_of(Path(model), recording.layer_ids)
     counts: Counter[str] = Counter(steps=recording.steps)
-    for request_id, tokens, choice in answers:
-        rows = choice.routed_experts
-        assert rows.dtype in (np.uint8, np.uint16), "some rows are not known"
-        rows = rows[:, recording.layer_ids].astype(np.int64)
-        (request,) = recording.requests_of(request_id, choice.index)
-        counts.update(judge(recording, rule, request, tokens[:-1], rows))
-        counts.update(_if_misplaced(recording, rule, request, tokens[:-1], rows))
+    for output in outputs:
+        names = [recording.name_of(output.request_id, choice.index) for choice in output.outputs]
+        prompt = list(output.prompt_token_ids or ())
+        for name, choice in zip(names, output.outputs, strict=True):
+            rows = choice.routed_experts
+            assert rows.dtype in (np.uint8, np.uint16), "some rows are not known"
+            rows = rows[:, recording.layer_ids].astype(np.int64)
+            tokens = [*prompt, *choice.token_ids][:-1]
+            counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
+            counts.update(_if_misplaced(recording, rule, name, tokens, rows))
     return dict(counts)
 
 

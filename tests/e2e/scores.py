@@ -229,36 +229,62 @@ class Recording:
             text = self._texts[number] = hash((text, self._tokens[number]))
         return text
 
-    def requests_of(self, request_id: str, index: int) -> list[str]:
-        """The engine's names for choice `index` of a request that its caller knows as `request_id`."""
+    def name_of(self, request_id: str, index: int) -> str:
+        """The engine's name for choice `index` of a request that its caller knows as `request_id`."""
         names = (request_id, f"{index}_{request_id}")
-        return [known for known in self._read if known in names or known.rpartition("-")[0] in names]
+        (found,) = (known for known in self._read if known.rpartition("-")[0] in names)
+        return found
 
 
-def judge(recording: Recording, rule: Rule, request: str, tokens: Sequence[int], rows: np.ndarray) -> Counter[str]:
-    """What a request's rows [len(tokens), L, K] come to; "wrong" and "rows" are counts of rows, others of layers too.
+def judge(
+    recording: Recording,
+    rule: Rule,
+    request: str,
+    tokens: Sequence[int],
+    rows: np.ndarray,
+    prompt: int = 0,
+    choices: Sequence[str] = (),
+) -> Counter[str]:
+    """What a request's rows [len(tokens), L, K] come to: counts of rows and, where it says so, of layers of rows.
 
-    A row is right if all of its layers are by one of the computations that the request read.
+    A row is right if all of its layers are by one of the computations that the request read. The first `prompt` rows
+    may instead be by those that one of the other `choices` of the prompt read: the engine hands them out once.
     """
     assert len(rows) == len(tokens)
+    verdicts = _verdicts(recording, rule, request, tokens, rows)
+    own = verdicts[:prompt].min(axis=1, initial=Verdict.EXACT) > Verdict.WRONG
+    for other in choices if not own.all() else ():
+        theirs = _verdicts(recording, rule, other, tokens[:prompt], rows[:prompt])
+        if theirs.min() > Verdict.WRONG:
+            verdicts[:prompt] = theirs
+            break
+    wrong = verdicts.min(axis=1) == Verdict.WRONG
+    computations = recording.computations(request, tokens)
+    owners = [[recording.owners[number] for number in numbers] for numbers in computations]
+    return Counter(
+        {
+            "rows": len(rows),
+            "wrong": int(wrong.sum()),
+            "not recorded": sum(not numbers for numbers in computations),
+            "by another choice": int((~own & ~wrong[:prompt]).sum()),
+            "hits": sum(request not in of_row and bool(of_row) for of_row in owners),
+            "recomputed": sum(of_row.count(request) > 1 for of_row in owners),
+            "layers": verdicts.size,
+            "ties in layers": int((verdicts == Verdict.TIE).sum()),
+            "roundings in layers": int((verdicts == Verdict.ROUNDING).sum()),
+        }
+    )
+
+
+def _verdicts(recording: Recording, rule: Rule, request: str, tokens: Sequence[int], rows: np.ndarray) -> np.ndarray:
+    """[len(tokens), L] by the best of the computations that the request read; wrong where there is none."""
+    best = np.full(rows.shape[:2], Verdict.WRONG, dtype=np.int8)
     computations = recording.computations(request, tokens)
     pairs = [(position, number) for position, numbers in enumerate(computations) for number in numbers]
-    counts = Counter(rows=len(rows), layers=rows.shape[0] * rows.shape[1])
-    best: dict[int, np.ndarray] = {}
     if pairs:
-        verdicts = rule.judge(
-            np.stack([recording.scores[number] for _, number in pairs]), rows[[position for position, _ in pairs]]
-        )
-        for (position, _), verdict in zip(pairs, verdicts, strict=True):
-            if position not in best or verdict.min() > best[position].min():
+        positions, numbers = zip(*pairs, strict=True)
+        scores = np.stack([recording.scores[number] for number in numbers])
+        for position, verdict in zip(positions, rule.judge(scores, rows[list(positions)]), strict=True):
+            if verdict.min() >= best[position].min():
                 best[position] = verdict
-    for position, numbers in enumerate(computations):
-        verdict = best.get(position)
-        counts["not recorded"] += not numbers
-        counts["wrong"] += verdict is None or int(verdict.min()) == Verdict.WRONG
-        counts["ties"] += 0 if verdict is None else int((verdict == Verdict.TIE).sum())
-        counts["roundings"] += 0 if verdict is None else int((verdict == Verdict.ROUNDING).sum())
-        owners = [recording.owners[number] for number in numbers]
-        counts["hits"] += request not in owners and len(numbers) > 0
-        counts["recomputed"] += owners.count(request) > 1
-    return counts
+    return best

@@ -245,6 +245,81 @@ SHAPES = (
     ),
 )
 
+_GATED_DELTA = {
+    **{**_ATTENTION, "num_hidden_layers": 4, "intermediate_size": 128, "moe_intermediate_size": 64},
+    **{"shared_expert_intermediate_size": 64, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
+    **{"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]},
+}
+
+SIXTEEN_BIT = (
+    Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), 16, 4),
+    Shape(
+        "qwen3.5-moe, gated delta networks",
+        "qwen3_5_moe_text",
+        _GATED_DELTA,
+        (0, 1, 2, 3),
+        16,
+        4,
+        needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring",
+    ),
+    Shape(
+        "glm4-moe, sigmoid with bias in float32",
+        "glm4_moe",
+        {
+            **{**_ATTENTION, "num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 128},
+            **{"moe_intermediate_size": 64, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1},
+            **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "use_qk_norm": True},
+        },
+        (1, 2, 3),
+        16,
+        4,
+        router_std=0.2,
+    ),
+    Shape(
+        "minimax-m2, sigmoid with bias in float32",
+        "minimax_m2",
+        {
+            **{**_ATTENTION, "num_hidden_layers": 3, "intermediate_size": 64, "num_local_experts": 16},
+            **{"num_experts_per_tok": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+        },
+        (0, 1, 2),
+        16,
+        4,
+        router_std=0.2,
+        needs_gpu="vLLM's router for CPUs has no sigmoid without groups",
+    ),
+    Shape(
+        "nemotron-h, mamba, experts and full attention by turns",
+        "nemotron_h",
+        {
+            **{**_ATTENTION, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "moe"]},
+            **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1, "chunk_size": 64},
+            **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 16},
+            **{"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "use_mamba_kernels": False},
+        },
+        (1, 3, 5),
+        16,
+        4,
+        router_std=0.2,
+        needs_gpu="vLLM's CPU build has no experts without a gate (relu2)",
+    ),
+    Shape(
+        "gemma4, experts beside a dense layer",
+        "gemma4_text",
+        {
+            **{**_ATTENTION, "num_hidden_layers": 4, "intermediate_size": 128, "enable_moe_block": True},
+            **{"num_experts": 16, "top_k_experts": 4, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0},
+            **{"sliding_window": 40, "global_head_dim": 32},
+            **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+        },
+        (0, 1, 2, 3),
+        16,
+        4,
+    ),
+)
+"""Run in 16 bits only."""
+
 SLIDING_ONLY = Shape("sliding window only", "mixtral", {**_MIXTRAL, "sliding_window": 40}, (0, 1, 2, 3), 8, 2)
 DENSE = Shape("dense", "qwen3", {**_ATTENTION, "intermediate_size": 128, "num_hidden_layers": 3}, (), 0, 0)
 
@@ -270,7 +345,9 @@ def make_model(shape: Shape, directory: Path) -> None:
 
 def _fill(name: str, tensor: torch.Tensor, shape: Shape, config: PreTrainedConfig) -> None:
     """Random values for a weight; norms, and what describes a recurrence, stay as Hugging Face initialises them."""
-    is_router = any(part in name for part in (".gate.weight", ".router.weight", ".router.layer.weight"))
+    is_router = any(
+        part in name for part in (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight")
+    )
     if "correction_bias" in name or "expert_bias" in name:
         tensor.normal_(0, 0.3)
     elif is_router:

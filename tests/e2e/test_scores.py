@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.harness import prompt_of
+from tests.e2e.harness import ON_GPU, prompt_of
 from tests.e2e.scores import Part, Recording, Rule, Verdict, judge, rule_of
-from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
+from tests.e2e.shapes import SHAPES, SIXTEEN_BIT, HookOracle, Shape, make_model
 
 K, EXPERTS, LAYERS = 4, 16, 3
 BIAS = torch.linspace(-0.5, 0.5, EXPERTS).repeat(LAYERS, 1)
@@ -32,12 +34,14 @@ def best(scores: np.ndarray, count: int = K) -> np.ndarray:
 
 
 def routers_of(oracle: HookOracle) -> list[torch.nn.Module]:
-    names = (".gate", ".router", ".router.layer")
+    names = (".gate", ".router", ".router.layer", ".router.proj")
     modules = [module for name, module in oracle.model.named_modules() if name.endswith(names)]
     return [module for module in modules if getattr(module, "weight", None) is not None and module.weight.dim() == 2]
 
 
-@pytest.mark.parametrize("shape", {shape.model_type: shape for shape in SHAPES}.values(), ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape", {shape.model_type: shape for shape in (*SHAPES, *SIXTEEN_BIT)}.values(), ids=lambda shape: shape.name
+)
 def test_the_rule_is_that_of_hugging_face(shape: Shape, tmp_path: Path) -> None:
     """What its routers are given, in float32, and what they hand to their experts."""
     make_model(shape, tmp_path)
@@ -194,6 +198,23 @@ def test_a_preempted_request_has_computed_twice() -> None:
     assert judge(steps.recording, steps.rule, "a", [1, 2, 3, 4], new)["recomputed"] == 3
 
 
+def test_prompt_rows_of_another_choice() -> None:
+    """All of them, and not those after the prompt."""
+    steps = Steps()
+    steps.blocks = {"0_a": [1], "1_a": [2]}
+    tokens = [1, 2, 3]
+    first, second = steps.run(("0_a", 0, tokens), ("1_a", 0, tokens))
+
+    def counts(*rows: np.ndarray) -> tuple[int, int]:
+        judged = judge(steps.recording, steps.rule, "1_a", tokens, np.concatenate(rows), 2, ["0_a", "1_a"])
+        return judged["wrong"], judged["by another choice"]
+
+    assert counts(second) == (0, 0)
+    assert counts(first[:2], second[2:]) == (0, 2)
+    assert counts(first) == (1, 2)
+    assert counts(first[:1], second[1:]) == (1, 0)
+
+
 def test_drafts_that_were_rejected() -> None:
     """The second draft is what was sampled in the end, but it was computed after the wrong first one."""
     steps = Steps()
@@ -207,8 +228,10 @@ def test_drafts_that_were_rejected() -> None:
 
 # ---- engines ----
 
+IN_CI = ("deepseek-v3, plain attention", "gpt-oss, sliding and full attention")
 
-def run(model: Path, env: dict[str, str], **options: Any) -> dict[str, int]:
+
+def run(model: Path, env: Mapping[str, str], **options: Any) -> dict[str, int]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.recorded", str(model), json.dumps(options)],
         cwd=Path(__file__).parents[2],
@@ -222,15 +245,64 @@ def run(model: Path, env: dict[str, str], **options: Any) -> dict[str, int]:
     print(counts)
     assert counts["wrong"] == counts["not recorded"] == 0
     assert counts["rows"] > 2000
-    # What the same rows would be in another place.
-    assert counts["right at the next position"] < 0.1 * counts["rows"]
-    assert counts["right in the next layer"] < 0.1 * counts["rows"]
+    # What the same rows would be in another place: they tell places apart. (Random models repeat themselves.)
+    assert counts["right at the next position"] < 0.2 * counts["rows"]
+    assert counts["right in the next layer"] < 0.2 * counts["rows"]
+    assert counts["ties in layers"] < 0.05 * counts["layers"]
+    assert counts["roundings in layers"] == 0 or ON_GPU
     return counts
 
 
+DICTATE_BLOCKS = ("mamba", "gated delta", "convolutions", "latent")
+LITTLE_SPACE = {"block_size": 32, "num_gpu_blocks_override": 24}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+
+
+@dataclass(frozen=True)
+class Mode:
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+    on_gpu: bool = True
+    slow: bool = False
+
+
+MODES = (
+    Mode("eager", {"enforce_eager": True}, on_gpu=False),
+    Mode("n-gram drafts", {"enforce_eager": True, "speculative_config": NGRAM}, on_gpu=False, slow=True),
+    Mode("graphs"),
+    Mode("graphs, V1 runner", env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    Mode("graphs, n-gram drafts", {"speculative_config": NGRAM}),
+    Mode("graphs, FP8", {"quantization": "fp8"}),
+)
+
+
+def mode_param(mode: Mode) -> Any:
+    marks = [pytest.mark.skip(reason="needs an NVIDIA GPU")] if mode.on_gpu and not ON_GPU else []
+    return pytest.param(mode, id=mode.name, marks=[*marks, pytest.mark.slow] if mode.slow else marks)
+
+
 @pytest.mark.e2e
-def test_every_row_in_16_bits(tiny_model: Path) -> None:
-    counts = run(tiny_model, {}, block_size=32, num_gpu_blocks_override=24)
-    assert counts["ties"] < 0.05 * counts["layers"]
+@pytest.mark.parametrize("mode", [mode_param(mode) for mode in MODES])
+def test_every_row_in_16_bits(mode: Mode, tiny_model: Path) -> None:
+    counts = run(tiny_model, mode.env, **LITTLE_SPACE, **mode.options)
     assert counts["hits"] > 500
     assert counts["recomputed"] > 50
+
+
+def as_param(shape: Shape) -> Any:
+    marks = [] if shape.name in IN_CI else [pytest.mark.slow]
+    if shape.needs_gpu and not ON_GPU:
+        marks.append(pytest.mark.skip(reason=shape.needs_gpu))
+    return pytest.param(shape, id=shape.name, marks=marks)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("shape", [as_param(shape) for shape in (*SHAPES, *SIXTEEN_BIT)])
+def test_shapes_in_16_bits(shape: Shape, tmp_path: Path) -> None:
+    make_model(shape, tmp_path / "model")
+    is_free = not any(word in shape.name for word in DICTATE_BLOCKS)
+    counts = run(tmp_path / "model", shape.env, **(LITTLE_SPACE if is_free else {"enable_prefix_caching": True}))
+    if is_free:
+        assert counts["hits"] > 500
+        assert counts["recomputed"] > 50
