@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -66,13 +67,18 @@ def said_by(command: list[str], folder: Path) -> list[str]:
         env={**os.environ, "BROWSER": "echo opened %s"},
         stdout=subprocess.PIPE,
         text=True,
+        # Shells have what they run in the background ignore interrupts, and these tests may be that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
-    assert process.stdout is not None
-    first = process.stdout.readline()
-    httpx.get(first.split()[3])  # answered once the browser, if any, has come and gone
-    process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 0
-    return [first, *(line for line in process.stdout if line.strip())]
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        httpx.get(first.split()[3])  # answered once the browser, if any, has come and gone
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        return [first, *(line for line in process.stdout if line.strip())]
+    finally:
+        process.kill()
 
 
 def test_view_answers_to_its_own_address_only(viewed: Viewed) -> None:
