@@ -276,6 +276,7 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
 
             main.send_signal(signal.SIGTERM)
             assert process.wait(STOP_LIMIT_S) == 0, log.read_text()[-6000:]
+            psutil.wait_procs(processes, timeout=STOP_LIMIT_S)  # what they started ends a little later
             assert all(is_over(p) for p in processes)
 
 
