@@ -43,6 +43,10 @@ class RowShape:
         return cls(tuple(layer for stage in stages for layer in stage.layer_ids), num_experts, top_k)
 
 
+OwnTokens = Callable[[torch.Tensor], tuple[int, torch.Tensor]]
+"""From the ids that a router has chosen those of the step's own tokens, and which of these is the first."""
+
+
 class Capturer:
     """Owns the device cache of one worker and sends each step's rows to the host.
 
@@ -67,23 +71,21 @@ class Capturer:
         self.cache = DeviceCache(stage_layers[stage], max_tokens, shape.top_k, device)
         self.pipeline = Pipeline(self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage]))
 
-    def sink(
-        self, layer: int, own_tokens: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> Callable[[torch.Tensor], None]:
+    def sink(self, layer: int, own_tokens: OwnTokens | None = None) -> Callable[[torch.Tensor], None]:
         """A function that stores the `[n, >= K]` ids that the router of row index `layer` has chosen.
 
         Runs inside the model's MoE operator, under graph capture too: it only enqueues one copy. Columns after K
         are those of fused shared experts, which every token goes to and which are not the router's choice.
 
         Args:
-            own_tokens: picks this rank's rows where the router sees those of other ranks as well.
+            own_tokens: picks this rank's rows where the router sees those of other ranks as well, or a part of them.
         """
         view = self.cache.view(layer)
         top_k = self.cache.top_k
 
         def store(ids: torch.Tensor) -> None:
-            own = ids if own_tokens is None else own_tokens(ids)
-            view[: own.shape[0]].copy_(own[:, :top_k])
+            first, own = (0, ids) if own_tokens is None else own_tokens(ids)
+            view[first : first + own.shape[0]].copy_(own[:, :top_k])
 
         return store
 

@@ -1,10 +1,11 @@
 """Binds the model's MoE layers to the device cache."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
@@ -21,8 +22,11 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.platforms import current_platform
 
-from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.capturer import Capturer, OwnTokens, RowShape
 from routed_experts.capture.engine.config import BOUNDED_REPLAY, UnsupportedConfig
+
+_SHARED_BY_LAYERS = ".meta_mlp."
+"""In the names of InternS2-Mobius's MoE layers, each of which takes the place of several."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +64,26 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
     return MoELayers(runners, RowShape(layer_ids, num_experts, top_k))
 
 
+def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether an MoE layer among `modules` is sequence-parallel: each tensor-parallel rank routes a part of the tokens.
+
+    The models decide that for themselves, and not all by vLLM's configuration.
+    """
+    return any(isinstance(module, MoERunner) and module.moe_config.sp_size > 1 for module in modules)
+
+
 def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> None:
     """Makes every layer write its logical expert ids into its view of the device cache.
 
     The routers do so before they map logical to physical ids (expert load balancing), inside the opaque MoE
     operator, so it works under torch.compile and is recorded by graph capture.
     """
-    own_tokens = own_tokens_of(dp_rank) if dp_size > 1 else None
+    tp_rank = get_tp_group().rank_in_group if has_parts(layers.runners) else 0
     for row, runner in enumerate(layers.runners):
-        sink = capturer.sink(row, own_tokens)
+        sp_size = int(runner.moe_config.sp_size)
+        own_tokens = own_tokens_of(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
+        # Where all ranks route all tokens, one of them is enough for the join.
+        sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens)
         if runner.is_monolithic:
             experts = _monolithic_experts(runner)
             runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
@@ -76,6 +91,10 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
             write_directly(runner.router, capturer.cache.view(row))
         else:
             runner.router.set_capture_fn(sink)
+
+
+def _ignore(ids: torch.Tensor) -> None:
+    pass
 
 
 def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
@@ -121,35 +140,53 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor) -> None:
     # copy of that instead would cost one kernel more in each layer and step. Until a router can be given its output.
     router._compute_routing = compute_routing
     # Nothing is left to capture, but vLLM 0.33 takes a router without a capture function for one that is not captured.
-    router.set_capture_fn(lambda ids: None)
+    router.set_capture_fn(_ignore)
 
 
-def own_tokens_of(dp_rank: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that picks data-parallel rank `dp_rank`'s tokens out of a router's ids.
+def own_tokens_of(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> OwnTokens:
+    """A function that finds a data-parallel rank's tokens in a router's ids.
 
-    vLLM's dispatch either routes each rank's tokens where they are, or gathers those of all ranks first, in the
-    order of the ranks.
+    vLLM's dispatch either routes each rank's tokens where they are, or gathers those of all ranks first, in the order
+    of the ranks. With sequence-parallel MoE the tensor-parallel ranks of a data-parallel rank have a part of its tokens
+    each: equal parts, the last filled up with padding.
+
+    Args:
+        dp_rank: the data-parallel rank.
+        sp_rank, sp_size: the tensor-parallel rank and how many there are, if the layer is sequence-parallel.
     """
 
-    def own_tokens(ids: torch.Tensor) -> torch.Tensor:
+    def own_tokens(ids: torch.Tensor) -> tuple[int, torch.Tensor]:
         metadata = get_forward_context().dp_metadata
         if metadata is None:
-            return ids
+            if sp_size > 1:
+                raise RuntimeError("vLLM does not say how the tokens of a step are spread over the ranks")
+            return 0, ids
         counts = metadata.num_tokens_across_dp_cpu.tolist()
-        if ids.shape[0] == counts[dp_rank]:
-            return ids
-        if ids.shape[0] == sum(counts):
-            first = sum(counts[:dp_rank])
-            return ids[first : first + counts[dp_rank]]
-        raise RuntimeError(
-            f"a router saw {ids.shape[0]} tokens, which is neither this rank's share nor the sum of {counts}"
-        )
+        parts = [-(-count // sp_size) for count in counts]
+        part = parts[dp_rank]
+        if ids.shape[0] == part:
+            own = ids
+        elif ids.shape[0] == sum(parts) * sp_size:  # of these its own part too: no row has the ids of two ranks
+            own = ids[sum(parts[:dp_rank]) * sp_size + sp_rank * part :][:part]
+        else:
+            raise RuntimeError(
+                f"a router saw {ids.shape[0]} tokens: neither this rank's part, {part}, nor all ranks' {counts}"
+            )
+        first = min(sp_rank * part, counts[dp_rank])
+        return first, own[: counts[dp_rank] - first]
 
     return own_tokens
 
 
 def _check_capturable(runner: MoERunner) -> None:
     router = runner.router
+    if runner.moe_config.sp_size > 1 and runner.moe_config.dp_size == 1:
+        raise UnsupportedConfig(
+            f"Layer {runner.layer_id} spreads the tokens of a step over the tensor-parallel ranks, but vLLM says how "
+            "with data parallelism only: choose another --moe-backend, or remove --enable-expert-parallel."
+        )
+    if _SHARED_BY_LAYERS in runner.layer_name:
+        raise UnsupportedConfig("Decoder layers of the model share MoE layers, which rows cannot express.")
     if runner.is_monolithic:
         _monolithic_experts(runner)
         return

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import vllm
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -107,17 +108,22 @@ REFUSALS = (
         "set --pipeline-parallel-size to 1.",
     ),
     Refusal(
+        "Ray with compiled graphs",
+        lambda c: (
+            c.parallel_config.distributed_executor_backend == "ray"
+            # vLLM 0.33: has no other executor, and no such variable.
+            and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
+        ),
+        "vLLM's older Ray executor goes past the worker to its model runner, so that a step may return another's rows: "
+        "remove VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 from the environment, or set --distributed-executor-backend to mp.",
+    ),
+    Refusal(
         "context parallelism",
         lambda c: (
             c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
         ),
         "Context parallelism spreads a sequence's KV over ranks: set --decode-context-parallel-size and "
         "--prefill-context-parallel-size to 1.",
-    ),
-    Refusal(
-        "sequence-parallel MoE",
-        lambda c: c.parallel_config.use_sequence_parallel_moe,
-        "Sequence-parallel MoE shows each rank a part of the tokens only: choose an --all2all-backend without it.",
     ),
     Refusal(
         "dual-batch overlap",

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.engine.binding import has_parts
 from routed_experts.capture.engine.config import EXTERNAL_LAUNCHER
 
 _ROWS = "routed_experts"
@@ -35,8 +36,19 @@ def is_output_rank(parallel: ParallelConfig) -> bool:
     return bool(get_pp_group().is_last_rank and (get_tp_group().is_first_rank or has_scheduler))
 
 
+def join_parts(ids: torch.Tensor) -> None:
+    """Gives each tensor-parallel rank what the others have put into `ids` ([layers, n, K]), where its own are -1.
+
+    All ranks of a group must call it; enqueued on the current stream. What nobody wrote stays -1.
+    """
+    whole = ids.contiguous()
+    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, get_tp_group().device_group)
+    ids.copy_(whole)
+
+
 class Stage:
-    """Sends the rows of this pipeline stage to the next one with the hidden states, and takes those that come.
+    """Makes the rows of this pipeline stage whole, sends them to the next one with the hidden states, and takes those
+    that come.
 
     Attributes:
         upstream: [n, layers, K] int32 of the step that was run last; None on the first stage.
@@ -45,8 +57,9 @@ class Stage:
     def __init__(self, runner: GPUModelRunner, capturer: Capturer) -> None:
         self._capturer = capturer
         self._execute: Callable[..., Any] = runner.execute_model
+        self._has_parts = has_parts(runner.get_model().modules())
         self.upstream: torch.Tensor | None = None
-        if get_pp_group().world_size > 1:
+        if get_pp_group().world_size > 1 or self._has_parts:
             # Both model runners'. Between receiving hidden states, running the stage and sending its own, vLLM's worker
             # leaves no other room for the rows. Until a connector can add to the tensors that go to the next stage.
             runner.execute_model = self._execute_model
@@ -60,10 +73,13 @@ class Stage:
     ) -> Any:
         received = None if intermediate_tensors is None else _Received(intermediate_tensors)
         output = self._execute(scheduler_output, received, *args, **kwargs)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if self._has_parts and num_tokens and not kwargs.get("dummy_run"):
+            join_parts(self._capturer.cache.ids[:, :num_tokens])
         self.upstream = None if received is None else received.rows
         if not isinstance(output, IntermediateTensors):
             return output
-        rows = self._capturer.downstream(scheduler_output.total_num_scheduled_tokens, self.upstream)
+        rows = self._capturer.downstream(num_tokens, self.upstream)
         return IntermediateTensors({**output.tensors, _ROWS: rows})
 
 

@@ -11,9 +11,9 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.binding import bind, find_moe_layers
+from routed_experts.capture.engine.binding import bind, find_moe_layers, has_parts
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.stage import gather_stages
+from routed_experts.capture.engine.stage import gather_stages, join_parts
 from routed_experts.capture.engine.v1 import V1Adapter
 
 if TYPE_CHECKING or current_platform.is_cpu():
@@ -54,6 +54,9 @@ class WorkerCapture(Worker):
                 device=torch.device(self.device),
             )
         bind(layers, self._capturer, parallel.data_parallel_rank, parallel.data_parallel_size)
+        if has_parts(layers.runners):
+            # What NCCL allocates for the first one is seen by the profiling too.
+            join_parts(self._capturer.cache.ids[:, :1])
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)

@@ -35,7 +35,7 @@ def test_rows_of_earlier_stages_come_first() -> None:
         for row in range(stage.cache.num_layers):
             stage.sink(row)(ids(base + row, tokens=7))
     upstream = middle.downstream(5, first.downstream(5, None))
-    assert upstream.shape == (5, 2, 4)
+    assert (upstream.shape, upstream.dtype) == ((5, 2, 4), torch.int32)
     assert upstream.is_contiguous()
     slots = torch.arange(100, 107)
     step = last.submit(slots, np.array([0, 2, 5]), upstream).result()
@@ -51,10 +51,11 @@ def test_a_step_without_the_rows_of_earlier_stages_is_an_error() -> None:
 
 def test_only_this_ranks_tokens_are_stored() -> None:
     first = capturer(0)
-    first.sink(0, own_tokens=lambda rows: rows[2:5])(ids(0, tokens=7))
-    first.sink(1)(ids(1, tokens=3))
-    step = first.submit(torch.arange(3), np.array([0, 3])).result()
-    assert np.array_equal(step.rows[:, 0], ids(0, 7)[2:5, :4].numpy())
+    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]))(ids(0, tokens=7))
+    first.sink(1)(ids(1, tokens=4))
+    step = first.submit(torch.arange(4), np.array([0, 4])).result()
+    assert (step.rows[0, 0] == -1).all()
+    assert np.array_equal(step.rows[1:, 0], ids(0, 7)[2:5, :4].numpy())
 
 
 @pytest.mark.parametrize("skipping", [0, 1])

@@ -1,5 +1,7 @@
 """From the device cache to the host, on tensors of the CPU."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,14 @@ def test_rows_slots_and_offsets_of_a_step(cache: DeviceCache) -> None:
     assert step.slots.dtype == np.int64
     assert step.slots.tolist() == [40, 41, 7, 1 << 40, 9]
     assert step.offsets.tolist() == [0, 2, 3, 5]
+
+
+def test_bytes_of_a_step_on_its_way_to_the_scheduler(cache: DeviceCache) -> None:
+    """As docs/performance.md says: of what the views are of, which is larger, nothing goes along."""
+    slots = torch.arange(MAX_TOKENS, dtype=torch.int64)
+    one, eight = (len(pickle.dumps(Pipeline(cache, 1).submit(slots, offsets_of(n)).result(), 5)) for n in (1, 8))
+    assert 7 * (L * K * 2 + 8) <= eight - one <= 7 * (L * K * 2 + 8) + 10
+    assert one < 600
 
 
 @pytest.mark.parametrize("real", [0, 1, 5, MAX_TOKENS])

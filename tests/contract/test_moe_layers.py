@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
-from vllm.forward_context import set_forward_context
+from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context, set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.sampling_params import SamplingParams
@@ -20,7 +21,9 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 
-from routed_experts.capture.engine.binding import find_moe_layers, write_directly
+from routed_experts.capture.capturer import Capturer
+from routed_experts.capture.engine import binding
+from routed_experts.capture.engine.binding import MoELayers, bind, find_moe_layers, has_parts, write_directly
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.pipeline import StepRows
@@ -148,6 +151,38 @@ def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatc
 
 def test_layers_that_something_else_captures(engine: Engine) -> None:
     with pytest.raises(UnsupportedConfig, match="captured by something else already"):
+        find_moe_layers(engine.model)
+
+
+def test_layers_that_spread_tokens_in_an_unknown_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_parts(engine.model.modules())
+    monkeypatch.setattr(engine.runners[0].moe_config.moe_parallel_config, "sp_size", 2)
+    assert has_parts(engine.model.modules())
+    with pytest.raises(UnsupportedConfig, match="Layer 1 spreads the tokens"):
+        find_moe_layers(engine.model)
+
+
+def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others are spread, so that the ranks' ids are joined."""
+    for runner in engine.runners:
+        monkeypatch.setattr(runner.router, "capture_fn", None)
+    monkeypatch.setattr(engine.runners[1].moe_config.moe_parallel_config, "sp_size", 2)
+    monkeypatch.setattr(binding, "get_tp_group", lambda: SimpleNamespace(rank_in_group=1))
+    layers = MoELayers(tuple(engine.runners), engine.worker._capturer.shape)
+    capturer = Capturer(layers.shape, [len(engine.runners)], 0, 8, 1, torch.device("cpu"))
+    bind(layers, capturer, dp_rank=0, dp_size=2)
+    metadata = DPMetadata(torch.tensor([6, 2], dtype=torch.int32))
+    with override_forward_context(ForwardContext({}, {}, {}, dp_metadata=metadata)):
+        for layer, runner in enumerate(engine.runners):
+            runner.router.capture_fn(torch.full((3 if layer == 1 else 6, layers.shape.top_k), layer))
+    assert (capturer.cache.ids[1, 3:6] == 1).all()
+    capturer.cache.ids[1, 3:6] = -1
+    assert (capturer.cache.ids == -1).all()
+
+
+def test_layers_that_several_decoder_layers_share(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.runners[0], "layer_name", "model.meta_mlp.0.experts")
+    with pytest.raises(UnsupportedConfig, match="share MoE layers"):
         find_moe_layers(engine.model)
 
 

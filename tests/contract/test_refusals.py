@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import vllm.config.vllm
+from vllm import envs
 from vllm.config import ECTransferConfig, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -37,6 +38,7 @@ from routed_experts.server import launch
 
 UNKNOWN_CONNECTOR = "KV connector that is not known"
 POLICY = "unknown policy for loads"
+OLDER_RAY = "Ray with compiled graphs"
 
 
 def kv_transfer(connector: str, **about: Any) -> dict[str, Any]:
@@ -65,7 +67,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}),
     ("context parallelism", {"prefill_context_parallel_size": 2}),
-    ("sequence-parallel MoE", {**EXPERT_PARALLEL, "tensor_parallel_size": 2}),
     ("dual-batch overlap", MICROBATCHES),
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}),
 ]
@@ -201,8 +202,18 @@ def test_an_unknown_policy_for_loads(folder: Path, monkeypatch: pytest.MonkeyPat
     assert_refused(configuration(folder, kv_offloading_size=1), POLICY)
 
 
+def test_rays_older_executor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 has the newer one only."""
+    config = configuration(folder)
+    config.parallel_config.distributed_executor_backend = "ray"  # without Ray, vLLM makes no such configuration
+    check_engine_config(config)
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
+    if getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", None) is False:
+        assert_refused(config, OLDER_RAY)
+
+
 def test_every_refusal_is_tried() -> None:
-    tried = {case[0] for case in (*REFUSED, *SET_AFTERWARDS)} | {POLICY}
+    tried = {case[0] for case in (*REFUSED, *SET_AFTERWARDS)} | {POLICY, OLDER_RAY}
     assert {refusal.name for refusal in REFUSALS} == tried
 
 

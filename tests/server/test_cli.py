@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.engine.arg_utils import AsyncEngineArgs
 
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine import config, connectors
@@ -137,6 +138,23 @@ def filled_in(*argv: str) -> argparse.Namespace:
 def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
     args = filled_in(*argv)
     assert args.worker_cls in WORKERS.values()
+    assert args.scheduler_cls == SCHEDULER
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("-dp", "2", "--data-parallel-size-local", "1", "--data-parallel-start-rank", "1"),
+        ("-tp", "2", "--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1"),
+    ],
+)
+def test_a_headless_node_has_them_too(tiny_model: Path, argv: tuple[str, ...]) -> None:
+    """What vLLM starts there, it makes of the same arguments. The slow tests start it."""
+    args = launch.parse([str(tiny_model), "--headless", "--dtype", "float32", *argv])
+    launch.fill_in(args)
+    parallel = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True).parallel_config
+    assert (parallel.data_parallel_rank or parallel.node_rank) == 1
+    assert parallel.worker_cls in WORKERS.values()
     assert args.scheduler_cls == SCHEDULER
 
 
