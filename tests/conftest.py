@@ -1,7 +1,9 @@
 """What the tiers share: the tiny model, its oracle and one server with the settings that provoke the most."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -13,6 +15,13 @@ CHUNK = 64
 # Chunks and blocks much smaller than the defaults, so that short prompts cross both.
 SERVER_FLAGS = (*SMALL_KV, "--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK))
 SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
+
+
+@pytest.fixture(autouse=True)
+def environment_of_others() -> Iterator[None]:
+    """vLLM's configurations set variables (one for an external launcher has no engine process): not for later tests."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import httpx
 import numpy as np
@@ -29,6 +29,8 @@ ON_GPU = torch.cuda.is_available()
 FLOAT32: tuple[str, ...] = ("--dtype", "float32")
 FLOAT32 += ("--attention-backend", "TRITON_ATTN", "--moe-backend", "triton") if ON_GPU else ("--enforce-eager",)
 SMALL_KV = (*FLOAT32, "--kv-cache-memory-bytes", str(8 << 20))
+# Only held against what others have left free: the KV cache has a size of its own.
+SMALL_KV += ("--gpu-memory-utilization", "0.3") if ON_GPU else ()
 FULL_PRECISION = {"TRITON_F32_DEFAULT": "ieee"}
 
 
@@ -77,11 +79,13 @@ class Server:
         with self.client() as client:
             return client.get("/v1/routed_experts").json()
 
-    def metric(self, name: str) -> float:
-        """Sum of a Prometheus counter or gauge over its labels."""
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a Prometheus counter or gauge over the labels that are not given."""
         with self.client() as client:
             lines = client.get("/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+        given = [f'{label}="{value}"' for label, value in labels.items()]
+        found = [line for line in lines if line.startswith((name + "{", name + " "))]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in given))
 
     def state_left(self) -> dict[str, float]:
         """How much of requests' state the server says that it holds."""
@@ -122,41 +126,66 @@ def free_port() -> int:
             return port
 
 
-@contextmanager
-def serving(
-    model: Path,
-    log: Path,
-    *flags: str,
-    env: dict[str, str] | None = None,
-    module: str = "routed_experts.server.cli",
-    python: str = sys.executable,
-) -> Iterator[Server]:
-    """A running server for `model`; `flags` are those of `routed-experts serve`, which `module` runs."""
-    port = free_port()
-    command = [
-        *(python, "-m", module, "serve", str(model), "--served-model-name", "tiny"),
-        *("--host", "127.0.0.1", "--port", str(port), *flags),
-    ]
+class Process(TypedDict, total=False):
+    """What is run for a server.
+
+    Attributes:
+        env: variables beside those of this process.
+        module: what has `serve`; by default `routed-experts`.
+        python: the interpreter; by default this one.
+    """
+
+    env: dict[str, str] | None
+    module: str
+    python: str
+
+
+def start(model: Path, log: Path, *flags: str, **process: Unpack[Process]) -> subprocess.Popen[bytes]:
+    """`routed-experts serve` for `model` in a process group of its own."""
+    module, python = process.get("module", "routed_experts.server.cli"), process.get("python", sys.executable)
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
+        return subprocess.Popen(
+            [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags],
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **FULL_PRECISION, **(env or {})},
+            env={**os.environ, **FULL_PRECISION, **(process.get("env") or {})},
         )
-    server = Server(model, f"http://127.0.0.1:{port}", process, log)
+
+
+@contextmanager
+def serving(
+    model: Path, log: Path, *flags: str, beside: Sequence[Server] = (), **process: Unpack[Process]
+) -> Iterator[Server]:
+    """A running server for `model`; `flags` are those of `routed-experts serve`.
+
+    It does not start without those `beside` it.
+    """
+    port = free_port()
+    address = ("--host", "127.0.0.1", "--port", str(port))
+    server = Server(model, f"http://127.0.0.1:{port}", start(model, log, *address, *flags, **process), log)
     try:
-        _wait_until_healthy(server)
+        _wait_until_healthy(server, beside)
         yield server
     finally:
         server.stop()
 
 
-def _wait_until_healthy(server: Server) -> None:
+@contextmanager
+def headless(model: Path, log: Path, *flags: str, **process: Unpack[Process]) -> Iterator[Server]:
+    """A node that runs a part of the engine of a server elsewhere, and answers nobody."""
+    node = Server(model, "", start(model, log, "--headless", *flags, **process), log)
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+def _wait_until_healthy(server: Server, beside: Sequence[Server]) -> None:
     deadline = time.monotonic() + START_LIMIT_S
+    needed = (server, *beside)
     while time.monotonic() < deadline:
-        if server.process.poll() is not None:
+        if any(one.process.poll() is not None for one in needed):
             break
         try:
             with server.client() as client:
@@ -164,7 +193,8 @@ def _wait_until_healthy(server: Server) -> None:
                     return
         except httpx.TransportError:
             time.sleep(0.3)
-    raise AssertionError(f"the server did not start:\n{server.log.read_text()[-6000:]}")
+    logs = "\n\n".join(one.log.read_text()[-6000:] for one in needed)
+    raise AssertionError(f"the server did not start:\n{logs}")
 
 
 def wait_until_idle(server: Server, limit_s: float = 30) -> None:
@@ -175,6 +205,25 @@ def wait_until_idle(server: Server, limit_s: float = 30) -> None:
             return
         assert time.monotonic() < deadline, f"state is left: {left}"
         time.sleep(0.05)
+
+
+def commands_in_session(server: Server) -> list[str]:
+    """The command lines of what runs in the session of a server, which Ray's processes stay in too."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, _, _, session = (process / "stat").read_text().rpartition(") ")[2].split()[:4]
+            if int(session) == server.process.pid and state != "Z":
+                found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
+
+
+def wait_until_gone(server: Server, limit_s: float = 90) -> None:
+    """Until nothing is left of a server that has been told to end."""
+    deadline = time.monotonic() + limit_s
+    while left := commands_in_session(server):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.2)
 
 
 def decode(array: dict[str, Any]) -> np.ndarray:

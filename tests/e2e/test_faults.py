@@ -80,8 +80,9 @@ class Streams:
         try:
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=LIMIT_S, verify=False) as response:
                 for line in filter(None, response.iter_lines()):
+                    if not events:
+                        self._begun.release()
                     events = [*events[-1:], line]
-                    self._begun.release()
         except httpx.HTTPError as error:
             events = [type(error).__name__]
         self.ends.append(events)

@@ -1,7 +1,8 @@
 """Prefill and decode in two servers, with vLLM's NIXL connector between them and a proxy in front: `examples/`.
 
-On a CPU both engines compute the same, so that nobody could tell the prefill engine's rows from the decode engine's. So
-the tests relay some requests themselves, and make each id of what is handed over another, which must arrive as that.
+On a CPU, on a GPU each, or on one. Both engines compute the same, so that nobody could tell the prefill engine's rows
+from the decode engine's. So the tests relay some requests themselves, and make each id of what is handed over another,
+which must arrive as that.
 """
 
 import base64
@@ -21,6 +22,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from examples.prefill_decode import for_prefill
 from tests.e2e.changes import Running
@@ -46,7 +48,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"),
-    pytest.mark.skipif(ON_GPU, reason="written for two engines on a CPU"),
 ]
 
 TOY_PROXY = "TOY_PROXY"  # an environment variable
@@ -62,6 +63,8 @@ FLAGS += (
     "--enable-scale-out",
     "--enable-prompt-tokens-details",
 )
+# What nobody pulls, as of all choices of a prompt but one, stays for half a minute: there is room for all of it.
+FLAGS += ("--kv-cache-memory-bytes", str(64 << 20))
 
 
 @dataclass
@@ -100,6 +103,8 @@ class Legs:
 def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Legs]:
     log, port = tmp_path_factory.mktemp("legs") / "log", free_port()
     command = [sys.executable, "examples/prefill_decode.py", str(tiny_model), "--port", str(port), *FLAGS]
+    if ON_GPU:
+        command += ["--devices", "0", str(torch.cuda.device_count() - 1)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -112,7 +117,8 @@ def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     legs = Legs(*(Server(tiny_model, f"http://127.0.0.1:{port + at}", process, log) for at in range(3)))
     try:
         wait_until_healthy(legs.proxy)
-        let_others_run(process)
+        if not ON_GPU:
+            let_others_run(process)
         yield legs
     finally:
         if process.poll() is None:

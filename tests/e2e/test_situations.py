@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import pytest
 
+from tests.command_lines import shell_words
 from tests.contract.served import serving_weights
 from tests.e2e.harness import (
     ON_GPU,
@@ -28,10 +29,14 @@ from tests.e2e.harness import (
     answers_of,
     answers_of_stream,
     check,
+    commands_in_session,
     decode,
+    free_port,
+    headless,
     read_events,
     same,
     serving,
+    wait_until_gone,
     wait_until_idle,
 )
 from tests.e2e.test_completions import ASK, one, prompt_of
@@ -597,19 +602,75 @@ def test_two_api_servers(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> No
 
 @pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank")
 def test_tensor_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    with left_without_state(tiny_model, tmp_path / "log", *TINY_KV, "-tp", "2", env=env) as server:
+    with left_without_state(tiny_model, tmp_path / "log", *TINY_KV, "-tp", "2") as server:
         check_mix(server, oracle, 800)
-        check_preempted(server, oracle, seed=820)
 
 
-@pytest.mark.skipif(not ON_GPU, reason="vLLM has no Ray executor on CPU")
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank")
+def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """Each tensor-parallel rank routes a part of the tokens. A data-parallel rank without any takes part by padding."""
+    flags = (*TINY_KV, "-tp", "2", "-dp", "2", "--enable-expert-parallel", "--data-parallel-rpc-port", str(free_port()))
+    flags += ("--api-server-count", "1")
+    with left_without_state(tiny_model, tmp_path / "log", *flags, module="tests.e2e.ranks_on_cpu") as server:
+        for length in (1, 2, 31, 64, 65, 150):
+            (answer,) = answers_of(server.complete(**ASK, prompt=prompt_of(length, 830 + length), max_tokens=6))
+            check(answer, oracle)
+        check_mix(server, oracle, 850)
+
+
+@contextmanager
+def two_nodes(
+    model: Path, folder: Path, commands: str, *more: str, module: str = "routed_experts.server.cli"
+) -> Iterator[Server]:
+    """A server of which another node is a part, as the documentation's two commands start them; both on this host."""
+    values = {"FIRST": "127.0.0.1", "13345": str(free_port()), "13346": str(free_port())}
+    first, second = ([values.get(word, word) for word in words[3:]] for words in shell_words(commands))
+    env = {"VLLM_HOST_IP": "127.0.0.1"}
+    with (
+        headless(model, folder / "second", *TINY_KV, *second, env=env, module=module) as node,
+        serving(model, folder / "log", *TINY_KV, *first, *more, env=env, module=module, beside=[node]) as server,
+    ):
+        yield server
+        assert " ERROR " not in (folder / "log").read_text() + (folder / "second").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_nodes.py does this there, with a GPU each")
+def test_tensor_parallel_on_two_nodes(tiny_model: Path, oracle: Oracle, tmp_path: Path, documented: list[str]) -> None:
+    with two_nodes(tiny_model, tmp_path, documented[0]) as server:
+        check_mix(server, oracle, 840)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_nodes.py does this there, with vLLM's own collectives")
+def test_data_parallel_with_a_headless_node(
+    tiny_model: Path, oracle: Oracle, tmp_path: Path, documented: list[str]
+) -> None:
+    """The second engine and its worker are another node's, and its rows come back over TCP."""
+    module = "tests.e2e.ranks_on_cpu"
+    with two_nodes(tiny_model, tmp_path, documented[0], "--api-server-count", "1", module=module) as server:
+        check_mix(server, oracle, 860)
+        wait_until_idle(server)
+        for engine in ("0", "1"):
+            assert server.metric("routed_experts_rows_captured_total", engine=engine) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_nodes.py does this there, with a GPU for each rank")
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_ray_executor(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    flags = (*TINY_KV, "--distributed-executor-backend", "ray")
-    with left_without_state(tiny_model, tmp_path / "log", *flags) as server:
+    """Told to end, the one process that its user knows of leaves none of Ray's behind."""
+    flags = (*TINY_KV, "-tp", "2", "--distributed-executor-backend", "ray")
+    with serving(tiny_model, tmp_path / "log", *flags, module="tests.e2e.ray_on_cpu") as server:
         check_mix(server, oracle, 900)
         check_preempted(server, oracle, seed=920)
+        wait_until_idle(server)
+        assert any("raylet" in command for command in commands_in_session(server))
+        server.process.terminate()
+        assert server.process.wait(60) == 0
+        wait_until_gone(server)
+    assert " ERROR " not in (tmp_path / "log").read_text()
 
 
 @pytest.mark.skipif(ON_GPU, reason="the layers that skip steps there are bound in another way")

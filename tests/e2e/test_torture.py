@@ -9,7 +9,7 @@ from tests.e2e.torture import PROFILES, torture
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = int(os.environ.get("TORTURE_REQUESTS", "150"))
+REQUESTS = int(os.environ.get("TORTURE_REQUESTS", "100"))
 
 
 @pytest.mark.parametrize("profile", sorted(PROFILES))
