@@ -53,8 +53,9 @@ class Shape:
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _QWEN3_MOE = {**_ATTENTION, "intermediate_size": 128, "moe_intermediate_size": 64, "norm_topk_prob": True}
-# The head size, 512 + 64, is the only one that vLLM's CPU kernel for latent attention has.
-_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+# The head size, 512 + 64, is the only one that vLLM's CPU kernel for latent attention has; 128 + 64 and 128 those of
+# CUDA's for prefill.
+_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
 # As every DeepSeek has it. (vLLM's CPU operator for plain rotary embeddings rotates wrongly where queries come as
 # [tokens, heads, head size].)
 _DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}

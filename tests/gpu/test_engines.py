@@ -98,6 +98,13 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
         assert engine.log_says in (tmp_path / "log").read_text()
 
 
+@pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
+def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """Under vLLM's default backend for all-to-all; in ENGINES once it has been run."""
+    engine = Engine("sequence-parallel MoE", ("-tp", "2", "-dp", "2", "--enable-expert-parallel"), gpus=4)
+    test_every_row_is_exact(engine, tiny_model, oracle, tmp_path)
+
+
 def one(server: Server, oracle: Oracle, **body: Any) -> None:
     """Streamed and not: bit-equal where the engine's numbers are, and exact by the oracle."""
     ask = {"return_routed_experts": True, "return_token_ids": True, "ignore_eos": True, **body}
