@@ -1,5 +1,7 @@
 """Rows on their way from the engine's outputs to the answers that they belong to."""
 
+import math
+import mmap
 import os
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -22,8 +24,11 @@ from routed_experts.server.vllm_api import (
 Rows = NDArray[np.int16]
 
 _JOINED_ROWS = 64
-"""Rows that come one by one and are not taken, those of an answer that is not streamed, are joined to arrays of so
+"""Rows that come one by one and are not taken, those of an answer that is not streamed, are joined when they are so
 many: whoever handles a long answer's rows does so array by array, while everybody else waits."""
+_ROOM_BYTES = 1 << 20
+"""What they are joined in, mapped for them alone. On the heap they would lie with those of other answers, and the C
+library would give all back to the system at once, in the middle of whatever frees the last of them."""
 
 
 def opt_in(params: SamplingParams, prompt_start: int) -> None:
@@ -47,6 +52,7 @@ class RowFeed:
         self._taken = 0
         self.has_begun = False
         self._joined = 0  # how many of the first arrays are large enough
+        self._room: Rows | None = None  # the last of these is its beginning
 
     def push(self, rows: Rows) -> None:
         """Adds `rows` ([n, L, K]), which follow those before."""
@@ -54,19 +60,29 @@ class RowFeed:
         arrays.append(rows)
         self.has_begun = True
         if len(rows) >= _JOINED_ROWS:
-            self._joined = len(arrays)
+            self._joined, self._room = len(arrays), None
         elif len(arrays) - self._joined >= _JOINED_ROWS:
-            arrays[self._joined :] = [np.concatenate(arrays[self._joined :])]
+            self._join()
+
+    def _join(self) -> None:
+        small = self._arrays[self._joined :]
+        count = sum(map(len, small))
+        used = 0 if self._room is None else len(self._arrays[self._joined - 1])
+        if self._room is None or used + count > len(self._room):
+            self._room, used = _room_for(small[0], count), 0
             self._joined += 1
+        np.concatenate(small, out=self._room[used : used + count])
+        self._arrays[self._joined - 1 :] = [self._room[: used + count]]
 
     def replace(self, rows: Rows) -> None:
         """Puts `rows` in the place of all before, of which none were taken."""
         self._arrays = [rows]
+        self._joined, self._room = 0, None
 
     def take_until(self, total: int) -> list[Rows]:
         """The rows that bring what was taken so far to `total`, or fewer if they have not arrived, in order."""
         arrays, wanted = self._arrays, total - self._taken
-        self._joined = 0
+        self._joined, self._room = 0, None
         if len(arrays) == 1 and len(arrays[0]) <= wanted:  # nearly always
             self._arrays = []
             self._taken += len(arrays[0])
@@ -198,6 +214,14 @@ def _feed_of(state: RequestState) -> RowFeed:
         FedRequestState.give(state, RowFeed())
     feed: RowFeed = state.feed
     return feed
+
+
+def _room_for(rows: Rows, count: int) -> Rows:
+    """An array in memory of its own for rows like `rows`, at least `count` of them."""
+    row_bytes = rows.itemsize * math.prod(rows.shape[1:])
+    count = max(_ROOM_BYTES // row_bytes, count)
+    memory = mmap.mmap(-1, count * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, dtype=rows.dtype).reshape(count, *rows.shape[1:])
 
 
 def _parent_of(child_id: str) -> str:
