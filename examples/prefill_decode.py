@@ -9,6 +9,7 @@ behind its own.
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,10 +95,15 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--port", type=int, default=8000, help="of the proxy; the instances take the next two")
     parser.add_argument("--devices", nargs=2, default=[None, None], help="GPUs of the two; default: run on a CPU")
+    for leg in ("prefill", "decode"):
+        parser.add_argument(
+            f"--{leg}", type=shlex.split, default=[], help=f"flags of the {leg} instance alone, in quotes"
+        )
     args, flags = parser.parse_known_args()
     ports = [args.port + 1, args.port + 2]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    legs = [start(args.model, port, device, flags) for port, device in zip(ports, args.devices, strict=True)]
+    own = (args.prefill, args.decode)
+    legs = [start(args.model, *each, [*flags, *more]) for *each, more in zip(ports, args.devices, own, strict=True)]
     try:
         for leg, port in zip(legs, ports, strict=True):
             wait_for(leg, port)

@@ -7,13 +7,15 @@ which must arrive as that.
 
 import base64
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,12 +101,14 @@ class Legs:
         return found
 
 
-@pytest.fixture(scope="module")
-def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Legs]:
-    log, port = tmp_path_factory.mktemp("legs") / "log", free_port()
-    command = [sys.executable, "examples/prefill_decode.py", str(tiny_model), "--port", str(port), *FLAGS]
+@contextmanager
+def running(model: Path, log: Path, *flags: str) -> Iterator[Legs]:
+    port = free_port()
+    command = [sys.executable, "examples/prefill_decode.py", str(model), "--port", str(port), *FLAGS, *flags]
     if ON_GPU:
         command += ["--devices", "0", str(torch.cuda.device_count() - 1)]
+    else:
+        command += ["--worker-extension-cls", "tests.e2e.nixl_on_cpu.Patient"]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,
@@ -114,11 +118,9 @@ def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             start_new_session=True,
             env={**os.environ, **FULL_PRECISION},
         )
-    legs = Legs(*(Server(tiny_model, f"http://127.0.0.1:{port + at}", process, log) for at in range(3)))
+    legs = Legs(*(Server(model, f"http://127.0.0.1:{port + at}", process, log) for at in range(3)))
     try:
         wait_until_healthy(legs.proxy)
-        if not ON_GPU:
-            let_others_run(process)
         yield legs
     finally:
         if process.poll() is None:
@@ -129,6 +131,12 @@ def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="module")
+def legs(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Legs]:
+    with running(tiny_model, tmp_path_factory.mktemp("legs") / "log") as legs:
+        yield legs
+
+
 def wait_until_healthy(server: Server, path: str = "/health") -> None:
     deadline = time.monotonic() + START_LIMIT_S
     while server.process.poll() is None and time.monotonic() < deadline:
@@ -137,15 +145,6 @@ def wait_until_healthy(server: Server, path: str = "/health") -> None:
                 return
         time.sleep(0.3)
     raise AssertionError(f"the servers did not start:\n{server.log.read_text()[-6000:]}")
-
-
-def let_others_run(program: subprocess.Popen[bytes]) -> None:
-    """NIXL's progress threads poll without a pause. These yield to others, but do go on when all cores are busy."""
-    workers = [child for child in psutil.Process(program.pid).children(recursive=True) if "Worker" in child.name()]
-    assert len(workers) == 2
-    for worker in workers:
-        busiest = max(worker.threads()[1:], key=lambda thread: thread.user_time)
-        os.setpriority(os.PRIO_PROCESS, busiest.id, 10)
 
 
 def tagged(params: dict[str, Any]) -> dict[str, Any]:
@@ -283,3 +282,36 @@ def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) 
     with legs.proxy.client() as client:
         response = client.post(COMPLETIONS, json={"prompt": [1, 2, 3]})
     assert (response.status_code, response.json()["error"]["code"]) == (502, 502)
+
+
+# ---- Instances that are not alike ----
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+KINDS = ("draft", "accepted")
+TENSOR = "--tensor-parallel-size 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--speculative-config", json.dumps(NGRAM)), id="n-gram drafts"),
+        pytest.param(("--decode", TENSOR), id="tensor parallel 1 to 2"),
+        pytest.param(("--prefill", TENSOR), id="tensor parallel 2 to 1"),
+    ],
+)
+def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags: tuple[str, ...]) -> None:
+    with running(tiny_model, tmp_path / "log", *flags) as legs:
+        for length in (5, 32, 33, 170):
+            prompt = (prompt_of(5, seed=960 + length) * length)[:length]
+            (answer,) = answers_of(legs.second(prompt, 60, tagged(legs.first(prompt))))
+            check(untagged(answer, slice(0, length - 1)), oracle)
+        bodies = [{"prompt": prompt_of(7, seed=970 + i) * (i + 1), "max_tokens": 40, **ASK} for i in range(8)]
+        with ThreadPoolExecutor(len(bodies)) as threads:
+            for chunks in threads.map(lambda body: legs.proxy.stream(**body, ignore_eos=True), bodies):
+                check(answers_of_stream(chunks)[0], oracle)
+        if "--speculative-config" in flags:
+            drafted, accepted = (legs.decode.metric(f"vllm:spec_decode_num_{kind}_tokens_total") for kind in KINDS)
+            assert 0 < accepted < drafted
+        for server in (legs.prefill, legs.decode):
+            wait_until_idle(server)
