@@ -11,7 +11,7 @@ PORT ?= 8000
 VLLM ?=
 ARGS ?=
 # Files of tests at once; each of these processes has servers of its own.
-JOBS ?= 2
+JOBS ?= 3
 # The same on GPUs; their engines are small, and what they wait for is their start.
 GPU_JOBS ?= 6
 
