@@ -1,5 +1,7 @@
 """The rows of a prompt on their way from the instance that computed it to the one that decodes, beside its KV."""
 
+import math
+import time
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,11 @@ MAX_BYTES = 64 << 20
 _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
 
 
-def encode(rows: Rows) -> dict[str, Any] | None:
+def encode(rows: Rows, until: float | None = None) -> dict[str, Any] | None:
     """`rows` [n, L, K] as what stands in `kv_transfer_params`, one byte for each id where that is enough.
+
+    Args:
+        until: when their KV may be given up, in seconds since 1970.
 
     None if they are too many. Between the processes of an instance `data` is bytes, which JSON cannot say: so no client
     of another endpoint can make the engine take rows for true. Over HTTP it is base64.
@@ -26,15 +31,18 @@ def encode(rows: Rows) -> dict[str, Any] | None:
     name = "uint8" if len(rows) and rows.min() >= 0 and rows.max() < 256 else "int16"
     if rows.size * _DTYPES[name].itemsize > MAX_BYTES:
         return None
-    return {"data": rows.astype(_DTYPES[name]).tobytes(), "dtype": name, "shape": list(rows.shape)}
+    handed = {"data": rows.astype(_DTYPES[name]).tobytes(), "dtype": name, "shape": list(rows.shape)}
+    return handed if until is None else {**handed, "until": until}
 
 
 def decode(value: Any) -> Rows | None:
-    """Undoes `encode`; None for anything else."""
+    """The rows that `encode` was given; None for anything else."""
     if not isinstance(value, dict) or not isinstance(value.get("data"), bytes):
         return None
     dtype, shape = _DTYPES.get(str(value.get("dtype"))), value.get("shape")
     if dtype is None or not isinstance(shape, list) or len(shape) != 3:
+        return None
+    if type(value.get("until", 0)) not in (int, float):
         return None
     if any(type(size) is not int or size < 0 for size in shape):
         return None
@@ -42,3 +50,9 @@ def decode(value: Any) -> Rows | None:
         return None
     rows: NDArray[np.int16] = np.frombuffer(value["data"], dtype).reshape(shape).astype(np.int16)
     return rows
+
+
+def is_late(handed: dict[str, Any]) -> bool:
+    """Whether KV that is pulled from now on may be another request's than that of the rows."""
+    until: float = handed.get("until", math.inf)
+    return time.time() > until

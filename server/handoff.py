@@ -42,6 +42,10 @@ def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str,
     except ValueError as error:  # not in the alphabet, or not even ASCII
         raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
     handed = {"data": raw, "dtype": value.get("dtype"), "shape": value.get("shape")}
+    if (until := value.get("until")) is not None:
+        if type(until) not in (int, float):
+            raise HandoffError(f"{FIELD}.until must be a number: seconds since 1970")
+        handed["until"] = until
     rows = decode(handed)
     if rows is None or rows.shape[1:] != shape:
         raise HandoffError(f"{FIELD} must be [n, {shape[0]}, {shape[1]}] of uint8 or int16, and data as long as that")

@@ -33,16 +33,19 @@ class Connector:
     Attributes:
         writes_behind_hit: whether a load is known to leave blocks alone that were found in the prefix cache. Others
             may fetch whole chunks, and write over KV that this engine computed.
+        lease_s: how long KV waits to be pulled, in seconds, where `kv_lease_duration` does not say. Then its blocks are
+            given to other requests, and whoever pulls afterwards gets theirs without a word. None if nobody has read.
     """
 
     kind: Kind
     writes_behind_hit: bool
+    lease_s: float | None = None
 
 
 CONNECTORS: dict[str, Connector] = {
-    "NixlConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
-    "NixlPullConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
-    "NixlPushConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
+    "NixlConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30),
+    "NixlPullConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30),
+    "NixlPushConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30),
     "MooncakeConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
     "MoRIIOConnector": Connector(Kind.TRANSFER, writes_behind_hit=False),
     "OffloadingConnector": Connector(Kind.STORE, writes_behind_hit=True),
@@ -62,11 +65,23 @@ MULTI = "MultiConnector"
 
 def used_by(config: KVTransferConfig) -> list[Connector | None]:
     """The connectors of a configuration, those within a `MultiConnector` in their order; None for what is not known."""
+    return [_known(child) for child in _children(config)]
+
+
+def lease_of(config: KVTransferConfig) -> float | None:
+    """Seconds for which the KV of a prompt waits for another instance; None if it is not known."""
+    for child in _children(config):
+        known = _known(child)
+        if known is not None and known.lease_s is not None:
+            return float((child.get("kv_connector_extra_config") or {}).get("kv_lease_duration", known.lease_s))
+    return None
+
+
+def _children(config: KVTransferConfig) -> list[Mapping[str, Any]]:
     if config.kv_connector == MULTI:
-        children: list[Mapping[str, Any]] = config.kv_connector_extra_config.get("connectors", [])
-    else:
-        children = [{"kv_connector": config.kv_connector, "kv_connector_module_path": config.kv_connector_module_path}]
-    return [_known(child) for child in children]
+        return config.kv_connector_extra_config.get("connectors", [])
+    names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+    return [{name: getattr(config, name) for name in names}]
 
 
 def _known(config: Mapping[str, Any]) -> Connector | None:

@@ -52,6 +52,9 @@ class Loads:
 
     A load is decided when a step is scheduled, while steps before it may still write rows into the same slots. So its
     slots become unwritten when that step arrives (`take`), before its rows.
+
+    Attributes:
+        recompute: whether requests that ask for rows do without KV that has none.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class Loads:
         self._kv_group = kv_group
         self._block_size = block_size
         self._tracked = tracked
-        self._recompute = policy == RECOMPUTE
+        self.recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
         self._loads: list[Load | Reload] = []
         self._handed: dict[str, Rows] = {}  # by request, the rows of its prompt that came with it
@@ -145,10 +148,10 @@ class Loads:
         return self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
 
     def _needs_rows(self, request: Request) -> bool:
-        return self._recompute and request.request_id in self._tracked
+        return self.recompute and request.request_id in self._tracked
 
     def _needs_rows_before(self, request_id: str, position: int) -> bool:
-        state = self._tracked.get(request_id) if self._recompute else None
+        state = self._tracked.get(request_id) if self.recompute else None
         return state is not None and state.next_row < position
 
     def _first_needed(self, request: Request) -> int:

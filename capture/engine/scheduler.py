@@ -1,5 +1,6 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and knows what each request is owed."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.connectors import describe, on_load
+from routed_experts.capture.engine.connectors import describe, lease_of, on_load
 from routed_experts.capture.engine.loads import Load, Loads, LocalHit
 from routed_experts.capture.engine.offloading import Keep, Reload
 from routed_experts.capture.engine.outbox import Messages, Outbox
@@ -126,6 +127,7 @@ class SchedulerConnector:
         self._step = 0
         self._arrived: ArrivedStep | None = None
         self._loads: Loads | None = None
+        self._lease_s: float | None = None
         self._to_hand_over: set[str] = set()  # requests whose rows are to go with their KV
         self.outbox = Outbox()
 
@@ -137,6 +139,7 @@ class SchedulerConnector:
     def follow_loads(self, config: KVTransferConfig) -> None:
         """Keeps account of the KV that the scheduler's connector loads."""
         policy = on_load()
+        self._lease_s = lease_of(config)
         self._loads = Loads(
             self._scheduler.connector,
             config,
@@ -277,7 +280,12 @@ class SchedulerConnector:
         if given is True and opt_in_of(request) is not None:
             self._to_hand_over.add(request.request_id)
         elif params.get("do_remote_prefill") and (rows := handoff.decode(given)) is not None:
-            self._loads.hand(request.request_id, rows)
+            if not handoff.is_late(given):
+                self._loads.hand(request.request_id, rows)
+                return
+            logger.warning("Request %r came after its KV may have been given up.", request.request_id)
+            if self._loads.recompute and opt_in_of(request) is not None:
+                request.kv_transfer_params = None
 
     def hand_over(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
         """`params`, with which another instance is to get the KV of a request that has ended here, and with its rows.
@@ -293,7 +301,9 @@ class SchedulerConnector:
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
         rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
         self._cache.read(_block_ids(self._block_table(request.request_id)), 0, rows)
-        handed = handoff.encode(rows)
+        # The other instance's first sign of life, which extends the lease, takes a sixth of it.
+        until = None if self._lease_s is None else time.time() + self._lease_s * 5 / 6
+        handed = handoff.encode(rows, until)
         if handed is None:
             logger.warning(
                 "Request %r: the rows of %d tokens are too large to be handed over.", request.request_id, count

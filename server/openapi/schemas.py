@@ -107,6 +107,11 @@ class HandedRows(BaseModel):
     shape: tuple[int, int, int] = Field(
         description="[n, L, K], rows of positions 0 to n - 1, n at most P; -1 is not known."
     )
+    until: float | SkipJsonSchema[None] = Field(
+        default=None,
+        description="When the prefill instance may give the KV up, in seconds since 1970, if it is known. What comes "
+        "later is computed by the decode instance, or with `--routed-experts-on-load missing` has no rows.",
+    )
 
 
 # The examples are answers of the tiny model that `routed-experts serve` makes by itself; fields that are null there

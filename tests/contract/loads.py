@@ -333,7 +333,8 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     STORE = Store(**about)
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER), (PULL, Kind.TRANSFER)):
-            patch.setitem(CONNECTORS, name, Connector(kind, writes_behind_hit=not STORE.fetches_hits))
+            connector = Connector(kind, writes_behind_hit=not STORE.fetches_hits, lease_s=30 if name == PULL else None)
+            patch.setitem(CONNECTORS, name, connector)
         patch.setenv(ON_LOAD_VARIABLE, policy)
         yield STORE
 

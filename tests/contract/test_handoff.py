@@ -1,6 +1,7 @@
 """Prefill and decode in two engines: the rows of the prompt come with its KV."""
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,6 +185,25 @@ def test_a_prefill_instance_that_died(pair: Pair, fails_as: str) -> None:
     assert pair.kept.num_failed > 1
 
 
+@pytest.mark.parametrize("policy", ["recompute", "missing"])
+@pytest.mark.parametrize(("seconds", "is_late"), [(24.0, False), (26.0, True)])
+def test_kv_that_was_given_up(monkeypatch: pytest.MonkeyPatch, policy: str, seconds: float, is_late: bool) -> None:
+    """What is pulled then is another request's: rows of this prompt must not stand for it. The prefill instance says
+    until when it keeps the KV, here for 30 seconds, of which vLLM's heartbeats may take 5 to begin."""
+    prompt = tokens(100)
+    with store(policy) as kept:
+        pair = Pair(kept)
+        pair.decode.add("warm up", [1])
+        pair.decode.run()
+        params = pair.hand_over(prompt)
+        before = time.time()
+        monkeypatch.setattr(time, "time", lambda: before + seconds)
+        name = pair.add(prompt, params)
+        pair.decode.run()
+        assert pair.missing(name) == (list(range(99)) if is_late and policy == "missing" else [])
+        assert kept.num_loaded == (0 if is_late and policy == "recompute" else 1)
+
+
 @pytest.mark.parametrize("steps", range(5))
 def test_an_abort_around_a_pull(pair: Pair, steps: int) -> None:
     prompt = tokens(100)
@@ -247,6 +267,8 @@ GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2]}
         {**GOOD, "shape": [1.0, 3, 2]},
         {**GOOD, "shape": [True, 3, 2]},
         {**GOOD, "shape": "132"},
+        {**GOOD, "until": "noon"},
+        {**GOOD, "until": None},
     ],
 )
 def test_the_engine_takes_nothing_else(wrong: Any) -> None:

@@ -184,6 +184,7 @@ def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict
         encoded((2, L, K), "int32"),
         encoded((2, L, K), fill=-2),
         encoded((99, L, K)),
+        {**encoded((2, L, K)), "until": "noon"},
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])

@@ -181,11 +181,16 @@ def test_clients_that_vanish_leave_nothing(server: Server) -> None:
 
     vanish(30)
     files, threads = settled()
-    memory = sum(process.memory_info().rss for process in processes)
-    vanish(120)
-    files_after, threads_after = settled()
-    grown = sum(process.memory_info().rss for process in processes) - memory
-    assert files_after <= files + 5
-    assert threads_after <= threads + 2
-    assert grown < 40 << 20, f"{grown >> 20} MiB more after 120 clients"
+    # What is lost with a client is lost in every round; what allocators and caches take at first, in the first ones.
+    grown = []
+    for _ in range(6):
+        memory = sum(process.memory_info().rss for process in processes)
+        vanish(60)
+        files_after, threads_after = settled()
+        grown.append(sum(process.memory_info().rss for process in processes) - memory)
+        assert files_after <= files + 5
+        assert threads_after <= threads + 2
+        if grown[-1] < 4 << 20:
+            break
+    assert grown[-1] < 4 << 20, f"MiB more after 60 clients, in each round: {[size >> 20 for size in grown]}"
     assert server.complete(prompt="abc", max_tokens=2, return_routed_experts=True)

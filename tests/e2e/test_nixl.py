@@ -26,7 +26,7 @@ import psutil
 import pytest
 import torch
 
-from examples.prefill_decode import for_prefill
+from examples.prefill_decode import CONFIG, ON_CPU, for_prefill
 from tests.e2e.changes import Running
 from tests.e2e.harness import (
     ASK,
@@ -315,3 +315,24 @@ def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags
             assert 0 < accepted < drafted
         for server in (legs.prefill, legs.decode):
             wait_until_idle(server)
+
+
+@pytest.mark.slow
+def test_kv_that_was_given_up(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
+    """The prefill server waits a few seconds only, and other prompts have its blocks by the time of the decode leg."""
+    connector = CONFIG | ({} if ON_GPU else ON_CPU)
+    connector["kv_connector_extra_config"] = {**connector.get("kv_connector_extra_config", {}), "kv_lease_duration": 6}
+    flags = ("--kv-transfer-config", json.dumps(connector), "--kv-cache-memory-bytes", str(4 << 20))
+    with running(tiny_model, tmp_path / "log", *flags) as legs:
+        prompts = prompt_of(170, seed=980), prompt_of(170, seed=981)
+        known, unknown = (legs.first(prompt) for prompt in prompts)
+        time.sleep(8)
+        for seed in range(60):
+            legs.prefill.complete(prompt=prompt_of(400, seed=2000 + seed), max_tokens=1)
+        (answer,) = answers_of(legs.second(prompts[0], 9, known))
+        check(answer, oracle)
+        # What a decode server that does not know the time would return: the KV is another prompt's by now.
+        del unknown["routed_experts"]["until"]
+        (answer,) = answers_of(legs.second(prompts[1], 9, unknown))
+        with pytest.raises(AssertionError):
+            check(answer, oracle)
