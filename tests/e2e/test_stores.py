@@ -1,0 +1,121 @@
+"""A real engine with vLLM's ExampleConnector, a store of KV on disk that does not say which computation it kept.
+
+It loads in the step that needs the KV, and all blocks of a prompt, over those that the prefix cache has.
+"""
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.e2e.harness import (
+    ASK,
+    SMALL_KV,
+    Answer,
+    Oracle,
+    Server,
+    answers_of,
+    check,
+    prompt_of,
+    serving,
+    wait_until_idle,
+)
+
+pytestmark = pytest.mark.e2e
+
+BLOCK, BLOCKS = 32, 24
+# It stores a prompt in one piece.
+FLAGS = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--no-enable-chunked-prefill")
+FLAGS += ("--max-model-len", "256", "--max-num-batched-tokens", "256", "--max-num-seqs", "4")
+LOADED = "Inject KV cache of"
+
+
+@pytest.fixture(scope="module", params=["recompute", "missing"])
+def policy(request: pytest.FixtureRequest) -> str:
+    policy: str = request.param
+    return policy
+
+
+@pytest.fixture(scope="module")
+def server(policy: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("store")
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    config = json.dumps({**connector, "kv_connector_extra_config": {"shared_storage_path": str(folder / "kv")}})
+    flags = (*SMALL_KV, *FLAGS, "--kv-transfer-config", config, "--routed-experts-on-load", policy)
+    with serving(tiny_model, folder / "log", *flags) as server:
+        yield server
+
+
+def ask(server: Server, prompt: list[int], max_tokens: int) -> Answer:
+    (answer,) = answers_of(server.complete(prompt=prompt, max_tokens=max_tokens, ignore_eos=True, **ASK))
+    return answer
+
+
+def unknown(answer: Answer, oracle: Oracle) -> list[int]:
+    """The positions whose rows are -1; all others must be the oracle's."""
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    tokens = [*answer.prompt, *answer.tokens[:-1]]
+    are_unknown = (rows == -1).all(axis=(1, 2))
+    rows[are_unknown] = oracle.rows(tokens)[are_unknown]
+    assert oracle.wrong(rows, tokens) == []
+    return np.flatnonzero(are_unknown).tolist()
+
+
+def num_loads(server: Server) -> int:
+    return server.log.read_text().count(LOADED)
+
+
+def evict_all(server: Server, seed: int) -> None:
+    for each in range(BLOCKS // 4):
+        server.complete(prompt=prompt_of(4 * BLOCK, seed=seed + each), max_tokens=1)
+
+
+def test_who_asks_for_rows_has_those_of_what_was_computed(server: Server, policy: str, oracle: Oracle) -> None:
+    prompt = prompt_of(100, seed=1)
+    check(ask(server, prompt, 5), oracle)
+    evict_all(server, 100)
+    loads = num_loads(server)
+    answer = ask(server, prompt, 5)
+    assert num_loads(server) == loads + (policy == "missing")
+    assert unknown(answer, oracle) == ([] if policy == "recompute" else list(range(3 * BLOCK)))
+
+
+def test_who_does_not_ask_loads(server: Server, policy: str, oracle: Oracle) -> None:
+    """And who asks afterwards is not given what was loaded without rows, but under `missing`."""
+    prompt = prompt_of(100, seed=2)
+    text = server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"]
+    evict_all(server, 200)
+    loads = num_loads(server)
+    assert server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"] == text
+    assert num_loads(server) == loads + 1
+    assert unknown(ask(server, prompt, 5), oracle) == ([] if policy == "recompute" else list(range(3 * BLOCK)))
+    assert num_loads(server) == loads + 1
+
+
+def test_a_mix(server: Server, policy: str, oracle: Oracle) -> None:
+    dice = random.Random(3)
+    prompts = [prompt_of(dice.randrange(40, 200), seed=300 + each) for each in range(12)]
+    prompts += [[*prompt[: dice.randrange(33, len(prompt))], 50] for prompt in prompts[:6]]
+    picked = [(dice.choice(prompts), dice.randrange(1, 20), dice.random() < 0.6) for _ in range(80)]
+
+    def one(prompt: list[int], max_tokens: int, asks: bool) -> Answer | None:
+        if asks:
+            return ask(server, prompt, max_tokens)
+        server.complete(prompt=prompt, max_tokens=max_tokens)
+        return None
+
+    loads = num_loads(server)
+    with ThreadPoolExecutor(4) as threads:
+        answers = [answer for answer in threads.map(lambda each: one(*each), picked) if answer is not None]
+    assert num_loads(server) > loads
+    num_rows = sum(len(answer.prompt) + len(answer.tokens) - 1 for answer in answers)
+    num_unknown = sum(len(unknown(answer, oracle)) for answer in answers)
+    if policy == "recompute":  # only what a load of somebody else's wrote over
+        assert num_unknown < num_rows / 10
+    else:
+        assert 0 < num_unknown < num_rows
+    wait_until_idle(server)
