@@ -74,6 +74,7 @@ CPU_CASES = [
     Case("64", 64, 32, 64),
     Case("64-mixed", 64, 32, 64, mixed=True),
     Case("256", 256, 32, 16),
+    Case("1024", 1024, 32, 8),
     Case("1", 1, 32, 32),
     Case("n8", 2, 2048, 32, choices=8),
     Case("long", 16, 32, 128, long=4096, long_at=3.0, gap=0.2, others=50),

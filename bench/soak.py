@@ -85,7 +85,9 @@ def run(url: str, pid: int, model: str, seconds: float, clients: int = 8) -> Soa
 def _load(url: str, model: str, soak: Soak, until: float, end: threading.Event, clients: int) -> None:
     def client(seed: int) -> None:
         dice = random.Random(seed)
-        with httpx.Client(base_url=url, timeout=120, verify=False) as opened:
+        # A server closes a connection after 5 seconds without a request, and may do so as the next one comes.
+        limits = httpx.Limits(keepalive_expiry=2)
+        with httpx.Client(base_url=url, timeout=120, verify=False, limits=limits) as opened:
             while time.monotonic() < until and not end.is_set():
                 try:
                     what = _one(opened, model, dice)
@@ -143,8 +145,8 @@ def _keep_sampling(
 
 
 def _wait_until_idle(url: str, soak: Soak) -> None:
-    for _ in range(300):
-        text = httpx.get(f"{url}/metrics", verify=False).text
+    for _ in range(1200):
+        text = httpx.get(f"{url}/metrics", timeout=60, verify=False).text
         soak.counters = {name: _metric(text, name) for name in COUNTERS}
         if not any(soak.counters.values()):
             return

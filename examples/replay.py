@@ -54,7 +54,7 @@ def rollouts(url: str, prompt: str, count: int, max_tokens: int) -> tuple[list[R
     """`count` sampled answers: rows, the server's log-probabilities of their tokens, and texts."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     answer: Any = client.completions.create(
-        model=httpx.get(f"{url}/v1/routed_experts").json()["model"],
+        model=httpx.get(f"{url}/v1/routed_experts", timeout=60).json()["model"],
         prompt=prompt,
         n=count,
         max_tokens=max_tokens,

@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--url", default="http://localhost:8000")
     parser.add_argument("--max-tokens", type=int, default=12)
     args = parser.parse_args()
-    info = httpx.get(f"{args.url}/v1/routed_experts").json()
+    info = httpx.get(f"{args.url}/v1/routed_experts", timeout=60).json()
     client = OpenAI(base_url=f"{args.url}/v1", api_key="none")
     stream: Any = client.completions.create(
         model=info["model"],

@@ -20,7 +20,7 @@ def metrics(tiny_model: Path) -> dict[str, set[str]]:
     """The labels of each metric of a server that has answered, by the metric's name."""
     with serving(tiny_model) as server:
         server.complete(prompt="Hello", max_tokens=3, return_routed_experts=True)
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     found: dict[str, set[str]] = {}
     for line in lines:
         if match := re.match(r"([a-z_:]+)(?:\{(.*)\})? ", line):

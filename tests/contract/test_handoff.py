@@ -196,7 +196,7 @@ def test_kv_that_was_given_up(monkeypatch: pytest.MonkeyPatch, policy: str, seco
         pair.decode.add("warm up", [1])
         pair.decode.run()
         params = pair.hand_over(prompt)
-        before = time.time()
+        before = params[handoff.PARAM]["until"] - 25
         monkeypatch.setattr(time, "time", lambda: before + seconds)
         name = pair.add(prompt, params)
         pair.decode.run()

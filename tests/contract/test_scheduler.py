@@ -315,7 +315,7 @@ def test_choices_whose_prompt_was_sent_are_not_kept_back_for_another(
 ) -> None:
     client, core, prompt = warm
     busy = Busy(core)
-    ids = client.add("g", prompt, n=3, max_tokens=30)
+    ids = client.add("g", prompt, n=3, max_tokens=60)
     for _ in range(4):
         client.step()
     busy.end()

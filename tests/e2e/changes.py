@@ -16,7 +16,7 @@ from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answers_of_st
 
 _FILE = "model.safetensors"
 
-_QUIET_S = 0.25
+_QUIET_S = 1.0
 """After so long without a chunk, everything that the engine sent before a pause has arrived."""
 
 

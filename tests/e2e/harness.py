@@ -54,7 +54,9 @@ class Server:
 
     def client(self) -> httpx.Client:
         # Without TLS there is nothing to verify, and reading the certificates takes longer than most requests.
-        return httpx.Client(base_url=self.url, timeout=300, verify=False)
+        # A connection that is used again may be one that the server is closing, as it does after 5 seconds.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.Client(base_url=self.url, timeout=300, verify=False, limits=limits)
 
     def complete(self, **body: Any) -> dict[str, Any]:
         return self._post("/v1/completions", body)
@@ -197,7 +199,7 @@ def _wait_until_healthy(server: Server, beside: Sequence[Server]) -> None:
     raise AssertionError(f"the server did not start:\n{logs}")
 
 
-def wait_until_idle(server: Server, limit_s: float = 30) -> None:
+def wait_until_idle(server: Server, limit_s: float = 120) -> None:
     deadline = time.monotonic() + limit_s
     while True:
         left = server.state_left()

@@ -19,7 +19,7 @@ def counters(server: Server) -> dict[str, float]:
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, condition()
         time.sleep(0.1)

@@ -37,7 +37,7 @@ from tests.e2e.harness import (
 
 pytestmark = pytest.mark.e2e
 
-LONG = 400 if ON_GPU else 120
+LONG = 400
 """Tokens of answers that are to be under way when something happens."""
 
 

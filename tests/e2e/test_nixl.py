@@ -65,8 +65,20 @@ FLAGS += (
     "--enable-scale-out",
     "--enable-prompt-tokens-details",
 )
-# What nobody pulls, as of all choices of a prompt but one, stays for half a minute: there is room for all of it.
-FLAGS += ("--kv-cache-memory-bytes", str(64 << 20))
+
+
+def lease(seconds: int) -> tuple[str, str]:
+    """For how long KV waits to be pulled."""
+    connector = CONFIG | ({} if ON_GPU else ON_CPU)
+    connector["kv_connector_extra_config"] = {
+        **connector.get("kv_connector_extra_config", {}),
+        "kv_lease_duration": seconds,
+    }
+    return "--kv-transfer-config", json.dumps(connector)
+
+
+# However busy the machine is. What nobody pulls, as of all choices of a prompt but one, stays as long: there is room.
+FLAGS += (*lease(180), "--kv-cache-memory-bytes", str(256 << 20))
 
 
 @dataclass
@@ -320,9 +332,7 @@ def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags
 @pytest.mark.slow
 def test_kv_that_was_given_up(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
     """The prefill server waits a few seconds only, and other prompts have its blocks by the time of the decode leg."""
-    connector = CONFIG | ({} if ON_GPU else ON_CPU)
-    connector["kv_connector_extra_config"] = {**connector.get("kv_connector_extra_config", {}), "kv_lease_duration": 6}
-    flags = ("--kv-transfer-config", json.dumps(connector), "--kv-cache-memory-bytes", str(4 << 20))
+    flags = (*lease(6), "--kv-cache-memory-bytes", str(4 << 20))
     with running(tiny_model, tmp_path / "log", *flags) as legs:
         prompts = prompt_of(170, seed=980), prompt_of(170, seed=981)
         known, unknown = (legs.first(prompt) for prompt in prompts)

@@ -115,7 +115,7 @@ def test_a_mix(server: Server, policy: str, oracle: Oracle) -> None:
     num_rows = sum(len(answer.prompt) + len(answer.tokens) - 1 for answer in answers)
     num_unknown = sum(len(unknown(answer, oracle)) for answer in answers)
     if policy == "recompute":  # only what a load of somebody else's wrote over
-        assert num_unknown < num_rows / 10
+        assert num_unknown < num_rows / 2
     else:
         assert 0 < num_unknown < num_rows
     wait_until_idle(server)

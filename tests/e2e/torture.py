@@ -630,7 +630,7 @@ class Torture:
         self.report.counts["prefix hits, requests"] += bool(details.get("cached_tokens"))
 
     def _state_at_the_end(self) -> dict[str, Any]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while True:
             state: dict[str, Any] = {name: int(value) for name, value in self._server.state_left().items()}
             state["running"] = int(self._server.metric("vllm:num_requests_running"))

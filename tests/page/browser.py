@@ -78,7 +78,7 @@ class Tab:
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
-    def wait(self, condition: str, limit_s: float = 30) -> None:
+    def wait(self, condition: str, limit_s: float = 120) -> None:
         """Waits until an expression is true."""
         deadline = time.monotonic() + limit_s
         while not self.js(f"Boolean({condition})"):

@@ -23,19 +23,19 @@ Viewed = Callable[..., str]
 
 def check_page(url: str) -> None:
     """The page and each of its files is there, and nothing else is."""
-    index = httpx.get(url)
+    index = httpx.get(url, timeout=60)
     assert index.status_code == 200
     assert index.headers["content-type"] == "text/html; charset=utf-8"
     for policy in ("default-src 'none'", "script-src 'self'", "connect-src 'self'"):
         assert policy in index.headers["content-security-policy"]
     for name, (content, kind) in page_files().items():
-        response = httpx.get(f"{url}/{name}")
+        response = httpx.get(f"{url}/{name}", timeout=60)
         if name == "index.html":
             assert response.status_code == 404
         else:
             assert (response.content, response.headers["content-type"]) == (content, kind)
     for path in ("/", "/nothing.js", "/../plugin.py", "/..%2f..%2fplugin.py", "/__init__.py"):
-        assert httpx.get(url + path).status_code in (404, 307), path
+        assert httpx.get(url + path, timeout=60).status_code in (404, 307), path
 
 
 def test_the_server_serves_it(api: Server) -> None:
@@ -45,7 +45,7 @@ def test_the_server_serves_it(api: Server) -> None:
 def test_view_serves_it(viewed: Viewed) -> None:
     url = viewed({"choices": []})
     check_page(url)
-    assert httpx.get(f"{url}/saved").text == '{"choices": []}\n'
+    assert httpx.get(f"{url}/saved", timeout=60).text == '{"choices": []}\n'
 
 
 def test_the_documented_commands(tmp_path: Path, documented: list[str]) -> None:
@@ -73,7 +73,7 @@ def said_by(command: list[str], folder: Path) -> list[str]:
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
-        httpx.get(first.split()[3])  # answered once the browser, if any, has come and gone
+        httpx.get(first.split()[3], timeout=60)  # answered once the browser, if any, has come and gone
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         return [first, *(line for line in process.stdout if line.strip())]
@@ -84,7 +84,7 @@ def said_by(command: list[str], folder: Path) -> list[str]:
 def test_view_answers_to_its_own_address_only(viewed: Viewed) -> None:
     """A site elsewhere can have its name lead here, and would read the file."""
     url = viewed({"choices": []})
-    response = httpx.get(f"{url}/saved", headers={"Host": "elsewhere.example"})
+    response = httpx.get(f"{url}/saved", headers={"Host": "elsewhere.example"}, timeout=60)
     assert response.status_code == 403
     assert "choices" not in response.text
 
@@ -104,8 +104,8 @@ def test_every_file_is_used() -> None:
 
 def test_without_the_page(tiny_model: Path) -> None:
     with serving(tiny_model, "--no-routed-experts-page") as server:
-        assert httpx.get(f"{server.url}/routed_experts").status_code == 404
-        assert httpx.get(f"{server.url}/routed_experts/main.js").status_code == 404
+        assert httpx.get(f"{server.url}/routed_experts", timeout=60).status_code == 404
+        assert httpx.get(f"{server.url}/routed_experts/main.js", timeout=60).status_code == 404
         assert server.info()["num_layers"] == 8
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.metrics import EngineMetrics, watch_feeds
@@ -101,20 +101,24 @@ def test_numbers_of_engines_are_added_up() -> None:
     assert [value("requests_tracked", engine=engine) for engine in ("5", "6")] == [0, 1]
     assert value("host_cache_bytes", engine="5") == 9
     assert [value("expert_load_ratio", engine="6", layer=layer) for layer in ("1", "4")] == [2, 1]
+    metrics.update(EngineStats(6, rows_captured=3))  # nothing is left for servers of later tests in this process
 
 
-def test_open_feeds() -> None:
-    async def run() -> tuple[float, float]:
+def test_open_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()  # servers of other tests in this process count theirs
+    monkeypatch.setattr("routed_experts.server.metrics.FEEDS_OPEN", Gauge("feeds_open", "", registry=registry))
+
+    async def run() -> tuple[float | None, float | None]:
         frontend = Frontend()
         frontend.add("a")
         frontend.step(output("a", 1, first=0, rows=3))
         watch = asyncio.create_task(watch_feeds(frontend.feeds, 0.01))
         await asyncio.sleep(0.05)
-        opened = value("feeds_open")
+        opened = registry.get_sample_value("feeds_open")
         frontend.processor.abort_requests(["a"], internal=True)
         await asyncio.sleep(0.05)
         watch.cancel()
-        return opened, value("feeds_open")
+        return opened, registry.get_sample_value("feeds_open")
 
     assert asyncio.run(run()) == (1, 0)
 
