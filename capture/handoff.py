@@ -1,7 +1,5 @@
 """The rows of a prompt on their way from the instance that computed it to the one that decodes, beside its KV."""
 
-import math
-import time
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ def encode(rows: Rows, until: float | None = None) -> dict[str, Any] | None:
     """`rows` [n, L, K] as what stands in `kv_transfer_params`, one byte for each id where that is enough.
 
     Args:
-        until: when their KV may be given up, in seconds since 1970.
+        until: when it is too late to come for their KV, in seconds since 1970.
 
     None if they are too many. Between the processes of an instance `data` is bytes, which JSON cannot say: so no client
     of another endpoint can make the engine take rows for true. Over HTTP it is base64.
@@ -50,9 +48,3 @@ def decode(value: Any) -> Rows | None:
         return None
     rows: NDArray[np.int16] = np.frombuffer(value["data"], dtype).reshape(shape).astype(np.int16)
     return rows
-
-
-def is_late(handed: dict[str, Any]) -> bool:
-    """Whether KV that is pulled from now on may be another request's than that of the rows."""
-    until: float = handed.get("until", math.inf)
-    return time.time() > until

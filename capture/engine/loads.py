@@ -12,7 +12,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, used_by
+from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, lease_of, used_by
+from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.rows import UNKNOWN, Rows
@@ -54,7 +55,7 @@ class Loads:
     slots become unwritten when that step arrives (`take`), before its rows.
 
     Attributes:
-        recompute: whether requests that ask for rows do without KV that has none.
+        handed: the rows of prompts that came with requests.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class Loads:
         self._kv_group = kv_group
         self._block_size = block_size
         self._tracked = tracked
-        self.recompute = policy == RECOMPUTE
+        self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
         self._loads: list[Load | Reload] = []
-        self._handed: dict[str, Rows] = {}  # by request, the rows of its prompt that came with it
+        self.handed = HandedRows(lease_of(config))
         self._rowless: set[int] = set()  # blocks some of whose rows were not computed here, as of the step to come
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._update_state_after_alloc = connector.update_state_after_alloc
@@ -97,14 +98,6 @@ class Loads:
         """Memory that those rows take."""
         return sum(rows.store.used_bytes for rows in self._offloaded if rows is not None)
 
-    def hand(self, request_id: str, rows: Rows) -> None:
-        """Keeps the rows [n, L, K] of the KV that another instance has for a request, from position 0 on."""
-        self._handed[request_id] = rows
-
-    def forget(self, request_id: str) -> None:
-        """Called when a request has ended."""
-        self._handed.pop(request_id, None)
-
     def take_stores(self, step: SchedulerOutput) -> list[Keep]:
         """What a step that has been scheduled copies out of the KV cache with its rows, before it runs or after."""
         metadata: Any = step.kv_connector_metadata
@@ -117,6 +110,7 @@ class Loads:
 
         Called before its requests are advanced.
         """
+        self.handed.step()
         loads, self._loads = self._loads, []
         if self._rowless:
             for source, destination in step.kv_cache_block_copies or ():
@@ -148,10 +142,10 @@ class Loads:
         return self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
 
     def _needs_rows(self, request: Request) -> bool:
-        return self.recompute and request.request_id in self._tracked
+        return self._recompute and request.request_id in self._tracked
 
     def _needs_rows_before(self, request_id: str, position: int) -> bool:
-        state = self._tracked.get(request_id) if self.recompute else None
+        state = self._tracked.get(request_id) if self._recompute else None
         return state is not None and state.next_row < position
 
     def _first_needed(self, request: Request) -> int:
@@ -160,9 +154,15 @@ class Loads:
 
     def _ask(self, request: Request, num_local: int) -> tuple[int | None, bool]:
         """All or nothing: connectors take it badly if less is loaded than they offered, but none at all is common."""
+        self.handed.step()  # before this step decides on loads
+        if self.handed.must_wait(request.request_id):
+            return None, False
         self._asked = request.request_id, num_local
         count, is_async = self._get_num_new_matched_tokens(request, num_local)
-        if not count or not self._needs_rows(request) or self._kind(request) is Kind.TRANSFER:
+        if count and self._kind(request) is Kind.TRANSFER:
+            may_be_lost = request.request_id in self._tracked and self.handed.is_lost(request.request_id)
+            return (0, False) if may_be_lost else (count, is_async)
+        if not count or not self._needs_rows(request):
             return count, is_async
         if self._offloaded[self._child(request)] is not None:  # which offers only what has rows
             return count, is_async
@@ -179,6 +179,7 @@ class Loads:
     def _load(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
         self._update_state_after_alloc(request, blocks, count)
         if not count:
+            self.handed.forget(request.request_id)  # KV is pulled once, or not at all
             return
         asked, num_local = self._asked
         assert asked == request.request_id, "KV is loaded that nobody was asked for"
@@ -191,7 +192,7 @@ class Loads:
             reload = offloaded.take_loaded(slots, num_local)
             self._add(reload, reload.are_known())
             return
-        rows = self._handed.pop(request.request_id, None) if self._kind(request) is Kind.TRANSFER else None
+        rows = self.handed.take(request.request_id) if self._kind(request) is Kind.TRANSFER else None
         is_known = np.zeros(count, dtype=np.bool_)
         if rows is not None:
             rows = rows[num_local : num_local + count]

@@ -23,6 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.connectors import describe, lease_of, on_load
+from routed_experts.capture.engine.handed import ARRIVAL
 from routed_experts.capture.engine.loads import Load, Loads, LocalHit
 from routed_experts.capture.engine.offloading import Keep, Reload
 from routed_experts.capture.engine.outbox import Messages, Outbox
@@ -173,7 +174,7 @@ class SchedulerConnector:
         if request.is_finished():
             self._tracked.pop(request.request_id, None)
             if self._loads is not None:
-                self._loads.forget(request.request_id)
+                self._loads.handed.forget(request.request_id)
         elif (state := self._tracked.get(request.request_id)) is not None:
             state.prefilling = True
 
@@ -280,11 +281,11 @@ class SchedulerConnector:
         if given is True and opt_in_of(request) is not None:
             self._to_hand_over.add(request.request_id)
         elif params.get("do_remote_prefill") and (rows := handoff.decode(given)) is not None:
-            if not handoff.is_late(given):
-                self._loads.hand(request.request_id, rows)
+            source = params.get("remote_engine_id"), params.get("remote_request_id")
+            if self._loads.handed.add(request, rows, source, given.get("until")):
                 return
-            logger.warning("Request %r came after its KV may have been given up.", request.request_id)
-            if self._loads.recompute and opt_in_of(request) is not None:
+            logger.info("Request %r: its KV may have been given up, or pulled by another.", request.request_id)
+            if opt_in_of(request) is not None:
                 request.kv_transfer_params = None
 
     def hand_over(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -296,14 +297,14 @@ class SchedulerConnector:
         self._to_hand_over.discard(request.request_id)
         if not is_wanted or not params or not params.get("do_remote_prefill") or self._cache is None:
             return params
+        if self._lease_s is None:  # nobody could say whether the KV is still that of the rows
+            return params
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
         rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
         self._cache.read(_block_ids(self._block_table(request.request_id)), 0, rows)
-        # The other instance's first sign of life, which extends the lease, takes a sixth of it.
-        until = None if self._lease_s is None else time.time() + self._lease_s * 5 / 6
-        handed = handoff.encode(rows, until)
+        handed = handoff.encode(rows, time.time() + self._lease_s * ARRIVAL)
         if handed is None:
             logger.warning(
                 "Request %r: the rows of %d tokens are too large to be handed over.", request.request_id, count

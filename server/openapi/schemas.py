@@ -109,8 +109,8 @@ class HandedRows(BaseModel):
     )
     until: float | SkipJsonSchema[None] = Field(
         default=None,
-        description="When the prefill instance may give the KV up, in seconds since 1970, if it is known. What comes "
-        "later is computed by the decode instance, or with `--routed-experts-on-load missing` has no rows.",
+        description="Until when the request is to come to the decode instance, in seconds since 1970, as the prefill "
+        "instance may give the KV up afterwards. Of one that comes later the decode instance computes the prompt.",
     )
 
 

@@ -14,6 +14,7 @@ from tests.contract.arithmetic import BLOCK, VOCAB, K, L
 from tests.contract.loads import PULL, Store, TracingClient, empty_prefix_cache, engine_with_store, store
 from tests.contract.test_loads import dice
 
+NUM_SEQS = 2
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, handoff.PARAM: True}
 
 
@@ -185,23 +186,110 @@ def test_a_prefill_instance_that_died(pair: Pair, fails_as: str) -> None:
     assert pair.kept.num_failed > 1
 
 
-@pytest.mark.parametrize("policy", ["recompute", "missing"])
-@pytest.mark.parametrize(("seconds", "is_late"), [(24.0, False), (26.0, True)])
-def test_kv_that_was_given_up(monkeypatch: pytest.MonkeyPatch, policy: str, seconds: float, is_late: bool) -> None:
-    """What is pulled then is another request's: rows of this prompt must not stand for it. The prefill instance says
-    until when it keeps the KV, here for 30 seconds, of which vLLM's heartbeats may take 5 to begin."""
-    prompt = tokens(100)
-    with store(policy) as kept:
-        pair = Pair(kept)
-        pair.decode.add("warm up", [1])
-        pair.decode.run()
-        params = pair.hand_over(prompt)
-        before = params[handoff.PARAM]["until"] - 25
-        monkeypatch.setattr(time, "time", lambda: before + seconds)
-        name = pair.add(prompt, params)
-        pair.decode.run()
-        assert pair.missing(name) == (list(range(99)) if is_late and policy == "missing" else [])
-        assert kept.num_loaded == (0 if is_late and policy == "recompute" else 1)
+class Clock:
+    """In the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def time(self) -> float:
+        return time.time() + self.passed
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
+
+@pytest.fixture(params=["recompute", "missing"])
+def leased(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """A pair whose prefill instance keeps KV for 30 seconds, and each policy for loads."""
+    with store(request.param) as kept:
+        both = Pair(kept, max_num_seqs=NUM_SEQS)
+        both.decode.add("warm up", [1])
+        both.decode.run()
+        yield both
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("handed", "scheduler"):
+        monkeypatch.setattr(f"routed_experts.capture.engine.{module}.time", clock)
+    return clock
+
+
+def check_given_up(pair: Pair, name: str) -> None:
+    """What would be pulled is another request's: the decode instance computes the prompt."""
+    assert pair.missing(name) == []
+    assert pair.kept.num_loaded == 0
+
+
+def test_a_leg_that_comes_in_time(leased: Pair, clock: Clock) -> None:
+    params = leased.hand_over(tokens(100))
+    clock.passed = 9
+    name = leased.add(tokens(100), params)
+    leased.decode.run()
+    assert leased.missing(name) == []
+    assert leased.kept.num_loaded == 1
+
+
+def test_a_leg_that_comes_late(leased: Pair, clock: Clock) -> None:
+    params = leased.hand_over(tokens(100))
+    clock.passed = 10
+    name = leased.add(tokens(100), params)
+    leased.decode.run()
+    check_given_up(leased, name)
+
+
+def test_a_leg_that_waits_while_there_are_no_steps(leased: Pair, clock: Clock) -> None:
+    """As during a pause: there are no heartbeats either."""
+    name = leased.add(tokens(100), leased.hand_over(tokens(100)))
+    clock.passed = 5.1
+    leased.decode.run()
+    check_given_up(leased, name)
+
+
+def test_a_leg_that_waits_while_others_have_steps(leased: Pair, clock: Clock) -> None:
+    """Every one of them may send a heartbeat, so that it can be long. What was before it came does not count."""
+    clock.passed = 100
+    params = leased.hand_over(tokens(100))
+    both = [leased.add(tokens(40, seed=10 + seed), None, max_tokens=60) for seed in range(NUM_SEQS)]
+    for _ in range(3):
+        leased.decode.step()
+    name = leased.add(tokens(100), params)
+    for _ in range(40):
+        clock.passed += 4
+        leased.decode.step()
+        assert leased.kept.num_loaded == 0
+    leased.decode.run()
+    assert [leased.missing(each) for each in (*both, name)] == [[]] * (NUM_SEQS + 1)
+    assert leased.kept.num_loaded == 1
+
+
+def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
+    """The first one's pull, or its end, gives it up: a proxy that tries again has to begin with the prefill leg."""
+    params = leased.hand_over(tokens(100))
+    first = leased.add(tokens(100, seed=1), params)
+    leased.decode.abort(first)
+    name = leased.add(tokens(100), params)
+    leased.decode.run()
+    check_given_up(leased, name)
+
+
+def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
+    """The others hit what it brought, and compute the last block, as the rows of the prompt are those of one choice."""
+    params = pair.hand_over(tokens(100))
+    names = pair.decode.add("n", tokens(100), start=100, n=3, kv_transfer_params=params, max_tokens=9)
+    pair.decode.run()
+    assert pair.decode.missing() == 0
+    read = [pair.decode.engines[0].model_executor.seen[name] for name in names]  # type: ignore[attr-defined]
+    for position in range(100 // BLOCK * BLOCK):
+        assert read[0][position] == read[1][position] == read[2][position]
+    assert pair.kept.num_loaded == 1
+
+
+def test_rows_are_not_handed_over_where_nobody_knows_for_how_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair.prefill.engines[0].scheduler.aux_output_connector, "_lease_s", None)
+    assert handoff.PARAM not in pair.hand_over(tokens(100))
 
 
 @pytest.mark.parametrize("steps", range(5))
@@ -214,7 +302,7 @@ def test_an_abort_around_a_pull(pair: Pair, steps: int) -> None:
     others = [pair.add(prompt, None), pair.add(tokens(100, seed=1), None)]
     pair.decode.run()
     assert [pair.missing(other) for other in others] == [[], []]
-    assert pair.decode.engines[0].scheduler.aux_output_connector._loads._handed == {}
+    assert len(pair.decode.engines[0].scheduler.aux_output_connector._loads.handed) == 0
 
 
 def test_few_blocks(pair: Pair) -> None:

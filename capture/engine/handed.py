@@ -1,0 +1,96 @@
+"""Rows of KV that another instance keeps for a request here, for as long as it surely keeps it.
+
+NIXL's prefill instance gives a prompt's KV up when its lease ends, when a request has pulled it, or when one that was
+to pull it is aborted. Whoever pulls afterwards gets what is in those blocks by then, without a word. The decode
+instance extends the lease: with its steps it sends heartbeats for all requests that have arrived, one in a sixth of a
+lease at most, each of which extends it to two thirds of its length. The first to an instance may be spent on getting to
+know it. (vLLM 0.32, `kv_connector/v1/nixl/`: `kv_lease_duration`, `_send_heartbeats`, `_get_new_notifs`.)
+"""
+
+import time
+from dataclasses import dataclass
+
+from vllm.v1.request import Request, RequestStatus
+
+from routed_experts.capture.rows import Rows
+
+ARRIVAL = 1 / 3
+"""The part of a lease within which a request is to arrive: two heartbeats, a silence and a sixth to spare follow."""
+SILENCE = 1 / 6
+"""The part of a lease for which there may be no step."""
+
+Source = tuple[object, object]
+"""The instance that keeps the KV, and its name for it."""
+
+
+@dataclass
+class _Held:
+    rows: Rows
+    arrived: float
+    is_lost: bool = False
+
+
+class HandedRows:
+    """Args:
+    lease_s: of this instance's connector, which is that of the other; None if it is not known.
+    """
+
+    def __init__(self, lease_s: float | None) -> None:
+        self._silence_s = None if lease_s is None else lease_s * SILENCE
+        self._held: dict[str, _Held] = {}
+        self._pulls: dict[Source, tuple[Request, float]] = {}  # who came for it, and until when another may
+        self._second: dict[str, Request] = {}  # by another that came, that one
+        self._last_step = time.monotonic()
+
+    def __len__(self) -> int:
+        return len(self._held) + len(self._second)
+
+    def add(self, request: Request, rows: Rows, source: Source, until: float | None) -> bool:
+        """Takes the rows [n, L, K] of the KV that a request is to pull, from position 0 on.
+
+        Args:
+            until: when it is too late to come, in seconds since 1970; None if nobody knows.
+
+        Returns whether the KV is still there: False if it is too late, and for all but the first that came for it, such
+        as the other choices of a prompt.
+        """
+        if until is not None:
+            now = time.time()
+            self._pulls = {each: pull for each, pull in self._pulls.items() if pull[1] > now}
+            if now > until:
+                return False
+            if source in self._pulls:
+                self._second[request.request_id] = self._pulls[source][0]
+                return False
+            self._pulls[source] = request, until
+        self._held[request.request_id] = _Held(rows, time.monotonic())
+        return True
+
+    def step(self) -> None:
+        """Called in every step. While there was none, as during a pause, there were no heartbeats."""
+        now, before = time.monotonic(), self._last_step
+        self._last_step = now
+        if self._silence_s is None or now - before <= self._silence_s:
+            return
+        for held in self._held.values():
+            held.is_lost |= now - max(before, held.arrived) > self._silence_s
+
+    def must_wait(self, request_id: str) -> bool:
+        """Whether another request is about to bring the KV into the prefix cache."""
+        first = self._second.get(request_id)
+        return first is not None and first.status < RequestStatus.RUNNING
+
+    def is_lost(self, request_id: str) -> bool:
+        """Whether the KV may be another prompt's by now, as of the last step."""
+        held = self._held.get(request_id)
+        return held is not None and held.is_lost
+
+    def take(self, request_id: str) -> Rows | None:
+        """The rows, if the KV is surely theirs; they are forgotten."""
+        held = self._held.pop(request_id, None)
+        return None if held is None or held.is_lost else held.rows
+
+    def forget(self, request_id: str) -> None:
+        """Called when a request pulls nothing, or has ended."""
+        self._held.pop(request_id, None)
+        self._second.pop(request_id, None)
