@@ -45,14 +45,14 @@ class HandedRows:
     def __len__(self) -> int:
         return len(self._held) + len(self._second)
 
-    def add(self, request: Request, rows: Rows, source: Source, until: float | None) -> bool:
+    def add(self, request: Request, rows: Rows, source: Source, until: float | None, is_first: bool) -> bool:
         """Takes the rows [n, L, K] of the KV that a request is to pull, from position 0 on.
 
         Args:
             until: when it is too late to come, in seconds since 1970; None if nobody knows.
+            is_first: of the choices of its prompt, others of which may be in other engines (data parallelism).
 
-        Returns whether the KV is still there: False if it is too late, and for all but the first that came for it, such
-        as the other choices of a prompt.
+        Returns whether the KV is still there: False if it is too late, and for all but the first that came for it.
         """
         if until is not None:
             now = time.time()
@@ -61,6 +61,8 @@ class HandedRows:
                 return False
             if source in self._pulls:
                 self._second[request.request_id] = self._pulls[source][0]
+                return False
+            if not is_first:
                 return False
             self._pulls[source] = request, until
         self._held[request.request_id] = _Held(rows, time.monotonic())

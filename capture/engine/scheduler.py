@@ -281,11 +281,13 @@ class SchedulerConnector:
         if given is True and opt_in_of(request) is not None:
             self._to_hand_over.add(request.request_id)
         elif params.get("do_remote_prefill") and (rows := handoff.decode(given)) is not None:
+            opt_in = opt_in_of(request)
+            is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # as vLLM names them
             source = params.get("remote_engine_id"), params.get("remote_request_id")
-            if self._loads.handed.add(request, rows, source, given.get("until")):
+            if self._loads.handed.add(request, rows, source, given.get("until"), is_first):
                 return
             logger.info("Request %r: its KV may have been given up, or pulled by another.", request.request_id)
-            if opt_in_of(request) is not None:
+            if opt_in is not None:
                 request.kv_transfer_params = None
 
     def hand_over(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:

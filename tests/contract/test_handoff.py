@@ -287,6 +287,17 @@ def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
     assert pair.kept.num_loaded == 1
 
 
+def test_choices_in_several_engines(pair: Pair) -> None:
+    """With data parallelism no engine knows of the other's pull, which gives the KV up."""
+    other = engine_with_store(connectors=(PULL,), is_async=pair.kept.is_async)
+    both = TracingClient(*pair.decode.engines, other)
+    params = pair.hand_over(tokens(100))
+    both.add("n", tokens(100), start=100, n=4, kv_transfer_params=params, max_tokens=9)
+    both.run()
+    assert both.missing() == 0
+    assert pair.kept.num_loaded == 1
+
+
 def test_rows_are_not_handed_over_where_nobody_knows_for_how_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.prefill.engines[0].scheduler.aux_output_connector, "_lease_s", None)
     assert handoff.PARAM not in pair.hand_over(tokens(100))
