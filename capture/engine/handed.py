@@ -14,9 +14,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.rows import Rows
 
-ARRIVAL = 1 / 3
+_ARRIVAL = 1 / 3
 """The part of a lease within which a request is to arrive: two heartbeats, a silence and a sixth to spare follow."""
-SILENCE = 1 / 6
+_SILENCE = 1 / 6
 """The part of a lease for which there may be no step."""
 
 Source = tuple[object, object]
@@ -36,7 +36,7 @@ class HandedRows:
     """
 
     def __init__(self, lease_s: float | None) -> None:
-        self._silence_s = None if lease_s is None else lease_s * SILENCE
+        self._lease_s = lease_s
         self._held: dict[str, _Held] = {}
         self._pulls: dict[Source, tuple[Request, float]] = {}  # who came for it, and until when another may
         self._second: dict[str, Request] = {}  # by another that came, that one
@@ -44,6 +44,10 @@ class HandedRows:
 
     def __len__(self) -> int:
         return len(self._held) + len(self._second)
+
+    def until(self) -> float | None:
+        """Until when who is to pull KV that is offered now is to come, in seconds since 1970; None if nobody knows."""
+        return None if self._lease_s is None else time.time() + self._lease_s * _ARRIVAL
 
     def add(self, request: Request, rows: Rows, source: Source, until: float | None, is_first: bool) -> bool:
         """Takes the rows [n, L, K] of the KV that a request is to pull, from position 0 on.
@@ -72,10 +76,10 @@ class HandedRows:
         """Called in every step. While there was none, as during a pause, there were no heartbeats."""
         now, before = time.monotonic(), self._last_step
         self._last_step = now
-        if self._silence_s is None or now - before <= self._silence_s:
+        if self._lease_s is None or now - before <= self._lease_s * _SILENCE:
             return
         for held in self._held.values():
-            held.is_lost |= now - max(before, held.arrived) > self._silence_s
+            held.is_lost |= now - max(before, held.arrived) > self._lease_s * _SILENCE
 
     def must_wait(self, request_id: str) -> bool:
         """Whether another request is about to bring the KV into the prefix cache."""

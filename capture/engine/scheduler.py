@@ -1,6 +1,5 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and knows what each request is owed."""
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,8 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.connectors import describe, lease_of, on_load
-from routed_experts.capture.engine.handed import ARRIVAL
+from routed_experts.capture.engine.connectors import describe, on_load
 from routed_experts.capture.engine.loads import Load, Loads, LocalHit
 from routed_experts.capture.engine.offloading import Keep, Reload
 from routed_experts.capture.engine.outbox import Messages, Outbox
@@ -128,7 +126,6 @@ class SchedulerConnector:
         self._step = 0
         self._arrived: ArrivedStep | None = None
         self._loads: Loads | None = None
-        self._lease_s: float | None = None
         self._to_hand_over: set[str] = set()  # requests whose rows are to go with their KV
         self.outbox = Outbox()
 
@@ -140,7 +137,6 @@ class SchedulerConnector:
     def follow_loads(self, config: KVTransferConfig) -> None:
         """Keeps account of the KV that the scheduler's connector loads."""
         policy = on_load()
-        self._lease_s = lease_of(config)
         self._loads = Loads(
             self._scheduler.connector,
             config,
@@ -299,14 +295,15 @@ class SchedulerConnector:
         self._to_hand_over.discard(request.request_id)
         if not is_wanted or not params or not params.get("do_remote_prefill") or self._cache is None:
             return params
-        if self._lease_s is None:  # nobody could say whether the KV is still that of the rows
+        until = self._loads.handed.until() if self._loads is not None else None
+        if until is None:  # nobody could say whether the KV is still that of the rows
             return params
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
         rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
         self._cache.read(_block_ids(self._block_table(request.request_id)), 0, rows)
-        handed = handoff.encode(rows, time.time() + self._lease_s * ARRIVAL)
+        handed = handoff.encode(rows, until)
         if handed is None:
             logger.warning(
                 "Request %r: the rows of %d tokens are too large to be handed over.", request.request_id, count
