@@ -608,7 +608,7 @@ def test_two_api_servers(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> No
             leave(server, 3, prompt=prompt_of(30, seed=760), max_tokens=300, ignore_eos=True)
         for _ in range(8):
             wait_until_idle(server)
-    log = (tmp_path / "log").read_text()
+        log = (tmp_path / "log").read_text()  # before it ends: vLLM may stop the engine before an API process
     assert "ApiServer_0" in log
     assert "ApiServer_1" in log
     assert " ERROR " not in log
