@@ -1,6 +1,7 @@
 """What the capture costs on one GPU, with the shape of Qwen3-30B-A3B and weights that nobody has to download.
 
-Two engines run in turns on the same GPU: that takes one of 140 GB (an H200), or fewer `--layers` on a smaller one.
+Two engines run in turns on the same GPU: that takes one of 140 GB (an H200), or fewer `--layers` on a smaller one. With
+`--sequence-parallel`, on the same four.
 """
 
 import argparse
@@ -13,7 +14,8 @@ from typing import Any
 
 from bench.compare import Case, Host, interleave, start_all, table
 from bench.host_step import host_step_table
-from bench.shapes import QWEN3_30B_A3B
+from bench.http_server import free_port
+from bench.shapes import ENGINE_SHAPES, kv_bytes
 
 CASES = [
     Case("batch 256", 256, 128, 256),
@@ -24,6 +26,12 @@ CASES = [
 
 RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
 """With a KV cache for a quarter of them: all are loaded again from where they were offloaded."""
+
+SLOTS = 98304
+"""Tokens that the KV cache holds: as many as batch 256 needs at once."""
+
+SEQUENCE_PARALLEL = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+"""With vLLM's default backend for all-to-all, each tensor-parallel rank routes a part of the tokens."""
 
 OURS = [("captured, not asked for", False), ("returned to every request", True)]
 
@@ -46,25 +54,31 @@ def engine_options(model: Path, kv_cache_bytes: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--kv-cache-gib", type=float, default=9.0)
+    parser.add_argument("--shape", choices=sorted(ENGINE_SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism")
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
     parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
     parser.add_argument("--noise", action="store_true", help="only two engines without capture against each other")
-    parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
+    parser.add_argument("--layers", type=int, default=None, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
     args = parser.parse_args()
     logs = args.logs or Path(tempfile.mkdtemp())
     logs.mkdir(parents=True, exist_ok=True)
     model = logs / "model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**QWEN3_30B_A3B, "num_hidden_layers": args.layers}))
-    options = engine_options(model, int((3 if args.offload else args.kv_cache_gib) * 2**30))
+    config = dict(ENGINE_SHAPES[args.shape])
+    config["num_hidden_layers"] = args.layers = args.layers or config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config))
+    options = engine_options(model, kv_bytes(config) * (SLOTS // 3 if args.offload else SLOTS))
+    if args.sequence_parallel:
+        options |= SEQUENCE_PARALLEL
     cases = RELOADS if args.offload else CASES
     if args.offload:
         options |= {"kv_offloading_size": 16, "max_model_len": 4096}
 
     def start(variant: str, log: str | None = None) -> Host:
-        return Host.start(variant, options, "cuda", logs / f"{log or variant}.log")
+        own = {"data_parallel_rpc_port": free_port()} if args.sequence_parallel else {}
+        return Host.start(variant, options | own, "cuda", logs / f"{log or variant}.log")
 
     results: dict[str, Any] = {}
     save = logs / "results.json"
@@ -82,7 +96,7 @@ def main() -> None:
     interleave([off, ours], lines, cases, args.repeats, results, save)
     ours.stop()
     report(results, args, ours)
-    if args.skip_peer or args.offload:
+    if args.skip_peer or args.offload or args.sequence_parallel:
         off.stop()
         return
     peer = start("vllm")
@@ -100,7 +114,7 @@ def report(results: dict[str, Any], args: argparse.Namespace, ours: Host) -> Non
     baseline |= {beside: beside, "vLLM's own": beside}
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     device = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    print(f"\n{device}, {args.repeats} repeats, {args.layers} layers\n")
+    print(f"\n{device}, {args.repeats} repeats, {args.shape}, {args.layers} layers\n")
     print(table(results, baseline))
     print(f"\nours: {ours.info}\n\n{host_step_table('cuda', num_layers=args.layers)}", flush=True)
 

@@ -6,6 +6,7 @@ is slow, and the API process's CPU time per token is the figure.
 
 import argparse
 import json
+import os
 import random
 import signal
 import sys
@@ -23,7 +24,7 @@ from bench.http_answers import Expected, Routing
 from bench.http_load import Clients, Load, Request
 from bench.http_server import Server, start
 from bench.http_table import Run, commit_and_device, table
-from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, write_model
+from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, kv_bytes, write_model
 from routed_experts.server.progress import say
 
 WINDOW_S = 1.0
@@ -36,10 +37,11 @@ _ODD_SIZES = (129, 257, 385, 641, 1025, 1537, 2049, 3073, 4097, 6145, 8191)
 
 @dataclass(frozen=True)
 class Case:
-    """One load; all its requests are sent at once but for those that come with `long`.
+    """One load; all its requests are sent at once but for those that come with `long`, or where it says otherwise.
 
     Attributes:
         mixed: answers between half and one and a half times as long as `new_tokens`.
+        over: the seconds over which its requests come, if not all at once.
         long: length of one more prompt, sent after `long_at` seconds; with it come short requests every `gap` seconds.
     """
 
@@ -49,6 +51,7 @@ class Case:
     new_tokens: int
     choices: int = 1
     mixed: bool = False
+    over: float = 0.0
     long: int = 0
     long_at: float = 1.0
     gap: float = 0.02
@@ -69,6 +72,7 @@ GPU_CASES = [
     Case("256-mixed", 256, 128, 256, mixed=True),
     Case("n8", 8, 8192, 256, choices=8),
     Case("long", 64, 128, 384, long=32768),
+    Case("arrivals", 48, 1536, 128, over=6.0),
 ]
 CPU_CASES = [
     Case("64", 64, 32, 64),
@@ -78,6 +82,7 @@ CPU_CASES = [
     Case("1", 1, 32, 32),
     Case("n8", 2, 2048, 32, choices=8),
     Case("long", 16, 32, 128, long=4096, long_at=3.0, gap=0.2, others=50),
+    Case("arrivals", 8, 1024, 16, over=24.0),
 ]
 GPU_FLAGS = ["--load-format", "dummy", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.4"]
 CPU_FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--enforce-eager"]
@@ -132,7 +137,10 @@ def requests_of(
     sizes = [lengths.randint(g // 2, g + g // 2) if case.mixed else g for _ in range(case.streams)]
     # Beside a long request, the others are always streamed: their times are the figures.
     others_stream = True if case.long else None
-    requests = [request("stream", 0.0, case.prompt_len, size, case.choices, others_stream) for size in sizes]
+    requests = [
+        request("stream", index * case.over / case.streams, case.prompt_len, size, case.choices, others_stream)
+        for index, size in enumerate(sizes)
+    ]
     if case.long:
         requests.append(request("long", case.long_at, case.long, 64))
         for index in range(case.others):
@@ -192,14 +200,14 @@ class Bench:
         self._clients = Clients(args.clients)
         self._runs: list[Run] = []
         self._seed = 0
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+        self._gpus = visible.split(",") if args.device == "cuda" else []
         self._about = commit_and_device(args.device, args.commit)
 
     @property
     def slots(self) -> int:
         """How many tokens the KV cache of a server holds."""
-        c = self._config
-        width = 2 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
-        return int(self._args.kv_cache_bytes // (width * (2 if c["torch_dtype"] == "bfloat16" else 4)))
+        return int(self._args.kv_cache_bytes // kv_bytes(self._config))
 
     def run(self, cases: list[Case]) -> list[Run]:
         """All runs of all lines; the table and the raw results are written as they come."""
@@ -228,10 +236,11 @@ class Bench:
         flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes), *self._args.serve]
         started = [variant for variant in variants if variant not in self._servers]
         for variant in started:
-            gpu = len(self._servers) % self._args.gpus if self._args.gpus > 1 else None
+            gpu = self._gpus[len(self._servers) % self._args.gpus] if self._args.gpus > 1 else None
             log = self._out / f"{variant}.log"
             which = "plain" if variant == "off" and self._args.plain else variant
-            self._servers[variant] = start(which, self._model, flags, log, self._args.api_servers, gpu)
+            apart = self._gpus[:2] if self._args.prefill_decode else None
+            self._servers[variant] = start(which, self._model, flags, log, self._args.api_servers, gpu, apart)
         for variant in started:
             say(f"Starting the server of {variant}; its log is {self._servers[variant].log}.")
             self._servers[variant].wait_until_healthy()
@@ -328,6 +337,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--api-servers", type=int, default=1, help="processes that answer HTTP, for each server")
     parser.add_argument("--clients", type=int, default=None, help="client processes: 4, on a CPU 2")
     parser.add_argument("--gpus", type=int, default=1, help="with more than one, each server has one for itself")
+    parser.add_argument(
+        "--prefill-decode",
+        action="store_true",
+        help="each variant is examples/prefill_decode.py: a proxy, and two servers on the first two GPUs",
+    )
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument("--kv-cache-bytes", type=int, default=None, help="9.1 GiB, so that two servers fit 140 GB")
     parser.add_argument(

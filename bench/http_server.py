@@ -20,12 +20,14 @@ class Server:
 
     Attributes:
         api_servers: processes that answer HTTP; one is the process that was started itself, more are its children.
+        apart: whether it is a proxy, whose children are a server for prefill and one for decode.
     """
 
     process: subprocess.Popen[bytes]
     port: int
     log: Path
     api_servers: int
+    apart: bool = False
 
     def wait_until_healthy(self) -> None:
         """Returns once the port answers.
@@ -46,6 +48,9 @@ class Server:
 
     def api_pids(self) -> list[int]:
         """The processes that answer HTTP. The engine's are left out."""
+        if self.apart:
+            proxy = self.process.pid
+            return [pid for pid, parent in _session(proxy).items() if proxy in (pid, parent)]
         if self.api_servers == 1:
             return [self.process.pid]
         # vLLM gives them titles: VLLM::APIServer_0 and so on.
@@ -72,16 +77,26 @@ class Server:
         self.process.wait()
 
 
-def start(variant: str, model: Path, flags: list[str], log: Path, api_servers: int, gpu: int | None) -> Server:
+def start(
+    variant: str,
+    model: Path,
+    flags: list[str],
+    log: Path,
+    api_servers: int,
+    gpu: str | None,
+    apart: list[str] | None = None,
+) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
     `ours` captures, `off` does not, `plain` is vLLM's own command and `vllm` that with vLLM's own capture.
 
-    `gpu` is the only one that it sees; None leaves the choice to the environment.
+    Args:
+        gpu: the only one that it sees; None leaves the choice to the environment.
+        apart: the GPUs of a prefill and a decode server behind a proxy, or nothing for a CPU; None for one server.
     """
     env = dict(os.environ)
     if gpu is not None:
-        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+        env["CUDA_VISIBLE_DEVICES"] = gpu
     command = [sys.executable, "-m", "routed_experts.server.cli", "serve", str(model)]
     if variant == "off":
         flags = [*flags, "--no-enable-return-routed-experts"]
@@ -89,7 +104,9 @@ def start(variant: str, model: Path, flags: list[str], log: Path, api_servers: i
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         flags = [*flags, "--enable-return-routed-experts"] if variant == "vllm" else flags
-    port = _free_port()
+    port = free_port()
+    if apart is not None:
+        command = [sys.executable, "examples/prefill_decode.py", str(model), *(["--devices", *apart] if apart else [])]
     command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
     if api_servers > 1:
         command += ["--api-server-count", str(api_servers)]
@@ -97,7 +114,7 @@ def start(variant: str, model: Path, flags: list[str], log: Path, api_servers: i
         process = subprocess.Popen(
             [*command, *flags], stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=env
         )
-    return Server(process, port, log, api_servers)
+    return Server(process, port, log, api_servers, apart is not None)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -105,18 +122,18 @@ def cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)  # CPUCLOCK_SCHED of that process
 
 
-def _session(leader: int) -> list[int]:
-    """The processes of a session that are still running."""
-    pids = []
+def _session(leader: int) -> dict[int, int]:
+    """The processes of a session that are still running, and the parent of each."""
+    parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                state, _, _, session = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
+                state, parent, _, session = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[:4]
             except (OSError, ValueError):
                 continue
             if int(session) == leader and state != "Z":
-                pids.append(int(entry))
-    return pids
+                parents[int(entry)] = int(parent)
+    return parents
 
 
 def _command(pid: int) -> bytes:
@@ -126,7 +143,8 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])

@@ -30,6 +30,37 @@ QWEN3_30B_A3B = {
     "bos_token_id": 151643,
 }
 
+# The router of DeepSeek-V3 (58 MoE layers, top 8 of 256 experts in 8 groups of which 4 count, sigmoid with bias) beside
+# the attention above; experts as narrow as two engines on one GPU need.
+GROUPED_256 = {
+    **QWEN3_30B_A3B,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+    "attention_bias": False,
+}
+
+# As many experts of which as many are chosen as in Qwen3-Next.
+TEN_OF_512 = {**QWEN3_30B_A3B, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 128}
+
+ENGINE_SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "grouped-256": GROUPED_256, "ten-of-512": TEN_OF_512}
+
+
+def kv_bytes(config: dict[str, Any]) -> int:
+    """Bytes of KV that a token has in all layers."""
+    width = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    return int(width * (2 if config["torch_dtype"] == "bfloat16" else 4))
+
+
 # As many rows, and as wide, as Qwen3-30B-A3B's; everything that costs the engine time is as small as its kernels allow.
 TINY = {
     **QWEN3_30B_A3B,

@@ -213,7 +213,7 @@ def _monolithic_experts(runner: MoERunner) -> Any:
     if not (isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture()):
         raise UnsupportedConfig(
             f"The MoE kernel {type(experts).__name__} of layer {runner.layer_id} routes by itself and does not say "
-            "how: choose another one with --moe-backend, for example --moe-backend triton."
+            "how: choose another one with --moe-backend, for example --moe-backend triton (marlin for MXFP4)."
         )
     return experts
 

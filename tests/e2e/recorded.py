@@ -21,7 +21,8 @@ import random
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM reads it
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -44,7 +46,7 @@ else:
 
 CHUNK = 64
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
-OPTIONS |= {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "disable_log_stats": True}
+OPTIONS |= {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "disable_log_stats": False, "cudagraph_metrics": True}
 # Of a GPU's memory only what is free is held against it: the KV cache has a size of its own.
 OPTIONS |= {"enforce_eager": True} if current_platform.is_cpu() else {"gpu_memory_utilization": 0.3}
 
@@ -53,6 +55,8 @@ class Recorder(Worker):
     """vLLM's worker, with a record of the routers' scores; the capture is mixed into it."""
 
     recording: Recording
+    full_graphs = 0
+    adapters: dict[str, int]
 
     def load_model(self, **options: Any) -> None:
         super().load_model(**options)
@@ -67,7 +71,7 @@ class Recorder(Worker):
         for row, layer_id in zip(self.scores, sorted(layers), strict=True):
             layer = layers[layer_id]
             layer._apply_quant_method = _recording(layer._apply_quant_method, row)
-        self.recording = Recording(sorted(layers))
+        self.recording, self.adapters = Recording(sorted(layers)), {}
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -77,6 +81,8 @@ class Recorder(Worker):
     def execute_model(self, scheduler_output: Any) -> Any:
         self.scores.fill_(torch.nan)  # what a layer does not write in this step is not known
         output = super().execute_model(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            self.adapters[new.req_id] = new.lora_request.lora_int_id if new.lora_request else 0
         if scheduler_output.total_num_scheduled_tokens:
             self._record(scheduler_output.num_scheduled_tokens)
         return output
@@ -102,13 +108,15 @@ class Recorder(Worker):
             own = slice(first, first + scheduled[request])
             every = np.arange(int(at[own][-1]) + 1)
             slots = row[every // block_size].astype(np.int64) * block_size + every % block_size
-            parts.append(Part(request, at[own].copy(), ids[own].copy(), slots))
+            parts.append(Part(request, at[own].copy(), ids[own].copy(), slots, self.adapters[request]))
             first = own.stop
         assert first == n
+        self.full_graphs += runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
         self.recording.step(self.scores[:, :n].transpose(0, 1).cpu().numpy().copy(), parts)
 
-    def recorded(self) -> Recording:
-        return self.recording
+    def recorded(self) -> tuple[Recording, int]:
+        """The record, and how many steps were one CUDA graph each."""
+        return self.recording, self.full_graphs
 
 
 def _recording(apply: Callable[..., Any], into: torch.Tensor) -> Callable[..., Any]:
@@ -134,7 +142,9 @@ def mix(dice: random.Random, turn: int) -> list[tuple[list[int], SamplingParams]
     return requests
 
 
-def main(model: str, turns: int = 2, **options: Any) -> dict[str, int]:
+def main(model: str, turns: int = 2, adapters: Sequence[str] = (), **options: Any) -> dict[str, int]:
+    """Every prompt is also asked of each of the `adapters`, whose folders these are."""
+    loras = [None, *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1))]
     llm = LLM(
         model,
         enable_return_routed_experts=True,
@@ -143,14 +153,23 @@ def main(model: str, turns: int = 2, **options: Any) -> dict[str, int]:
     )
     dice, outputs = random.Random(0), []
     for turn in range(turns):
-        requests = mix(dice, turn)
-        prompts: Any = [{"prompt_token_ids": prompt} for prompt, _ in requests]
-        outputs += llm.generate(prompts, [params for _, params in requests], use_tqdm=False)
+        requests = [(prompt, params, lora) for prompt, params in mix(dice, turn) for lora in loras]
+        prompts: Any = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
+        params, asked = [params for _, params, _ in requests], [lora for _, _, lora in requests]
+        outputs += llm.generate(prompts, params, lora_request=asked if adapters else None, use_tqdm=False)
         if turn == turns // 2:
             llm.reset_prefix_cache()
-    recording: Recording = llm.collective_rpc("recorded")[0]
+    recording: Recording
+    ((recording, full_graphs),) = llm.collective_rpc("recorded")
     rule = rule_of(Path(model), recording.layer_ids)
-    counts: Counter[str] = Counter(steps=recording.steps)
+    counts: Counter[str] = Counter({"steps": recording.steps, "steps in full graphs": full_graphs})
+    counts["asynchronous"] = int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
+    for metric in llm.get_metrics():
+        if metric.name in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"):
+            counts[metric.name.split("num_")[1]] += metric.value
+    loaded = [number for number in map(recording.adapters.get, recording.owners) if number]
+    counts["swaps of adapters"] = sum(number != before for before, number in pairwise(loaded))
+    of_base: dict[tuple[int, ...], np.ndarray] = {}
     for output in outputs:
         names = [recording.name_of(output.request_id, choice.index) for choice in output.outputs]
         prompt = list(output.prompt_token_ids or ())
@@ -161,6 +180,12 @@ def main(model: str, turns: int = 2, **options: Any) -> dict[str, int]:
             tokens = [*prompt, *choice.token_ids][:-1]
             counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
             counts.update(_if_misplaced(recording, rule, name, tokens, rows))
+            sets = np.sort(rows[: len(prompt)], axis=2)
+            if recording.adapters[name]:
+                counts["prompts' rows of adapters"] += len(sets)
+                counts["unlike the base's"] += int((sets != of_base[tuple(prompt)]).any(axis=(1, 2)).sum())
+            else:
+                of_base[tuple(prompt)] = sets
     return dict(counts)
 
 

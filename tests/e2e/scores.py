@@ -156,12 +156,14 @@ class Part:
         positions: of its tokens in this step.
         tokens: their ids.
         slots: KV slots of all of its positions up to the last of these, by its block table.
+        adapter: the number of the LoRA adapter that computes it; 0 without.
     """
 
     request: str
     positions: np.ndarray
     tokens: np.ndarray
     slots: np.ndarray
+    adapter: int = 0
 
 
 @dataclass
@@ -170,15 +172,17 @@ class Recording:
 
     A computation is one token's way through the model. It has the next number, and is where its KV is until another
     takes its slot: so a prefix hit reads computations of other requests, and a preempted request may have several of
-    one position. Its text is all tokens before it and its own, by which drafts that were rejected are told apart.
+    one position. Its text is all tokens before it and its own, each with the adapter that computed it: by that, drafts
+    that were rejected are told apart, and what another adapter made of the same tokens.
     """
 
     layer_ids: list[int]
     scores: list[np.ndarray] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
+    adapters: dict[str, int] = field(default_factory=dict)
     steps: int = 0
     _before: list[int] = field(default_factory=list)
-    _tokens: list[int] = field(default_factory=list)
+    _tokens: list[tuple[int, int]] = field(default_factory=list)
     _texts: dict[int, int] = field(default_factory=lambda: {-1: 0})
     _at: dict[int, int] = field(default_factory=dict)
     _read: dict[str, dict[int, set[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(set)))
@@ -191,10 +195,11 @@ class Recording:
         self.steps += 1
         self.scores.extend(scores)
         for part in parts:
+            self.adapters[part.request] = part.adapter
             for position, token in zip(part.positions.tolist(), part.tokens.tolist(), strict=True):
                 self._at[int(part.slots[position])] = len(self.owners)
                 self.owners.append(part.request)
-                self._tokens.append(token)
+                self._tokens.append((token, part.adapter))
         assert len(self.owners) == len(self.scores), "as many tokens as scores"
         # Only now: a request may read what another computes in the same step.
         for part in parts:
@@ -213,9 +218,9 @@ class Recording:
 
     def computations(self, request: str, tokens: Sequence[int]) -> list[list[int]]:
         """Those of each of `tokens`, of which the request's forward passes read the KV."""
-        read, text, found = self._read[request], 0, []
+        read, adapter, text, found = self._read[request], self.adapters[request], 0, []
         for position, token in enumerate(tokens):
-            text = hash((text, token))
+            text = hash((text, (token, adapter)))
             found.append([number for number in sorted(read[position]) if number >= 0 and self._text(number) == text])
         return found
 

@@ -1,6 +1,7 @@
 """Tiny random models of many architectures, made on the spot, and an oracle that fits them all."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import nan
@@ -30,6 +31,7 @@ class Shape:
             decides which one is chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
         flags: of the server, beside those that all shapes share.
         env: of the server.
+        engine: further arguments of vLLM, in 16 bits.
         prefix_cache: whether vLLM has a prefix cache for it.
         repeats_logits: whether the model hands out `router_logits` that alone say which experts are chosen.
         needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
@@ -45,6 +47,7 @@ class Shape:
     router_std: float = 1.0
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    engine: Mapping[str, Any] = field(default_factory=dict)
     prefix_cache: bool = True
     repeats_logits: bool = True
     needs_gpu: str = ""
@@ -252,9 +255,11 @@ _GATED_DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64},
     **{"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]},
 }
+# Of the kernels on Hopper, the one that FlashInfer need not compile first, which takes minutes.
+_FLA = {"gdn_prefill_backend": "triton"}
 
 SIXTEEN_BIT = (
-    Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), 16, 4),
+    Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), 16, 4, engine=_FLA),
     Shape(
         "qwen3.5-moe, gated delta networks",
         "qwen3_5_moe_text",
@@ -262,6 +267,7 @@ SIXTEEN_BIT = (
         (0, 1, 2, 3),
         16,
         4,
+        engine=_FLA,
         needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring",
     ),
     Shape(
@@ -410,13 +416,15 @@ class HookOracle(Oracle):
         self._seen.append(output[0].nonzero()[:, 1].reshape(-1, self.top_k))
 
 
-def attach_adapter(config: PreTrainedConfig, directory: Path, scale: float = 0.1) -> Callable[[PreTrainedModel], None]:
+def attach_adapter(
+    config: PreTrainedConfig, directory: Path, scale: float = 0.1, seed: int = _SEED
+) -> Callable[[PreTrainedModel], None]:
     """Writes a random LoRA adapter for the attention projections of a Qwen3-MoE model to `directory`.
 
     Returns a function that merges the same adapter into a Hugging Face model.
     """
     rank, alpha = 8, 16
-    generator = torch.Generator().manual_seed(_SEED)
+    generator = torch.Generator().manual_seed(seed)
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
     sizes = {"q_proj": (hidden, heads), "k_proj": (hidden, kv_heads), "v_proj": (hidden, kv_heads)}
@@ -450,6 +458,17 @@ def keep_few_letters(tensors: dict[str, torch.Tensor], *heads: str) -> None:
         tensors[head][: ord("A")] = tensors[head][ord("E") :] = 0
 
 
+def make_draft_model(model: Path, directory: Path) -> None:
+    """Writes a copy of `model` to `directory` with weights a little off, so that some of its drafts are right."""
+    shutil.copytree(model, directory)
+    tensors = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(_SEED)
+    for name, tensor in sorted(tensors.items()):
+        if tensor.dim() > 1:
+            tensors[name] = tensor + torch.randn(tensor.shape, generator=generator) * 0.02 * tensor.std()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 def make_mtp_model(directory: Path) -> Shape:
     """A DeepSeek-V3 whose last layer is one for multi-token prediction, with experts of its own."""
     shape = next(shape for shape in SHAPES if shape.name == "deepseek-v3, plain attention")
@@ -467,6 +486,27 @@ def make_mtp_model(directory: Path) -> Shape:
     tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     keep_few_letters(tensors, "lm_head.weight", f"{layer}shared_head.head.weight")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return shape
+
+
+def make_mxfp4_model(directory: Path) -> Shape:
+    """A GPT-OSS whose experts have random weights of 4 bits, in the form of the released ones."""
+    shape = next(shape for shape in SHAPES if shape.model_type == "gpt_oss")
+    sizes = {"hidden_size": 256, "intermediate_size": 256}  # which no kernel has to pad
+    make_model(replace(shape, options={**shape.options, **sizes}), directory)
+    config = json.loads((directory / "config.json").read_text())
+    others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": others}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(_SEED)
+    for name in sorted(name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))):
+        experts, fan_in, fan_out = tensors.pop(name).shape
+        # Two numbers to a byte, of up to 6, and to every 32 of them an exponent less 127.
+        blocks = (experts, fan_out, fan_in // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(120, 123, blocks, generator=generator, dtype=torch.uint8)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return shape
 

@@ -29,7 +29,7 @@ def run(model: Path, out: Path, *names: str, launcher: tuple[str, ...] = (), **e
     """The answers of the programs `names`, from each process that ran them."""
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 8 << 20, "max_model_len": 512}
     if ON_GPU:
-        options |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton"}
+        options |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton", "gpu_memory_utilization": 0.3}
     else:
         options["enforce_eager"] = True
     folders = {name: "tests/e2e" if name == OWN_CLASSES else "examples" for name in names}

@@ -35,7 +35,8 @@ def test_a_draft_model_leaves_no_rows(tiny_model: Path, other_model: Path, oracl
     for draft, accepted in ((tiny_model, True), (other_model, False)):
         speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
         log = tmp_path / f"log-{accepted}"
-        # Eager on a GPU too: a draft model is compiled for the chunk's size, and vLLM then runs it on more tokens.
+        # Eager on a GPU too: a draft model is compiled for a chunk at most, and to warm up, vLLM fills one with short
+        # prompts, to each of which the draft adds a token. (In graphs: tests/e2e/test_scores.py, with fewer requests.)
         flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
         with serving_quickly(tiny_model, log, *flags) as server:
             assert server.info()["layer_ids"] == [1, 2, 3, 4, 5]

@@ -12,10 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tests.e2e.harness import ON_GPU, prompt_of
 from tests.e2e.scores import Part, Recording, Rule, Verdict, judge, rule_of
-from tests.e2e.shapes import SHAPES, SIXTEEN_BIT, HookOracle, Shape, make_model
+from tests.e2e.shapes import (
+    SHAPES,
+    SIXTEEN_BIT,
+    HookOracle,
+    Shape,
+    attach_adapter,
+    make_draft_model,
+    make_eagle_models,
+    make_model,
+    make_mtp_model,
+    make_mxfp4_model,
+)
 
 K, EXPERTS, LAYERS = 4, 16, 3
 BIAS = torch.linspace(-0.5, 0.5, EXPERTS).repeat(LAYERS, 1)
@@ -137,6 +149,7 @@ class Steps:
     def __init__(self) -> None:
         self.recording, self.rule = Recording(list(range(LAYERS))), Rule(K)
         self.blocks: dict[str, list[int]] = {}
+        self.adapters: dict[str, int] = {}
 
     def run(self, *parts: tuple[str, int, list[int]]) -> list[np.ndarray]:
         """A step of (request, first position, its tokens there); the rows of each part."""
@@ -146,7 +159,7 @@ class Steps:
             positions = np.arange(first, first + len(tokens))
             every = np.arange(first + len(tokens))
             slots = np.array(self.blocks[request])[every // BLOCK] * BLOCK + every % BLOCK
-            made.append(Part(request, positions, np.array(tokens), slots))
+            made.append(Part(request, positions, np.array(tokens), slots, self.adapters.get(request, 0)))
         self.recording.step(scores, made)
         return np.split(best(scores), np.cumsum([len(tokens) for _, _, tokens in parts])[:-1])
 
@@ -178,6 +191,16 @@ def test_the_same_text_computed_by_somebody_else_is_not_the_same_row() -> None:
     a, b = steps.run(("a", 0, [1, 2, 3]), ("b", 0, [1, 2, 3]))
     assert steps.wrong("a", [1, 2, 3], a) == steps.wrong("b", [1, 2, 3], b) == 0
     assert steps.wrong("a", [1, 2, 3], b) == 3
+
+
+def test_the_same_text_computed_by_another_adapter_is_not_the_same_row() -> None:
+    for adapter, wrong in ((0, 0), (1, 5)):
+        steps = Steps()
+        steps.blocks, steps.adapters = {"a": [1], "b": [1, 2]}, {"b": adapter}
+        (a,) = steps.run(("a", 0, [1, 2, 3, 4]))
+        (b,) = steps.run(("b", 4, [5]))
+        assert steps.wrong("a", [1, 2, 3, 4], a) == 0
+        assert steps.wrong("b", [1, 2, 3, 4, 5], a, b) == wrong
 
 
 def test_a_preempted_request_has_computed_twice() -> None:
@@ -245,8 +268,8 @@ def run(model: Path, env: Mapping[str, str], **options: Any) -> dict[str, int]:
     assert counts["wrong"] == counts["not recorded"] == 0
     assert counts["rows"] > 2000
     # What the same rows would be in another place: they tell places apart. (Random models repeat themselves.)
-    assert counts["right at the next position"] < 0.2 * counts["rows"]
-    assert counts["right in the next layer"] < 0.2 * counts["rows"]
+    assert counts["right at the next position"] < 0.3 * counts["rows"]
+    assert counts["right in the next layer"] < 0.3 * counts["rows"]
     assert counts["ties in layers"] < 0.15 * counts["layers"]  # the more experts, the more share a score of 16 bits
     assert counts["roundings in layers"] == 0 or ON_GPU
     return counts
@@ -289,6 +312,78 @@ def test_every_row_in_16_bits(mode: Mode, tiny_model: Path) -> None:
     assert counts["recomputed"] > 50
 
 
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "is_eager",
+    [pytest.param(True, id="eager", marks=pytest.mark.slow), pytest.param(False, id="graphs", marks=needs_gpu)],
+)
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "eagle"])
+def test_drafts_of_a_model_in_16_bits(method: str, is_eager: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """A draft model and the layer for multi-token prediction have routers too, of which there must be no rows."""
+    model, drafter = tmp_path / "model", tmp_path / "drafter"
+    speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    env: Mapping[str, str] = {}
+    if method == "draft_model":
+        model = tiny_model
+        make_draft_model(model, drafter)
+    elif method == "mtp":
+        env = make_mtp_model(model).env
+    else:
+        make_eagle_models(model, drafter)
+    if method != "mtp":
+        speculative["model"] = str(drafter)
+    counts = run(model, env, **LITTLE_SPACE, speculative_config=speculative, enforce_eager=is_eager)
+    assert counts["hits"] > 300
+    assert counts["recomputed"] > 50
+    assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]
+    if not is_eager:
+        assert counts["asynchronous"]
+        assert counts["steps in full graphs"] > 10
+
+
+@pytest.mark.e2e
+@pytest.mark.skipif(not ON_GPU, reason="with LoRA, vLLM's MoE layers need Triton")
+def test_adapters_in_16_bits(tiny_model: Path, tmp_path: Path) -> None:
+    """Base and two adapters at once, of which vLLM holds one at a time: none reads what another computed."""
+    adapters = [tmp_path / "a", tmp_path / "b"]
+    for seed, adapter in enumerate(adapters):
+        attach_adapter(AutoConfig.from_pretrained(tiny_model), adapter, seed=seed)
+    lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
+    lora |= {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+    counts = run(tiny_model, {}, **LITTLE_SPACE, **lora, adapters=[str(adapter) for adapter in adapters], turns=3)
+    assert counts["hits"] > 500
+    assert counts["recomputed"] > 0
+    assert counts["swaps of adapters"] >= 3
+    assert counts["unlike the base's"] > 0.3 * counts["prompts' rows of adapters"] > 0
+    assert counts["asynchronous"]
+    assert counts["steps in full graphs"] > 10
+
+
+@pytest.mark.e2e
+@needs_gpu
+def test_experts_of_4_bits_in_16_bits(tmp_path: Path) -> None:
+    make_mxfp4_model(tmp_path / "model")
+    counts = run(tmp_path / "model", {}, **LITTLE_SPACE, moe_backend="marlin")
+    assert counts["hits"] > 500
+    assert counts["recomputed"] > 50
+
+
+@pytest.mark.e2e
+@needs_gpu
+def test_experts_of_4_bits_whose_kernel_routes_by_itself_are_refused(tmp_path: Path) -> None:
+    """It is what vLLM chooses on Hopper, where it has it."""
+    from vllm.utils.import_utils import has_triton_kernels  # takes seconds
+
+    if not has_triton_kernels():
+        pytest.skip("this build of vLLM has no triton_kernels")
+    make_mxfp4_model(tmp_path / "model")
+    with pytest.raises(AssertionError, match=r"OAITritonMxfp4ExpertsMonolithic .* routes by itself"):
+        run(tmp_path / "model", {}, **LITTLE_SPACE, moe_backend="triton")
+
+
 def as_param(shape: Shape) -> Any:
     marks = [pytest.mark.slow]
     if shape.needs_gpu and not ON_GPU:
@@ -301,7 +396,8 @@ def as_param(shape: Shape) -> Any:
 def test_shapes_in_16_bits(shape: Shape, tmp_path: Path) -> None:
     make_model(shape, tmp_path / "model")
     is_free = not any(word in shape.name for word in DICTATE_BLOCKS)
-    counts = run(tmp_path / "model", shape.env, **(LITTLE_SPACE if is_free else {"enable_prefix_caching": True}))
+    space = LITTLE_SPACE if is_free else {"enable_prefix_caching": True}
+    counts = run(tmp_path / "model", shape.env, **space, **shape.engine)
     if is_free:
         assert counts["hits"] > 500
         assert counts["recomputed"] > 50

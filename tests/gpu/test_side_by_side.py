@@ -23,6 +23,7 @@ OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "attention_backend": "TRITON_ATTN",
     "moe_backend": "triton",
+    "gpu_memory_utilization": 0.3,
     "kv_cache_memory_bytes": 64 << 20,
     "max_model_len": 512,
     "max_num_batched_tokens": 64,
