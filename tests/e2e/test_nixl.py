@@ -67,14 +67,16 @@ FLAGS += (
 )
 
 
+def nixl(lease_s: int) -> dict[str, Any]:
+    """The connector of an instance, whose KV waits for so long to be pulled."""
+    connector = CONFIG | ({} if ON_GPU else ON_CPU)
+    extra = {**connector.get("kv_connector_extra_config", {}), "kv_lease_duration": lease_s}
+    return {**connector, "kv_connector_extra_config": extra}
+
+
 def lease(seconds: int) -> tuple[str, str]:
     """For how long KV waits to be pulled."""
-    connector = CONFIG | ({} if ON_GPU else ON_CPU)
-    connector["kv_connector_extra_config"] = {
-        **connector.get("kv_connector_extra_config", {}),
-        "kv_lease_duration": seconds,
-    }
-    return "--kv-transfer-config", json.dumps(connector)
+    return "--kv-transfer-config", json.dumps(nixl(seconds))
 
 
 # However busy the machine is. What nobody pulls, as of all choices of a prompt but one, stays as long: there is room.
