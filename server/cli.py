@@ -21,7 +21,7 @@ usage: routed-experts serve [MODEL] [any flag of vllm serve]
 serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
             Without MODEL it serves a tiny model that it makes on the spot.
             --no-enable-return-routed-experts serves without the capture.
-            --allow-untested-vllm also runs on a vLLM that has not been tested on a GPU yet.
+            --allow-untested-vllm also runs on a vLLM on which not all tests of GPUs have passed yet.
             --help=all lists every flag of vLLM's.
 tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
 compare     scores the tokens of answers with a Hugging Face forward pass of the same checkpoint and says for each layer

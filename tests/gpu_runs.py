@@ -21,6 +21,8 @@ from typing import Any
 
 import pytest
 
+from routed_experts.capture.engine.config import SUPPORTED_VLLM
+
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
 TABLE = ROOT / "docs/support.md"
@@ -119,18 +121,22 @@ def write(file: Path, runs: Runs) -> None:
     file.write_text(json.dumps(plain, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def last_run(runs: Runs, tests: Sequence[str]) -> str:
+def last_run(runs: dict[str, Run], tests: Sequence[str]) -> str:
     """When `tests`, with all of their parameters where they name none, last ran: the oldest of their last runs."""
-    last: dict[str, Run] = {}
+    last: list[Run] = []
     for test in tests:
-        found = [(name, run) for of_tests in runs.values() for name, run in of_tests.items() if is_of(name, test)]
+        found = [run for name, run in runs.items() if is_of(name, test)]
         if not found:
             return "not run since it was written"
-        last |= dict(sorted(found, key=lambda item: item[1].date))
-    if any(run.outcome != "passed" for run in last.values()):
+        last += found
+    if any(run.outcome != "passed" for run in last):
         return "failed in its last run"
-    oldest = min(last.values(), key=lambda run: run.date)
-    return f"last run {oldest.date}, " + (f"commit `{oldest.commit}`" if oldest.commit else "commit not recorded")
+    date = min(run.date for run in last)
+    commits = {run.commit for run in last if run.date == date}
+    if None in commits:
+        return f"last run {date}, commit not recorded"
+    names = ", ".join(f"`{commit}`" for commit in sorted(commits, key=str))
+    return f"last run {date}, {'commit' if len(commits) == 1 else 'commits'} {names}"
 
 
 def is_of(name: str, test: str) -> bool:
@@ -144,13 +150,14 @@ def named(text: str) -> list[str]:
 
 
 def render(table: str, runs: Runs) -> str:
-    """`table`, whose rows about GPUs say when they were last run on one."""
+    """`table`, whose rows about GPUs say when they were last run on one, with the version that has a CPU build too."""
+    of_tests = runs.get(SUPPORTED_VLLM[0], {})
     lines = table.splitlines(keepends=True)
     for index, line in enumerate(lines):
         cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
         if len(cells) == 3 and "GPU" in cells[0] and named(cells[2]):
             tests = named(cells[2])
-            cells[2] = ", ".join(f"`{test}`" for test in tests) + f"; {last_run(runs, tests)}"
+            cells[2] = ", ".join(f"`{test}`" for test in tests) + f"; {last_run(of_tests, tests)}"
             lines[index] = f"| {' | '.join(cells)} |\n"
     return "".join(lines)
 

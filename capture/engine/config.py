@@ -169,7 +169,7 @@ def check_vllm_version() -> None:
     if os.environ.get(ALLOW_UNTESTED_VARIABLE) != "1":
         raise UnsupportedConfig(
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
-            "that another program builds), though this version has not been tested on a GPU."
+            "that another program builds), though not all tests have passed on it on GPUs."
         )
 
 

@@ -89,6 +89,7 @@ RUNS = {
     "0.32.0": {
         "tests/a.py::test[one]": run_of("2026-01-02", "newer"),
         "tests/a.py::test[two]": run_of("2026-01-01", "older"),
+        "tests/a.py::test_another": run_of("2026-01-01", "old"),
         "tests/a.py::test_without": run_of("2026-01-01", commit=None),
         "tests/a.py::test_fails": run_of("2026-01-01", outcome="failed"),
         "tests/a.py::test_again": run_of("2026-01-01", outcome="failed"),
@@ -102,16 +103,17 @@ RUNS = {
     [
         (["test[one]"], "last run 2026-01-02, commit `newer`"),
         (["test"], "last run 2026-01-01, commit `older`"),
-        (["test[one]", "test_again"], "last run 2026-01-02, commit `newer`"),
+        (["test[one]", "test"], "last run 2026-01-01, commit `older`"),
+        (["test[two]", "test_another"], "last run 2026-01-01, commits `old`, `older`"),
         (["test_without"], "last run 2026-01-01, commit not recorded"),
         (["test", "test_fails"], "failed in its last run"),
-        (["test_again"], "last run 2026-01-03, commit `newest`"),
+        (["test_again"], "failed in its last run"),
         (["test", "test_new"], "not run since it was written"),
         (["tes"], "not run since it was written"),
     ],
 )
 def test_the_oldest_of_the_last_runs_counts(tests: list[str], said: str) -> None:
-    assert last_run(RUNS, [f"tests/a.py::{test}" for test in tests]) == said
+    assert last_run(RUNS["0.32.0"], [f"tests/a.py::{test}" for test in tests]) == said
 
 
 def test_runs_go_into_the_file_and_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,11 +123,13 @@ def test_runs_go_into_the_file_and_the_table(tmp_path: Path, monkeypatch: pytest
     others = "| on CPU | exact | `tests/a.py::test` |\n| Ray (GPU) | untested | no Ray there |\n"
     (tmp_path / "support.md").write_text(row.format("") + others)
     write(tmp_path / "gpu-runs.json", RUNS)
-    write(tmp_path / "new.json", {"0.33.0": {"tests/a.py::test[two]": run_of("2026-01-05", "new")}})
+    new = {"tests/a.py::test[two]": run_of("2026-01-05", "new")}
+    write(tmp_path / "new.json", {"0.32.0": new, "0.33.0": new})
     gpu_runs.main([str(tmp_path / "new.json")])
     assert (tmp_path / "support.md").read_text() == row.format("; last run 2026-01-02, commit `newer`") + others
     written = json.loads((tmp_path / "gpu-runs.json").read_text())
-    assert len(written["0.32.0"]) == 5
-    assert written["0.33.0"]["tests/a.py::test[two]"]["commit"] == "new"
+    assert len(written["0.32.0"]) == 6
+    assert {written[version]["tests/a.py::test[two]"]["commit"] for version in RUNS} == {"new"}
+    assert len(written["0.33.0"]) == 2
     table = (tmp_path / "support.md").read_text()
     assert render(table, read(tmp_path / "gpu-runs.json")) == table
