@@ -1,5 +1,6 @@
 """The rows of a prompt on their way from the instance that computed it to the one that decodes, beside its KV."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,27 +15,50 @@ else gets any, as bytes would be the end of a JSON answer."""
 MAX_BYTES = 64 << 20
 """Most bytes of rows that are handed over; more are left out, and missing."""
 
+WireRows = NDArray[np.uint8] | NDArray[np.int16]
+"""[n, L, K]; in uint8 all are known."""
+
 _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
 
+_PIECE_BYTES = 192 << 10  # of ids, encoded at once
 
-def encode(rows: Rows, until: float | None = None) -> dict[str, Any] | None:
-    """`rows` [n, L, K] as what stands in `kv_transfer_params`, one byte for each id where that is enough.
+
+def encode(
+    read: Callable[[int, Rows], None], num_rows: int, row_shape: tuple[int, int], until: float | None = None
+) -> dict[str, Any] | None:
+    """Rows as what stands in `kv_transfer_params`, one byte for each id where that is enough.
+
+    Piece by piece, each of which stays in the processor's cache until it is encoded: the engine's steps wait for this.
 
     Args:
+        read: fills an array ([n, L, K]) with the rows from a position on.
+        row_shape: (L, K).
         until: when it is too late to come for their KV, in seconds since 1970.
 
     None if they are too many. Between the processes of an instance `data` is bytes, which JSON cannot say: so no client
     of another endpoint can make the engine take rows for true. Over HTTP it is base64.
     """
-    name = "uint8" if len(rows) and rows.min() >= 0 and rows.max() < 256 else "int16"
-    if rows.size * _DTYPES[name].itemsize > MAX_BYTES:
-        return None
-    handed = {"data": rows.astype(_DTYPES[name]).tobytes(), "dtype": name, "shape": list(rows.shape)}
-    return handed if until is None else {**handed, "until": until}
+    row_bytes = row_shape[0] * row_shape[1]
+    count = max(_PIECE_BYTES // row_bytes, 1)
+    room = np.empty((min(count, num_rows), *row_shape), dtype=np.int16)
+    for name, dtype in _DTYPES.items():
+        if num_rows * row_bytes * dtype.itemsize > MAX_BYTES:
+            return None
+        pieces = []
+        for first in range(0, num_rows, count):
+            piece = room[: num_rows - first]
+            read(first, piece)
+            if dtype.itemsize == 1 and piece.view(np.uint16).max() > 255:  # or -1
+                break
+            pieces.append(piece.astype(dtype).tobytes())
+        else:
+            handed = {"data": b"".join(pieces), "dtype": name, "shape": [num_rows, *row_shape]}
+            return handed if until is None else {**handed, "until": until}
+    raise AssertionError("int16 holds all rows")
 
 
-def decode(value: Any) -> Rows | None:
-    """The rows that `encode` was given; None for anything else."""
+def decode(value: Any) -> WireRows | None:
+    """The rows that `encode` was given, in the type that they came in and without a copy; None for anything else."""
     if not isinstance(value, dict) or not isinstance(value.get("data"), bytes):
         return None
     dtype, shape = _DTYPES.get(str(value.get("dtype"))), value.get("shape")
@@ -46,5 +70,4 @@ def decode(value: Any) -> Rows | None:
         return None
     if len(value["data"]) != shape[0] * shape[1] * shape[2] * dtype.itemsize or len(value["data"]) > MAX_BYTES:
         return None
-    rows: NDArray[np.int16] = np.frombuffer(value["data"], dtype).reshape(shape).astype(np.int16)
-    return rows
+    return np.frombuffer(value["data"], dtype).reshape(shape)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.rows import Rows
+from routed_experts.capture.handoff import WireRows
 
 _ARRIVAL = 1 / 3
 """The part of a lease within which a request is to arrive: two heartbeats, a silence and a sixth to spare follow."""
@@ -25,7 +25,7 @@ Source = tuple[object, object]
 
 @dataclass
 class _Held:
-    rows: Rows
+    rows: WireRows
     arrived: float
     is_lost: bool = False
 
@@ -49,7 +49,7 @@ class HandedRows:
         """Until when who is to pull KV that is offered now is to come, in seconds since 1970; None if nobody knows."""
         return None if self._lease_s is None else time.time() + self._lease_s * _ARRIVAL
 
-    def add(self, request: Request, rows: Rows, source: Source, until: float | None, is_first: bool) -> bool:
+    def add(self, request: Request, rows: WireRows, source: Source, until: float | None, is_first: bool) -> bool:
         """Takes the rows [n, L, K] of the KV that a request is to pull, from position 0 on.
 
         Args:
@@ -91,7 +91,7 @@ class HandedRows:
         held = self._held.get(request_id)
         return held is not None and held.is_lost
 
-    def take(self, request_id: str) -> Rows | None:
+    def take(self, request_id: str) -> WireRows | None:
         """The rows, if the KV is surely theirs; they are forgotten."""
         held = self._held.pop(request_id, None)
         return None if held is None or held.is_lost else held.rows

@@ -15,9 +15,12 @@ from vllm.v1.request import Request
 from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, lease_of, used_by
 from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
+from routed_experts.capture.handoff import WireRows
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.rows import UNKNOWN, Rows
+from routed_experts.capture.rows import UNKNOWN
 from routed_experts.capture.split import RequestRows
+
+_PIECE_ROWS = 256
 
 LocalHit = tuple[KVCacheBlocks, int, int, bool]
 """What a lookup in the prefix cache gives: blocks, tokens, and two things about hybrid models."""
@@ -33,13 +36,16 @@ class Load:
     """
 
     slots: NDArray[np.int64]
-    rows: Rows | None
+    rows: WireRows | None
 
     def apply(self, cache: HostCache) -> None:
         """Takes the rows that came with the KV."""
         cache.forget(self.slots)
-        if self.rows is not None and self.rows.shape[1:] == cache.row_shape:
-            cache.write(self.slots[: len(self.rows)], self.rows)
+        if self.rows is None or self.rows.shape[1:] != cache.row_shape:
+            return
+        for first in range(0, len(self.rows), _PIECE_ROWS):  # each stays in the processor's cache until it is written
+            piece = slice(first, min(first + _PIECE_ROWS, len(self.rows)))
+            cache.write(self.slots[piece], self.rows[piece].astype(np.int16))
 
 
 class Loads:
@@ -196,7 +202,7 @@ class Loads:
         is_known = np.zeros(count, dtype=np.bool_)
         if rows is not None:
             rows = rows[num_local : num_local + count]
-            is_known[: len(rows)] = (rows != UNKNOWN).all(axis=(1, 2))
+            is_known[: len(rows)] = rows.min(initial=0) > UNKNOWN or (rows != UNKNOWN).all(axis=(1, 2))
         self._add(Load(slots, rows), is_known)
 
     def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:

@@ -301,9 +301,8 @@ class SchedulerConnector:
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
-        rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
-        self._cache.read(_block_ids(self._block_table(request.request_id)), 0, rows)
-        handed = handoff.encode(rows, until)
+        read = partial(self._cache.read, _block_ids(self._block_table(request.request_id)))
+        handed = handoff.encode(read, count, self._cache.row_shape, until)
         if handed is None:
             logger.warning(
                 "Request %r: the rows of %d tokens are too large to be handed over.", request.request_id, count

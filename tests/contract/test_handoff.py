@@ -10,6 +10,8 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from routed_experts.capture import handoff
+from routed_experts.capture.engine.loads import Load
+from routed_experts.capture.host_cache import HostCache
 from tests.contract.arithmetic import BLOCK, VOCAB, K, L
 from tests.contract.loads import PULL, Store, TracingClient, empty_prefix_cache, engine_with_store, store
 from tests.contract.test_loads import dice
@@ -320,18 +322,57 @@ def test_few_blocks(pair: Pair) -> None:
 # ---- what is in kv_transfer_params ----
 
 
-@pytest.mark.parametrize(("highest", "dtype"), [(255, "uint8"), (256, "int16"), (32767, "int16")])
-def test_rows_come_back(highest: int, dtype: str) -> None:
-    rows = np.array([[[0, highest]], [[highest, 1]]], np.int16)
-    handed = handoff.encode(rows)
-    assert handed is not None
-    assert handed["dtype"] == dtype
-    assert np.array_equal(handoff.decode(handed), rows)
+def encode(rows: np.ndarray) -> dict[str, Any] | None:
+    def read(first: int, out: np.ndarray) -> None:
+        out[:] = rows[first : first + len(out)]
+
+    return handoff.encode(read, len(rows), rows.shape[1:])
 
 
-def test_unknown_rows_come_back() -> None:
-    rows = np.array([[[-1, -1]], [[3, 1]]], np.int16)
-    assert np.array_equal(handoff.decode(handoff.encode(rows)), rows)
+@pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 257, 1000])
+@pytest.mark.parametrize(
+    ("other", "dtype"), [(0, "uint8"), (255, "uint8"), (256, "int16"), (32767, "int16"), (-1, "int16")]
+)
+def test_rows_come_back(num_rows: int, other: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the one is that takes more than a byte."""
+    monkeypatch.setattr(handoff, "_PIECE_BYTES", 256 * 48 * 8)
+    ids = np.random.default_rng(num_rows).integers(0, 256, (num_rows, 48, 8), dtype=np.int16)
+    for at in {0, num_rows // 2, num_rows - 1} if num_rows else ():
+        rows = ids.copy()
+        rows[at, 47, 7] = other
+        handed = encode(rows)
+        assert handed is not None
+        assert (handed["dtype"], handed["shape"]) == (dtype, [num_rows, 48, 8])
+        assert np.array_equal(handoff.decode(handed), rows)
+    if not num_rows:
+        assert handoff.decode(encode(ids)).shape == (0, 48, 8)
+
+
+def test_too_many_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "MAX_BYTES", 100 * 48 * 8)
+    narrow, wide = np.zeros((100, 48, 8), np.int16), np.full((100, 48, 8), 300, np.int16)
+    assert encode(narrow) is not None
+    assert encode(wide) is None
+    assert encode(wide[:50]) is not None
+    assert handoff.encode(lambda first, out: pytest.fail("read"), 101, (48, 8)) is None
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+@pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 257, 1000, 1008])
+def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.integer[Any]]) -> None:
+    """In pieces, at the slots of a block table; what else is loaded has no rows, whatever was there before."""
+    dice = np.random.default_rng(num_rows)
+    blocks, rows = dice.permutation(70)[:63], dice.integers(0, 256, (num_rows, 3, 2)).astype(dtype)
+    slots = (blocks[:, np.newaxis] * 16 + np.arange(16)).reshape(-1)
+    cache = HostCache(num_blocks=70, block_size=16, num_layers=3, top_k=2)
+    cache.write(np.arange(70 * 16), np.full((70 * 16, 3, 2), 7, np.int16))
+    Load(slots, rows).apply(cache)
+    read, untouched = np.empty((63 * 16, 3, 2), np.int16), np.empty((7 * 16, 3, 2), np.int16)
+    cache.read(blocks, 0, read)
+    cache.read(np.setdiff1d(np.arange(70), blocks), 0, untouched)
+    assert np.array_equal(read[:num_rows], rows)
+    assert (read[num_rows:] == -1).all()
+    assert (untouched == 7).all()
 
 
 GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2]}

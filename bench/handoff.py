@@ -1,0 +1,72 @@
+"""What the rows that are handed over with a prompt's KV take of each process that they pass: CPU time, no engine.
+
+Sizes are those of 48 layers that choose 8 of 128 experts. The proxy's part is what it does for any answer of a prefill
+instance: parse, and write the decode instance's request.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+
+from bench.http_table import commit_and_device
+from bench.long_answers import EXPERTS, K, L
+from routed_experts.capture import handoff
+from routed_experts.capture.engine.loads import Load
+from routed_experts.capture.host_cache import HostCache
+from routed_experts.server.handoff import from_wire, to_wire
+
+PROMPTS = (2048, 16384, 32768, 131072)
+BLOCK = 16
+_HEAD = "| tokens | in JSON | engine that computed it | its API process | proxy | decode API process | its engine |"
+
+
+def fastest(repeats: int, function: Callable[[], Any]) -> tuple[float, Any]:
+    """Milliseconds of the fastest call, and what the last one returned."""
+    times = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        result = function()
+        times.append(time.thread_time() - began)
+    return 1e3 * min(times), result
+
+
+def row_of(tokens: int, repeats: int) -> str:
+    rows = np.random.default_rng(0).integers(0, EXPERTS, (tokens, L, K), dtype=np.int16)
+    times = []
+
+    def step(function: Callable[[], Any]) -> Any:
+        took, result = fastest(repeats, function)
+        times.append(f"{took:.1f} ms")
+        return result
+
+    blocks = np.random.default_rng(1).permutation(tokens // BLOCK)
+    cache = HostCache(len(blocks), BLOCK, L, K)
+    slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+    cache.write(slots, rows)
+    handed = step(lambda: handoff.encode(partial(cache.read, blocks), tokens, (L, K)))
+    answer = step(lambda: orjson.dumps({"kv_transfer_params": to_wire({handoff.PARAM: handed})}))
+    request = step(lambda: orjson.dumps(orjson.loads(answer)))
+    taken = step(lambda: from_wire(orjson.loads(request)["kv_transfer_params"][handoff.PARAM], (L, K), EXPERTS))
+    step(lambda: Load(slots, handoff.decode(taken)).apply(cache))
+    assert np.array_equal(handoff.decode(taken), rows)
+    return f"| {tokens:,} | {len(answer) / 1e6:.1f} MB | {' | '.join(times)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7, help="the fastest counts")
+    args = parser.parse_args()
+    about = commit_and_device("cpu", None)
+    print(f"{about['device']}, {about['date']}, commit {about['commit']}\n\n{_HEAD}")
+    print("| --- " * (_HEAD.count("|") - 1) + "|")
+    for tokens in PROMPTS:
+        print(row_of(tokens, args.repeats), flush=True)
+
+
+if __name__ == "__main__":
+    main()
