@@ -67,7 +67,7 @@ def main() -> None:
     model = logs / "model"
     model.mkdir(exist_ok=True)
     config = dict(ENGINE_SHAPES[args.shape])
-    config["num_hidden_layers"] = args.layers = args.layers or config["num_hidden_layers"]
+    config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
     (model / "config.json").write_text(json.dumps(config))
     options = engine_options(model, kv_bytes(config) * (SLOTS // 3 if args.offload else SLOTS))
     if args.sequence_parallel:
@@ -114,9 +114,10 @@ def report(results: dict[str, Any], args: argparse.Namespace, ours: Host) -> Non
     baseline |= {beside: beside, "vLLM's own": beside}
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     device = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    print(f"\n{device}, {args.repeats} repeats, {args.shape}, {args.layers} layers\n")
+    print(f"\n{device}, {args.repeats} repeats, {args.shape}, {ours.info['num_layers']} MoE layers\n")
     print(table(results, baseline))
-    print(f"\nours: {ours.info}\n\n{host_step_table('cuda', num_layers=args.layers)}", flush=True)
+    shape = [ours.info[name] for name in ("num_layers", "top_k", "num_experts")]
+    print(f"\nours: {ours.info}\n\n{host_step_table('cuda', *shape)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ instance: parse, and write the decode instance's request.
 """
 
 import argparse
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,6 +14,7 @@ import orjson
 
 from bench.http_table import commit_and_device
 from bench.long_answers import EXPERTS, K, L
+from bench.streamed_token import fastest
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.loads import Load
 from routed_experts.capture.host_cache import HostCache
@@ -25,23 +25,13 @@ BLOCK = 16
 _HEAD = "| tokens | in JSON | engine that computed it | its API process | proxy | decode API process | its engine |"
 
 
-def fastest(repeats: int, function: Callable[[], Any]) -> tuple[float, Any]:
-    """Milliseconds of the fastest call, and what the last one returned."""
-    times = []
-    for _ in range(repeats):
-        began = time.thread_time()
-        result = function()
-        times.append(time.thread_time() - began)
-    return 1e3 * min(times), result
-
-
 def row_of(tokens: int, repeats: int) -> str:
     rows = np.random.default_rng(0).integers(0, EXPERTS, (tokens, L, K), dtype=np.int16)
     times = []
 
     def step(function: Callable[[], Any]) -> Any:
         took, result = fastest(repeats, function)
-        times.append(f"{took:.1f} ms")
+        times.append(f"{1e3 * took:.1f} ms")
         return result
 
     blocks = np.random.default_rng(1).permutation(tokens // BLOCK)

@@ -38,23 +38,29 @@ def encode(
     None if they are too many. Between the processes of an instance `data` is bytes, which JSON cannot say: so no client
     of another endpoint can make the engine take rows for true. Over HTTP it is base64.
     """
-    row_bytes = row_shape[0] * row_shape[1]
-    count = max(_PIECE_BYTES // row_bytes, 1)
-    room = np.empty((min(count, num_rows), *row_shape), dtype=np.int16)
     for name, dtype in _DTYPES.items():
-        if num_rows * row_bytes * dtype.itemsize > MAX_BYTES:
-            return None
-        pieces = []
-        for first in range(0, num_rows, count):
-            piece = room[: num_rows - first]
-            read(first, piece)
-            if dtype.itemsize == 1 and piece.view(np.uint16).max() > 255:  # or -1
-                break
-            pieces.append(piece.astype(dtype).tobytes())
-        else:
-            handed = {"data": b"".join(pieces), "dtype": name, "shape": [num_rows, *row_shape]}
+        if num_rows * row_shape[0] * row_shape[1] * dtype.itemsize > MAX_BYTES:
+            break
+        if (data := _encoded(read, num_rows, row_shape, dtype)) is not None:
+            handed = {"data": data, "dtype": name, "shape": [num_rows, *row_shape]}
             return handed if until is None else {**handed, "until": until}
-    raise AssertionError("int16 holds all rows")
+    return None
+
+
+def _encoded(
+    read: Callable[[int, Rows], None], num_rows: int, row_shape: tuple[int, int], dtype: np.dtype[Any]
+) -> bytes | None:
+    """The rows in `dtype`; None if one byte is not enough for some of them, or they are not known."""
+    count = max(_PIECE_BYTES // (row_shape[0] * row_shape[1]), 1)
+    room = np.empty((min(count, num_rows), *row_shape), dtype=np.int16)
+    pieces = []
+    for first in range(0, num_rows, count):
+        piece = room[: num_rows - first]
+        read(first, piece)
+        if dtype.itemsize == 1 and piece.view(np.uint16).max() > 255:  # -1 too
+            return None
+        pieces.append(piece.astype(dtype).tobytes())
+    return b"".join(pieces)
 
 
 def decode(value: Any) -> WireRows | None:

@@ -43,9 +43,10 @@ class Load:
         cache.forget(self.slots)
         if self.rows is None or self.rows.shape[1:] != cache.row_shape:
             return
-        for first in range(0, len(self.rows), _PIECE_ROWS):  # each stays in the processor's cache until it is written
-            piece = slice(first, min(first + _PIECE_ROWS, len(self.rows)))
-            cache.write(self.slots[piece], self.rows[piece].astype(np.int16))
+        slots = self.slots[: len(self.rows)]
+        for first in range(0, len(slots), _PIECE_ROWS):  # each stays in the processor's cache until it is written
+            piece = slice(first, first + _PIECE_ROWS)
+            cache.write(slots[piece], self.rows[piece].astype(np.int16))
 
 
 class Loads:

@@ -371,6 +371,16 @@ def check(answer: Answer, oracle: Oracle, num_experts: int = 16) -> None:
     assert not wrong, f"{len(wrong)} layers of rows are not the oracle's, such as {wrong[:3]}, of tokens {tokens}"
 
 
+def unknown(answer: Answer, oracle: Oracle) -> list[int]:
+    """The positions whose rows are -1; all others must be the oracle's."""
+    rows = np.concatenate([answer.prompt_rows, answer.rows])
+    tokens = [*answer.prompt, *answer.tokens[:-1]]
+    are_unknown = (rows == -1).all(axis=(1, 2))
+    rows[are_unknown] = oracle.rows(tokens)[are_unknown]
+    assert oracle.wrong(rows, tokens) == []
+    return np.flatnonzero(are_unknown).tolist()
+
+
 def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
     """The choices of an unstreamed completion in the default form, asked for with `return_token_ids`."""
     prompts = response["prompt_routed_experts"]

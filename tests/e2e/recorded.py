@@ -56,7 +56,6 @@ class Recorder(Worker):
 
     recording: Recording
     full_graphs = 0
-    adapters: dict[str, int]
 
     def load_model(self, **options: Any) -> None:
         super().load_model(**options)
@@ -71,7 +70,7 @@ class Recorder(Worker):
         for row, layer_id in zip(self.scores, sorted(layers), strict=True):
             layer = layers[layer_id]
             layer._apply_quant_method = _recording(layer._apply_quant_method, row)
-        self.recording, self.adapters = Recording(sorted(layers)), {}
+        self.recording = Recording(sorted(layers))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -82,7 +81,8 @@ class Recorder(Worker):
         self.scores.fill_(torch.nan)  # what a layer does not write in this step is not known
         output = super().execute_model(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
-            self.adapters[new.req_id] = new.lora_request.lora_int_id if new.lora_request else 0
+            if new.lora_request:
+                self.recording.adapters[new.req_id] = new.lora_request.lora_int_id
         if scheduler_output.total_num_scheduled_tokens:
             self._record(scheduler_output.num_scheduled_tokens)
         return output
@@ -108,7 +108,7 @@ class Recorder(Worker):
             own = slice(first, first + scheduled[request])
             every = np.arange(int(at[own][-1]) + 1)
             slots = row[every // block_size].astype(np.int64) * block_size + every % block_size
-            parts.append(Part(request, at[own].copy(), ids[own].copy(), slots, self.adapters[request]))
+            parts.append(Part(request, at[own].copy(), ids[own].copy(), slots))
             first = own.stop
         assert first == n
         self.full_graphs += runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
@@ -167,7 +167,7 @@ def main(model: str, turns: int = 2, adapters: Sequence[str] = (), **options: An
     for metric in llm.get_metrics():
         if metric.name in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"):
             counts[metric.name.split("num_")[1]] += metric.value
-    loaded = [number for number in map(recording.adapters.get, recording.owners) if number]
+    loaded = [recording.adapters[owner] for owner in recording.owners if owner in recording.adapters]
     counts["swaps of adapters"] = sum(number != before for before, number in pairwise(loaded))
     of_base: dict[tuple[int, ...], np.ndarray] = {}
     for output in outputs:
@@ -181,7 +181,7 @@ def main(model: str, turns: int = 2, adapters: Sequence[str] = (), **options: An
             counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
             counts.update(_if_misplaced(recording, rule, name, tokens, rows))
             sets = np.sort(rows[: len(prompt)], axis=2)
-            if recording.adapters[name]:
+            if name in recording.adapters:
                 counts["prompts' rows of adapters"] += len(sets)
                 counts["unlike the base's"] += int((sets != of_base[tuple(prompt)]).any(axis=(1, 2)).sum())
             else:

@@ -156,14 +156,12 @@ class Part:
         positions: of its tokens in this step.
         tokens: their ids.
         slots: KV slots of all of its positions up to the last of these, by its block table.
-        adapter: the number of the LoRA adapter that computes it; 0 without.
     """
 
     request: str
     positions: np.ndarray
     tokens: np.ndarray
     slots: np.ndarray
-    adapter: int = 0
 
 
 @dataclass
@@ -174,6 +172,9 @@ class Recording:
     takes its slot: so a prefix hit reads computations of other requests, and a preempted request may have several of
     one position. Its text is all tokens before it and its own, each with the adapter that computed it: by that, drafts
     that were rejected are told apart, and what another adapter made of the same tokens.
+
+    Attributes:
+        adapters: by request, the number of the LoRA adapter that computes it; none without.
     """
 
     layer_ids: list[int]
@@ -195,11 +196,11 @@ class Recording:
         self.steps += 1
         self.scores.extend(scores)
         for part in parts:
-            self.adapters[part.request] = part.adapter
+            adapter = self.adapters.get(part.request, 0)
             for position, token in zip(part.positions.tolist(), part.tokens.tolist(), strict=True):
                 self._at[int(part.slots[position])] = len(self.owners)
                 self.owners.append(part.request)
-                self._tokens.append((token, part.adapter))
+                self._tokens.append((token, adapter))
         assert len(self.owners) == len(self.scores), "as many tokens as scores"
         # Only now: a request may read what another computes in the same step.
         for part in parts:
@@ -218,7 +219,7 @@ class Recording:
 
     def computations(self, request: str, tokens: Sequence[int]) -> list[list[int]]:
         """Those of each of `tokens`, of which the request's forward passes read the KV."""
-        read, adapter, text, found = self._read[request], self.adapters[request], 0, []
+        read, adapter, text, found = self._read[request], self.adapters.get(request, 0), 0, []
         for position, token in enumerate(tokens):
             text = hash((text, (token, adapter)))
             found.append([number for number in sorted(read[position]) if number >= 0 and self._text(number) == text])

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from math import nan
 from pathlib import Path
@@ -458,15 +459,24 @@ def keep_few_letters(tensors: dict[str, torch.Tensor], *heads: str) -> None:
         tensors[head][: ord("A")] = tensors[head][ord("E") :] = 0
 
 
+@contextmanager
+def rewritten(directory: Path, **fields: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a model, to be changed, and its configuration with these `fields`."""
+    config, weights = directory / "config.json", directory / "model.safetensors"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **fields}))
+    tensors = load_file(weights)
+    yield tensors
+    save_file(tensors, weights, metadata={"format": "pt"})
+
+
 def make_draft_model(model: Path, directory: Path) -> None:
     """Writes a copy of `model` to `directory` with weights a little off, so that some of its drafts are right."""
     shutil.copytree(model, directory)
-    tensors = load_file(model / "model.safetensors")
     generator = torch.Generator().manual_seed(_SEED)
-    for name, tensor in sorted(tensors.items()):
-        if tensor.dim() > 1:
-            tensors[name] = tensor + torch.randn(tensor.shape, generator=generator) * 0.02 * tensor.std()
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(directory) as tensors:
+        for name, tensor in sorted(tensors.items()):
+            if tensor.dim() > 1:
+                tensors[name] = tensor + torch.randn(tensor.shape, generator=generator) * 0.02 * tensor.std()
 
 
 def make_mtp_model(directory: Path) -> Shape:
@@ -474,19 +484,15 @@ def make_mtp_model(directory: Path) -> Shape:
     shape = next(shape for shape in SHAPES if shape.name == "deepseek-v3, plain attention")
     own = int(shape.options["num_hidden_layers"])
     make_model(replace(shape, options={**shape.options, "num_hidden_layers": own + 1}), directory)
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"num_hidden_layers": own, "num_nextn_predict_layers": 1}
-    (directory / "config.json").write_text(json.dumps(config))
-    tensors = load_file(directory / "model.safetensors")
-    hidden = int(config["hidden_size"])
     layer = f"model.layers.{own}."
-    tensors |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
     generator = torch.Generator().manual_seed(_SEED)
-    tensors[f"{layer}eh_proj.weight"] = torch.randn((hidden, 2 * hidden), generator=generator) * 0.08
-    tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    keep_few_letters(tensors, "lm_head.weight", f"{layer}shared_head.head.weight")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(directory, num_hidden_layers=own, num_nextn_predict_layers=1) as tensors:
+        hidden = tensors["lm_head.weight"].shape[1]
+        tensors |= {f"{layer}{norm}.weight": torch.ones(hidden) for norm in ("enorm", "hnorm", "shared_head.norm")}
+        tensors[f"{layer}eh_proj.weight"] = torch.randn((hidden, 2 * hidden), generator=generator) * 0.08
+        tensors[f"{layer}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        keep_few_letters(tensors, "lm_head.weight", f"{layer}shared_head.head.weight")
     return shape
 
 
@@ -495,19 +501,16 @@ def make_mxfp4_model(directory: Path) -> Shape:
     shape = next(shape for shape in SHAPES if shape.model_type == "gpt_oss")
     sizes = {"hidden_size": 256, "intermediate_size": 256}  # which no kernel has to pad
     make_model(replace(shape, options={**shape.options, **sizes}), directory)
-    config = json.loads((directory / "config.json").read_text())
     others = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": others}
-    (directory / "config.json").write_text(json.dumps(config))
-    tensors = load_file(directory / "model.safetensors")
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": others}
     generator = torch.Generator().manual_seed(_SEED)
-    for name in sorted(name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))):
-        experts, fan_in, fan_out = tensors.pop(name).shape
-        # Two numbers to a byte, of up to 6, and to every 32 of them an exponent less 127.
-        blocks = (experts, fan_out, fan_in // 32)
-        tensors[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(120, 123, blocks, generator=generator, dtype=torch.uint8)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(directory, quantization_config=quantised) as tensors:
+        for name in sorted(name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))):
+            experts, fan_in, fan_out = tensors.pop(name).shape
+            # Two numbers to a byte, of up to 6, and to every 32 of them an exponent less 127.
+            blocks = (experts, fan_out, fan_in // 32)
+            tensors[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), generator=generator, dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(120, 123, blocks, generator=generator, dtype=torch.uint8)
     return shape
 
 
@@ -515,9 +518,8 @@ def make_eagle_models(directory: Path, head: Path) -> Shape:
     """A Mixtral in `directory`, and in `head` a random EAGLE head for it, which uses its embeddings and its LM head."""
     shape = SHAPES[0]
     make_model(shape, directory)
-    tensors = load_file(directory / "model.safetensors")
-    keep_few_letters(tensors, "lm_head.weight")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with rewritten(directory) as tensors:
+        keep_few_letters(tensors, "lm_head.weight")
     target = json.loads((directory / "config.json").read_text())
     shared = (
         "hidden_size",

@@ -149,7 +149,6 @@ class Steps:
     def __init__(self) -> None:
         self.recording, self.rule = Recording(list(range(LAYERS))), Rule(K)
         self.blocks: dict[str, list[int]] = {}
-        self.adapters: dict[str, int] = {}
 
     def run(self, *parts: tuple[str, int, list[int]]) -> list[np.ndarray]:
         """A step of (request, first position, its tokens there); the rows of each part."""
@@ -159,7 +158,7 @@ class Steps:
             positions = np.arange(first, first + len(tokens))
             every = np.arange(first + len(tokens))
             slots = np.array(self.blocks[request])[every // BLOCK] * BLOCK + every % BLOCK
-            made.append(Part(request, positions, np.array(tokens), slots, self.adapters.get(request, 0)))
+            made.append(Part(request, positions, np.array(tokens), slots))
         self.recording.step(scores, made)
         return np.split(best(scores), np.cumsum([len(tokens) for _, _, tokens in parts])[:-1])
 
@@ -194,9 +193,10 @@ def test_the_same_text_computed_by_somebody_else_is_not_the_same_row() -> None:
 
 
 def test_the_same_text_computed_by_another_adapter_is_not_the_same_row() -> None:
-    for adapter, wrong in ((0, 0), (1, 5)):
+    for adapters, wrong in (({}, 0), ({"b": 1}, 5)):
         steps = Steps()
-        steps.blocks, steps.adapters = {"a": [1], "b": [1, 2]}, {"b": adapter}
+        steps.blocks = {"a": [1], "b": [1, 2]}
+        steps.recording.adapters.update(adapters)
         (a,) = steps.run(("a", 0, [1, 2, 3, 4]))
         (b,) = steps.run(("b", 4, [5]))
         assert steps.wrong("a", [1, 2, 3, 4], a) == 0
@@ -252,7 +252,12 @@ def test_drafts_that_were_rejected() -> None:
 # ---- engines ----
 
 
-def run(model: Path, env: Mapping[str, str], **options: Any) -> dict[str, int]:
+def run(model: Path, env: Mapping[str, str], misplaced: float = 0.2, **options: Any) -> dict[str, int]:
+    """What the run counted, in which no row was wrong.
+
+    Args:
+        misplaced: the share of rows that would be right in another place must be less. Random models repeat themselves.
+    """
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.recorded", str(model), json.dumps(options)],
         cwd=Path(__file__).parents[2],
@@ -267,9 +272,8 @@ def run(model: Path, env: Mapping[str, str], **options: Any) -> dict[str, int]:
     print(counts)
     assert counts["wrong"] == counts["not recorded"] == 0
     assert counts["rows"] > 2000
-    # What the same rows would be in another place: they tell places apart. (Random models repeat themselves.)
-    assert counts["right at the next position"] < 0.3 * counts["rows"]
-    assert counts["right in the next layer"] < 0.3 * counts["rows"]
+    assert counts["right at the next position"] < misplaced * counts["rows"]
+    assert counts["right in the next layer"] < misplaced * counts["rows"]
     assert counts["ties in layers"] < 0.15 * counts["layers"]  # the more experts, the more share a score of 16 bits
     assert counts["roundings in layers"] == 0 or ON_GPU
     return counts
@@ -335,7 +339,8 @@ def test_drafts_of_a_model_in_16_bits(method: str, is_eager: bool, tiny_model: P
         make_eagle_models(model, drafter)
     if method != "mtp":
         speculative["model"] = str(drafter)
-    counts = run(model, env, **LITTLE_SPACE, speculative_config=speculative, enforce_eager=is_eager)
+    # With four letters to choose from, they repeat themselves more: 0.198 for multi-token prediction on a CPU.
+    counts = run(model, env, 0.3, **LITTLE_SPACE, speculative_config=speculative, enforce_eager=is_eager)
     assert counts["hits"] > 300
     assert counts["recomputed"] > 50
     assert 0 < counts["accepted_tokens"] < counts["draft_tokens"]

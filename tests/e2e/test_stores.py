@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.e2e.harness import (
@@ -22,6 +21,7 @@ from tests.e2e.harness import (
     check,
     prompt_of,
     serving,
+    unknown,
     wait_until_idle,
 )
 
@@ -53,16 +53,6 @@ def server(policy: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
 def ask(server: Server, prompt: list[int], max_tokens: int) -> Answer:
     (answer,) = answers_of(server.complete(prompt=prompt, max_tokens=max_tokens, ignore_eos=True, **ASK))
     return answer
-
-
-def unknown(answer: Answer, oracle: Oracle) -> list[int]:
-    """The positions whose rows are -1; all others must be the oracle's."""
-    rows = np.concatenate([answer.prompt_rows, answer.rows])
-    tokens = [*answer.prompt, *answer.tokens[:-1]]
-    are_unknown = (rows == -1).all(axis=(1, 2))
-    rows[are_unknown] = oracle.rows(tokens)[are_unknown]
-    assert oracle.wrong(rows, tokens) == []
-    return np.flatnonzero(are_unknown).tolist()
 
 
 def num_loads(server: Server) -> int:
