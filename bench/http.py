@@ -1,7 +1,7 @@
 """What routing costs over HTTP: real servers, clients in processes of their own, variants in turns within one run.
 
 On a GPU with the shape of Qwen3-30B-A3B, on a CPU with a model of as many rows and next to no weights: there the engine
-is slow, and the API process's CPU time per token is the figure.
+is slow, and the API process's CPU time per token is the figure. So it is where no model runs at all.
 """
 
 import argparse
@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from bench.http_answers import Expected, Routing
 from bench.http_load import Clients, Load, Request
-from bench.http_server import Server, start
+from bench.http_server import PLAYED, PLAYED_SLOTS, PLAYED_STEP_MS, Server, start
 from bench.http_table import Run, commit_and_device, table
 from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, kv_bytes, write_model
 from routed_experts.server.progress import say
 
+ROOT = Path(__file__).parent.parent
 WINDOW_S = 1.0
 """For how long the others are looked at beside a long answer: after its first event, or, unstreamed, around its first
 byte, because its rows are encoded before that."""
@@ -207,7 +208,7 @@ class Bench:
     @property
     def slots(self) -> int:
         """How many tokens the KV cache of a server holds."""
-        return int(self._args.kv_cache_bytes // kv_bytes(self._config))
+        return PLAYED_SLOTS if self._args.without_engine else int(self._args.kv_cache_bytes // kv_bytes(self._config))
 
     def run(self, cases: list[Case]) -> list[Run]:
         """All runs of all lines; the table and the raw results are written as they come."""
@@ -233,7 +234,10 @@ class Bench:
         flags = [*(GPU_FLAGS if self._args.device == "cuda" else CPU_FLAGS), "--max-model-len", str(longest + 64)]
         flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
         flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
-        flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes), *self._args.serve]
+        flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes)]
+        if self._args.without_engine:
+            flags += ["--distributed-executor-backend", PLAYED]
+        flags += self._args.serve
         started = [variant for variant in variants if variant not in self._servers]
         for variant in started:
             gpu = self._gpus[len(self._servers) % self._args.gpus] if self._args.gpus > 1 else None
@@ -308,7 +312,11 @@ def main() -> None:
         runs = [json.loads(line) for path in args.table for line in path.read_text().splitlines()]
         print(table(runs))
         return
-    every = {case.name: case for case in (GPU_CASES if args.device == "cuda" else CPU_CASES)}
+    if args.without_engine:
+        os.environ[PLAYED_STEP_MS] = str(args.without_engine)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    long = args.device == "cuda" or args.without_engine
+    every = {case.name: case for case in (GPU_CASES if long else CPU_CASES)}
     unknown = set(args.cases) - set(every)
     if unknown:
         raise SystemExit(f"no such case: {sorted(unknown)}; there are {sorted(every)}")
@@ -341,6 +349,12 @@ def parse() -> argparse.Namespace:
         "--prefill-decode",
         action="store_true",
         help="each variant is examples/prefill_decode.py: a proxy, and two servers on the first two GPUs",
+    )
+    parser.add_argument(
+        "--without-engine",
+        type=float,
+        metavar="MS",
+        help="no model runs: steps of so many milliseconds are played, and the API process is all that is measured",
     )
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument("--kv-cache-bytes", type=int, default=None, help="9.1 GiB, so that two servers fit 140 GB")

@@ -11,6 +11,12 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 MODEL_NAME = "bench"
+PLAYED = "bench.played_executor.PlayedExecutor"
+"""What runs in place of a model, where only the API process is measured."""
+PLAYED_STEP_MS = "PLAYED_STEP_MS"
+"""Environment variable: how long a step of it takes."""
+PLAYED_SLOTS = 1 << 20
+"""How many tokens its KV cache holds."""
 _START_LIMIT_S = 420
 
 

@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,9 @@ class Output(Protocol):
     routed_experts: Rows | None
 
 
+AnyOutput = TypeVar("AnyOutput", bound=Output)
+
+
 def is_large(output: Output) -> bool:
     """Whether the rows are too many to be packed."""
     return output.routed_experts is not None and output.routed_experts.nbytes > SMALL_ARRAY_BYTES
@@ -101,38 +104,52 @@ def pack(outputs: Sequence[Output]) -> None:
 
 
 class Unpacker:
-    """Undoes `pack`, for messages whose outputs come in one slice or in several."""
+    """Undoes `pack`, for messages whose outputs come in one slice or in several.
+
+    Attributes:
+        is_known: whether all rows of the message are known that were packed, or came alone.
+    """
 
     def __init__(self) -> None:
+        self.is_known = True
         self._message: object = None
-        self._following: Iterator[Rows | None] = iter(())
+        self._counts: Iterator[int] = iter(())
+        self._rows: Rows | None = None
+        self._first = 0
 
-    def unpack(self, outputs: Iterable[Output], message: object) -> None:
-        """Gives each output its own array back, which shares no memory with others.
+    def unpack(self, outputs: Iterable[AnyOutput], message: object) -> Iterator[tuple[AnyOutput, Rows]]:
+        """Takes the rows off `outputs`: each output that has some, and its own. Those that were packed are views of
+        what came from the engine, so that whoever keeps one keeps the message.
 
         Args:
             outputs: the next slice of a message.
             message: tells messages apart, so that what is left of one is never taken for another's.
         """
         if message != self._message:
-            self._message, self._following = message, iter(())
+            self._message, self._counts, self.is_known = message, iter(()), True
         for output in outputs:
-            packed = output.routed_experts
-            if packed is not None and packed.ndim == 1:
-                self._following = _unpacked(packed)
+            rows = output.routed_experts
+            if rows is not None:
                 output.routed_experts = None
-            if (rows := next(self._following, None)) is not None:
-                output.routed_experts = rows
+                if rows.ndim == 1:
+                    self._begin(rows)
+                elif len(rows) == 1:
+                    self.is_known &= _is_known(rows)
+            if count := next(self._counts, 0):
+                assert self._rows is not None
+                end = self._first + count - 1
+                rows, self._first = self._rows[self._first : end], end
+            if rows is not None:
+                yield output, rows
+
+    def _begin(self, packed: NDArray[np.int16]) -> None:
+        words = _HEADER_TYPE.itemsize // packed.itemsize
+        num_outputs, num_layers, top_k = packed[: 3 * words].view(_HEADER_TYPE).tolist()
+        counts, body = np.split(packed[3 * words :], [num_outputs * words])
+        self._counts = iter(counts.view(_HEADER_TYPE).tolist())
+        self._rows, self._first = body.reshape(-1, num_layers, top_k), 0
+        self.is_known &= _is_known(body)
 
 
-def _unpacked(packed: NDArray[np.int16]) -> Iterator[Rows | None]:
-    """The arrays in `packed`, one for each output from the one that carries it on."""
-    words = _HEADER_TYPE.itemsize // packed.itemsize
-    num_outputs, num_layers, top_k = packed[: 3 * words].view(_HEADER_TYPE).tolist()
-    counts, body = np.split(packed[3 * words :], [num_outputs * words])
-    rows = body.reshape(-1, num_layers, top_k)
-    first = 0
-    for count in counts.view(_HEADER_TYPE).tolist():
-        end = first + max(count - 1, 0)
-        yield rows[first:end].copy() if count else None
-        first = end
+def _is_known(rows: NDArray[np.int16]) -> bool:
+    return bool(rows.min(initial=0) >= 0)

@@ -45,20 +45,30 @@ class RowFeed:
 
     Attributes:
         has_begun: whether any have arrived.
+        is_known: whether all that came one by one are known.
     """
+
+    __slots__ = ("__weakref__", "_arrays", "_joined", "_room", "_taken", "has_begun", "is_known")
 
     def __init__(self) -> None:
         self._arrays: list[Rows] = []
         self._taken = 0
         self.has_begun = False
+        self.is_known = True
         self._joined = 0  # how many of the first arrays are large enough
         self._room: Rows | None = None  # the last of these is its beginning
 
     def push(self, rows: Rows) -> None:
-        """Adds `rows` ([n, L, K]), which follow those before."""
+        """Adds `rows` ([n, L, K]), which follow those before. Where few rows wait for more they are copied, so that
+        the message of the engine that they are a view of can go."""
         arrays = self._arrays
+        if not arrays:  # always, where each row is taken as it comes
+            self.has_begun = True
+        else:
+            if self._joined < len(arrays):
+                arrays[-1] = _own(arrays[-1])
+            rows = _own(rows)
         arrays.append(rows)
-        self.has_begun = True
         if len(rows) >= _JOINED_ROWS:
             self._joined, self._room = len(arrays), None
         elif len(arrays) - self._joined >= _JOINED_ROWS:
@@ -78,6 +88,14 @@ class RowFeed:
         """Puts `rows` in the place of all before, of which none were taken."""
         self._arrays = [rows]
         self._joined, self._room = 0, None
+
+    def take_row(self) -> Rows | None:
+        """[1, L, K], if just one row has arrived that was not taken yet, and is known."""
+        arrays = self._arrays
+        if len(arrays) != 1 or len(arrays[0]) != 1 or not self.is_known:
+            return None
+        self._taken += 1
+        return arrays.pop()
 
     def take_until(self, total: int) -> list[Rows]:
         """The rows that bring what was taken so far to `total`, or fewer if they have not arrived, in order."""
@@ -110,10 +128,13 @@ class FedRequestState(RequestState):
         state.__class__ = cls
         state.feed = feed
 
-    def _new_completion_output(self, *args: Any, **kwargs: Any) -> CompletionOutput:
-        output = super()._new_completion_output(*args, **kwargs)
+    def _new_completion_output(self, *args: Any) -> CompletionOutput:
+        output = _new_completion_output(self, *args)
         output.routed_experts = self.feed
         return output
+
+
+_new_completion_output = RequestState._new_completion_output
 
 
 class AllRequests(Protocol):
@@ -161,17 +182,14 @@ class RowFeeds:
         """vLLM's `process_outputs`, of which the rows were taken off."""
         if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # they are nowhere else
             self._take_stats(engine_core_outputs.pop(0))
-        self._unpacker.unpack(engine_core_outputs, message=engine_core_timestamp)
-        states = self._processor.request_states
-        for output in engine_core_outputs:
-            rows = output.routed_experts
-            if rows is None:
-                continue
+        unpacker, states = self._unpacker, self._processor.request_states
+        for output, rows in unpacker.unpack(engine_core_outputs, message=engine_core_timestamp):
             if (state := states.get(output.request_id)) is None:
                 self._take_prompt(output.request_id, rows)
                 continue
-            output.routed_experts = None
-            _feed_of(state).push(rows)
+            feed = _feed_of(state)
+            feed.push(rows)
+            feed.is_known &= unpacker.is_known
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
         if self.every_request is not None:  # an engine without tasks that read from it returns its outputs
             self.every_request.fill(processed.request_outputs)
@@ -190,6 +208,7 @@ class RowFeeds:
             return  # rows of a request that is gone
         states, parents = self._processor.request_states, self._processor.parent_requests
         state = states.get(request_id)
+        rows = _own(rows)
         parent = state.parent_req if state is not None else parents.get(_parent_of(request_id))
         for each in (request_id,) if parent is None else parent.child_requests:
             state = states.get(each)
@@ -214,6 +233,11 @@ def _feed_of(state: RequestState) -> RowFeed:
         FedRequestState.give(state, RowFeed())
     feed: RowFeed = state.feed
     return feed
+
+
+def _own(rows: Rows) -> Rows:
+    """`rows` without the message that they are a view of, if they are few; a prompt's fill most of theirs."""
+    return rows if rows.base is None or len(rows) >= _JOINED_ROWS else rows.copy()
 
 
 def _room_for(rows: Rows, count: int) -> Rows:

@@ -32,19 +32,24 @@ class StreamLimitError(Exception):
     """A stream would hold more routing than the server allows."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Choice:
     """A choice's place in its stream.
 
     Attributes:
+        begin: what its chunks say first of their choice.
         prompt_len: tokens of its prompt.
         next_row: absolute position of the first row that is neither in `pending` nor sent.
         generated: tokens that outputs have brought so far.
         pending: rows whose tokens the next chunk of this choice brings, or held-back chunks before it would have.
         counted: rows for the histogram of the choice.
         finished: whether the next chunk of this choice has its `finish_reason`.
+        row: a known one alone, in place of `pending`. Nearly all chunks bring one, and each step taken for it weighs
+            more than the row: between two chunks of a stream, all others put its code and data out of the caches.
+        takes_row: whether the next output may leave one there: the prompt's rows, and all others before, were sent.
     """
 
+    begin: str
     prompt_len: int
     next_row: int
     generated: int = 0
@@ -52,9 +57,24 @@ class _Choice:
     pending: list[Rows] = field(default_factory=list)
     counted: list[Rows] = field(default_factory=list)
     finished: bool = False
+    row: Rows | None = None
+    takes_row: bool = False
+
+    def take_row(self, choice: CompletionOutput) -> bool:
+        """Whether an output of the choice brings one token and one row, which is `row` then."""
+        feed = self.feed
+        if feed is None or choice.routed_experts is not feed or choice.finish_reason is not None:
+            return False
+        if len(choice.token_ids) != 1 or (row := feed.take_row()) is None:
+            return False
+        choice.routed_experts = None
+        self.row, self.takes_row = row, False
+        self.generated += 1
+        self.next_row += 1
+        return True
 
 
-@dataclass
+@dataclass(slots=True)
 class _Prompt:
     """The rows of a prompt, which the first of its choices brings: sent once, with the first chunk of any of them.
 
@@ -107,34 +127,46 @@ class StreamAligner:
         self._num_choices = num_choices
         self._error_event = error_event
         self._preface_chunks = preface_chunks
-        self._bytes_left = max_bytes
+        self._max_bytes = max_bytes
         self._lost = 0
         self._has_own_field = has_own_field
         self._line_rows = encoder.rows_in(LINE_BYTES)
+        self._takes_rows = options.rows and not options.histogram and encoder.fmt == "object"
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, _Prompt] = {}
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """`results`, unchanged but for the feeds, which are taken off."""
+        choices, num_choices = self._choices, self._num_choices
         async for result in results:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
             for choice in output.outputs:
-                self._take(prompt_index, output, choice)
+                state = choices.get(prompt_index * num_choices + choice.index)
+                if state is None or not state.takes_row or not state.take_row(choice):
+                    self._take(prompt_index, output, choice)
             yield result
 
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """`chunks`, server-sent events, with the rows that belong to each. An error ends them with an event that says
         so, never with a connection that is cut."""
+        state: _Choice | None = None
         try:
             async for chunk in chunks:
                 if (begin := _begin_of_choice(chunk)) < 0:
                     yield chunk
                     continue
-                key = int(chunk[begin + len(_INDEX) : chunk.index(",", begin)])
                 if self._has_own_field:
                     chunk = chunk.replace(_OWN_FIELD, "", 1)
+                if state is None or not chunk.startswith(state.begin, begin):
+                    state = self._choices.get(_index_of_choice(chunk, begin))
+                if state is not None and (row := state.row) is not None:  # nearly always
+                    state.row, state.takes_row = None, True
+                    text = self._encoder.row_text(row, state.next_row - 1)
+                    self._check_size()
+                    yield f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
+                    continue
+                key = _index_of_choice(chunk, begin)
                 rows: list[Rows] = []
-                state = self._choices.get(key)
                 if self._preface_chunks > 0:
                     self._preface_chunks -= 1
                 elif state is not None:
@@ -149,12 +181,14 @@ class StreamAligner:
                         await asyncio.sleep(0)  # so that nobody waits for all of a long prompt
                 elif not rows or state is None:
                     yield chunk
-                elif len(rows) == 1 and len(rows[0]) <= self._line_rows:  # nearly always
+                elif len(rows) == 1 and len(rows[0]) <= self._line_rows:
                     yield self._with_rows(chunk, begin, rows[0], state.next_row)
                 else:
                     for line in self._lines(chunk, None, rows, state.next_row):
                         yield line
                         await asyncio.sleep(0)
+                if state is not None and prompt is not None and prompt.rows is None:
+                    state.takes_row = self._takes_rows and state.next_row >= state.prompt_len
         except Exception as error:
             logger.error(
                 "A stream was ended: %s", error, exc_info=not isinstance(error, LostRowsError | StreamLimitError)
@@ -174,10 +208,13 @@ class StreamAligner:
         start = self._options.prompt_start
         state = self._choices.get(key)
         if state is None:
-            state = self._choices[key] = _Choice(len(output.prompt_token_ids or ()), start)
+            state = self._choices[key] = _Choice(f"{_INDEX}{key},", len(output.prompt_token_ids or ()), start)
         if isinstance(choice.routed_experts, RowFeed):
             state.feed = choice.routed_experts
         choice.routed_experts = None
+        if state.row is not None:
+            state.pending.append(state.row)
+        state.row, state.takes_row = None, False
         state.generated += len(choice.token_ids)
         state.finished = choice.finish_reason is not None
         end = state.prompt_len + state.generated - 1
@@ -220,7 +257,7 @@ class StreamAligner:
     def _with_rows(self, chunk: str, begin: int, rows: Rows, next_row: int) -> str:
         """`chunk`, whose choice begins at `begin`, with `rows`, behind which `next_row` is."""
         text = self._encoder.text(rows, next_row - len(rows))
-        self._count(text)
+        self._check_size()
         return f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
 
     def _lines(self, chunk: str, prompt: _Prompt | None, rows: list[Rows], next_row: int) -> Iterator[str]:
@@ -254,13 +291,12 @@ class StreamAligner:
     def _with_prompt(self, chunk: str, rows: Rows, prompt: _Prompt) -> str:
         text = self._encoder.text(rows, prompt.next_row)
         prompt.next_row += len(rows)
-        self._count(text)
+        self._check_size()
         at = len(_DATA) + 1
         return f'{chunk[:at]}"prompt_routed_experts":{text},{chunk[at:]}'
 
-    def _count(self, text: str) -> None:
-        self._bytes_left -= len(text)
-        if self._bytes_left < 0:
+    def _check_size(self) -> None:
+        if self._encoder.sent.num_bytes > self._max_bytes:
             raise StreamLimitError("the routing of this answer is larger than --routed-experts-max-response-bytes")
 
     async def _with_histograms(self, chunk: str, key: int, state: _Choice) -> str:
@@ -285,6 +321,11 @@ def _begin_of_choice(chunk: str) -> int:
     """Where the fields of a chunk's choice begin; -1 for other events."""
     at = chunk.find(_FIRST_CHOICE)
     return at + len(_FIRST_CHOICE) if at >= 0 else -1
+
+
+def _index_of_choice(chunk: str, begin: int) -> int:
+    """The place in the response of the choice whose fields begin there."""
+    return int(chunk[begin + len(_INDEX) : chunk.index(",", begin)])
 
 
 def _share(count: int, line: int, num_lines: int) -> int:

@@ -38,6 +38,12 @@ def arrays(outputs: list[Output]) -> list[np.ndarray | None]:
     return [output.routed_experts for output in outputs]
 
 
+def unpack(unpacker: Unpacker, outputs: list[Output], message: object) -> None:
+    """Puts the rows back on the outputs that they are of."""
+    for output, rows in list(unpacker.unpack(outputs, message)):
+        output.routed_experts = rows
+
+
 def check(outputs: list[Output], expected: list[np.ndarray | None]) -> None:
     for got, want in zip(arrays(outputs), expected, strict=True):
         assert (got is None) == (want is None)
@@ -68,7 +74,7 @@ def test_what_is_packed_is_unpacked(counts: tuple[int | None, ...], slice_size: 
     pack(outputs)
     unpacker = Unpacker()
     for first in range(0, len(outputs), slice_size):
-        unpacker.unpack(outputs[first : first + slice_size], message=1)
+        unpack(unpacker, outputs[first : first + slice_size], message=1)
     check(outputs, expected)
 
 
@@ -83,12 +89,36 @@ def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
     assert outputs[3].routed_experts is None
 
 
-def test_unpacked_arrays_share_no_memory() -> None:
-    """A request that runs long would keep the rows of all that ran beside it."""
-    outputs = message(1, 2)
+def test_what_was_unpacked_is_off_the_outputs() -> None:
+    """vLLM would collect it beside us."""
+    outputs = message(1, LARGE, None, 2)
     pack(outputs)
-    Unpacker().unpack(outputs, message=1)
-    assert all(output.routed_experts is not None and output.routed_experts.base is None for output in outputs)
+    assert [output for output, _ in Unpacker().unpack(outputs, message=1)] == [outputs[0], outputs[1], outputs[3]]
+    assert arrays(outputs) == [None] * 4
+
+
+@pytest.mark.parametrize("unknown", [None, 0, 2])
+@pytest.mark.parametrize("slice_size", [1, 99])
+def test_whether_all_rows_of_a_message_are_known(unknown: int | None, slice_size: int) -> None:
+    outputs = [Output(np.zeros((count, L, K), dtype=np.int16)) for count in (1, LARGE, 2)]
+    if unknown is not None:
+        outputs[unknown].routed_experts[-1, -1, -1] = -1
+    pack(outputs)
+    unpacker = Unpacker()
+    for first in range(0, len(outputs), slice_size):
+        unpack(unpacker, outputs[first : first + slice_size], message=1)
+        assert unpacker.is_known == (unknown is None)
+    unpack(unpacker, [Output(None)], message=2)
+    assert unpacker.is_known
+
+
+@pytest.mark.parametrize("expert", [-1, 0])
+def test_whether_a_row_is_known_that_is_too_large_to_be_packed(expert: int) -> None:
+    outputs = [Output(np.full((1, SMALL_ARRAY_BYTES, 1), expert, dtype=np.int16))]
+    pack(outputs)
+    unpacker = Unpacker()
+    unpack(unpacker, outputs, message=1)
+    assert unpacker.is_known == (expert == 0)
 
 
 def test_what_is_left_of_one_message_is_not_taken_for_another() -> None:
@@ -96,8 +126,8 @@ def test_what_is_left_of_one_message_is_not_taken_for_another() -> None:
     first, second = message(1, 1, 1), message(None, None)
     pack(first)
     unpacker = Unpacker()
-    unpacker.unpack(first[:1], message=1)
-    unpacker.unpack(second, message=2)
+    unpack(unpacker, first[:1], message=1)
+    unpack(unpacker, second, message=2)
     check(second, [None, None])
 
 
@@ -107,7 +137,7 @@ def test_messages_after_one_another() -> None:
         outputs = message(*counts)
         expected = arrays(outputs)
         pack(outputs)
-        unpacker.unpack(outputs, message=number)
+        unpack(unpacker, outputs, message=number)
         check(outputs, expected)
 
 
@@ -119,7 +149,7 @@ def test_an_array_at_an_odd_address() -> None:
     packed = outputs[0].routed_experts
     assert packed is not None
     outputs[0].routed_experts = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)
-    Unpacker().unpack(outputs, message=1)
+    unpack(Unpacker(), outputs, message=1)
     check(outputs, expected)
 
 

@@ -457,7 +457,8 @@ class Client:
         if message.outputs and message.outputs[0].request_id == STATS_OUTPUT_ID:
             self.stats.append(EngineStats.decode(message.outputs.pop(0).kv_transfer_params))
         self.messages.append([output.request_id for output in message.outputs])
-        self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp)
+        for output, rows in list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp)):
+            output.routed_experts = rows
         for output in message.outputs:
             self._take(output)
 

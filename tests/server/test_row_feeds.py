@@ -291,14 +291,12 @@ def test_a_prompts_rows_come_before_its_tokens(together: bool) -> None:
 def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
     frontend = Frontend()
     queue = frontend.add("a", n=3)
-    rows = prompt("1_a")
-    sent = rows.routed_experts
-    frontend.step(rows, first_token("1_a"), first_token("0_a"))
+    frontend.step(prompt("1_a"), first_token("1_a"), first_token("0_a"))
     frontend.step(first_token("2_a"))
     by_index = {choice.index: choice.routed_experts for choice in take(queue).outputs}
     taken = {index: feed.take_until(3) for index, feed in by_index.items()}
     assert {index: positions(rows) for index, rows in taken.items()} == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
-    assert all(rows[0] is sent for rows in taken.values())
+    assert all(rows[0] is taken[0][0] for rows in taken.values())
     frontend.step(output("0_a", 1, first=3))
     assert positions(by_index[0].take_until(9)) == [3]
 
@@ -406,6 +404,38 @@ def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
     rest = feed.take_until(prompt + 10_000)
     assert positions(rest) == list(range(prompt + 7, prompt + 10_000))
     assert len(rest) < 300
+
+
+@pytest.mark.parametrize("unknown", [None, "b"])
+def test_whether_rows_that_come_alone_are_known(unknown: str | None) -> None:
+    """Looked at once for each message, not for each row: who is beside an unknown row is not trusted either."""
+    frontend = Frontend()
+    queues = [frontend.add(request_id) for request_id in "ab"]
+    frontend.step(*(output(request_id, 1, first=0, rows=3) for request_id in "ab"))
+    feeds = [feed_of(take(queue)) for queue in queues]
+    assert [positions(feed.take_until(3)) for feed in feeds] == [[0, 1, 2]] * 2
+    outputs = [output(request_id, 1, first=3) for request_id in "ab"]
+    if unknown is not None:
+        outputs["ab".index(unknown)].routed_experts[:] = -1
+    pack(outputs)
+    frontend.step(*outputs)
+    rows = [feed.take_row() for feed in feeds]
+    assert [row is not None for row in rows] == [unknown is None] * 2
+    assert [positions(feed.take_until(4)) for feed in feeds] == ([[], []] if unknown is None else [[3], [-1]])
+    assert feeds[0].take_row() is None
+
+
+def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
+    """A reader that stops would keep the rows of all that ran beside it."""
+    feed, messages = RowFeed(), [np.zeros((256, 48, 8), dtype=np.int16) for _ in range(5)]
+    for message in messages:
+        feed.push(message[7:8])
+    kept = feed.take_until(5)
+    assert [rows.base is None for rows in kept] == [True] * 5
+    large = np.zeros((256, 48, 8), dtype=np.int16)
+    feed.push(large[:100])
+    feed.push(large[:1])
+    assert feed.take_until(105)[0].base is large, "the rows of a prompt were copied"
 
 
 def test_rows_that_nobody_takes_are_in_memory_of_their_own() -> None:

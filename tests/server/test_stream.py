@@ -1,7 +1,8 @@
 """Rows on the chunks of a stream, with hand-made results in and a generator like vLLM's in between."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+import random
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,38 @@ def test_rows_that_came_early_wait_for_their_tokens() -> None:
     outputs = [engine.step(), engine.step(), engine.step(finish="stop")]
     chunks = stream(aligner_of(), outputs)
     assert [positions(chunk) for chunk in chunks] == [None, [3], [4]]
+
+
+@pytest.mark.parametrize("num_choices", [1, 3])
+@pytest.mark.parametrize("options", [{}, {"layout": "joined"}, {"dtype": "uint16"}, {"prompt_start": 3}], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_a_row_that_comes_alone_is_sent_like_any_other(seed: int, options: dict[str, Any], num_choices: int) -> None:
+    """Steps of one token and of several, and chunks that are held back: the same chunks as where rows might be unknown,
+    so that none goes the short way."""
+
+    def chunks_of(is_known: bool) -> list[Chunk]:
+        rng = random.Random(seed)
+        alive = [
+            Engine(prompt_len=4, start=options.get("prompt_start", 0), index=index) for index in range(num_choices)
+        ]
+
+        def results() -> Iterator[Result]:
+            while alive:
+                engine = rng.choice(alive)
+                engine.feed.is_known = is_known
+                ends = engine.tokens > 5 and rng.random() < 0.2
+                yield engine.step(rng.choice([1, 1, 1, 1, 2, 3]), finish="stop" if ends else None)
+                if ends:
+                    alive.remove(engine)
+
+        held = random.Random(seed + 1)
+        made = generator(held=lambda chunk: held.random() < 0.2, num_choices=num_choices)
+        return stream(aligner_of(num_choices, **options), results(), made)
+
+    chunks = chunks_of(is_known=True)
+    assert chunks == chunks_of(is_known=False)
+    assert sum(len(positions(chunk) or ()) for chunk in chunks) >= 5 * num_choices
+    assert all(value >= 0 for chunk in chunks for value in positions(chunk) or ())
 
 
 def test_an_output_without_a_feed_uses_the_one_seen_before() -> None:

@@ -1,0 +1,132 @@
+"""An executor without a model, for vLLM's own server: tokens and rows are there when they are asked for, after a pause
+as long as a forward pass. What is measured beside it is the API process, which waits for nothing else."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes
+
+from bench.http_server import PLAYED_SLOTS, PLAYED_STEP_MS
+from routed_experts.capture.engine.classes import is_capturing
+from routed_experts.capture.engine.transport import attach
+from routed_experts.capture.pipeline import StepRows
+
+_TOKEN = 7
+
+
+class PlayedExecutor(Executor):
+    """For `--distributed-executor-backend`."""
+
+    def _init_executor(self) -> None:
+        config = self.model_config.hf_text_config
+        self._num_layers, self._top_k = config.num_hidden_layers, config.num_experts_per_tok
+        self._num_experts = config.num_experts
+        self._is_captured = is_capturing(self.parallel_config.worker_cls)
+        self._block_size = self.cache_config.block_size
+        self._step_s = float(os.environ[PLAYED_STEP_MS]) / 1000
+        self._blocks: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+        rng = np.random.default_rng(0)
+        count = self.scheduler_config.max_num_batched_tokens
+        scores = rng.random((count, self._num_layers, self._num_experts), dtype=np.float32)
+        self._rows = np.argpartition(scores, self._top_k, axis=2)[:, :, : self._top_k].astype(np.int16)
+        self._answers: dict[str, Callable[[], Any]] = {
+            "get_kv_cache_spec": self._kv_cache_spec,
+            "get_supported_kv_cache_layouts": lambda: ["NHD"],
+            "determine_available_memory": lambda: PLAYED_SLOTS // self._block_size * self._spec().page_size_bytes,
+            "get_supported_tasks": lambda: ("generate",),
+            "compile_or_warm_up_model": lambda: CompilationTimes(0.0, 0.0),
+            "routed_experts_info": self._info,
+        }
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """What the one worker would say; None where nothing depends on it."""
+        answer = [self._answers.get(str(method), lambda: None)()]
+        if not non_block:
+            return answer
+        future: Future[Any] = Future()
+        future.set_result(answer)
+        return future
+
+    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        """A token for every request whose prompt is done, and rows of all tokens."""
+        output = self._play(scheduler_output)
+        if not non_block:
+            return output
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(output)
+        return future
+
+    def check_health(self) -> None:
+        """Nothing can fail."""
+
+    def _play(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        ends = time.perf_counter() + self._step_s
+        for request_id in step.finished_req_ids:
+            self._blocks.pop(request_id, None)
+            self._lengths.pop(request_id, None)
+        starts = {}
+        for new in step.scheduled_new_reqs:
+            starts[new.req_id] = new.num_computed_tokens
+            self._blocks[new.req_id] = list(new.block_ids[0])
+            self._lengths[new.req_id] = len(new.prompt_token_ids or ())
+        cached = step.scheduled_cached_reqs
+        for request_id, blocks, start in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            starts[request_id] = start
+            if blocks is not None:
+                self._blocks[request_id] += blocks[0]
+        ids = list(step.num_scheduled_tokens)
+        counts = list(step.num_scheduled_tokens.values())
+        ended = [starts[each] + count >= self._lengths[each] for each, count in zip(ids, counts, strict=True)]
+        output = ModelRunnerOutput(
+            ids, {each: index for index, each in enumerate(ids)}, [[_TOKEN] if end else [] for end in ended]
+        )
+        if ids and self._is_captured:
+            offsets = np.cumsum([0, *counts], dtype=np.int64)
+            slots = np.concatenate([self._slots(each, starts[each], n) for each, n in zip(ids, counts, strict=True)])
+            attach(output, StepRows(self._rows[: offsets[-1]].copy(), slots, offsets))
+        time.sleep(max(ends - time.perf_counter(), 0))
+        return output
+
+    def _slots(self, request_id: str, start: int, count: int) -> NDArray[np.int64]:
+        positions = np.arange(start, start + count)
+        blocks = np.array(self._blocks[request_id])
+        return blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+
+    def _spec(self) -> FullAttentionSpec:
+        return FullAttentionSpec(block_size=self._block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+    def _kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
+        return {"layer": self._spec()}
+
+    def _info(self) -> dict[str, Any]:
+        return {
+            "num_layers": self._num_layers,
+            "top_k": self._top_k,
+            "num_experts": self._num_experts,
+            "layer_ids": list(range(self._num_layers)),
+            "runner": "v1",
+            "device": "cpu",
+            "kv_slots": PLAYED_SLOTS,
+            "device_bytes": 0,
+            "pinned_bytes": 0,
+        }
