@@ -187,9 +187,10 @@ class RowFeeds:
             if (state := states.get(output.request_id)) is None:
                 self._take_prompt(output.request_id, rows)
                 continue
-            feed = _feed_of(state)
+            feed = state.feed if type(state) is FedRequestState else _feed_of(state)
             feed.push(rows)
-            feed.is_known &= unpacker.is_known
+            if not unpacker.is_known:
+                feed.is_known = False
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
         if self.every_request is not None:  # an engine without tasks that read from it returns its outputs
             self.every_request.fill(processed.request_outputs)

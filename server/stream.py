@@ -149,20 +149,23 @@ class StreamAligner:
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """`chunks`, server-sent events, with the rows that belong to each. An error ends them with an event that says
         so, never with a connection that is cut."""
+        row_text, sent, max_bytes = self._encoder.row_text, self._encoder.sent, self._max_bytes
         state: _Choice | None = None
         try:
             async for chunk in chunks:
-                if (begin := _begin_of_choice(chunk)) < 0:
+                if (begin := chunk.find(_FIRST_CHOICE)) < 0:
                     yield chunk
                     continue
+                begin += len(_FIRST_CHOICE)
                 if self._has_own_field:
                     chunk = chunk.replace(_OWN_FIELD, "", 1)
                 if state is None or not chunk.startswith(state.begin, begin):
                     state = self._choices.get(_index_of_choice(chunk, begin))
                 if state is not None and (row := state.row) is not None:  # nearly always
                     state.row, state.takes_row = None, True
-                    text = self._encoder.row_text(row, state.next_row - 1)
-                    self._check_size()
+                    text = row_text(row, state.next_row - 1)
+                    if sent.num_bytes > max_bytes:
+                        self._check_size()
                     yield f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
                     continue
                 key = _index_of_choice(chunk, begin)
