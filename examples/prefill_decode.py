@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import httpx
+import orjson
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -68,14 +69,15 @@ def proxy(ports: list[int]) -> FastAPI:
     @app.post("/v1/chat/completions")
     @app.post("/inference/v1/generate")
     async def relay(request: Request) -> Response:
-        path, body = request.url.path, await request.json()
-        headers = {"Authorization": request.headers.get("Authorization", "")}
+        path, body = request.url.path, orjson.loads(await request.body())
+        headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
         try:
-            first = await prefill.post(path, json=for_prefill(body), headers=headers)
+            first = await prefill.post(path, content=orjson.dumps(for_prefill(body)), headers=headers)
             if not first.is_success:
                 return Response(first.content, first.status_code, media_type="application/json")
-            body["kv_transfer_params"] = first.json()["kv_transfer_params"]
-            answer = await decode.send(decode.build_request("POST", path, json=body, headers=headers), stream=True)
+            body["kv_transfer_params"] = orjson.loads(first.content)["kv_transfer_params"]
+            second = decode.build_request("POST", path, content=orjson.dumps(body), headers=headers)
+            answer = await decode.send(second, stream=True)
         except httpx.TransportError as error:
             return JSONResponse({"error": {"message": f"an instance does not answer: {error}", "code": 502}}, 502)
         kind = answer.headers["content-type"]
