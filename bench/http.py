@@ -208,7 +208,11 @@ class Bench:
     @property
     def slots(self) -> int:
         """How many tokens the KV cache of a server holds."""
-        return PLAYED_SLOTS if self._args.without_engine else int(self._args.kv_cache_bytes // kv_bytes(self._config))
+        return (
+            PLAYED_SLOTS
+            if self._args.without_engine is not None
+            else int(self._args.kv_cache_bytes // kv_bytes(self._config))
+        )
 
     def run(self, cases: list[Case]) -> list[Run]:
         """All runs of all lines; the table and the raw results are written as they come."""
@@ -235,7 +239,7 @@ class Bench:
         flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
         flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
         flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes)]
-        if self._args.without_engine:
+        if self._args.without_engine is not None:
             flags += ["--distributed-executor-backend", PLAYED]
         flags += self._args.serve
         started = [variant for variant in variants if variant not in self._servers]
@@ -312,10 +316,10 @@ def main() -> None:
         runs = [json.loads(line) for path in args.table for line in path.read_text().splitlines()]
         print(table(runs))
         return
-    if args.without_engine:
+    if args.without_engine is not None:
         os.environ[PLAYED_STEP_MS] = str(args.without_engine)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    long = args.device == "cuda" or args.without_engine
+    long = args.device == "cuda" or args.without_engine is not None
     every = {case.name: case for case in (GPU_CASES if long else CPU_CASES)}
     unknown = set(args.cases) - set(every)
     if unknown:

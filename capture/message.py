@@ -134,7 +134,7 @@ class Unpacker:
                 if rows.ndim == 1:
                     self._begin(rows)
                 elif len(rows) == 1:
-                    self.is_known &= _is_known(rows)
+                    self.is_known &= is_known(rows)
             if count := next(self._counts, 0):
                 assert self._rows is not None
                 end = self._first + count - 1
@@ -148,8 +148,9 @@ class Unpacker:
         counts, body = np.split(packed[3 * words :], [num_outputs * words])
         self._counts = iter(counts.view(_HEADER_TYPE).tolist())
         self._rows, self._first = body.reshape(-1, num_layers, top_k), 0
-        self.is_known &= _is_known(body)
+        self.is_known &= is_known(body)
 
 
-def _is_known(rows: NDArray[np.int16]) -> bool:
+def is_known(rows: NDArray[np.int16]) -> bool:
+    """Whether none of `rows` is -1."""
     return bool(rows.min(initial=0) >= 0)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, is_known, request_of_prompt
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import (
@@ -45,7 +45,7 @@ class RowFeed:
 
     Attributes:
         has_begun: whether any have arrived.
-        is_known: whether all that came one by one are known.
+        is_known: whether all that came alone are known.
     """
 
     __slots__ = ("__weakref__", "_arrays", "_joined", "_room", "_taken", "has_begun", "is_known")
@@ -66,8 +66,8 @@ class RowFeed:
             self.has_begun = True
         else:
             if self._joined < len(arrays):
-                arrays[-1] = _own(arrays[-1])
-            rows = _own(rows)
+                arrays[-1] = own(arrays[-1])
+            rows = own(rows)
         arrays.append(rows)
         if len(rows) >= _JOINED_ROWS:
             self._joined, self._room = len(arrays), None
@@ -108,6 +108,8 @@ class RowFeed:
         taken, rest = split(arrays, max(wanted, 0))
         if taken and rest:
             rest[0] = rest[0].copy()  # a view would keep the rows that were taken
+        if rest and len(rest[0]) == 1:
+            self.is_known &= is_known(rest[0])
         self._arrays = rest
         self._taken += sum(map(len, taken))
         return taken
@@ -209,16 +211,19 @@ class RowFeeds:
             return  # rows of a request that is gone
         states, parents = self._processor.request_states, self._processor.parent_requests
         state = states.get(request_id)
-        rows = _own(rows)
+        rows = own(rows)
         parent = state.parent_req if state is not None else parents.get(_parent_of(request_id))
         for each in (request_id,) if parent is None else parent.child_requests:
             state = states.get(each)
             if state is None:
                 continue
-            if not _has_begun(state):
-                _feed_of(state).push(rows)
+            feed = _feed_of(state)
+            if not feed.has_begun:
+                feed.push(rows)
             elif each == request_id:
-                _feed_of(state).replace(rows)
+                feed.replace(rows)
+            if len(rows) == 1:
+                feed.is_known &= is_known(rows)
 
     def _take_stats(self, output: EngineCoreOutput) -> None:
         if self.on_stats is not None:
@@ -236,8 +241,9 @@ def _feed_of(state: RequestState) -> RowFeed:
     return feed
 
 
-def _own(rows: Rows) -> Rows:
-    """`rows` without the message that they are a view of, if they are few; a prompt's fill most of theirs."""
+def own(rows: Rows) -> Rows:
+    """`rows` for somebody who keeps them. If they are few, without the engine's message that they are a view of, which
+    has those of all other requests too; many came in a message of their own."""
     return rows if rows.base is None or len(rows) >= _JOINED_ROWS else rows.copy()
 
 

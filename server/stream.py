@@ -13,7 +13,7 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, Rows, histogram
 from routed_experts.server.metrics import count_answer
-from routed_experts.server.row_feeds import RowFeed, split, unknown_rows
+from routed_experts.server.row_feeds import RowFeed, own, split, unknown_rows
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -164,6 +164,7 @@ class StreamAligner:
                 if state is not None and (row := state.row) is not None:  # nearly always
                     state.row, state.takes_row = None, True
                     text = row_text(row, state.next_row - 1)
+                    row = None  # a reader that stalls would keep the engine's message with it
                     if sent.num_bytes > max_bytes:
                         self._check_size()
                     yield f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
@@ -190,7 +191,8 @@ class StreamAligner:
                     for line in self._lines(chunk, None, rows, state.next_row):
                         yield line
                         await asyncio.sleep(0)
-                if state is not None and prompt is not None and prompt.rows is None:
+                # A chunk before the first one that brings tokens leaves rows pending.
+                if state is not None and prompt is not None and prompt.rows is None and not state.pending:
                     state.takes_row = self._takes_rows and state.next_row >= state.prompt_len
         except Exception as error:
             logger.error(
@@ -216,7 +218,7 @@ class StreamAligner:
             state.feed = choice.routed_experts
         choice.routed_experts = None
         if state.row is not None:
-            state.pending.append(state.row)
+            state.pending.append(own(state.row))
         state.row, state.takes_row = None, False
         state.generated += len(choice.token_ids)
         state.finished = choice.finish_reason is not None
@@ -239,6 +241,7 @@ class StreamAligner:
             self._keep_prompt(prompt_index, state, prompt_rows)
         if num_rows:
             state.next_row += num_rows
+            arrays = [own(rows) for rows in arrays]
             if self._options.rows:
                 state.pending += arrays
             if self._options.histogram:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
@@ -122,6 +123,10 @@ def positions(chunk: Chunk) -> list[int] | None:
     return _positions(chunk["choices"][0].get("routed_experts"))
 
 
+def own_positions(chunks: list[Chunk]) -> list[int]:
+    return [position for chunk in chunks for position in positions(chunk) or ()]
+
+
 def _positions(array: Any) -> list[int] | None:
     """The positions that the rows of `array` belong to, -1 where not known; None without an array."""
     if array is None:
@@ -173,36 +178,94 @@ def test_rows_that_came_early_wait_for_their_tokens() -> None:
     assert [positions(chunk) for chunk in chunks] == [None, [3], [4]]
 
 
-@pytest.mark.parametrize("num_choices", [1, 3])
-@pytest.mark.parametrize("options", [{}, {"layout": "joined"}, {"dtype": "uint16"}, {"prompt_start": 3}], ids=str)
-@pytest.mark.parametrize("seed", range(12))
-def test_a_row_that_comes_alone_is_sent_like_any_other(seed: int, options: dict[str, Any], num_choices: int) -> None:
-    """Steps of one token and of several, and chunks that are held back: the same chunks as where rows might be unknown,
-    so that none goes the short way."""
+ALONE = [
+    ({}, True),
+    ({"layout": "joined"}, True),
+    ({"prompt_start": 3}, True),
+    ({"dtype": "uint8"}, True),
+    ({"dtype": "int32"}, True),
+    ({"histogram": True}, False),
+    ({"histogram": True, "rows": False}, False),
+    ({"format": "npy"}, False),
+]
+"""Options, and whether rows that come alone may go the short way."""
 
-    def chunks_of(is_known: bool) -> list[Chunk]:
-        rng = random.Random(seed)
-        alive = [
-            Engine(prompt_len=4, start=options.get("prompt_start", 0), index=index) for index in range(num_choices)
-        ]
+
+@pytest.mark.parametrize(("num_choices", "preface"), [(1, 0), (1, 1), (3, 0), (3, 3), (12, 0)])
+@pytest.mark.parametrize(("options", "is_short"), ALONE, ids=str)
+def test_a_row_that_comes_alone_is_sent_like_any_other(
+    options: dict[str, Any], is_short: bool, num_choices: int, preface: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of one token and of several, late rows and surplus ones, and chunks that are held back: each row once, at
+    its position, and the same chunks as where rows might be unknown, so that none goes the short way."""
+    prompt_len, short, row_text = 4, [0], Encoder.row_text
+
+    def counting(encoder: Encoder, row: np.ndarray, position: int) -> str:
+        short[0] += 1
+        return row_text(encoder, row, position)
+
+    monkeypatch.setattr(Encoder, "row_text", counting)
+
+    def stream_of(seed: int, is_known: bool) -> tuple[list[Chunk], list[int]]:
+        rng, held, outputs = random.Random(seed), random.Random(seed + 1), []
+        engines = [Engine(prompt_len, options.get("prompt_start", 0), index) for index in range(num_choices)]
+        alive = list(engines)
 
         def results() -> Iterator[Result]:
             while alive:
                 engine = rng.choice(alive)
                 engine.feed.is_known = is_known
                 ends = engine.tokens > 5 and rng.random() < 0.2
-                yield engine.step(rng.choice([1, 1, 1, 1, 2, 3]), finish="stop" if ends else None)
+                tokens, late, surplus = rng.choice([1, 1, 1, 1, 2, 3]), rng.random() < 0.1, rng.choice([0, 0, 2])
+                outputs.append(
+                    engine.step(tokens, "stop", surplus=surplus) if ends else engine.step(tokens, lost=int(late))
+                )
+                yield outputs[-1]
                 if ends:
                     alive.remove(engine)
 
-        held = random.Random(seed + 1)
-        made = generator(held=lambda chunk: held.random() < 0.2, num_choices=num_choices)
-        return stream(aligner_of(num_choices, **options), results(), made)
+        made = generator(lambda chunk: held.random() < 0.3, preface, num_choices)
+        chunks = stream(aligner_of(num_choices, preface, **options), results(), made)
+        assert all(each.routed_experts is None for output in outputs for each in output.outputs)
+        return chunks, [engine.tokens for engine in engines]
 
-    chunks = chunks_of(is_known=True)
-    assert chunks == chunks_of(is_known=False)
-    assert sum(len(positions(chunk) or ()) for chunk in chunks) >= 5 * num_choices
-    assert all(value >= 0 for chunk in chunks for value in positions(chunk) or ())
+    for seed in range(30):
+        chunks, tokens = stream_of(seed, is_known=True)
+        assert (short[0] > 0) == is_short
+        used, (same, _) = short[0], stream_of(seed, is_known=False)
+        assert short[0] == used
+        assert chunks == same
+        if options.get("format") or not options.get("rows", True):
+            continue
+        first = 0 if options.get("layout") == "joined" else prompt_len
+        for index in range(num_choices):
+            own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert own_positions(own) == list(range(first, prompt_len + tokens[index] - 1))
+
+
+def test_what_waits_keeps_no_message_of_the_engine() -> None:
+    """One that is held back, or counted, would keep the rows of all that ran beside it."""
+    messages: list[weakref.ref[np.ndarray]] = []
+    engine = Engine(prompt_len=2)
+
+    def pushed(first: int, end: int) -> np.ndarray:
+        message = np.repeat(np.arange(100, dtype=np.int16), L * K).reshape(-1, L, K)
+        messages.append(weakref.ref(message))
+        return message[first:end]
+
+    def results() -> Iterator[Result]:
+        for token in range(20):
+            engine.tokens += 1
+            engine.feed.push(pushed(0, 2) if token == 0 else pushed(token + 1, token + 2))
+            yield result(2, choice(1, engine.feed, finish="stop" if token == 19 else None))
+            assert sum(message() is not None for message in messages) <= 2, "kept beside the one under way"
+
+    made = generator(held=lambda chunk: 3 < chunk < 15)
+    chunks = stream(aligner_of(histogram=True), results(), made)
+    assert own_positions(chunks) == list(range(2, 21))
+    engine, messages = Engine(prompt_len=2), []
+    chunks = stream(aligner_of(), results(), made)
+    assert own_positions(chunks) == list(range(2, 21))
 
 
 def test_an_output_without_a_feed_uses_the_one_seen_before() -> None:
@@ -417,6 +480,10 @@ def test_a_stream_that_grows_too_large_ends_with_an_event() -> None:
     assert len(events) < 10
     assert "--routed-experts-max-response-bytes" in events[-2]
     assert events[-1] == "data: [DONE]\n\n"
+    engine = Engine(prompt_len=2)
+    events = ended(aligner_of(max_bytes=500), (engine.step() for _ in range(10)))
+    assert 2 < len(events) < 10
+    assert "--routed-experts-max-response-bytes" in events[-2]
 
 
 def pieces_of(chunks: list[Chunk], name: str) -> list[dict[str, Any]]:
