@@ -249,7 +249,7 @@ def test_what_waits_keeps_no_message_of_the_engine() -> None:
     engine = Engine(prompt_len=2)
 
     def pushed(first: int, end: int) -> np.ndarray:
-        message = np.repeat(np.arange(100, dtype=np.int16), L * K).reshape(-1, L, K)
+        message = rows_of(0, 100).copy()  # so that a view of it keeps it
         messages.append(weakref.ref(message))
         return message[first:end]
 
