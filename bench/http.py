@@ -208,11 +208,9 @@ class Bench:
     @property
     def slots(self) -> int:
         """How many tokens the KV cache of a server holds."""
-        return (
-            PLAYED_SLOTS
-            if self._args.without_engine is not None
-            else int(self._args.kv_cache_bytes // kv_bytes(self._config))
-        )
+        if self._args.without_engine is not None:
+            return PLAYED_SLOTS
+        return int(self._args.kv_cache_bytes // kv_bytes(self._config))
 
     def run(self, cases: list[Case]) -> list[Run]:
         """All runs of all lines; the table and the raw results are written as they come."""
@@ -238,10 +236,7 @@ class Bench:
         flags = [*(GPU_FLAGS if self._args.device == "cuda" else CPU_FLAGS), "--max-model-len", str(longest + 64)]
         flags += ["--max-num-seqs", str(max(max(c.streams * c.choices, 256) for c in cases))]
         flags += ["--max-num-batched-tokens", "8192" if self._args.device == "cuda" else "2048"]
-        flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes)]
-        if self._args.without_engine is not None:
-            flags += ["--distributed-executor-backend", PLAYED]
-        flags += self._args.serve
+        flags += ["--kv-cache-memory-bytes", str(self._args.kv_cache_bytes), *self._args.serve]
         started = [variant for variant in variants if variant not in self._servers]
         for variant in started:
             gpu = self._gpus[len(self._servers) % self._args.gpus] if self._args.gpus > 1 else None
@@ -316,11 +311,13 @@ def main() -> None:
         runs = [json.loads(line) for path in args.table for line in path.read_text().splitlines()]
         print(table(runs))
         return
+    every_case = GPU_CASES if args.device == "cuda" else CPU_CASES
     if args.without_engine is not None:
+        every_case = GPU_CASES
+        args.serve = ["--distributed-executor-backend", PLAYED, *args.serve]
         os.environ[PLAYED_STEP_MS] = str(args.without_engine)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    long = args.device == "cuda" or args.without_engine is not None
-    every = {case.name: case for case in (GPU_CASES if long else CPU_CASES)}
+    every = {case.name: case for case in every_case}
     unknown = set(args.cases) - set(every)
     if unknown:
         raise SystemExit(f"no such case: {sorted(unknown)}; there are {sorted(every)}")

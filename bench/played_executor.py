@@ -40,8 +40,9 @@ class PlayedExecutor(Executor):
         count = self.scheduler_config.max_num_batched_tokens
         scores = rng.random((count, self._num_layers, self._num_experts), dtype=np.float32)
         self._rows = np.argpartition(scores, self._top_k, axis=2)[:, :, : self._top_k].astype(np.int16)
-        self._answers: dict[str, Callable[[], Any]] = {
+        self._answers: dict[str, Callable[..., Any]] = {
             "get_kv_cache_spec": self._kv_cache_spec,
+            "execute_model": self._play,
             "get_supported_kv_cache_layouts": lambda: ["NHD"],
             "determine_available_memory": lambda: PLAYED_SLOTS // self._block_size * self._spec().page_size_bytes,
             "get_supported_tasks": lambda: ("generate",),
@@ -58,26 +59,18 @@ class PlayedExecutor(Executor):
         non_block: bool = False,
     ) -> Any:
         """What the one worker would say; None where nothing depends on it."""
-        answer = [self._answers.get(str(method), lambda: None)()]
+        answer = self._answers.get(str(method), lambda *_: None)(*args)
         if not non_block:
-            return answer
+            return [answer]
         future: Future[Any] = Future()
         future.set_result(answer)
-        return future
-
-    def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        """A token for every request whose prompt is done, and rows of all tokens."""
-        output = self._play(scheduler_output)
-        if not non_block:
-            return output
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(output)
-        return future
+        return [future]
 
     def check_health(self) -> None:
         """Nothing can fail."""
 
     def _play(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """A token for every request whose prompt is done, and rows of all tokens."""
         ends = time.perf_counter() + self._step_s
         for request_id in step.finished_req_ids:
             self._blocks.pop(request_id, None)

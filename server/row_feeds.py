@@ -189,7 +189,7 @@ class RowFeeds:
             if (state := states.get(output.request_id)) is None:
                 self._take_prompt(output.request_id, rows)
                 continue
-            feed = state.feed if type(state) is FedRequestState else _feed_of(state)
+            feed = _feed_of(state)
             feed.push(rows)
             if not unpacker.is_known:
                 feed.is_known = False
