@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from bench.http_table import commit_and_device
+from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L
 from bench.streamed_token import fastest
 from routed_experts.capture import handoff
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="the fastest counts")
     args = parser.parse_args()
     about = commit_and_device("cpu", None)
-    print(f"{about['device']}, {about['date']}, commit {about['commit']}\n\n{_HEAD}")
+    print(f"{described(about)}\n\n{_HEAD}")
     print("| --- " * (_HEAD.count("|") - 1) + "|")
     for tokens in PROMPTS:
         print(row_of(tokens, args.repeats), flush=True)

@@ -28,7 +28,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from tqdm import tqdm
 
-from bench.http_table import commit_and_device
+from bench.http_table import commit_and_device, described
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutingOptions, parse_options
 from routed_experts.server.encoding import Encoder
@@ -372,7 +372,7 @@ def main() -> None:
     try:
         _wait(args.port)
         about = commit_and_device("cpu", None)
-        print(f"{args.rows} rows of {L} x {K}. {about['device']}, {about['date']}, commit {about['commit']}.\n")
+        print(f"{args.rows} rows of {L} x {K}. {described(about)}.\n")
         print(*both_ends(args.port, args.rows, args.repeats), "", sep="\n", flush=True)
         print(*stalls(args.port, args.rows, args.answers, args.streams, args.seconds), sep="\n")
     finally:

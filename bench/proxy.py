@@ -19,7 +19,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
 from bench.http_server import cpu_seconds, free_port
-from bench.http_table import commit_and_device
+from bench.http_table import commit_and_device, described
 from bench.long_answers import K, L
 from routed_experts.server.encoding import LINE_BYTES
 
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="the fastest counts")
     args = parser.parse_args()
     about = commit_and_device("cpu", None)
-    print(f"{about['device']}, {about['date']}, commit {about['commit']}")
+    print(described(about))
     for tokens in (0, *PROMPTS):
         took = asyncio.run(milliseconds(tokens, args.requests, args.repeats))
         print(f"| {tokens:,} tokens | {took:.1f} ms |" if tokens else f"| without rows | {took:.1f} ms |", flush=True)

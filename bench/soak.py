@@ -24,7 +24,7 @@ import psutil
 from tqdm import tqdm
 
 from bench.http_server import MODEL_NAME, start
-from bench.http_table import commit_and_device
+from bench.http_table import commit_and_device, described
 from bench.shapes import TINY, write_model
 from routed_experts.server.progress import say
 
@@ -177,7 +177,7 @@ def main() -> None:
     about = commit_and_device("cpu", None)
     files, threads = soak.growth()
     first, last = (sample[1] / 2**20 for sample in (soak.samples[0], soak.samples[-1]))
-    print(f"{args.minutes:g} minutes, {about['device']}, {about['date']}, commit {about['commit']}.")
+    print(f"{args.minutes:g} minutes, {described(about)}.")
     print(f"Answers: {dict(soak.answers)}.")
     print(f"Memory: {first:.0f} MiB, at the end {last:.0f} MiB; slope {soak.slope():+.2f} MiB a minute, ")
     print(f"of which {soak.slope(with_worker=False):+.2f} not in the worker.")

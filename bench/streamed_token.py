@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.http_table import commit_and_device
+from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L, encoder_of, output_of
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.row_feeds import RowFeed
@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25, help="the fastest counts")
     args = parser.parse_args()
     about = commit_and_device("cpu", None)
-    print(f"{about['device']}, {about['date']}, commit {about['commit']}")
+    print(described(about))
     for name, us in asyncio.run(Stream(args.repeats).figures()).items():
         print(f"| {name} | {us:.1f} µs |")
 
