@@ -106,14 +106,16 @@ def table(results: dict[str, dict[str, list[Run]]], baseline: dict[str, str]) ->
 
     The noise is a row of its own: the runs of the baseline in even turns against those in odd ones.
     """
-    head = "| case | variant | tokens/s | to off | TPOT ms | to off | ITL p99 ms | to off | ITL max ms |"
+    figures = {"tokens_per_s": "tokens/s", "first_token_ms": "first token ms", "tpot_ms": "TPOT ms"}
+    figures["itl_p99_ms"] = "ITL p99 ms"
+    head = f"| case | variant | {' | to off | '.join(figures.values())} | to off | ITL max ms |"
     rows = [head, "| --- " * (head.count("|") - 1) + "|"]
     for case, variants in results.items():
         lines = [(name, runs, variants[baseline[name]]) for name, runs in variants.items()]
         lines.append(("off: even turns to odd", variants["off"][::2], variants["off"][1::2]))
         for name, runs, base in lines:
             cells = [case, name]
-            for key in ("tokens_per_s", "tpot_ms", "itl_p99_ms"):
+            for key in figures:
                 value, reference = median(run[key] for run in runs), median(run[key] for run in base)
                 ratio = "" if runs is base else f"{100 * (value / reference - 1):+.2f} %"
                 cells += [f"{value:.1f}" if value >= 100 else f"{value:.2f}", ratio]

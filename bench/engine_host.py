@@ -89,8 +89,9 @@ class Load:
         """`size` requests at once, and with `long` one more with a prompt of that length among them; with `again`, the
         prompts of the batch before.
 
-        Returns the output tokens per second, and of the `size` requests the mean time per token and the inter-token
-        latency: with `long`, that of the tokens which waited while the long request was served.
+        Returns the output tokens per second, and of the `size` requests the mean time to the first token, the mean time
+        per token and the inter-token latency: with `long`, that of the tokens which waited while the long request was
+        served.
         """
         began = time.perf_counter()
         seeds = range(size) if again else [None] * size
@@ -110,6 +111,7 @@ class Load:
             "tpot_ms": 1e3 * float(np.mean(decode)),
             "itl_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
             "itl_max_ms": 1e3 * float(gaps.max()),
+            "first_token_ms": 1e3 * float(np.mean([t[0] for t in times]) - began),
         }
 
 

@@ -34,7 +34,7 @@ from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, is_full_attention_spec
 
 from tests.e2e.harness import prompt_of
 from tests.e2e.scores import Part, Recording, Rule, judge, rule_of
@@ -75,7 +75,7 @@ class Recorder(Worker):
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        (self.group,) = (index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec))
+        (self.group,) = (index for index, spec in enumerate(specs) if is_full_attention_spec(spec))
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.scores.fill_(torch.nan)  # what a layer does not write in this step is not known

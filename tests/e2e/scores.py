@@ -114,7 +114,7 @@ class Rule:
 _BY_SCORE = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"}
 _BY_SCORE |= {"granitemoehybrid", "jamba", "llama4_text", "gemma4_text"}
 """Softmax over all experts, or over the chosen ones: the best scores either way."""
-_BY_BIASED_SIGMOID = {"deepseek_v3", "glm4_moe", "lfm2_moe", "minimax_m2", "nemotron_h"}
+_BY_BIASED_SIGMOID = {"deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "lfm2_moe", "minimax_m2", "nemotron_h"}
 
 
 def rule_of(model: Path, layer_ids: Sequence[int]) -> Rule:

@@ -1,6 +1,7 @@
 """Tiny random models of many architectures, made on the spot, and an oracle that fits them all."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -258,6 +259,15 @@ _GATED_DELTA = {
 }
 # Of the kernels on Hopper, the one that FlashInfer need not compile first, which takes minutes.
 _FLA = {"gdn_prefill_backend": "triton"}
+_SPARSE = {
+    **{key: value for key, value in _DEEPSEEK_V3.items() if key != "rope_parameters"},
+    **{"q_lora_rank": 64, "index_n_heads": 32, "index_head_dim": 128},
+}
+_SPARSE_ENV = {
+    "VLLM_USE_DEEP_GEMM": "0",  # for products of matrices; the indexer has nothing else
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "without_deep_gemm"), os.environ.get("PYTHONPATH", "")]),
+}
+_NO_SPARSE = "vLLM's CPU build has no sparse attention for this model"
 
 SIXTEEN_BIT = (
     Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), 16, 4, engine=_FLA),
@@ -270,6 +280,28 @@ SIXTEEN_BIT = (
         4,
         engine=_FLA,
         needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring",
+    ),
+    Shape(
+        "deepseek-v3.2, sparse attention",
+        "deepseek_v32",
+        {**_SPARSE, "index_topk": 128},  # of contexts of up to 340 tokens
+        (1, 2, 3),
+        16,
+        4,
+        router_std=0.2,
+        env=_SPARSE_ENV,
+        needs_gpu=_NO_SPARSE,
+    ),
+    Shape(
+        "glm-5, sparse attention",
+        "glm_moe_dsa",
+        {**_SPARSE, "index_topk": 512, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 192, "v_head_dim": 256},
+        (1, 2, 3),
+        16,
+        4,
+        router_std=0.2,
+        env=_SPARSE_ENV,
+        needs_gpu=_NO_SPARSE,
     ),
     Shape(
         "glm4-moe, sigmoid with bias in float32",

@@ -13,10 +13,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ pytestmark = [
 ]
 
 TOY_PROXY = "TOY_PROXY"  # an environment variable
+TENSOR = "--tensor-parallel-size 2"
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 EXPERTS = 16
 BLOCK = 32
@@ -116,12 +118,19 @@ class Legs:
         return found
 
 
+def devices(flags: Sequence[str]) -> tuple[str, str]:
+    """The first GPUs and the last, one for each tensor-parallel rank of prefill and decode. If few, they share some."""
+    gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
+    prefill, decode = (2 if (leg, TENSOR) in pairwise(flags) else 1 for leg in ("--prefill", "--decode"))
+    return ",".join(gpus[:prefill]), ",".join(gpus[-decode:])
+
+
 @contextmanager
 def running(model: Path, log: Path, *flags: str) -> Iterator[Legs]:
     port = free_port()
     command = [sys.executable, "examples/prefill_decode.py", str(model), "--port", str(port), *FLAGS, *flags]
     if ON_GPU:
-        command += ["--devices", "0", str(torch.cuda.device_count() - 1)]
+        command += ["--devices", *devices(flags)]
     else:
         command += ["--worker-extension-cls", "tests.e2e.nixl_on_cpu.Patient"]
     with log.open("wb") as out:
@@ -301,7 +310,6 @@ def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 KINDS = ("draft", "accepted")
-TENSOR = "--tensor-parallel-size 2"
 
 
 @pytest.mark.slow

@@ -279,7 +279,7 @@ def run(model: Path, env: Mapping[str, str], misplaced: float = 0.2, **options: 
     return counts
 
 
-DICTATE_BLOCKS = ("mamba", "gated delta", "convolutions", "latent", "chunked")
+DICTATE_BLOCKS = ("mamba", "gated delta", "convolutions", "latent", "sparse", "chunked")
 LITTLE_SPACE = {"block_size": 32, "num_gpu_blocks_override": 24}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
