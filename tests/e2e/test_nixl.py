@@ -121,6 +121,8 @@ class Legs:
 def devices(flags: Sequence[str]) -> tuple[str, str]:
     """The first GPUs and the last, one for each tensor-parallel rank of prefill and decode. If few, they share some."""
     gpus = [str(gpu) for gpu in range(torch.cuda.device_count())]
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     prefill, decode = (2 if (leg, TENSOR) in pairwise(flags) else 1 for leg in ("--prefill", "--decode"))
     return ",".join(gpus[:prefill]), ",".join(gpus[-decode:])
 
