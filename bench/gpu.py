@@ -22,6 +22,7 @@ CASES = [
     Case("64 + one of 16k", 64, 128, 256, long=16000),
     Case("batch 64", 64, 128, 256),
     Case("batch 1", 1, 128, 256),
+    Case("prompts", 2048, 128, 2),  # next to nothing but prefill: what a step of 8,192 prompt tokens costs
 ]
 
 RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism")
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
     parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
+    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES], metavar="CASE")
     parser.add_argument("--noise", action="store_true", help="only two engines without capture against each other")
     parser.add_argument("--layers", type=int, default=None, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
@@ -72,7 +74,7 @@ def main() -> None:
     options = engine_options(model, kv_bytes(config) * (SLOTS // 3 if args.offload else SLOTS))
     if args.sequence_parallel:
         options |= SEQUENCE_PARALLEL
-    cases = RELOADS if args.offload else CASES
+    cases = RELOADS if args.offload else [case for case in CASES if case.name in args.cases]
     if args.offload:
         options |= {"kv_offloading_size": 16, "max_model_len": 4096}
 
@@ -85,7 +87,7 @@ def main() -> None:
     if args.noise:
         off, other = start_all([partial(start, "off"), partial(start, "off", log="other")])
         interleave(
-            [off, other], [("off", off, False), ("off, other engine", other, False)], CASES, args.repeats, results, save
+            [off, other], [("off", off, False), ("off, other engine", other, False)], cases, args.repeats, results, save
         )
         for host in (off, other):
             host.stop()
@@ -101,7 +103,7 @@ def main() -> None:
         return
     peer = start("vllm")
     lines = [("off, beside vLLM's own", off, False), ("vLLM's own", peer, True)]
-    interleave([off, peer], lines, CASES, args.repeats, results, save)
+    interleave([off, peer], lines, cases, args.repeats, results, save)
     for host in (off, peer):
         host.stop()
     report(results, args, ours)
