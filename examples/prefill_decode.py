@@ -14,14 +14,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import orjson
 import uvicorn
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.background import BackgroundTask
 
 CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 ON_CPU = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
@@ -62,28 +64,39 @@ def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
 
 def proxy(ports: list[int]) -> FastAPI:
     """Sends a request to the prefill instance, and with what that answers to the decode instance."""
-    prefill, decode = (httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None) for port in ports)
-    app = FastAPI()
+    prefill, decode = (f"http://127.0.0.1:{port}" for port in ports)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        connections = TCPConnector(limit=0)  # as many as there are requests
+        async with ClientSession(connector=connections, timeout=ClientTimeout(total=None)) as app.state.session:
+            yield
+
+    app = FastAPI(lifespan=lifespan)
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
     @app.post("/inference/v1/generate")
     async def relay(request: Request) -> Response:
+        session: ClientSession = app.state.session
         path, body = request.url.path, orjson.loads(await request.body())
         headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
         try:
-            first = await prefill.post(path, content=orjson.dumps(for_prefill(body)), headers=headers)
-            if not first.is_success:
-                return Response(first.content, first.status_code, media_type="application/json")
-            body["kv_transfer_params"] = orjson.loads(first.content)["kv_transfer_params"]
-            second = decode.build_request("POST", path, content=orjson.dumps(body), headers=headers)
-            answer = await decode.send(second, stream=True)
-        except httpx.TransportError as error:
+            async with session.post(prefill + path, data=orjson.dumps(for_prefill(body)), headers=headers) as first:
+                content = await first.read()
+            if not first.ok:
+                return Response(content, first.status, media_type="application/json")
+            body["kv_transfer_params"] = orjson.loads(content)["kv_transfer_params"]
+            answer = await session.post(decode + path, data=orjson.dumps(body), headers=headers)
+        except ClientError as error:
             return JSONResponse({"error": {"message": f"an instance does not answer: {error}", "code": 502}}, 502)
-        kind = answer.headers["content-type"]
-        return StreamingResponse(
-            answer.aiter_raw(), answer.status_code, media_type=kind, background=BackgroundTask(answer.aclose)
-        )
+
+        async def pieces() -> AsyncIterator[bytes]:
+            async with answer:
+                async for piece in answer.content.iter_any():
+                    yield piece
+
+        return StreamingResponse(pieces(), answer.status, media_type=answer.headers["Content-Type"])
 
     @app.get("/health")
     async def health() -> Response:
