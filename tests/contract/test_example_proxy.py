@@ -46,9 +46,12 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
         return StreamingResponse(lines(body), media_type="text/event-stream")
 
     everyone = httpx.Limits(max_connections=None)
-    async with serving(app) as port, serving(proxy([port, port])) as front:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", limits=everyone, timeout=30) as client:
-            yield client
+    async with (
+        serving(app) as port,
+        serving(proxy([port, port])) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", limits=everyone, timeout=30) as client,
+    ):
+        yield client
 
 
 def run(test: Awaitable[None]) -> None:
