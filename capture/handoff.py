@@ -74,6 +74,7 @@ def decode(value: Any) -> WireRows | None:
         return None
     if any(type(size) is not int or size < 0 for size in shape):
         return None
-    if len(value["data"]) != shape[0] * shape[1] * shape[2] * dtype.itemsize or len(value["data"]) > MAX_BYTES:
+    size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    if len(value["data"]) != size or size > MAX_BYTES or max(shape) > MAX_BYTES:
         return None
     return np.frombuffer(value["data"], dtype).reshape(shape)

@@ -9,6 +9,7 @@ behind its own.
 import argparse
 import json
 import os
+import resource
 import shlex
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 ON_CPU = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
 UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+PASSED_ON = ("accept", "authorization", "content-type")
 
 
 def start(model: str, port: int, device: str | None, flags: list[str]) -> subprocess.Popen[bytes]:
@@ -68,39 +70,55 @@ def proxy(ports: list[int]) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        connections = TCPConnector(limit=0)  # as many as there are requests
+        # As many as there are requests. vLLM closes those that were idle for 5 s, maybe while a request is on its way.
+        connections = TCPConnector(limit=0, keepalive_timeout=2)
         async with ClientSession(connector=connections, timeout=ClientTimeout(total=None)) as app.state.session:
             yield
 
     app = FastAPI(lifespan=lifespan)
 
-    @app.post("/v1/completions")
-    @app.post("/v1/chat/completions")
-    @app.post("/inference/v1/generate")
-    async def relay(request: Request) -> Response:
-        session: ClientSession = app.state.session
-        path, body = request.url.path, orjson.loads(await request.body())
-        headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
-        try:
-            async with session.post(prefill + path, data=orjson.dumps(for_prefill(body)), headers=headers) as first:
-                content = await first.read()
-            if not first.ok:
-                return Response(content, first.status, media_type="application/json")
-            body["kv_transfer_params"] = orjson.loads(content)["kv_transfer_params"]
-            answer = await session.post(decode + path, data=orjson.dumps(body), headers=headers)
-        except ClientError as error:
-            return JSONResponse({"error": {"message": f"an instance does not answer: {error}", "code": 502}}, 502)
+    async def passed_on(request: Request, content: bytes) -> Response:
+        """What the decode instance answers."""
+        url = f"{decode}{request.url.path}?{request.url.query}".rstrip("?")
+        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+        answer = await app.state.session.request(request.method, url, data=content, headers=headers)
 
         async def pieces() -> AsyncIterator[bytes]:
             async with answer:
                 async for piece in answer.content.iter_any():
                     yield piece
 
-        return StreamingResponse(pieces(), answer.status, media_type=answer.headers["Content-Type"])
+        return StreamingResponse(pieces(), answer.status, media_type=answer.headers.get("Content-Type"))
+
+    @app.post("/v1/completions")
+    @app.post("/v1/chat/completions")
+    @app.post("/inference/v1/generate")
+    async def relay(request: Request) -> Response:
+        content = await request.body()
+        try:
+            body = orjson.loads(content)
+            first = orjson.dumps(for_prefill(body))
+        except (ValueError, TypeError):
+            return await passed_on(request, content)  # which says what is wrong
+        headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
+        async with app.state.session.post(prefill + request.url.path, data=first, headers=headers) as answer:
+            prefilled = await answer.read()
+        if not answer.ok:
+            return Response(prefilled, answer.status, media_type="application/json")
+        body["kv_transfer_params"] = orjson.loads(prefilled).get("kv_transfer_params")
+        return await passed_on(request, orjson.dumps(body))
 
     @app.get("/health")
     async def health() -> Response:
         return Response()
+
+    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    async def others(request: Request) -> Response:
+        return await passed_on(request, await request.body())
+
+    @app.exception_handler(ClientError)
+    async def unreachable(request: Request, error: ClientError) -> Response:
+        return JSONResponse({"error": {"message": f"an instance does not answer: {error}", "code": 502}}, 502)
 
     return app
 
@@ -117,6 +135,10 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     ports = [args.port + 1, args.port + 2]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # a request takes two descriptors, and often 1,024 are given
     own = (args.prefill, args.decode)
     legs = [start(args.model, *each, [*flags, *more]) for *each, more in zip(ports, args.devices, own, strict=True)]
     try:

@@ -121,6 +121,8 @@ def spread_layers(
     Args:
         layer_ids: decoder layer of each of the L layers; `GET /v1/routed_experts` says it.
     """
+    if len(layer_ids) != rows.shape[1]:
+        raise ValueError(f"rows of {rows.shape[1]} layers, and the numbers of {len(layer_ids)}")
     spread = np.full((len(rows), num_hidden_layers, rows.shape[2]), fill, dtype=rows.dtype)
     spread[:, layer_ids] = rows
     return spread

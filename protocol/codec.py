@@ -4,6 +4,7 @@ Imports numpy and the standard library only, so that any client can use it witho
 """
 
 import base64
+import binascii
 import io
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
@@ -23,9 +24,8 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int16": np.dtype("<i2"),
     "uint8": np.dtype("u1"),
     "int32": np.dtype("<i4"),
+    "uint16": np.dtype("<u2"),  # vLLM's own capture above 256 experts
 }
-_READABLE_DTYPES = _NUMPY_DTYPES | {"uint16": np.dtype("<u2")}
-"""What `decode` accepts: vLLM's own capture has uint16 above 256 experts."""
 
 _SLICE = 3 << 18
 """Bytes that are encoded at once; a multiple of 3, as base64 puts three bytes into four characters."""
@@ -68,11 +68,16 @@ def count_missing(rows: NDArray[np.integer[Any]]) -> int:
 
 
 def check_encodable(rows: NDArray[np.integer[Any]], dtype: str) -> None:
-    """Raises `CodecError` if `dtype` cannot hold `rows` because some of them are not known."""
-    if dtype == "uint8" and (rows == UNKNOWN).any():
+    """Raises `CodecError` if `dtype` cannot hold `rows`, for example because some of them are not known."""
+    if np.can_cast(rows.dtype, _NUMPY_DTYPES[dtype]):
+        return
+    if dtype.startswith("u") and (rows == UNKNOWN).any():
         raise CodecError(
-            f"{count_missing(rows)} rows are not known and are filled with -1, which uint8 cannot hold: ask for int16"
+            f"{count_missing(rows)} rows are not known and are filled with -1, which {dtype} cannot hold: ask for int16"
         )
+    limits = np.iinfo(_NUMPY_DTYPES[dtype])
+    if rows.min(initial=0) < limits.min or rows.max(initial=0) > limits.max:
+        raise CodecError(f"{dtype} cannot hold ids from {rows.min()} to {rows.max()}")
 
 
 def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: int) -> RowsObject | str | list[Any]:
@@ -85,7 +90,7 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
         start: absolute position of the first row, in tokens.
 
     Raises:
-        CodecError: `dtype` cannot hold -1 and a row is not known.
+        CodecError: `dtype` cannot hold an id, or cannot hold -1 and a row is not known.
     """
     check_encodable(rows, dtype)
     if fmt == "list":
@@ -117,10 +122,10 @@ def decode(
     """The array ([n, L, K]) behind any of the four forms; where JSON has base64, MessagePack has the bytes themselves.
 
     `dtype`, `num_layers` and `top_k` are needed for `raw`, whose bytes do not say them. A `list` without rows does not
-    say its shape either.
+    say its shape either. The array is read-only where it is a view of what was decoded.
 
     Raises:
-        CodecError: `value` is none of the forms, or `raw` without its shape.
+        CodecError: `value` is none of the forms, `raw` without its shape, or what it holds are no expert ids.
     """
     try:
         return _decode(value, dtype, num_layers, top_k)
@@ -135,8 +140,8 @@ def _decode(
     top_k: int | None,
 ) -> NDArray[np.integer[Any]]:
     if isinstance(value, Mapping):
-        raw = np.frombuffer(_binary(value["data"]), dtype=_READABLE_DTYPES[value["dtype"]])
-        return raw.reshape(value["shape"])
+        raw = np.frombuffer(_binary(value["data"]), dtype=_NUMPY_DTYPES[value["dtype"]])
+        return _ids(raw.reshape(value["shape"]))
     if isinstance(value, list):
         if not value:
             return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
@@ -148,15 +153,19 @@ def _decode(
         return _ids(np.load(io.BytesIO(data), allow_pickle=False))
     if num_layers is None or top_k is None:
         raise CodecError("the raw form does not carry its shape: give num_layers and top_k")
-    return np.frombuffer(data, dtype=_READABLE_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+    return _ids(np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k))
 
 
 def _ids(array: NDArray[Any]) -> NDArray[np.integer[Any]]:
     """`array`, if it can be one of expert ids: numpy would make ids of texts and of fractions."""
-    if array.dtype.kind not in "iu" or array.ndim != 3 or array.max(initial=0) > _MAX_ID:
+    if array.dtype.kind not in "iu" or array.ndim != 3:
         raise CodecError(f"not an array of expert ids: {array.dtype} in {array.ndim} dimensions")
+    if array.dtype.kind == "i" and array.min(initial=0) < UNKNOWN:
+        raise CodecError(f"not an expert id: {array.min()}")
+    if np.iinfo(array.dtype).max > _MAX_ID and array.max(initial=0) > _MAX_ID:
+        raise CodecError(f"not an expert id: {array.max()}")
     return array
 
 
 def _binary(data: str | bytes) -> bytes:
-    return base64.b64decode(data) if isinstance(data, str) else data
+    return binascii.a2b_base64(data, strict_mode=True) if isinstance(data, str) else data

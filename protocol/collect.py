@@ -38,7 +38,7 @@ class RoutingError(ValueError):
     """An answer that is not whole, or not possible."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Routing:
     """The rows of one choice, those of its prompt included.
 
@@ -92,7 +92,8 @@ class Asked(TypedDict, total=False):
     Attributes:
         prompt_start: `routed_experts_prompt_start`; the forms `npy`, `raw` and `list` do not say positions. Checked
             where the form says them.
-        n: choices for each prompt; only to read a stream of several prompts that was broken off.
+        n: choices for each prompt: to read a stream of several prompts that was broken off, and to notice that choices
+            did not come at all.
         dtype, num_layers, top_k: of the form `raw`, which is bare bytes.
     """
 
@@ -115,8 +116,10 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
         RoutingError: rows are missing, doubled or of another shape; the answer is an error or was cut short.
     """
     collector = Collector(**asked)
+    if isinstance(source, bytearray | memoryview):
+        source = bytes(source)
     if isinstance(source, bytes | str):
-        source = [source] if source.lstrip()[:1] not in ("{", b"{") else json.loads(source)
+        source = [source] if source.lstrip()[:1] not in ("{", b"{") else _parsed(source)
     for item in [source] if _is_answer(source) else source:
         collector.take(item)
     return collector.finish()
@@ -150,6 +153,8 @@ class Collector:
         Raises:
             RoutingError: a gap, an overlap or another shape; an error event of the server.
         """
+        if isinstance(item, bytearray | memoryview):
+            item = bytes(item)
         if not isinstance(item, str | bytes):
             self._take_chunk(item)
             return
@@ -172,6 +177,9 @@ class Collector:
         routings = self.so_far()
         if not routings:
             raise RoutingError("the answer has no choices")
+        indices = [routing.index for routing in routings]
+        if indices != list(range(len(indices))) or len(indices) % self._asked.get("n", 1):
+            raise RoutingError(f"choices {indices} are not all of the answer's")
         for routing in routings:
             if routing.finish_reason is None:
                 raise RoutingError(f"choice {routing.index} was not finished")
@@ -184,8 +192,12 @@ class Collector:
         prompts = {carrier // per_prompt: pieces for carrier, pieces in self._prompts.items()}
         if len(prompts) < len(self._prompts):
             raise RoutingError(f"the rows of a prompt with {per_prompt} choices came with several of them")
-        for index in self._choices:
-            if prompts and index // per_prompt not in prompts:
+        for index, choice in self._choices.items() if prompts else ():
+            first = self._choices.get(index // per_prompt * per_prompt, choice)
+            both = {first.prompt_token_ids, choice.prompt_token_ids} - {None}
+            if (
+                index // per_prompt not in prompts or len(both) > 1
+            ):  # their lengths alone would not tell two prompts apart
                 raise RoutingError(f"choice {index}: the rows of its prompt did not come")
         return [self._routing_of(index, prompts.get(index // per_prompt)) for index in sorted(self._choices)]
 
@@ -203,6 +215,8 @@ class Collector:
         if error is not None:
             raise RoutingError(f"the server answered with an error: {_get(error, 'message') or error}")
         choices: Sequence[Any] = _get(chunk, "choices") or ()
+        if not isinstance(choices, Sequence) or isinstance(choices, str | bytes):
+            raise RoutingError(f"not an answer: its choices are {type(choices).__name__}")
         self._prompt_token_ids = _tuple(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
         for choice in choices:
             self._take_choice(choice)
@@ -286,7 +300,9 @@ class _Pieces:
     def add(self, value: Any, rows: NDArray[np.integer[Any]]) -> None:
         """Appends `rows`, which were decoded from `value`."""
         if isinstance(value, Mapping):
-            start, missing = value["start"], value["missing"]
+            start, missing = value.get("start"), value.get("missing")
+            if type(start) is not int:
+                raise RoutingError(f"{self.name}: its first row is at {start!r}")
             if self.start is None:
                 self.start = start
             elif start != self.start + self.length:
@@ -325,6 +341,13 @@ def _share(choices: int, prompts: int) -> int:
     return choices // prompts
 
 
+def _parsed(body: str | bytes) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise RoutingError(f"the answer is not JSON, or was cut short: {error}") from error
+
+
 def _is_answer(source: Any) -> bool:
     return isinstance(source, Mapping) or hasattr(source, "choices")
 
@@ -353,7 +376,5 @@ def _joined(arrays: list[NDArray[np.integer[Any]]], shape: tuple[int, ...]) -> R
     arrays = [array for array in arrays if len(array)]
     if not arrays:
         return np.empty((0, *shape), dtype=np.int16)
-    if any(array.max() > np.iinfo(np.int16).max for array in arrays if array.dtype.itemsize > 1):
-        raise RoutingError("an expert id above 32767")
     rows: Rows = np.concatenate(arrays).astype(np.int16, copy=False)
     return rows

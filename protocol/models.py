@@ -42,8 +42,8 @@ class RoutingFields(BaseModel):
         description="Leave out the prompt rows before this position; at most the number of prompt tokens. "
         "Turn n of a conversation asks only for what it has not seen.",
     )
-    routed_experts_start_len: StrictInt | None = Field(
-        default=None, ge=0, description="Another name for `routed_experts_prompt_start`, as SGLang has it."
+    routed_experts_start_len: StrictInt = Field(
+        default=0, ge=0, description="Another name for `routed_experts_prompt_start`, as SGLang has it."
     )
     routed_experts_format: Format = Field(
         default="object",
@@ -172,7 +172,7 @@ def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
 
 def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int, str]:
     """The first prompt row to return, and the name that the client gave it."""
-    if fields.routed_experts_start_len is None:
+    if _START_LEN not in given:
         return fields.routed_experts_prompt_start, PROMPT_START
     if PROMPT_START not in given:
         return fields.routed_experts_start_len, _START_LEN

@@ -8,6 +8,7 @@ from fastapi import Request
 from pydantic import PrivateAttr
 
 from routed_experts.protocol.models import (
+    HISTOGRAM,
     OPT_IN,
     PROMPT_START,
     FieldError,
@@ -74,7 +75,7 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
     Raises:
         VLLMValidationError: with `parameter` set to the field's name.
     """
-    body = await _body(raw_request)
+    body = await json_object(raw_request)
     return None if body is None else _parse(body, raw_request)
 
 
@@ -84,13 +85,15 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
     Raises:
         VLLMValidationError: with `parameter` set to the field's name.
     """
-    body = await _body(raw_request)
+    body = await json_object(raw_request)
     options = None if body is None else _parse(body, raw_request, _vllms_default(raw_request))
     if body is None or options is None:
         return None
     params = body.get("sampling_params")
     start = params.get(PROMPT_START) if isinstance(params, dict) else None
-    if isinstance(start, int) and not isinstance(start, bool) and start:
+    if start:  # 0 is what clients send that send every field
+        if type(start) is not int:  # vLLM would make an integer of some, where nobody here sees it
+            raise VLLMValidationError(f"{PROMPT_START} must be an integer", parameter=PROMPT_START)
         if options.prompt_start_param in body and options.prompt_start != start:
             raise VLLMValidationError(
                 f"{options.prompt_start_param} and sampling_params.{PROMPT_START} differ",
@@ -108,9 +111,10 @@ async def refuse_routing(raw_request: Request) -> None:
     Raises:
         VLLMValidationError: the request asks for routing.
     """
-    body = await _body(raw_request)
-    if body is not None and body.get(OPT_IN) not in (None, False):
-        raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=OPT_IN)
+    body = await json_object(raw_request) or {}
+    for name in (OPT_IN, HISTOGRAM):
+        if body.get(name) not in (None, False):
+            raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=name)
 
 
 def _vllms_default(raw_request: Request) -> dict[str, Any]:
@@ -128,7 +132,7 @@ def _parse(
         raise VLLMValidationError(str(error), parameter=error.param) from None
 
 
-async def _body(raw_request: Request) -> dict[str, Any] | None:
+async def json_object(raw_request: Request) -> dict[str, Any] | None:
     """The JSON object of a request; None for others, which vLLM answers."""
     try:
         body = await raw_request.json()

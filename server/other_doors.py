@@ -9,7 +9,13 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from routed_experts.server import routes
-from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest, refuse_routing, routing_of
+from routed_experts.server.fields import (
+    RoutedChatRequest,
+    RoutedCompletionRequest,
+    json_object,
+    refuse_routing,
+    routing_of,
+)
 
 CLOSED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
 """Endpoints whose answers have no place for routing."""
@@ -48,14 +54,11 @@ def _add(app: FastAPI, route: APIRoute, endpoint: Any, dependencies: Any) -> Non
 
 
 def _dispatching(otherwise: Any) -> Any:
-    """SageMaker's one endpoint for all: a request for routing goes where its body belongs, others as before."""
+    """SageMaker's one endpoint for all: a completion or a chat goes to that endpoint, and others as before."""
 
     async def invocations(raw_request: Request) -> Response:
         routing = await routing_of(raw_request)
-        if routing is None:
-            answer: Response = await otherwise(raw_request=raw_request)
-            return answer
-        body = await raw_request.json()
+        body = await json_object(raw_request) or {}
         try:
             if "messages" in body:
                 chat = RoutedChatRequest.model_validate(body)
@@ -66,6 +69,7 @@ def _dispatching(otherwise: Any) -> Any:
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
         await refuse_routing(raw_request)
-        return await otherwise(raw_request=raw_request)
+        answer: Response = await otherwise(raw_request=raw_request)
+        return answer
 
     return invocations

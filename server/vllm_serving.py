@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol import codec
-from routed_experts.protocol.models import OPT_IN, RoutingOptions
+from routed_experts.protocol.models import HISTOGRAM, OPT_IN, RoutingOptions
 from routed_experts.server import handoff
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.encoding import Encoder, LostRowsError
@@ -60,13 +60,14 @@ class RoutedServing:
             request.kv_transfer_params = {**params, PARAM: True}
         if options is None:
             return
+        asked = OPT_IN if options.rows else HISTOGRAM
         if self.captured is None:
             _reject(
                 "This server does not capture routed experts: start it without --no-enable-return-routed-experts.",
-                OPT_IN,
+                asked,
             )
         if getattr(request, "use_beam_search", False):
-            _reject("Routed experts cannot be returned with beam search.", OPT_IN)
+            _reject("Routed experts cannot be returned with beam search.", asked)
         try:
             codec.resolve_dtype(options.dtype, self.captured.num_experts)
         except codec.CodecError as error:

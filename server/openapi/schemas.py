@@ -137,7 +137,7 @@ the forms `npy` and `raw` are binary instead of base64 text. Errors stay JSON.""
 
 _ERRORS = {
     400: "Something in the request cannot be accepted; `param` names the field.",
-    404: "The model does not exist, or the server does not capture routed experts.",
+    404: "The model does not exist.",
     422: "Something that the request refers to, such as an image, cannot be used.",
     500: "The server failed.",
     501: "The model does not support this endpoint.",
@@ -167,7 +167,9 @@ def generate_responses(model: type[BaseModel], answer: dict[str, Any], stream: s
 def info_responses() -> dict[int | str, dict[str, Any]]:
     """The answers of the route that describes the arrays, for FastAPI's `responses`."""
     ok = {"description": "What the arrays mean.", "content": {"application/json": {"example": examples.INFO_ANSWER}}}
-    return {200: ok, **error_responses(404, example=examples.NO_CAPTURE_ERROR)}
+    errors = error_responses(404, example=examples.NO_CAPTURE_ERROR)
+    errors[404]["description"] = "The server does not capture routed experts."
+    return {200: ok, **errors}
 
 
 def request_example(example: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from examples.prefill_decode import proxy
 from tests.e2e.harness import free_port
@@ -37,12 +37,20 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the proxy, whose decode instance streams `lines` of a request."""
     app = FastAPI()
 
+    @app.get("/v1/models")
+    async def models() -> Any:
+        return {"data": ["tiny"]}
+
     @app.post(PATH)
     async def answered(request: Request) -> Any:
-        body = await request.json()
+        try:
+            body = await request.json()
+        except ValueError:
+            return JSONResponse({"error": {"message": "not JSON"}}, 400)
         params = body["kv_transfer_params"]
         if params.get("do_remote_decode"):
-            return {"kv_transfer_params": {"of": body["prompt"]}}
+            assert request.client is not None
+            return {"kv_transfer_params": {"of": body["prompt"], "from": request.client.port}}
         return StreamingResponse(lines(body), media_type="text/event-stream")
 
     everyone = httpx.Limits(max_connections=None)
@@ -96,5 +104,40 @@ def test_a_client_that_leaves() -> None:
             async with client.stream("POST", PATH, json={"prompt": [1], "stream": True}) as answer:
                 assert await anext(answer.aiter_raw())
             await asyncio.wait_for(gone.wait(), 10)
+
+    run(test())
+
+
+async def accepted(body: dict[str, Any]) -> AsyncIterator[bytes]:
+    yield b"data: %d\n\n" % body["kv_transfer_params"]["from"]
+
+
+def test_idle_connections_are_let_go() -> None:
+    """Before vLLM does, after 5 s: a request on its way when that happens would get 502."""
+
+    async def test() -> None:
+        async with behind_the_proxy(accepted) as client:
+
+            async def burst() -> set[str]:
+                answers = await asyncio.gather(*(client.post(PATH, json={"prompt": [1]}) for _ in range(20)))
+                return {answer.text for answer in answers}
+
+            first = await burst()
+            assert first & await burst()
+            await asyncio.sleep(4)
+            assert not first & await burst()
+
+    run(test())
+
+
+def test_what_is_no_completion() -> None:
+    """Goes to the decode instance, whose answer it is."""
+
+    async def test() -> None:
+        async with behind_the_proxy(accepted) as client:
+            assert (await client.get("/v1/models?of=all")).json() == {"data": ["tiny"]}
+            broken = await client.post(PATH, content='{"prompt":', headers={"Content-Type": "application/json"})
+            assert (broken.status_code, broken.json()) == (400, {"error": {"message": "not JSON"}})
+            assert (await client.get("/v1/nothing")).status_code == 404
 
     run(test())
