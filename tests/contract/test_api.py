@@ -211,6 +211,7 @@ def test_curl_reads_pieces_and_messagepack(api: Server) -> None:
         ({"return_routed_experts": True, "routed_experts_prompt_start": 999}, "routed_experts_prompt_start"),
         ({"return_routed_experts": True, "routed_experts_dtype": "uint8"}, "routed_experts_dtype"),
         ({"return_routed_experts": True, "use_beam_search": True, "n": 2}, "return_routed_experts"),
+        ({"routed_experts_histogram": True, "use_beam_search": True, "n": 2}, "routed_experts_histogram"),
         ({"routed_experts_format": "npy"}, "routed_experts_format"),
     ],
 )
@@ -224,6 +225,16 @@ def test_what_cannot_be_given_is_refused_before_it_begins(
         response = client.post(path, json={"model": "tiny", "stream": stream, **asked, **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("start", ["2", 2.0, True, [2]])
+def test_a_start_in_vllms_own_place_is_an_integer(api: Server, start: Any) -> None:
+    """vLLM makes one of most of these, so that rows would begin elsewhere than the client thinks."""
+    body = {"token_ids": [1, 2, 3], "return_routed_experts": True}
+    body["sampling_params"] = {"max_tokens": 2, "routed_experts_prompt_start": start}
+    with api.client() as client:
+        response = client.post("/inference/v1/generate", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "routed_experts_prompt_start")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
@@ -294,3 +305,5 @@ def test_a_server_that_does_not_capture(tiny_model: Path) -> None:
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "return_routed_experts"
             assert "does not capture" in refused.json()["error"]["message"]
+            counted = client.post(path, json={**body, "routed_experts_histogram": True})
+            assert (counted.status_code, counted.json()["error"]["param"]) == (400, "routed_experts_histogram")

@@ -347,6 +347,8 @@ def test_doors_without_routing_say_so(client: httpx.Client, path: str, body: dic
     error = refused.json()["error"]
     assert error["param"] == "return_routed_experts" or "return_routed_experts" in error["message"]
     assert "/v1/completions" in error["message"]
+    counted = client.post(path, json={**asked, "routed_experts_histogram": True})
+    assert counted.status_code == 400, counted.text
     assert client.post(path, json=asked).status_code == 200  # the server's default is not for them
 
 
@@ -360,6 +362,9 @@ def test_invocations_give_what_the_endpoint_behind_them_gives(client: httpx.Clie
     assert np.array_equal(prompt_rows, decode(direct["prompt_routed_experts"]))
     plain = answer(client, "/invocations", {**body, "return_routed_experts": False})
     assert "prompt_routed_experts" not in plain
+    assert "routed_experts" not in plain["choices"][0]
+    packed = client.post("/invocations", json=body, headers={"Accept": "application/msgpack"})
+    assert packed.headers["content-type"] == "application/msgpack"
     refused = client.post("/invocations", json={**body, "routed_experts_dtype": "int8"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "routed_experts_dtype"

@@ -142,6 +142,39 @@ def test_highest_id_of_256_experts_survives_uint8() -> None:
     assert decode(encode(rows, fmt="object", dtype="uint8", start=0)).tolist() == [[[0, 255]]]
 
 
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw"])
+@pytest.mark.parametrize(("dtype", "id_"), [("uint8", 300), ("int16", 40_000), ("uint16", 70_000), ("int16", -40_000)])
+def test_ids_that_a_type_cannot_hold(fmt: Format, dtype: str, id_: int) -> None:
+    with pytest.raises(CodecError, match=f"{dtype} cannot hold ids"):
+        encode(np.array([[[0, id_]]], dtype=np.int32), fmt=fmt, dtype=dtype, start=0)
+
+
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
+@pytest.mark.parametrize("id_", [-2, -70_000, 40_000])
+def test_what_is_no_id_is_not_read(fmt: Format, id_: int) -> None:
+    sent = encode(np.array([[[0, id_]]], dtype=np.int32), fmt=fmt, dtype="int32", start=0)
+    with pytest.raises(CodecError, match=f"not an expert id: {id_}"):
+        decode(sent, dtype="int32", num_layers=1, top_k=2)
+
+
+def test_vllms_type_above_256_experts() -> None:
+    rows = np.array([[[0, 299]]], dtype=np.int16)
+    assert decode(encode(rows, fmt="object", dtype=resolve_dtype("vllm", 300), start=0)).tolist() == rows.tolist()
+
+
+@pytest.mark.parametrize("data", ["AQ-AC_AA==", "AQAC\nAA==", "!!!!", "AQACAA"])
+def test_what_is_no_base64(data: str) -> None:
+    with pytest.raises(CodecError, match="not an array of expert ids"):
+        decode({"data": data, "shape": [1, 1, 2], "dtype": "int16"})
+    with pytest.raises(CodecError, match="not an array of expert ids"):
+        decode(data, num_layers=1, top_k=2)
+
+
+def test_an_array_of_rows_has_three_dimensions() -> None:
+    with pytest.raises(CodecError, match="in 2 dimensions"):
+        decode({"data": "AQACAA==", "shape": [1, 2], "dtype": "int16"})
+
+
 def test_raw_needs_its_shape() -> None:
     raw = encode(rows_of(*SHAPE), fmt="raw", dtype="int16", start=0)
     with pytest.raises(CodecError, match="give num_layers and top_k"):

@@ -216,6 +216,14 @@ class TestServerSentEvents:
         for choice, routing in enumerate(asyncio.run(collect_async(pieces()))):
             check(routing, self.EXPECTED, choice)
 
+    @pytest.mark.parametrize("before", [b"", b"\n"])
+    def test_a_comment_that_looks_like_an_event(self, before: bytes) -> None:
+        """Cut anywhere in it."""
+        comment = before + b': x data: {"error": {"message": "no"}}\n'
+        for cut in range(len(comment)):
+            text = comment + self.TEXT
+            check(collect([text[:cut], text[cut:]])[0], self.EXPECTED)
+
     def test_generated_text_that_looks_like_an_event(self) -> None:
         chunks = stream(told())
         for chunk in chunks:
@@ -340,6 +348,43 @@ class TestNotWhole:
     def test_no_choices(self) -> None:
         with pytest.raises(RoutingError, match="no choices"):
             collect({"choices": []})
+
+    @pytest.mark.parametrize("left", [[0], [1], [0, 2], []])
+    def test_choices_that_did_not_come(self, left: list[int]) -> None:
+        body = answer(told(n=3))
+        body["choices"] = [body["choices"][index] for index in left]
+        with pytest.raises(RoutingError, match=r"not all of the answer's|no choices|share"):
+            collect(body, n=3)
+
+    def test_a_prompt_of_its_own_whose_rows_did_not_come(self) -> None:
+        """Two prompts are as long: what came of the first is not the second's."""
+        prompts = told(9, 4), told(9, 4, first_token=500)
+        for taken in (lambda arrays: arrays[0], lambda arrays: arrays[:1]):
+            body = answer(*prompts)
+            body["prompt_routed_experts"] = taken(body["prompt_routed_experts"])
+            with pytest.raises(RoutingError, match="choice 1: the rows of its prompt did not come"):
+                collect(body)
+        chunks = [chunk for chunk in stream(*prompts) if chunk["choices"][0]["index"] == 0]
+        chunks += [
+            {key: value for key, value in chunk.items() if key != "prompt_routed_experts"}
+            for chunk in stream(*prompts)
+            if chunk["choices"][0]["index"] == 1
+        ]
+        with pytest.raises(RoutingError, match="choice 1: the rows of its prompt did not come"):
+            collect(iter(chunks))
+
+    @pytest.mark.parametrize("body", ["{", '{"choices": 5}', '{"choices": "abc"}', json.dumps(answer(told()))[:200]])
+    def test_what_is_no_answer(self, body: str) -> None:
+        for kind in (str, str.encode, lambda text: bytearray(text.encode())):
+            with pytest.raises(RoutingError):
+                collect(kind(body))
+
+    @pytest.mark.parametrize("start", [None, "0", 1.0, True])
+    def test_a_start_that_is_no_position(self, start: Any) -> None:
+        body = answer(told())
+        body["prompt_routed_experts"]["start"] = start
+        with pytest.raises(RoutingError, match="its first row is at"):
+            collect(body)
 
     def test_raw_without_its_shape(self) -> None:
         with pytest.raises(RoutingError, match="give num_layers and top_k"):

@@ -375,6 +375,15 @@ def test_joined_layout() -> None:
     assert [positions(chunk) for chunk in chunks] == [[1, 2], [3, 4], [5]]
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_joined_layout_without_prompt_rows(first: int) -> None:
+    """Turn n of a conversation: a chunk with nothing new has no field."""
+    engine = Engine(prompt_len=3, start=3)
+    results = [engine.step(first), engine.step(finish="stop")]
+    chunks = stream(aligner_of(prompt_start=3, layout="joined"), results)
+    assert [positions(chunk) for chunk in chunks] == ([None, [3]] if first == 1 else [[3], [4]])
+
+
 def test_rows_of_tokens_behind_a_stop_string_are_not_sent() -> None:
     """The end is found in this process; the engine has gone on, and its rows are in the feed."""
     engine = Engine(prompt_len=2)
