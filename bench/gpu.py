@@ -59,7 +59,8 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism")
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
     parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
-    parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES], metavar="CASE")
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE")
     parser.add_argument("--noise", action="store_true", help="only two engines without capture against each other")
     parser.add_argument("--layers", type=int, default=None, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")

@@ -25,11 +25,13 @@ import uvicorn
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.background import BackgroundTask
 
 CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 ON_CPU = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
 UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 PASSED_ON = ("accept", "authorization", "content-type")
+NOT_PASSED_BACK = ("connection", "content-encoding", "content-length", "date", "server", "transfer-encoding")
 
 
 def start(model: str, port: int, device: str | None, flags: list[str]) -> subprocess.Popen[bytes]:
@@ -77,18 +79,17 @@ def proxy(ports: list[int]) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan)
 
-    async def passed_on(request: Request, content: bytes) -> Response:
+    async def passed_on(request: Request, content: bytes, **headers: str) -> Response:
         """What the decode instance answers."""
         url = f"{decode}{request.url.path}?{request.url.query}".rstrip("?")
-        headers = {name: request.headers[name] for name in PASSED_ON if name in request.headers}
+        headers = {**{name: request.headers[name] for name in PASSED_ON if name in request.headers}, **headers}
         answer = await app.state.session.request(request.method, url, data=content, headers=headers)
 
-        async def pieces() -> AsyncIterator[bytes]:
-            async with answer:
-                async for piece in answer.content.iter_any():
-                    yield piece
+        async def close() -> None:  # also of an answer that nobody waits for any more
+            answer.close()
 
-        return StreamingResponse(pieces(), answer.status, media_type=answer.headers.get("Content-Type"))
+        headers = {name: value for name, value in answer.headers.items() if name.lower() not in NOT_PASSED_BACK}
+        return StreamingResponse(answer.content.iter_any(), answer.status, headers, background=BackgroundTask(close))
 
     @app.post("/v1/completions")
     @app.post("/v1/chat/completions")
@@ -99,20 +100,22 @@ def proxy(ports: list[int]) -> FastAPI:
             body = orjson.loads(content)
             first = orjson.dumps(for_prefill(body))
         except (ValueError, TypeError):
-            return await passed_on(request, content)  # which says what is wrong
+            return await passed_on(request, content)  # which answers it alone
         headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
         async with app.state.session.post(prefill + request.url.path, data=first, headers=headers) as answer:
             prefilled = await answer.read()
         if not answer.ok:
             return Response(prefilled, answer.status, media_type="application/json")
         body["kv_transfer_params"] = orjson.loads(prefilled).get("kv_transfer_params")
-        return await passed_on(request, orjson.dumps(body))
+        return await passed_on(request, orjson.dumps(body), **{"content-type": "application/json"})
 
     @app.get("/health")
     async def health() -> Response:
         return Response()
 
-    @app.api_route("/{path:path}", methods=["GET", "POST"])
+    @app.get("/{path:path}")
+    @app.post("/tokenize")
+    @app.post("/detokenize")
     async def others(request: Request) -> Response:
         return await passed_on(request, await request.body())
 
@@ -135,10 +138,9 @@ def main() -> None:
     args, flags = parser.parse_known_args()
     ports = [args.port + 1, args.port + 2]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # A request takes two descriptors, and often 1,024 are given.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # a request takes two descriptors, and often 1,024 are given
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     own = (args.prefill, args.decode)
     legs = [start(args.model, *each, [*flags, *more]) for *each, more in zip(ports, args.devices, own, strict=True)]
     try:

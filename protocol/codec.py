@@ -71,13 +71,13 @@ def check_encodable(rows: NDArray[np.integer[Any]], dtype: str) -> None:
     """Raises `CodecError` if `dtype` cannot hold `rows`, for example because some of them are not known."""
     if np.can_cast(rows.dtype, _NUMPY_DTYPES[dtype]):
         return
-    if dtype.startswith("u") and (rows == UNKNOWN).any():
+    limits, low, high = np.iinfo(_NUMPY_DTYPES[dtype]), rows.min(initial=0), rows.max(initial=0)
+    if low == UNKNOWN < limits.min:
         raise CodecError(
             f"{count_missing(rows)} rows are not known and are filled with -1, which {dtype} cannot hold: ask for int16"
         )
-    limits = np.iinfo(_NUMPY_DTYPES[dtype])
-    if rows.min(initial=0) < limits.min or rows.max(initial=0) > limits.max:
-        raise CodecError(f"{dtype} cannot hold ids from {rows.min()} to {rows.max()}")
+    if low < limits.min or high > limits.max:
+        raise CodecError(f"{dtype} cannot hold ids from {low} to {high}")
 
 
 def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: int) -> RowsObject | str | list[Any]:

@@ -178,7 +178,7 @@ class Collector:
         if not routings:
             raise RoutingError("the answer has no choices")
         indices = [routing.index for routing in routings]
-        if indices != list(range(len(indices))) or len(indices) % self._asked.get("n", 1):
+        if "n" in self._asked and (indices != list(range(len(indices))) or len(indices) % self._asked["n"]):
             raise RoutingError(f"choices {indices} are not all of the answer's")
         for routing in routings:
             if routing.finish_reason is None:
@@ -194,10 +194,9 @@ class Collector:
             raise RoutingError(f"the rows of a prompt with {per_prompt} choices came with several of them")
         for index, choice in self._choices.items() if prompts else ():
             first = self._choices.get(index // per_prompt * per_prompt, choice)
-            both = {first.prompt_token_ids, choice.prompt_token_ids} - {None}
-            if (
-                index // per_prompt not in prompts or len(both) > 1
-            ):  # their lengths alone would not tell two prompts apart
+            # Their lengths alone would not tell two prompts apart.
+            is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
+            if is_other or index // per_prompt not in prompts:
                 raise RoutingError(f"choice {index}: the rows of its prompt did not come")
         return [self._routing_of(index, prompts.get(index // per_prompt)) for index in sorted(self._choices)]
 

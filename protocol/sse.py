@@ -17,23 +17,25 @@ class EventReader:
     def __init__(self) -> None:
         self.done = False
         self._rest = b""
-        self._has_ends = False  # of lines; as long as there was none, each piece may be a line without its end
+        # What is known of lines so far. As long as it is neither, a piece may be a line or the beginning of one.
+        self._with_ends = self._without_ends = False
         self._has_dropped = False
 
     def feed(self, text: str | bytes) -> Iterator[Any]:
         """The JSON of the events that `text` completes."""
         self._rest += text.encode(errors="surrogatepass") if isinstance(text, str) else text
         *lines, self._rest = self._rest.split(b"\n")
-        if lines and not self._has_ends:
-            self._has_ends = True
-            if self._has_dropped:
+        if lines and not self._with_ends:
+            self._with_ends = True
+            if self._has_dropped and not self._without_ends:
                 del lines[0]  # the rest of a comment that was cut
         for line in lines:
             yield from self._read(line, whole=True)
         # What is left is a line without its end, or the beginning of one: JSON says by itself where it ends.
-        if self._rest.rstrip().endswith((b"}", b"]")):
-            yield from self._read(self._rest, whole=False)
-        elif not self._has_ends and not self._rest.startswith(_DATA[: len(self._rest)]):
+        if self._rest.startswith(_DATA[: len(self._rest)]):
+            if self._rest.rstrip().endswith((b"}", b"]")):
+                yield from self._read(self._rest, whole=False)
+        elif self._without_ends or not self._with_ends:
             self._rest = b""  # a comment or another field
             self._has_dropped = True
 
@@ -53,3 +55,4 @@ class EventReader:
             yield event
         if not whole:
             self._rest = b""
+            self._without_ends = not self._with_ends

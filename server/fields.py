@@ -75,7 +75,7 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
     Raises:
         VLLMValidationError: with `parameter` set to the field's name.
     """
-    body = await json_object(raw_request)
+    body = await _body(raw_request)
     return None if body is None else _parse(body, raw_request)
 
 
@@ -85,7 +85,7 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
     Raises:
         VLLMValidationError: with `parameter` set to the field's name.
     """
-    body = await json_object(raw_request)
+    body = await _body(raw_request)
     options = None if body is None else _parse(body, raw_request, _vllms_default(raw_request))
     if body is None or options is None:
         return None
@@ -111,7 +111,7 @@ async def refuse_routing(raw_request: Request) -> None:
     Raises:
         VLLMValidationError: the request asks for routing.
     """
-    body = await json_object(raw_request) or {}
+    body = await _body(raw_request) or {}
     for name in (OPT_IN, HISTOGRAM):
         if body.get(name) not in (None, False):
             raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=name)
@@ -132,7 +132,7 @@ def _parse(
         raise VLLMValidationError(str(error), parameter=error.param) from None
 
 
-async def json_object(raw_request: Request) -> dict[str, Any] | None:
+async def _body(raw_request: Request) -> dict[str, Any] | None:
     """The JSON object of a request; None for others, which vLLM answers."""
     try:
         body = await raw_request.json()

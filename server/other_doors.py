@@ -9,13 +9,7 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from routed_experts.server import routes
-from routed_experts.server.fields import (
-    RoutedChatRequest,
-    RoutedCompletionRequest,
-    json_object,
-    refuse_routing,
-    routing_of,
-)
+from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest, refuse_routing, routing_of
 
 CLOSED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
 """Endpoints whose answers have no place for routing."""
@@ -54,22 +48,30 @@ def _add(app: FastAPI, route: APIRoute, endpoint: Any, dependencies: Any) -> Non
 
 
 def _dispatching(otherwise: Any) -> Any:
-    """SageMaker's one endpoint for all: a completion or a chat goes to that endpoint, and others as before."""
+    """SageMaker's one endpoint for all: a request for routing goes where its body belongs, others as before."""
+    # vLLM has it by now, and puts the log levels back that importing it changes.
+    import model_hosting_container_standards.sagemaker as standards
 
-    async def invocations(raw_request: Request) -> Response:
-        routing = await routing_of(raw_request)
-        body = await json_object(raw_request) or {}
+    @standards.stateful_session_manager()
+    @standards.inject_adapter_id(adapter_path="model")  # a header of SageMaker's says the adapter, and nothing else
+    async def asked(raw_request: Request) -> Response:
+        routing, body = await routing_of(raw_request), await raw_request.json()
         try:
-            if "messages" in body:
+            if body.get("messages") is not None:
                 chat = RoutedChatRequest.model_validate(body)
                 return await routes.create_chat_completion(request=chat, raw_request=raw_request, routing=routing)
-            if "prompt" in body:
+            if body.get("prompt") is not None or body.get("prompt_embeds") is not None:
                 completion = RoutedCompletionRequest.model_validate(body)
                 return await routes.create_completion(request=completion, raw_request=raw_request, routing=routing)
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
         await refuse_routing(raw_request)
         answer: Response = await otherwise(raw_request=raw_request)
+        return answer
+
+    async def invocations(raw_request: Request) -> Response:
+        routing = await routing_of(raw_request)
+        answer: Response = await (otherwise if routing is None else asked)(raw_request=raw_request)
         return answer
 
     return invocations

@@ -249,7 +249,7 @@ class StreamAligner:
 
     def _keep_prompt(self, prompt_index: int, state: _Choice, rows: list[Rows]) -> None:
         if self._options.rows and self._options.layout == "joined":
-            state.pending += filter(len, rows)
+            state.pending += rows if state.finished else filter(len, rows)  # an answer without any says so once
         prompt = self._prompts.get(prompt_index)
         if prompt is None:
             prompt = self._prompts[prompt_index] = _Prompt(state, self._options.prompt_start)

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -38,8 +39,8 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
 
     @app.get("/v1/models")
-    async def models() -> Any:
-        return {"data": ["tiny"]}
+    async def models(of: str) -> Any:
+        return {"data": [of]}
 
     @app.post(PATH)
     async def answered(request: Request) -> Any:
@@ -49,9 +50,11 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
             return JSONResponse({"error": {"message": "not JSON"}}, 400)
         params = body["kv_transfer_params"]
         if params.get("do_remote_decode"):
+            assert request.headers.get("accept") != "application/msgpack"
+            await asyncio.sleep(body.get("prefill_s", 0))
             assert request.client is not None
             return {"kv_transfer_params": {"of": body["prompt"], "from": request.client.port}}
-        return StreamingResponse(lines(body), media_type="text/event-stream")
+        return StreamingResponse(lines(body), headers={"accepted": request.headers["accept"], "content-type": "text/a"})
 
     everyone = httpx.Limits(max_connections=None)
     async with (
@@ -86,7 +89,8 @@ def test_hundreds_of_streams_at_once() -> None:
     run(test())
 
 
-def test_a_client_that_leaves() -> None:
+@pytest.mark.parametrize("before_the_answer", [False, True])
+def test_a_client_that_leaves(before_the_answer: bool) -> None:
     """The decode instance is told so."""
 
     async def test() -> None:
@@ -101,8 +105,12 @@ def test_a_client_that_leaves() -> None:
                 gone.set()
 
         async with behind_the_proxy(lines) as client:
-            async with client.stream("POST", PATH, json={"prompt": [1], "stream": True}) as answer:
-                assert await anext(answer.aiter_raw())
+            if before_the_answer:
+                with pytest.raises(httpx.ReadTimeout):
+                    await client.post(PATH, json={"prompt": [1], "prefill_s": 1}, timeout=0.3)
+            else:
+                async with client.stream("POST", PATH, json={"prompt": [1]}) as answer:
+                    assert await anext(answer.aiter_raw())
             await asyncio.wait_for(gone.wait(), 10)
 
     run(test())
@@ -135,9 +143,19 @@ def test_what_is_no_completion() -> None:
 
     async def test() -> None:
         async with behind_the_proxy(accepted) as client:
-            assert (await client.get("/v1/models?of=all")).json() == {"data": ["tiny"]}
+            assert (await client.get("/v1/models?of=all")).json() == {"data": ["all"]}
             broken = await client.post(PATH, content='{"prompt":', headers={"Content-Type": "application/json"})
             assert (broken.status_code, broken.json()) == (400, {"error": {"message": "not JSON"}})
-            assert (await client.get("/v1/nothing")).status_code == 404
+            packed = await client.post(PATH, json={"prompt": [1]}, headers={"Accept": "application/msgpack"})
+            assert (packed.headers["accepted"], packed.headers["content-type"]) == ("application/msgpack", "text/a")
+
+    run(test())
+
+
+def test_an_instance_that_is_not_there() -> None:
+    async def test() -> None:
+        async with serving(proxy([free_port(), free_port()])) as front, httpx.AsyncClient() as client:
+            answer = await client.post(f"http://127.0.0.1:{front}{PATH}", json={"prompt": [1]})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)
 
     run(test())

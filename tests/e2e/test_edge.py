@@ -362,9 +362,12 @@ def test_invocations_give_what_the_endpoint_behind_them_gives(client: httpx.Clie
     assert np.array_equal(prompt_rows, decode(direct["prompt_routed_experts"]))
     plain = answer(client, "/invocations", {**body, "return_routed_experts": False})
     assert "prompt_routed_experts" not in plain
-    assert "routed_experts" not in plain["choices"][0]
     packed = client.post("/invocations", json=body, headers={"Accept": "application/msgpack"})
     assert packed.headers["content-type"] == "application/msgpack"
+    for asked in (body, {**body, "return_routed_experts": False}):
+        adapter = {"X-Amzn-SageMaker-Adapter-Identifier": "not-there"}
+        assert client.post("/invocations", json=asked, headers=adapter).status_code == 404
+        assert client.post("/invocations", json={**asked, "model": "of another name"}).status_code == 200
     refused = client.post("/invocations", json={**body, "routed_experts_dtype": "int8"})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "routed_experts_dtype"

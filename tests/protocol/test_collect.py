@@ -219,10 +219,14 @@ class TestServerSentEvents:
     @pytest.mark.parametrize("before", [b"", b"\n"])
     def test_a_comment_that_looks_like_an_event(self, before: bytes) -> None:
         """Cut anywhere in it."""
-        comment = before + b': x data: {"error": {"message": "no"}}\n'
+        comment = before + b': {x} data: {"error": {"message": "no"}}\n'
         for cut in range(len(comment)):
             text = comment + self.TEXT
             check(collect([text[:cut], text[cut:]])[0], self.EXPECTED)
+
+    def test_lines_without_ends_of_which_the_last_has_one(self) -> None:
+        first, *others = self.TEXT.split(b"\n\n")[:-2]
+        check(collect([b": ping", first, b": ping", *others, b"data: [DONE]\n\n"])[0], self.EXPECTED)
 
     def test_generated_text_that_looks_like_an_event(self) -> None:
         chunks = stream(told())

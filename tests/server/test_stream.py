@@ -384,6 +384,14 @@ def test_joined_layout_without_prompt_rows(first: int) -> None:
     assert [positions(chunk) for chunk in chunks] == ([None, [3]] if first == 1 else [[3], [4]])
 
 
+def test_joined_layout_without_any_rows() -> None:
+    """As unstreamed: an empty array, which says that there are none."""
+    engine = Engine(prompt_len=3, start=3)
+    (chunk,) = stream(aligner_of(prompt_start=3, layout="joined"), [engine.step(finish="stop")])
+    assert chunk["choices"][0]["routed_experts"]["shape"] == [0, L, K]
+    assert chunk["choices"][0]["routed_experts"]["start"] == 3
+
+
 def test_rows_of_tokens_behind_a_stop_string_are_not_sent() -> None:
     """The end is found in this process; the engine has gone on, and its rows are in the feed."""
     engine = Engine(prompt_len=2)
