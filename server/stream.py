@@ -249,7 +249,8 @@ class StreamAligner:
 
     def _keep_prompt(self, prompt_index: int, state: _Choice, rows: list[Rows]) -> None:
         if self._options.rows and self._options.layout == "joined":
-            state.pending += rows if state.finished else filter(len, rows)  # an answer without any says so once
+            # An answer without any says so once; and where vLLM has the field, its first chunk has it.
+            state.pending += rows if state.finished or self._has_own_field else filter(len, rows)
         prompt = self._prompts.get(prompt_index)
         if prompt is None:
             prompt = self._prompts[prompt_index] = _Prompt(state, self._options.prompt_start)
