@@ -267,7 +267,18 @@ _SPARSE_ENV = {
     "VLLM_USE_DEEP_GEMM": "0",  # for products of matrices; the indexer has nothing else
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "without_deep_gemm"), os.environ.get("PYTHONPATH", "")]),
 }
-_NO_SPARSE = "vLLM's CPU build has no sparse attention for this model"
+_DEEPSEEK_V32 = Shape(
+    "deepseek-v3.2, sparse attention",
+    "deepseek_v32",
+    {**_SPARSE, "index_topk": 128},  # of contexts of up to 340 tokens
+    (1, 2, 3),
+    16,
+    4,
+    router_std=0.2,
+    env=_SPARSE_ENV,
+    needs_gpu="vLLM's CPU build has no sparse attention for this model",
+)
+_OF_GLM_5 = {"index_topk": 512, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 192, "v_head_dim": 256}
 
 SIXTEEN_BIT = (
     Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), 16, 4, engine=_FLA),
@@ -281,27 +292,12 @@ SIXTEEN_BIT = (
         engine=_FLA,
         needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring",
     ),
-    Shape(
-        "deepseek-v3.2, sparse attention",
-        "deepseek_v32",
-        {**_SPARSE, "index_topk": 128},  # of contexts of up to 340 tokens
-        (1, 2, 3),
-        16,
-        4,
-        router_std=0.2,
-        env=_SPARSE_ENV,
-        needs_gpu=_NO_SPARSE,
-    ),
-    Shape(
-        "glm-5, sparse attention",
-        "glm_moe_dsa",
-        {**_SPARSE, "index_topk": 512, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 192, "v_head_dim": 256},
-        (1, 2, 3),
-        16,
-        4,
-        router_std=0.2,
-        env=_SPARSE_ENV,
-        needs_gpu=_NO_SPARSE,
+    _DEEPSEEK_V32,
+    replace(
+        _DEEPSEEK_V32,
+        name="glm-5, sparse attention",
+        model_type="glm_moe_dsa",
+        options={**_DEEPSEEK_V32.options, **_OF_GLM_5},
     ),
     Shape(
         "glm4-moe, sigmoid with bias in float32",
