@@ -20,6 +20,9 @@ WireRows = NDArray[np.uint8] | NDArray[np.int16]
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
 
+_LATEST = 1 << 40
+"""No time is as late as this, in seconds since 1970; what Python's JSON calls NaN and Infinity is not before it."""
+
 _PIECE_BYTES = 192 << 10  # of ids, encoded at once
 
 
@@ -63,6 +66,11 @@ def _encoded(
     return b"".join(pieces)
 
 
+def is_time(until: Any) -> bool:
+    """Whether it can be seconds since 1970."""
+    return type(until) in (int, float) and 0 <= until < _LATEST
+
+
 def decode(value: Any) -> WireRows | None:
     """The rows that `encode` was given, in the type that they came in and without a copy; None for anything else."""
     if not isinstance(value, dict) or not isinstance(value.get("data"), bytes):
@@ -70,7 +78,7 @@ def decode(value: Any) -> WireRows | None:
     dtype, shape = _DTYPES.get(str(value.get("dtype"))), value.get("shape")
     if dtype is None or not isinstance(shape, list) or len(shape) != 3:
         return None
-    if type(value.get("until", 0)) not in (int, float):
+    if not is_time(value.get("until", 0)):
         return None
     if any(type(size) is not int or size < 0 for size in shape):
         return None

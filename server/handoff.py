@@ -5,7 +5,7 @@ from typing import Any
 
 import pybase64
 
-from routed_experts.capture.handoff import MAX_BYTES, PARAM, decode
+from routed_experts.capture.handoff import MAX_BYTES, PARAM, decode, is_time
 from routed_experts.capture.rows import UNKNOWN
 
 FIELD = f"kv_transfer_params.{PARAM}"
@@ -43,7 +43,7 @@ def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str,
         raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
     handed = {"data": raw, "dtype": value.get("dtype"), "shape": value.get("shape")}
     if (until := value.get("until")) is not None:
-        if type(until) not in (int, float):
+        if not is_time(until):
             raise HandoffError(f"{FIELD}.until must be a number: seconds since 1970")
         handed["until"] = until
     rows = decode(handed)

@@ -60,7 +60,7 @@ class HandedRows:
         """
         if until is not None:
             now = time.time()
-            self._pulls = {each: pull for each, pull in self._pulls.items() if pull[1] > now}
+            self._forget_pulls(now)
             if now > until:
                 return False
             if source in self._pulls:
@@ -68,9 +68,18 @@ class HandedRows:
                 return False
             if not is_first:
                 return False
-            self._pulls[source] = request, until
+            latest = until if self._lease_s is None else now + self._lease_s  # whatever a client says
+            self._pulls[source] = request, min(until, latest)
         self._held[request.request_id] = _Held(rows, time.monotonic())
         return True
+
+    def _forget_pulls(self, now: float) -> None:
+        """Those that ended before now, the oldest first: one that ends before an older one waits for it."""
+        while self._pulls:
+            source, (_, until) = next(iter(self._pulls.items()))
+            if until > now:
+                return
+            del self._pulls[source]
 
     def step(self) -> None:
         """Called in every step. While there was none, as during a pause, there were no heartbeats."""

@@ -3,13 +3,16 @@
 import random
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 from vllm.v1.engine import FinishReason
+from vllm.v1.request import Request
 
 from routed_experts.capture import handoff
+from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.loads import Load
 from routed_experts.capture.host_cache import HostCache
 from tests.contract.arithmetic import BLOCK, VOCAB, K, L
@@ -265,6 +268,24 @@ def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
     check_given_up(leased, name)
 
 
+def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
+    """Whatever a client says, so that nothing is kept for longer than KV is."""
+    handed, rows = HandedRows(lease_s=30), np.zeros((1, L, K), dtype=np.uint8)
+
+    def comes(name: str, source: int, seconds: float) -> bool:
+        request = cast(Request, SimpleNamespace(request_id=name))
+        return handed.add(request, rows, ("engine", source), clock.time() + seconds, is_first=True)
+
+    assert comes("far", 0, 1e9)
+    assert comes("near", 1, 10)
+    clock.passed = 9
+    assert not comes("far again", 0, 1e9)
+    assert not comes("near again", 1, 1)
+    clock.passed = 31
+    assert comes("far after a lease", 0, 1e9)
+    assert comes("near after a lease", 1, 10)
+
+
 def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
     """The others hit what it brought, and compute the last block, as the rows of the prompt are those of one choice."""
     params = pair.hand_over(tokens(100))
@@ -395,6 +416,11 @@ GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2]}
         {**GOOD, "shape": "132"},
         {**GOOD, "until": "noon"},
         {**GOOD, "until": None},
+        {**GOOD, "until": True},
+        {**GOOD, "until": -1},
+        {**GOOD, "until": float("nan")},
+        {**GOOD, "until": float("inf")},
+        {**GOOD, "until": 10**400},
     ],
 )
 def test_the_engine_takes_nothing_else(wrong: Any) -> None:

@@ -185,6 +185,7 @@ def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict
         encoded((2, L, K), fill=-2),
         encoded((99, L, K)),
         {**encoded((2, L, K)), "until": "noon"},
+        {**encoded((2, L, K)), "until": 1e300},
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
