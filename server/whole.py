@@ -1,6 +1,5 @@
 """Rows of answers that are not streamed: taken off the engine's final outputs, put into the response."""
 
-import re
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -176,11 +175,12 @@ class Marks:
 
     def split(self, data: bytes, packed: bool) -> Iterator[tuple[bytes, int | None]]:
         """The texts between marks, each with the index of the mark that ends it; None for the last."""
-        mark = self._secret.encode() + rb":(\d{6})"
-        pieces = re.split(rb"\xd9\x27" + mark if packed else b'"' + mark + b'"', data)
-        for at in range(0, len(pieces) - 1, 2):
-            yield pieces[at], int(pieces[at + 1])
-        yield pieces[-1], None
+        lead, end = (b"\xd9\x27", 6) if packed else (b'"', 7)  # of a text of 39 bytes; a quote ends it in JSON
+        text, *rest = data.split(lead + self._secret.encode() + b":")
+        for piece in rest:
+            yield text, int(piece[:6])
+            text = piece[end:]
+        yield text, None
 
 
 def body_of(response: Any) -> dict[str, Any]:
