@@ -70,12 +70,14 @@ class Capturer:
         self.shape = shape
         self.cache = DeviceCache(stage_layers[stage], max_tokens, shape.top_k, device)
         self.pipeline = Pipeline(self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage]))
+        self._held: dict[int, torch.Tensor] | None = None
 
     def sink(self, layer: int, own_tokens: OwnTokens | None = None) -> Callable[[torch.Tensor], None]:
         """A function that stores the `[n, >= K]` ids that the router of row index `layer` has chosen.
 
-        Runs inside the model's MoE operator, under graph capture too: it only enqueues one copy. Columns after K
-        are those of fused shared experts, which every token goes to and which are not the router's choice.
+        Runs inside the model's MoE operator, under graph capture too: it enqueues one copy, or between `hold` and
+        `release` nothing. Columns after K are those of fused shared experts, which every token goes to and which are
+        not the router's choice.
 
         Args:
             own_tokens: picks this rank's rows where the router sees those of other ranks as well, or a part of them.
@@ -84,10 +86,32 @@ class Capturer:
         top_k = self.cache.top_k
 
         def store(ids: torch.Tensor) -> None:
+            if self._held is not None and own_tokens is None:
+                self._held[layer] = ids[:, :top_k]
+                return
             first, own = (0, ids) if own_tokens is None else own_tokens(ids)
             view[first : first + own.shape[0]].copy_(own[:, :top_k])
 
         return store
+
+    def hold(self) -> None:
+        """Until `release`, sinks keep the ids where their router has put them, whose memory nothing else gets.
+
+        For a forward pass that is recorded as one CUDA graph. A copy in each of 58 layers took 1 % of a step of 4 ms.
+        """
+        self._held = {}
+
+    def release(self) -> None:
+        """Enqueues two kernels that store what was held, as the end of the forward pass."""
+        held, self._held = self._held, None
+        if not held:
+            return
+        if len(held) == self.cache.num_layers:
+            ids = torch.stack([held[layer] for layer in range(len(held))])
+            self.cache.ids[:, : ids.shape[1]].copy_(ids)
+            return
+        for layer, ids in held.items():  # the others are written directly
+            self.cache.view(layer)[: len(ids)].copy_(ids)
 
     def begin_step(self, num_tokens: int) -> None:
         """Call before the forward pass of a step of `num_tokens` tokens, on the stream that it runs on."""

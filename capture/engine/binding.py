@@ -93,6 +93,25 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
             runner.router.set_capture_fn(sink)
 
 
+def store_at_the_end(model: torch.nn.Module, capturer: Capturer) -> None:
+    """Has all layers' ids stored at once, where a whole forward pass of `model` is recorded as a CUDA graph.
+
+    No kernel of a layer may write into its router's ids, as where they are written directly. A forward pass that is
+    not seen here, or recorded in pieces, stores them layer by layer.
+    """
+
+    def hold(*_: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            capturer.hold()
+
+    def release(*_: Any) -> None:
+        capturer.release()
+
+    if current_platform.is_cuda():
+        model.register_forward_pre_hook(hold)
+        model.register_forward_hook(release)
+
+
 def _ignore(ids: torch.Tensor) -> None:
     pass
 

@@ -84,3 +84,29 @@ def test_rows_for_the_next_stage_are_a_copy(layers: list[int]) -> None:
     first.cache.ids.fill_(0)
     for row in range(layers[0]):
         assert torch.equal(sent[:, row], ids(row, 8)[:, :4])
+
+
+@pytest.mark.parametrize("held", [[0, 1], [1], []])
+def test_ids_that_are_held_are_stored_at_the_end(held: list[int]) -> None:
+    """Whichever layers have a sink; others are written directly."""
+    first = capturer(0)
+    first.hold()
+    for layer in held:
+        first.sink(layer)(ids(layer, tokens=3))
+    assert (first.cache.ids == -1).all()
+    first.release()
+    for layer in range(2):
+        expected = ids(layer, 3)[:, :4] if layer in held else -1
+        assert (first.cache.view(layer)[:3] == expected).all()
+    assert (first.cache.ids[:, 3:] == -1).all()
+    first.sink(0)(ids(9, tokens=2))
+    assert torch.equal(first.cache.view(0)[:2], ids(9, 2)[:, :4])
+
+
+def test_a_part_of_the_tokens_is_stored_at_once() -> None:
+    """Whose it is, the step's metadata says, which nothing keeps."""
+    first = capturer(0)
+    first.hold()
+    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]))(ids(0, tokens=7))
+    assert torch.equal(first.cache.view(0)[1:4], ids(0, 7)[2:5, :4])
+    first.release()
