@@ -1,6 +1,7 @@
 """Binds the model's MoE layers to the device cache."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,11 +94,12 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
             runner.router.set_capture_fn(sink)
 
 
-def store_at_the_end(model: torch.nn.Module, capturer: Capturer) -> None:
-    """Has all layers' ids stored at once, where a whole forward pass of `model` is recorded as a CUDA graph.
+@contextmanager
+def storing_at_the_end(model: torch.nn.Module, capturer: Capturer) -> Iterator[None]:
+    """While CUDA graphs are recorded: has all layers' ids stored at once in those of a whole forward pass of `model`.
 
     No kernel of a layer may write into its router's ids, as where they are written directly. A forward pass that is
-    not seen here, or recorded in pieces, stores them layer by layer.
+    not recorded, or in pieces, stores them layer by layer.
     """
 
     def hold(*_: Any) -> None:
@@ -107,9 +109,15 @@ def store_at_the_end(model: torch.nn.Module, capturer: Capturer) -> None:
     def release(*_: Any) -> None:
         capturer.release()
 
-    if current_platform.is_cuda():
-        model.register_forward_pre_hook(hold)
-        model.register_forward_hook(release)
+    if not current_platform.is_cuda():
+        yield
+        return
+    hooks = [model.register_forward_pre_hook(hold), model.register_forward_hook(release)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _ignore(ids: torch.Tensor) -> None:

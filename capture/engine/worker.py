@@ -9,9 +9,10 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.worker.worker_base import CompilationTimes
 
 from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.binding import bind, find_moe_layers, has_parts, store_at_the_end
+from routed_experts.capture.engine.binding import bind, find_moe_layers, has_parts, storing_at_the_end
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.stage import gather_stages, join_parts
 from routed_experts.capture.engine.v1 import V1Adapter
@@ -38,8 +39,7 @@ class WorkerCapture(Worker):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         check_engine_config(self.vllm_config)
         super().load_model(load_dummy_weights=load_dummy_weights)
-        model = self.model_runner.get_model()
-        layers = find_moe_layers(model)
+        layers = find_moe_layers(self.model_runner.get_model())
         stages = gather_stages(layers.shape)
         parallel = self.vllm_config.parallel_config
         # Here, so that vLLM's memory profiling sees the buffers and its graphs are captured with them. In a pool that
@@ -55,7 +55,6 @@ class WorkerCapture(Worker):
                 device=torch.device(self.device),
             )
         bind(layers, self._capturer, parallel.data_parallel_rank, parallel.data_parallel_size)
-        store_at_the_end(model, self._capturer)
         if has_parts(layers.runners):
             # What NCCL allocates for the first one is seen by the profiling too.
             join_parts(self._capturer.cache.ids[:, :1])
@@ -70,6 +69,10 @@ class WorkerCapture(Worker):
             self.model_runner.aux_output_connector = V2Adapter(self.model_runner, self._capturer, group)
         else:
             self._v1 = V1Adapter(self.model_runner, self._capturer, group)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        with storing_at_the_end(self.model_runner.get_model(), self._capturer):
+            return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         # On all ranks: of what one pipeline stage sends to the next, each tensor-parallel rank sends a part.

@@ -21,7 +21,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
 
-from routed_experts.capture.capturer import Capturer
+from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.engine import binding
 from routed_experts.capture.engine.binding import MoELayers, bind, find_moe_layers, has_parts, write_directly
 from routed_experts.capture.engine.config import UnsupportedConfig
@@ -204,3 +204,27 @@ def test_a_router_that_is_written_directly_is_captured() -> None:
     assert router.capture_fn is not None
     router.capture_fn(torch.zeros((8, 4), dtype=torch.int32))
     assert (view == -1).all()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And layer by layer in all others, also when nothing is recorded any more."""
+    capturer = Capturer(RowShape((0, 1), 8, 2), [2], 0, 4, 1, torch.device("cpu"))
+    ids = torch.arange(6, dtype=torch.int32).reshape(3, 2)
+
+    class Model(torch.nn.Module):
+        def forward(self) -> bool:
+            capturer.sink(0)(ids)
+            capturer.sink(1)(ids + 2)
+            return bool((capturer.cache.ids == -1).all())
+
+    model = Model()
+    monkeypatch.setattr(type(binding.current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded)
+    with binding.storing_at_the_end(model, capturer):
+        assert model() is recorded
+    assert torch.equal(capturer.cache.ids[:, :3], torch.stack([ids, ids + 2]))
+    capturer.cache.forget(4)
+    assert model() is False
