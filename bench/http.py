@@ -130,7 +130,7 @@ def requests_of(
         prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
         streamed = line.stream if stream is None else stream
         rows = "none" if line.rows == "joined" and streamed else line.rows  # vLLM's own capture does not stream
-        expected = Expected(prompt_len, tokens, choices, rows, form, dtype)
+        expected = Expected(prompt_len, tokens, choices, rows, "npy" if line.rows == "joined" else form, dtype)
         binary = msgpack and line.rows == "split" and not streamed
         return Request(at, role, prompt, streamed, expected, apart=role == "long", msgpack=binary)
 

@@ -87,6 +87,7 @@ def test_vllms_own_is_not_asked_for_rows_in_the_streams_beside_a_long_answer() -
         ("long", False, "joined"),
         ("other", True, "none"),
     }
+    assert {r.expected.form for r in requests} == {"npy"}, "vLLM's own form, whatever ours is asked for"
 
 
 def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
