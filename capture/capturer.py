@@ -72,7 +72,9 @@ class Capturer:
         self.pipeline = Pipeline(self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage]))
         self._held: dict[int, torch.Tensor] | None = None
 
-    def sink(self, layer: int, own_tokens: OwnTokens | None = None) -> Callable[[torch.Tensor], None]:
+    def sink(
+        self, layer: int, own_tokens: OwnTokens | None = None, may_hold: bool = False
+    ) -> Callable[[torch.Tensor], None]:
         """A function that stores the `[n, >= K]` ids that the router of row index `layer` has chosen.
 
         Runs inside the model's MoE operator, under graph capture too: it enqueues one copy, or between `hold` and
@@ -81,12 +83,13 @@ class Capturer:
 
         Args:
             own_tokens: picks this rank's rows where the router sees those of other ranks as well, or a part of them.
+            may_hold: whether nothing else gets the memory of the ids, as long as somebody refers to them.
         """
         view = self.cache.view(layer)
         top_k = self.cache.top_k
 
         def store(ids: torch.Tensor) -> None:
-            if self._held is not None and own_tokens is None:
+            if may_hold and self._held is not None and own_tokens is None:
                 self._held[layer] = ids[:, :top_k]
                 return
             first, own = (0, ids) if own_tokens is None else own_tokens(ids)
@@ -95,7 +98,7 @@ class Capturer:
         return store
 
     def hold(self) -> None:
-        """Until `release`, sinks keep the ids where their router has put them, whose memory nothing else gets.
+        """Until `release`, sinks that may hold keep the ids where their router has put them.
 
         For a forward pass that is recorded as one CUDA graph. A copy in each of 58 layers took 1 % of a step of 4 ms.
         """
@@ -110,7 +113,7 @@ class Capturer:
             ids = torch.stack([held[layer] for layer in range(len(held))])
             self.cache.ids[:, : ids.shape[1]].copy_(ids)
             return
-        for layer, ids in held.items():  # the others are written directly
+        for layer, ids in held.items():  # the others are stored, or written directly
             self.cache.view(layer)[: len(ids)].copy_(ids)
 
     def begin_step(self, num_tokens: int) -> None:

@@ -15,11 +15,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
     RoutedExpertsSink,
 )
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
     FusedTopKRouter,
     dispatch_topk_sigmoid_func,
     dispatch_topk_softmax_func,
 )
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.platforms import current_platform
 
@@ -84,7 +86,7 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
         sp_size = int(runner.moe_config.sp_size)
         own_tokens = own_tokens_of(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
         # Where all ranks route all tokens, one of them is enough for the join.
-        sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens)
+        sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, has_own_ids(runner))
         if runner.is_monolithic:
             experts = _monolithic_experts(runner)
             runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
@@ -96,10 +98,10 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
 
 @contextmanager
 def storing_at_the_end(model: torch.nn.Module, capturer: Capturer) -> Iterator[None]:
-    """While CUDA graphs are recorded: has all layers' ids stored at once in those of a whole forward pass of `model`.
+    """While CUDA graphs are recorded: has layers' ids stored at once in those of a whole forward pass of `model`.
 
     No kernel of a layer may write into its router's ids, as where they are written directly. A forward pass that is
-    not recorded, or in pieces, stores them layer by layer.
+    not recorded, or of which torch.compile's pieces are, stores them layer by layer.
     """
 
     def hold(*_: Any) -> None:
@@ -122,6 +124,15 @@ def storing_at_the_end(model: torch.nn.Module, capturer: Capturer) -> Iterator[N
 
 def _ignore(ids: torch.Tensor) -> None:
     pass
+
+
+def has_own_ids(runner: MoERunner) -> bool:
+    """Whether the layer's ids are a tensor that the MoE operator allocates, and nothing else gets while it is held.
+
+    Others may be one that came from outside, as the Transformers backend's are: the compiled graph around the operator
+    gives its memory to the next layer, whoever holds it.
+    """
+    return type(runner.router) in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter) and not runner.is_monolithic
 
 
 def can_write_directly(runner: MoERunner, dp_size: int) -> bool:

@@ -19,6 +19,9 @@ _ARRIVAL = 1 / 3
 _SILENCE = 1 / 6
 """The part of a lease for which there may be no step."""
 
+_LONGEST_LEASE_S = 600
+"""Where it is not known."""
+
 Source = tuple[object, object]
 """The instance that keeps the KV, and its name for it."""
 
@@ -68,7 +71,7 @@ class HandedRows:
                 return False
             if not is_first:
                 return False
-            latest = until if self._lease_s is None else now + self._lease_s  # whatever a client says
+            latest = now + (self._lease_s or _LONGEST_LEASE_S)  # whatever a client says
             self._pulls[source] = request, min(until, latest)
         self._held[request.request_id] = _Held(rows, time.monotonic())
         return True

@@ -92,21 +92,33 @@ def test_ids_that_are_held_are_stored_at_the_end(held: list[int]) -> None:
     first = capturer(0)
     first.hold()
     for layer in held:
-        first.sink(layer)(ids(layer, tokens=3))
+        first.sink(layer, may_hold=True)(ids(layer, tokens=3))
     assert (first.cache.ids == -1).all()
     first.release()
     for layer in range(2):
         expected = ids(layer, 3)[:, :4] if layer in held else -1
         assert (first.cache.view(layer)[:3] == expected).all()
     assert (first.cache.ids[:, 3:] == -1).all()
-    first.sink(0)(ids(9, tokens=2))
+    first.sink(0, may_hold=True)(ids(9, tokens=2))
     assert torch.equal(first.cache.view(0)[:2], ids(9, 2)[:, :4])
+
+
+def test_ids_whose_memory_others_get_are_stored_at_once() -> None:
+    first = capturer(0)
+    first.hold()
+    memory = ids(0, tokens=3)
+    first.sink(0)(memory)
+    first.sink(1, may_hold=True)(ids(1, tokens=3))
+    memory.fill_(7)
+    first.release()
+    for layer in range(2):
+        assert torch.equal(first.cache.view(layer)[:3], ids(layer, 3)[:, :4])
 
 
 def test_a_part_of_the_tokens_is_stored_at_once() -> None:
     """Whose it is, the step's metadata says, which nothing keeps."""
     first = capturer(0)
     first.hold()
-    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]))(ids(0, tokens=7))
+    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]), may_hold=True)(ids(0, tokens=7))
     assert torch.equal(first.cache.view(0)[1:4], ids(0, 7)[2:5, :4])
     first.release()

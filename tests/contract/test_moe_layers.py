@@ -13,6 +13,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context, set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
+from vllm.model_executor.layers.fused_moe.router.custom_routing_router import CustomRoutingRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,7 +24,13 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.engine import binding
-from routed_experts.capture.engine.binding import MoELayers, bind, find_moe_layers, has_parts, write_directly
+from routed_experts.capture.engine.binding import (
+    MoELayers,
+    bind,
+    find_moe_layers,
+    has_parts,
+    write_directly,
+)
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.pipeline import StepRows
@@ -216,8 +223,8 @@ def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
 
     class Model(torch.nn.Module):
         def forward(self) -> bool:
-            capturer.sink(0)(ids)
-            capturer.sink(1)(ids + 2)
+            capturer.sink(0, may_hold=True)(ids)
+            capturer.sink(1, may_hold=True)(ids + 2)
             return bool((capturer.cache.ids == -1).all())
 
     model = Model()
@@ -228,3 +235,20 @@ def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
     assert torch.equal(capturer.cache.ids[:, :3], torch.stack([ids, ids + 2]))
     capturer.cache.forget(4)
     assert model() is False
+
+
+def test_ids_that_came_from_outside_are_not_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Transformers backend's, whose memory the compiled graph gives to the next layer."""
+    from_outside = CustomRoutingRouter(4, 16, custom_routing_function=lambda **_: None)
+    for runner, router in zip(engine.runners, (from_outside, FusedTopKRouter(4, 16)), strict=False):
+        monkeypatch.setattr(runner, "router", router)
+    shape = engine.worker._capturer.shape
+    capturer = Capturer(shape, [len(engine.runners)], 0, 8, 1, torch.device("cpu"))
+    bind(MoELayers(tuple(engine.runners[:2]), shape), capturer, dp_rank=0, dp_size=1)
+    capturer.hold()
+    for runner in engine.runners[:2]:
+        runner.router.capture_fn(torch.ones((3, shape.top_k), dtype=torch.int32))
+    assert (capturer.cache.view(0)[:3] == 1).all()
+    assert (capturer.cache.view(1) == -1).all()
+    capturer.release()
+    assert (capturer.cache.view(1)[:3] == 1).all()
