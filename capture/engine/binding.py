@@ -24,6 +24,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.platforms import current_platform
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from routed_experts.capture.capturer import Capturer, OwnTokens, RowShape
 from routed_experts.capture.engine.config import BOUNDED_REPLAY, UnsupportedConfig
@@ -186,12 +187,24 @@ def own_tokens_of(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> OwnTokens
 
     vLLM's dispatch either routes each rank's tokens where they are, or gathers those of all ranks first, in the order
     of the ranks. With sequence-parallel MoE the tensor-parallel ranks of a data-parallel rank have a part of its tokens
-    each: equal parts, the last filled up with padding.
+    each: equal parts, the last filled up with padding. With dual-batch overlap the step is two or more microbatches,
+    each with a thread and a context of its own, which go through the layers in turns: the first is always the first.
 
     Args:
         dp_rank: the data-parallel rank.
         sp_rank, sp_size: the tensor-parallel rank and how many there are, if the layer is sequence-parallel.
     """
+    microbatches: list[int] = []  # how many tokens those that have been here in this step had
+
+    def first_token(count: int) -> int:
+        if not dbo_enabled():
+            return 0
+        current = dbo_current_ubatch_id()
+        del microbatches[current:]
+        if len(microbatches) < current:
+            raise RuntimeError(f"microbatch {current} of a step came to a router before the one in front of it")
+        microbatches.append(count)
+        return sum(microbatches[:current])
 
     def own_tokens(ids: torch.Tensor) -> tuple[int, torch.Tensor]:
         metadata = get_forward_context().dp_metadata
@@ -211,7 +224,7 @@ def own_tokens_of(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> OwnTokens
                 f"a router saw {ids.shape[0]} tokens: neither this rank's part, {part}, nor all ranks' {counts}"
             )
         first = min(sp_rank * part, counts[dp_rank])
-        return first, own[: counts[dp_rank] - first]
+        return first_token(counts[dp_rank]) + first, own[: counts[dp_rank] - first]
 
     return own_tokens
 

@@ -126,11 +126,6 @@ REFUSALS = (
         "--prefill-context-parallel-size to 1.",
     ),
     Refusal(
-        "dual-batch overlap",
-        lambda c: c.parallel_config.use_ubatching,
-        "Dual-batch overlap runs a step in parts: remove --enable-dbo and --ubatch-size.",
-    ),
-    Refusal(
         "elastic expert parallelism",
         lambda c: c.parallel_config.enable_elastic_ep,
         "Elastic expert parallelism rebuilds the layers that the capture is bound to: remove --enable-elastic-ep.",

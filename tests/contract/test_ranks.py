@@ -1,7 +1,9 @@
 """Which of the ids that a router has chosen are those of this rank's tokens."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -10,7 +12,11 @@ import pytest
 import torch
 import torch.distributed
 import torch.multiprocessing
-from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context
+from vllm.forward_context import DPMetadata, ForwardContext, get_forward_context, override_forward_context
+from vllm.v1.worker import ubatching
+from vllm.v1.worker.gpu import ubatch_utils
+from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, UBatchState
+from vllm.v1.worker.ubatch_utils import UBatchSlice
 
 from routed_experts.capture.capturer import OwnTokens
 from routed_experts.capture.engine import stage
@@ -67,6 +73,75 @@ def test_a_step_that_vllm_says_nothing_of() -> None:
 def test_tokens_that_are_nobodys() -> None:
     with step_of([5, 3]), pytest.raises(RuntimeError, match="a router saw 6 tokens"):
         own_tokens_of(0)(torch.zeros(6, TOP_K))
+
+
+# ---- dual-batch overlap ----
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("counts", [[4, 4], [4, 5], [3, 3, 4], [1, 7]], ids=str)
+def test_microbatches(counts: list[int], size: int) -> None:
+    """vLLM's own threads, which wait for each other in the middle of a layer; each has its part of the step's tokens."""
+    layers = 3
+    ids = torch.randint(0, 90, (layers, sum(counts), TOP_K))
+    view = torch.full((size, layers, sum(counts), TOP_K), -1)
+    own_tokens = [[own_tokens_of(0, at, size) for _ in range(layers)] for at in range(size)]
+    order: list[tuple[int, int]] = []
+
+    def model(part: slice) -> torch.Tensor:
+        for layer in range(layers):
+            order.append((layer, part.start))
+            for at, seen in enumerate(parts_of(ids[layer, part], size)):
+                first, own = own_tokens[at][layer](seen)
+                view[at, layer, first : first + len(own)] = own
+            ubatching.dbo_yield()
+        return torch.empty(0)
+
+    for _ in range(2):  # the next step begins anew
+        view.fill_(-1)
+        order.clear()
+        run_in_microbatches(model, counts)
+        assert torch.equal(view.amax(0), ids)
+        assert ((view >= 0).all(3).sum(0) == 1).all()
+        assert order == sorted(order)
+    with step_of([5, 5]):  # and one that runs whole is whole
+        first, own = own_tokens[0][0](ids[0, : -(-5 // size)])
+        assert (first, len(own)) == (0, -(-5 // size))
+
+
+def run_in_microbatches(model: Callable[[slice], torch.Tensor], counts: list[int]) -> None:
+    """A step of V2's model runner, of whose microbatches all ranks' have as many tokens each."""
+    stream = object()  # there is one only
+    runner = object.__new__(UBatchRunner)
+    runner.num_ubatches, runner.device = len(counts), torch.device("cpu", 0)
+    runner.comm_stream, runner.sm_control = stream, nullcontext()
+    runner.ready_barrier = threading.Barrier(len(counts) + 1)
+    ends = list(accumulate(counts))
+    slices = [UBatchSlice(slice(0, 1), slice(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    contexts = []
+    for count in counts:
+        with step_of([count, count]):
+            contexts.append(get_forward_context())
+    with (
+        patch.object(torch.accelerator, "set_device_index"),
+        patch.object(ubatching, "current_stream", lambda: stream),
+        patch.object(ubatch_utils, "current_stream", lambda: stream),
+        patch.object(ubatch_utils, "slice_model_inputs", lambda inputs, part: {"part": part}),
+    ):
+        runner.run(model, {}, UBatchState(slices, contexts))
+
+
+def test_a_microbatch_without_the_one_in_front() -> None:
+    """Its place is not known."""
+
+    def model(part: slice) -> torch.Tensor:
+        if part.start:
+            own_tokens_of(0)(torch.zeros(4, TOP_K))
+        return torch.empty(0)
+
+    with pytest.raises(RuntimeError, match="Microbatch 1 of 2 failed") as raised:
+        run_in_microbatches(model, [4, 4])
+    assert "microbatch 1 of a step came to a router before" in str(raised.value.__cause__)
 
 
 # ---- two ranks ----

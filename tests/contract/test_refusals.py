@@ -53,7 +53,6 @@ def several(*connectors: str) -> dict[str, Any]:
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_local_experts": None}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 EXPERT_PARALLEL = {"enable_expert_parallel": True, "data_parallel_size": 2}
-MICROBATCHES = {**EXPERT_PARALLEL, "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("dense model", {"config_json": DENSE}),
@@ -67,7 +66,6 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}),
     ("context parallelism", {"prefill_context_parallel_size": 2}),
-    ("dual-batch overlap", MICROBATCHES),
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}),
 ]
 

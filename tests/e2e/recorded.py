@@ -11,8 +11,11 @@ and under torch.compile, where no hook of a module runs (on a CPU the operator i
 Which tokens a step computed, and where their KV is, comes from the model runner: V1's, on CPU and CUDA, or V2's, whose
 drafts and asynchronous scheduling leave positions and ids on the GPU alone. Reading them makes each step wait.
 
-Holds for one worker that sees all tokens and layers, or tensor parallelism, whose workers all do: not for data or
-pipeline parallelism.
+Holds for one worker that sees all tokens and layers, or tensor parallelism, whose workers all do: not for pipeline
+parallelism. For data parallelism, where each rank routes its own tokens: each rank is such a program, with vLLM's
+VLLM_DP_RANK, VLLM_DP_SIZE and so on in its environment and an engine in a process of its own, and ends when its input
+does, as the others need it until they are done. A step in microbatches (dual-batch overlap) has its scores where vLLM's
+own slices say.
 """
 
 import json
@@ -26,8 +29,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # before vLLM reads it
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if "VLLM_DP_RANK" in os.environ else "0"  # before vLLM reads it
 
+import cloudpickle
 import numpy as np
 import torch
 from vllm import LLM, SamplingParams
@@ -35,6 +39,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, is_full_attention_spec
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from tests.e2e.harness import prompt_of
 from tests.e2e.scores import Part, Recording, Rule, judge, rule_of
@@ -44,6 +49,7 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker
 
+RANK = os.environ.get("VLLM_DP_RANK")
 CHUNK = 64
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
 OPTIONS |= {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "disable_log_stats": False, "cudagraph_metrics": True}
@@ -55,7 +61,7 @@ class Recorder(Worker):
     """vLLM's worker, with a record of the routers' scores; the capture is mixed into it."""
 
     recording: Recording
-    full_graphs = 0
+    full_graphs = microbatched = 0
 
     def load_model(self, **options: Any) -> None:
         super().load_model(**options)
@@ -67,18 +73,38 @@ class Recorder(Worker):
         (num_experts,) = {layer.moe_config.num_logical_experts for layer in layers.values()}
         shape = (len(layers), self.model_runner.max_num_tokens, num_experts)
         self.scores = torch.full(shape, torch.nan, device=self.device)
+        self.firsts: list[int] = []  # of the step's microbatches, their first tokens
         for row, layer_id in zip(self.scores, sorted(layers), strict=True):
             layer = layers[layer_id]
-            layer._apply_quant_method = _recording(layer._apply_quant_method, row)
+            layer._apply_quant_method = _recording(layer._apply_quant_method, row, self.firsts)
         self.recording = Recording(sorted(layers))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         (self.group,) = (index for index, spec in enumerate(specs) if is_full_attention_spec(spec))
+        if not self.parallel_config.use_ubatching:
+            return
+        if self.use_v2_model_runner:
+            self._see_slices(self.model_runner.ubatch_runner, "prepare", lambda done: done.slices)
+        else:
+            self._see_slices(self.model_runner.model, "_make_ubatch_metadata", None)
+
+    def _see_slices(self, of: Any, name: str, slices_of: Callable[[Any], Any] | None) -> None:
+        """Has a function of vLLM's tell of each step's microbatches, by what it returns or by an argument."""
+        function = getattr(of, name)
+
+        def seeing(*args: Any, **kwargs: Any) -> Any:
+            done = function(*args, **kwargs)
+            slices = kwargs["ubatch_slices"] if slices_of is None else slices_of(done)
+            self.firsts[:] = [part.token_slice.start for part in slices]
+            return done
+
+        setattr(of, name, seeing)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.scores.fill_(torch.nan)  # what a layer does not write in this step is not known
+        self.firsts.clear()
         output = super().execute_model(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
             if new.lora_request:
@@ -111,20 +137,27 @@ class Recorder(Worker):
             parts.append(Part(request, at[own].copy(), ids[own].copy(), slots))
             first = own.stop
         assert first == n
+        self.microbatched += bool(self.firsts)
         self.full_graphs += runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
         self.recording.step(self.scores[:, :n].transpose(0, 1).cpu().numpy().copy(), parts)
 
-    def recorded(self) -> tuple[Recording, int]:
-        """The record, and how many steps were one CUDA graph each."""
-        return self.recording, self.full_graphs
+    def recorded(self) -> bytes:
+        """The record, how many steps were one CUDA graph each, and how many ran in microbatches; pickled."""
+        pickled: bytes = cloudpickle.dumps((self.recording, self.full_graphs, self.microbatched))
+        return pickled
 
 
-def _recording(apply: Callable[..., Any], into: torch.Tensor) -> Callable[..., Any]:
-    """`apply`, which is given a layer's scores, copying them `into` [tokens, experts] first."""
+def _recording(apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[int]) -> Callable[..., Any]:
+    """`apply`, which is given a layer's scores, copying them `into` [tokens, experts] first.
+
+    Args:
+        firsts: the first tokens of the step's microbatches, where it runs in them.
+    """
 
     def recording_apply(*, router_logits: torch.Tensor, **others: Any) -> Any:
+        first = firsts[dbo_current_ubatch_id()] if dbo_enabled() else 0
         # Columns after the experts are of shared ones.
-        into[: len(router_logits)].copy_(router_logits[:, : into.shape[1]])
+        into[first : first + len(router_logits)].copy_(router_logits[:, : into.shape[1]])
         return apply(router_logits=router_logits, **others)
 
     return recording_apply
@@ -142,16 +175,23 @@ def mix(dice: random.Random, turn: int) -> list[tuple[list[int], SamplingParams]
     return requests
 
 
-def main(model: str, turns: int = 2, adapters: Sequence[str] = (), **options: Any) -> dict[str, int]:
-    """Every prompt is also asked of each of the `adapters`, whose folders these are."""
-    loras = [None, *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1))]
+def main(model: str, turns: int = 2, adapters: Sequence[str] = (), **options: Any) -> None:
+    """Prints what was counted; the engine is there until everybody's is not needed any more."""
     llm = LLM(
         model,
         enable_return_routed_experts=True,
         worker_cls=f"tests.e2e.recorded.{Recorder.__name__}",
         **OPTIONS | options,
     )
-    dice, outputs = random.Random(0), []
+    print(json.dumps(counted(llm, Path(model), turns, adapters)), flush=True)
+    if RANK is not None:
+        sys.stdin.read()
+
+
+def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str]) -> dict[str, int]:
+    """Every prompt is also asked of each of the `adapters`, whose folders these are."""
+    loras = [None, *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1))]
+    dice, outputs = random.Random(int(RANK or 0)), []
     for turn in range(turns):
         requests = [(prompt, params, lora) for prompt, params in mix(dice, turn) for lora in loras]
         prompts: Any = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
@@ -160,9 +200,11 @@ def main(model: str, turns: int = 2, adapters: Sequence[str] = (), **options: An
         if turn == turns // 2:
             llm.reset_prefix_cache()
     recording: Recording
-    ((recording, full_graphs),) = llm.collective_rpc("recorded")
-    rule = rule_of(Path(model), recording.layer_ids)
+    (pickled,) = llm.collective_rpc("recorded")
+    recording, full_graphs, microbatched = cloudpickle.loads(pickled)
+    rule = rule_of(model, recording.layer_ids)
     counts: Counter[str] = Counter({"steps": recording.steps, "steps in full graphs": full_graphs})
+    counts["steps in microbatches"] = microbatched
     counts["asynchronous"] = int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
     for metric in llm.get_metrics():
         if metric.name in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"):
@@ -200,4 +242,4 @@ def _if_misplaced(recording: Recording, rule: Rule, request: str, tokens: list[i
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))))
+    main(sys.argv[1], **json.loads(sys.argv[2] if len(sys.argv) > 2 else "{}"))
