@@ -81,7 +81,7 @@ def test_tokens_that_are_nobodys() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("counts", [[4, 4], [4, 5], [3, 3, 4], [1, 7]], ids=str)
 def test_microbatches(counts: list[int], size: int) -> None:
-    """vLLM's own threads, which wait for each other in the middle of a layer; each has its part of the step's tokens."""
+    """vLLM's own threads, which wait for each other in the middle of a layer."""
     layers = 3
     ids = torch.randint(0, 90, (layers, sum(counts), TOP_K))
     view = torch.full((size, layers, sum(counts), TOP_K), -1)
