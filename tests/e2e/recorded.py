@@ -78,17 +78,15 @@ class Recorder(Worker):
             layer = layers[layer_id]
             layer._apply_quant_method = _recording(layer._apply_quant_method, row, self.firsts)
         self.recording = Recording(sorted(layers))
+        if self.parallel_config.use_ubatching and not self.use_v2_model_runner:
+            self._see_slices(self.model_runner.model, "_make_ubatch_metadata", None)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         (self.group,) = (index for index, spec in enumerate(specs) if is_full_attention_spec(spec))
-        if not self.parallel_config.use_ubatching:
-            return
-        if self.use_v2_model_runner:
+        if self.parallel_config.use_ubatching and self.use_v2_model_runner:
             self._see_slices(self.model_runner.ubatch_runner, "prepare", lambda done: done.slices)
-        else:
-            self._see_slices(self.model_runner.model, "_make_ubatch_metadata", None)
 
     def _see_slices(self, of: Any, name: str, slices_of: Callable[[Any], Any] | None) -> None:
         """Has a function of vLLM's tell of each step's microbatches, by what it returns or by an argument."""

@@ -99,8 +99,13 @@ def of_ranks(ranks: int, folder: Path, options: Mapping[str, Any], env: Mapping[
             processes.append(process)
         for rank, process in enumerate(processes):
             assert process.stdout is not None
-            counted = next((line for line in process.stdout if line.startswith("{")), None)
-            assert counted is not None, (folder / f"rank{rank}").read_text()[-6000:]
-            yield json.loads(counted)
+            said: list[str] = []
+            for line in process.stdout:
+                said.append(line)
+                if line.startswith("{"):
+                    break
+            else:
+                pytest.fail("".join(said)[-9000:] + (folder / f"rank{rank}").read_text()[-3000:])
+            yield json.loads(said[-1])
         for process in processes:
             process.communicate(timeout=60)
