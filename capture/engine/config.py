@@ -126,6 +126,12 @@ REFUSALS = (
         "--prefill-context-parallel-size to 1.",
     ),
     Refusal(
+        "dual-batch overlap on the V1 model runner",
+        lambda c: c.parallel_config.use_ubatching and not c.use_v2_model_runner,
+        "With dual-batch overlap, rows were found to be exact on vLLM's V2 model runner only: set "
+        "VLLM_USE_V2_MODEL_RUNNER=1 in the environment, or remove --enable-dbo and --ubatch-size.",
+    ),
+    Refusal(
         "elastic expert parallelism",
         lambda c: c.parallel_config.enable_elastic_ep,
         "Elastic expert parallelism rebuilds the layers that the capture is bound to: remove --enable-elastic-ep.",

@@ -78,27 +78,21 @@ class Recorder(Worker):
             layer = layers[layer_id]
             layer._apply_quant_method = _recording(layer._apply_quant_method, row, self.firsts)
         self.recording = Recording(sorted(layers))
-        if self.parallel_config.use_ubatching and not self.use_v2_model_runner:
-            self._see_slices(self.model_runner.model, "_make_ubatch_metadata", None)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         (self.group,) = (index for index, spec in enumerate(specs) if is_full_attention_spec(spec))
-        if self.parallel_config.use_ubatching and self.use_v2_model_runner:
-            self._see_slices(self.model_runner.ubatch_runner, "prepare", lambda done: done.slices)
+        if self.parallel_config.use_ubatching:
+            runner = self.model_runner.ubatch_runner
+            prepare = runner.prepare
 
-    def _see_slices(self, of: Any, name: str, slices_of: Callable[[Any], Any] | None) -> None:
-        """Has a function of vLLM's tell of each step's microbatches, by what it returns or by an argument."""
-        function = getattr(of, name)
+            def seeing(*args: Any, **kwargs: Any) -> Any:
+                state = prepare(*args, **kwargs)
+                self.firsts[:] = [part.token_slice.start for part in state.slices]
+                return state
 
-        def seeing(*args: Any, **kwargs: Any) -> Any:
-            done = function(*args, **kwargs)
-            slices = kwargs["ubatch_slices"] if slices_of is None else slices_of(done)
-            self.firsts[:] = [part.token_slice.start for part in slices]
-            return done
-
-        setattr(of, name, seeing)
+            runner.prepare = seeing
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self.scores.fill_(torch.nan)  # what a layer does not write in this step is not known

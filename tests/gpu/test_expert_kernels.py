@@ -39,8 +39,7 @@ SHAPE = Shape(
     router_std=0.2,
 )
 OVERLAP = {"enable_dbo": True, "dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 8}
-OVERLAP_OF_DECODES = {**OVERLAP, "dbo_prefill_token_threshold": 512}
-V1, V2 = ({"VLLM_USE_V2_MODEL_RUNNER": runner} for runner in "01")
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 @dataclass(frozen=True)
@@ -55,10 +54,6 @@ MODES = (
     Mode("graphs", {}),
     Mode("overlap, eager", {**OVERLAP, "enforce_eager": True}, V2),
     Mode("overlap, graphs", OVERLAP, V2),
-    Mode("overlap, graphs, V1 runner", OVERLAP, V1),
-    Mode("overlap, eager, V1 runner", {**OVERLAP, "enforce_eager": True}, V1),
-    Mode("overlap of decodes, eager, V1 runner", {**OVERLAP_OF_DECODES, "enforce_eager": True}, V1),
-    Mode("overlap of decodes, graphs, V1 runner", OVERLAP_OF_DECODES, V1),
 )
 
 
