@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroExpertRouter
 from vllm.platforms import current_platform
-from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
+from vllm.v1.worker import ubatching
 
 from routed_experts.capture.capturer import Capturer, OwnTokens, RowShape
 from routed_experts.capture.engine.config import BOUNDED_REPLAY, UnsupportedConfig
@@ -188,7 +188,7 @@ def own_tokens_of(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> OwnTokens
     vLLM's dispatch either routes each rank's tokens where they are, or gathers those of all ranks first, in the order
     of the ranks. With sequence-parallel MoE the tensor-parallel ranks of a data-parallel rank have a part of its tokens
     each: equal parts, the last filled up with padding. With dual-batch overlap the step is two or more microbatches,
-    each with a thread and a context of its own, which go through the layers in turns: the first is always the first.
+    each with a thread and a context of its own, which go through each layer in order, as one waits for the other.
 
     Args:
         dp_rank: the data-parallel rank.
@@ -197,14 +197,18 @@ def own_tokens_of(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> OwnTokens
     microbatches: list[int] = []  # how many tokens those that have been here in this step had
 
     def first_token(count: int) -> int:
-        if not dbo_enabled():
+        if not ubatching.dbo_enabled():
             return 0
-        current = dbo_current_ubatch_id()
-        del microbatches[current:]
-        if len(microbatches) < current:
-            raise RuntimeError(f"microbatch {current} of a step came to a router before the one in front of it")
+        current = ubatching.dbo_current_ubatch_id()
+        if current == 0:
+            microbatches.clear()  # of a forward pass that failed
+        if len(microbatches) != current:  # the others' threads then wait for ever, as vLLM's do at any error
+            raise RuntimeError(f"microbatch {current} of a step came to a router as number {len(microbatches)}")
+        first = sum(microbatches)
         microbatches.append(count)
-        return sum(microbatches[:current])
+        if len(microbatches) == ubatching._NUM_UBATCHES:
+            microbatches.clear()
+        return first
 
     def own_tokens(ids: torch.Tensor) -> tuple[int, torch.Tensor]:
         metadata = get_forward_context().dp_metadata

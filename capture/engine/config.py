@@ -126,10 +126,13 @@ REFUSALS = (
         "--prefill-context-parallel-size to 1.",
     ),
     Refusal(
-        "dual-batch overlap on the V1 model runner",
-        lambda c: c.parallel_config.use_ubatching and not c.use_v2_model_runner,
-        "With dual-batch overlap, rows were found to be exact on vLLM's V2 model runner only: set "
-        "VLLM_USE_V2_MODEL_RUNNER=1 in the environment, or remove --enable-dbo and --ubatch-size.",
+        "microbatches, but for dual-batch overlap on the V2 model runner",
+        lambda c: (
+            # --ubatch-size alone: vLLM has room for what one microbatch leaves behind, and not for more.
+            c.parallel_config.use_ubatching and not (c.parallel_config.enable_dbo and c.use_v2_model_runner)
+        ),
+        "Rows of steps in microbatches were found to be exact with --enable-dbo on vLLM's V2 model runner only: add it "
+        "and set VLLM_USE_V2_MODEL_RUNNER=1 in the environment, or remove --enable-dbo and --ubatch-size.",
     ),
     Refusal(
         "elastic expert parallelism",

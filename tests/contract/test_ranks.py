@@ -131,17 +131,23 @@ def run_in_microbatches(model: Callable[[slice], torch.Tensor], counts: list[int
         runner.run(model, {}, UBatchState(slices, contexts))
 
 
-def test_a_microbatch_without_the_one_in_front() -> None:
-    """Its place is not known."""
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_a_microbatch_without_the_one_in_front(steps_before: int) -> None:
+    """Its place is not known: not by the step before it either."""
+    own_tokens = own_tokens_of(0)
 
     def model(part: slice) -> torch.Tensor:
-        if part.start:
-            own_tokens_of(0)(torch.zeros(4, TOP_K))
+        if part.start or not is_last:
+            own_tokens(torch.zeros(part.stop - part.start, TOP_K))
         return torch.empty(0)
 
-    with pytest.raises(RuntimeError, match="Microbatch 1 of 2 failed") as raised:
+    is_last = False
+    for _ in range(steps_before):
         run_in_microbatches(model, [4, 4])
-    assert "microbatch 1 of a step came to a router before" in str(raised.value.__cause__)
+    is_last = True
+    with pytest.raises(RuntimeError, match="Microbatch 1 of 2 failed") as raised:
+        run_in_microbatches(model, [6, 6])
+    assert "microbatch 1 of a step came to a router as number 0" in str(raised.value.__cause__)
 
 
 # ---- two ranks ----

@@ -53,6 +53,7 @@ def several(*connectors: str) -> dict[str, Any]:
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_local_experts": None}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 EXPERT_PARALLEL = {"enable_expert_parallel": True, "data_parallel_size": 2}
+NOT_THESE_MICROBATCHES = "microbatches, but for dual-batch overlap on the V2 model runner"
 MICROBATCHES = {**EXPERT_PARALLEL, "ubatch_size": 2, "all2all_backend": "deepep_low_latency"}
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -67,7 +68,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ),
     ("context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}),
     ("context parallelism", {"prefill_context_parallel_size": 2}),
-    ("dual-batch overlap on the V1 model runner", MICROBATCHES),  # it is vLLM's choice where nobody chooses
+    (NOT_THESE_MICROBATCHES, MICROBATCHES),
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}),
 ]
 
@@ -160,11 +161,16 @@ def test_what_is_not_refused(folder: Path, arguments: dict[str, Any]) -> None:
     check_engine_config(configuration(folder, **arguments))
 
 
-def test_microbatches_of_the_v2_model_runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    check_engine_config(configuration(folder, **MICROBATCHES))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    assert_refused(configuration(folder, **MICROBATCHES), "dual-batch overlap on the V1 model runner")
+@pytest.mark.parametrize(("runner", "overlap", "fits"), [("0", True, False), ("1", False, False), ("1", True, True)])
+def test_microbatches(folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str, overlap: bool, fits: bool) -> None:
+    """V1's model runner is vLLM's choice where nobody chooses."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    config = configuration(folder, **MICROBATCHES)
+    config.parallel_config.enable_dbo = overlap  # which needs CUDA
+    if fits:
+        check_engine_config(config)
+    else:
+        assert_refused(config, NOT_THESE_MICROBATCHES)
 
 
 @pytest.mark.parametrize(("name", "arguments"), REFUSED)

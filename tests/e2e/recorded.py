@@ -61,7 +61,7 @@ class Recorder(Worker):
     """vLLM's worker, with a record of the routers' scores; the capture is mixed into it."""
 
     recording: Recording
-    full_graphs = microbatched = 0
+    seen: Counter[str]
 
     def load_model(self, **options: Any) -> None:
         super().load_model(**options)
@@ -78,6 +78,7 @@ class Recorder(Worker):
             layer = layers[layer_id]
             layer._apply_quant_method = _recording(layer._apply_quant_method, row, self.firsts)
         self.recording = Recording(sorted(layers))
+        self.seen = Counter(dict.fromkeys(("steps in full graphs", "steps in microbatches", "steps of both"), 0))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -129,13 +130,19 @@ class Recorder(Worker):
             parts.append(Part(request, at[own].copy(), ids[own].copy(), slots))
             first = own.stop
         assert first == n
-        self.microbatched += bool(self.firsts)
-        self.full_graphs += runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
+        is_graph = runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
+        is_split = bool(self.firsts)
+        for kind, is_so in (
+            ("in full graphs", is_graph),
+            ("in microbatches", is_split),
+            ("of both", is_graph and is_split),
+        ):
+            self.seen[f"steps {kind}"] += is_so
         self.recording.step(self.scores[:, :n].transpose(0, 1).cpu().numpy().copy(), parts)
 
     def recorded(self) -> bytes:
-        """The record, how many steps were one CUDA graph each, and how many ran in microbatches; pickled."""
-        pickled: bytes = cloudpickle.dumps((self.recording, self.full_graphs, self.microbatched))
+        """The record, and how many steps were one CUDA graph each, or ran in microbatches; pickled."""
+        pickled: bytes = cloudpickle.dumps((self.recording, self.seen))
         return pickled
 
 
@@ -193,10 +200,9 @@ def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str]) -> dict[
             llm.reset_prefix_cache()
     recording: Recording
     (pickled,) = llm.collective_rpc("recorded")
-    recording, full_graphs, microbatched = cloudpickle.loads(pickled)
+    recording, seen = cloudpickle.loads(pickled)
     rule = rule_of(model, recording.layer_ids)
-    counts: Counter[str] = Counter({"steps": recording.steps, "steps in full graphs": full_graphs})
-    counts["steps in microbatches"] = microbatched
+    counts: Counter[str] = Counter({"steps": recording.steps, **seen})
     counts["asynchronous"] = int(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
     for metric in llm.get_metrics():
         if metric.name in ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"):
