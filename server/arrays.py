@@ -133,7 +133,7 @@ class ArrayCollector(RequestOutputCollector):
         return output
 
     def get_nowait(self) -> Any:
-        if not self.arrays.form.is_known:
+        if not (self.arrays.is_ready() or isinstance(self.output, Exception)):
             return None
         output = super().get_nowait()
         if output is not None:
@@ -155,7 +155,7 @@ class EveryRequest:
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
         self._ask: Callable[[], Awaitable[list[Any]]] | None = None
-        self._asked: asyncio.Future[list[Any]] | None = None
+        self._asked: asyncio.Future[None] | None = None
         if isinstance(engine, AsyncLLM):
             core = engine.engine_core  # and not the engine, which is to end when its program lets go of it
             self._ask = lambda: core.collective_rpc_async("routed_experts_info")
@@ -174,14 +174,23 @@ class EveryRequest:
 
     async def ready(self) -> None:
         """Waits until the workers have said what their rows are."""
-        if self.form.is_known:
-            return
-        if self._asked is None:
-            assert self._ask is not None
-            self._asked = asyncio.ensure_future(self._ask())
-        worker, *_ = await asyncio.shield(self._asked)  # a reader that leaves takes it from nobody else
+        if not self.is_ready():
+            assert self._asked is not None
+            await asyncio.shield(self._asked)  # a reader that leaves takes it from nobody else
+
+    def is_ready(self) -> bool:
+        """Whether the workers have said what their rows are; they are asked, if they were not."""
+        if self._asked is not None and self._asked.done():
+            self._asked.result()  # raises what went wrong
+        if not self.form.is_known and self._asked is None:
+            self._asked = asyncio.ensure_future(self._learn())
+        return self.form.is_known
+
+    async def _learn(self) -> None:
+        assert self._ask is not None
+        worker, *_ = await self._ask()
         self.form.learn(worker)
-        self._ask = self._asked = None
+        self._ask = None
 
     def add_request(
         self,

@@ -8,9 +8,11 @@ from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
 from routed_experts.server.arrays import EveryRequest
 from routed_experts.server.general_plugin import replace_once
+from routed_experts.server.row_feeds import RowFeeds
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     BeamSearchOfflineMixin,
+    BeamSearchOnlineMixin,
     LLMEngine,
     VLLMValidationError,
     get_logger,
@@ -20,6 +22,10 @@ logger = get_logger(__name__)
 
 ASKED_IN_VLLMS_WAY = "routed_experts.every_request"
 """Key in `VllmConfig.additional_config`, true for an engine all of whose requests are asked for their rows."""
+
+_NO_BEAM_SEARCH = (
+    "Routed experts cannot be returned with beam search: build the engine without enable_return_routed_experts."
+)
 
 _BACK = "To have vLLM's own capture, name the plugins to load in VLLM_PLUGINS, and routed_experts not among them."
 
@@ -72,6 +78,7 @@ def _follow_engines() -> None:
     replace_once(LLMEngine, "__init__", _made)
     replace_once(AsyncLLM, "__init__", _made)
     replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)
+    replace_once(BeamSearchOnlineMixin, "beam_search", _beam_search_online)
 
 
 def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +89,15 @@ def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
 
 def _beam_search(search: Any, llm: Any, *args: Any, **kwargs: Any) -> Any:
     if asks_for_every_request(llm.llm_engine.vllm_config):
-        raise VLLMValidationError(
-            "Routed experts cannot be returned with beam search: build the engine without enable_return_routed_experts."
-        )
+        raise VLLMValidationError(_NO_BEAM_SEARCH)
     return search(llm, *args, **kwargs)
+
+
+def _beam_search_online(search: Any, serving: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of vLLM's own routes; where ours are, `vllm_serving` has looked at what is asked for."""
+    engine = serving.engine_client
+    if isinstance(engine, AsyncLLM) and asks_for_every_request(engine.vllm_config):
+        every_request = RowFeeds.install(engine.output_processor).every_request
+        if every_request is not None and every_request.is_on:
+            raise VLLMValidationError(_NO_BEAM_SEARCH)
+    return search(serving, *args, **kwargs)

@@ -5,6 +5,7 @@ import logging
 from vllm import SamplingParams
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
+from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
@@ -44,6 +45,7 @@ __all__ = [
     "VLLM_VERSION",
     "AsyncLLM",
     "BeamSearchOfflineMixin",
+    "BeamSearchOnlineMixin",
     "ChatCompletionRequest",
     "ChatCompletionResponse",
     "ChatCompletionResponseChoice",

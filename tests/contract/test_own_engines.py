@@ -370,6 +370,43 @@ def test_a_reader_that_leaves(make_async: Callable[..., AsyncLLM]) -> None:
     asyncio.run(run())
 
 
+def test_a_reader_that_polls(make_async: Callable[..., AsyncLLM]) -> None:
+    """From the first request on, when nobody has said yet what rows look like."""
+
+    async def run() -> None:
+        engine = make_async()
+        for number in range(2):
+            queue = await engine.add_request(f"polled{number}", prompts_of(40)[0], params(output_kind=FINAL))
+            async with asyncio.timeout(30):
+                while (output := queue.get_nowait()) is None:
+                    await asyncio.sleep(0.01)
+            check_finished(output)
+        engine.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_reader_that_polls_sees_errors(make_async: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        engine = make_async()
+        first = await engine.add_request("first", prompts_of(40)[0], params(output_kind=FINAL, max_tokens=500))
+        first.put(ValueError("of the engine"))
+        with pytest.raises(ValueError, match="of the engine"):
+            first.get_nowait()
+        monkeypatch.setattr(engine.engine_core, "collective_rpc_async", fails)
+        second = await engine.add_request("second", prompts_of(40)[0], params(output_kind=FINAL))
+        with pytest.raises(RuntimeError, match="no worker says"):
+            async with asyncio.timeout(30):
+                while second.get_nowait() is None:
+                    await asyncio.sleep(0.01)
+        engine.shutdown()
+
+    async def fails(name: str) -> None:
+        raise RuntimeError(f"no worker says {name}")
+
+    asyncio.run(run())
+
+
 def test_a_prompt_that_is_streamed_in_is_refused(make_async: Callable[..., AsyncLLM]) -> None:
     from vllm.engine.protocol import StreamingInput
 

@@ -18,6 +18,7 @@ from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt
 
 GENERATE = "/inference/v1/generate"
 OVERRIDES = json.dumps({"num_experts": 1 << 15, "num_hidden_layers": L})
+HELLO = [{"role": "user", "content": "Which experts?"}]
 FLAGS = ("--enable-return-routed-experts", "--enable-scale-out", "--hf-overrides", OVERRIDES)
 
 
@@ -148,3 +149,13 @@ def test_vllms_own_routes(plain: Server, start: int) -> None:
     prompt = prompt_of(20, 3)
     for choice in plain.complete(prompt=prompt, max_tokens=4, n=2, temperature=1.0, return_token_ids=True)["choices"]:
         assert np.array_equal(npy(choice["routed_experts"]), rows_of([*prompt, *choice["token_ids"]]))
+
+
+def test_beam_search_is_refused(plain: Server) -> None:
+    """Its beams are put together from the answers of others, without their rows."""
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", {"messages": HELLO})):
+        with plain.client() as client:
+            asked = {"model": "tiny", "max_tokens": 3, "use_beam_search": True, "n": 2, **body}
+            response = client.post(path, json=asked)
+        assert response.status_code == 400, response.text
+        assert "cannot be returned with beam search" in response.json()["error"]["message"]
