@@ -23,10 +23,6 @@ logger = get_logger(__name__)
 ASKED_IN_VLLMS_WAY = "routed_experts.every_request"
 """Key in `VllmConfig.additional_config`, true for an engine all of whose requests are asked for their rows."""
 
-_NO_BEAM_SEARCH = (
-    "Routed experts cannot be returned with beam search: build the engine without enable_return_routed_experts."
-)
-
 _BACK = "To have vLLM's own capture, name the plugins to load in VLLM_PLUGINS, and routed_experts not among them."
 
 
@@ -89,7 +85,7 @@ def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
 
 def _beam_search(search: Any, llm: Any, *args: Any, **kwargs: Any) -> Any:
     if asks_for_every_request(llm.llm_engine.vllm_config):
-        raise VLLMValidationError(_NO_BEAM_SEARCH)
+        _reject_beam_search()
     return search(llm, *args, **kwargs)
 
 
@@ -99,5 +95,11 @@ def _beam_search_online(search: Any, serving: Any, *args: Any, **kwargs: Any) ->
     if isinstance(engine, AsyncLLM) and asks_for_every_request(engine.vllm_config):
         every_request = RowFeeds.install(engine.output_processor).every_request
         if every_request is not None and every_request.is_on:
-            raise VLLMValidationError(_NO_BEAM_SEARCH)
+            _reject_beam_search()
     return search(serving, *args, **kwargs)
+
+
+def _reject_beam_search() -> None:
+    raise VLLMValidationError(
+        "Routed experts cannot be returned with beam search: build the engine without enable_return_routed_experts."
+    )

@@ -370,6 +370,13 @@ def test_a_reader_that_leaves(make_async: Callable[..., AsyncLLM]) -> None:
     asyncio.run(run())
 
 
+async def poll(queue: Any) -> Any:
+    async with asyncio.timeout(30):
+        while (output := queue.get_nowait()) is None:
+            await asyncio.sleep(0.01)
+    return output
+
+
 def test_a_reader_that_polls(make_async: Callable[..., AsyncLLM]) -> None:
     """From the first request on, when nobody has said yet what rows look like."""
 
@@ -377,10 +384,7 @@ def test_a_reader_that_polls(make_async: Callable[..., AsyncLLM]) -> None:
         engine = make_async()
         for number in range(2):
             queue = await engine.add_request(f"polled{number}", prompts_of(40)[0], params(output_kind=FINAL))
-            async with asyncio.timeout(30):
-                while (output := queue.get_nowait()) is None:
-                    await asyncio.sleep(0.01)
-            check_finished(output)
+            check_finished(await poll(queue))
         engine.shutdown()
 
     asyncio.run(run())
@@ -396,9 +400,7 @@ def test_a_reader_that_polls_sees_errors(make_async: Callable[..., AsyncLLM], mo
         monkeypatch.setattr(engine.engine_core, "collective_rpc_async", fails)
         second = await engine.add_request("second", prompts_of(40)[0], params(output_kind=FINAL))
         with pytest.raises(RuntimeError, match="no worker says"):
-            async with asyncio.timeout(30):
-                while second.get_nowait() is None:
-                    await asyncio.sleep(0.01)
+            await poll(second)
         engine.shutdown()
 
     async def fails(name: str) -> None:
