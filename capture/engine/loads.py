@@ -166,6 +166,10 @@ class Loads:
             return None, False
         self._asked = request.request_id, num_local
         count, is_async = self._get_num_new_matched_tokens(request, num_local)
+        if count is not None and count < 0:
+            # vLLM's ExampleConnector, of a preempted request that hits more than its prompt, which is all that it has.
+            # vLLM would compute what is missing again, over blocks of the hit that others read.
+            return 0, False
         if count and self._kind(request) is Kind.TRANSFER:
             may_be_lost = request.request_id in self._tracked and self.handed.is_lost(request.request_id)
             return (0, False) if may_be_lost else (count, is_async)

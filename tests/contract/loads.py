@@ -66,6 +66,8 @@ class Store:
         fails: whether to fail a load, asked for each.
         fails_as: what of a failed load is reported: the blocks, or the request.
         fetches_hits: whether a load writes over what was found in the prefix cache.
+        has_prompts: whether it has whole prompts only, and offers what they are longer than the prefix hit: less than
+            nothing, where a request hits its own answer.
     """
 
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)
@@ -76,6 +78,8 @@ class Store:
     fails: Callable[[], bool] = lambda: False
     fails_as: str = "blocks"
     fetches_hits: bool = False
+    has_prompts: bool = False
+    num_negative: int = 0
     is_writing: bool = True
     num_loaded: int = 0
     num_failed: int = 0
@@ -123,6 +127,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         while end < len(keys) and keys[end] in STORE.blocks:
             end += 1
         self._asked[request.request_id] = num_computed_tokens
+        if STORE.has_prompts:
+            num_blocks = (request.num_prompt_tokens - 1) // BLOCK
+            end = num_blocks if all(key in STORE.blocks for key in keys[:num_blocks]) else first
+            STORE.num_negative += end < first
         count = (end - first) * BLOCK
         return count, STORE.is_async and count > 0
 

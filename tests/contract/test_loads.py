@@ -60,6 +60,21 @@ def test_stores_that_fetch_what_is_there_already(is_async: bool, beside: bool, s
     assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
 
 
+@pytest.mark.parametrize("start", [0, None])
+@pytest.mark.parametrize("policy", ["recompute", "missing"])
+def test_a_store_that_offers_less_than_nothing(is_async: bool, policy: str, start: int | None) -> None:
+    """As vLLM's ExampleConnector does, where a preempted request hits more than its prompt: the hit is what counts."""
+    with store(policy, has_prompts=True) as kept:
+        client = TracingClient(engine_with_store(is_async=is_async, num_blocks=8, max_num_seqs=2))
+        for name, max_tokens in (("stays", 24), ("is preempted", 40)):
+            client.add(name, tokens(2 * BLOCK + 3, seed=max_tokens), start, max_tokens=max_tokens)
+        client.run()
+        assert kept.num_negative > 0
+        assert kept.num_loaded == 0
+    assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
+    assert client.missing() == 0
+
+
 def test_without_the_hook_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the tests here see it."""
     monkeypatch.setattr(Loads, "take", lambda *_: [])
