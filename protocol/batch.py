@@ -110,21 +110,27 @@ def _same_shape(a: Routing, b: Routing) -> None:
 def spread_layers(
     rows: NDArray[np.integer[Any]], layer_ids: Sequence[int], num_hidden_layers: int, *, fill: int = 0
 ) -> NDArray[np.integer[Any]]:
-    """`rows` [n, L, K] as [n, num_hidden_layers, K]: each layer at its place in the decoder, `fill` in dense layers.
+    """`rows` [..., L, K] as [..., num_hidden_layers, K]: each layer at its decoder layer, `fill` in dense layers.
 
-    vLLM's own capture lays rows out like this, with 0, and most trainers index them by the decoder layer's number. For
-    models without dense layers it changes nothing.
+    The server does this, with 0, for `routed_experts_layers: "all"`, as vLLM's own capture does. Most trainers index
+    rows by decoder layer. In a row with unknown ids (-1) the dense layers are -1 too.
 
-    >>> spread_layers(np.array([[[3, 1], [0, 2]]]), layer_ids=[1, 2], num_hidden_layers=3).tolist()
-    [[[0, 0], [3, 1], [0, 2]]]
+    >>> rows = np.array([[[3, 1], [0, 2]], [[-1, -1], [-1, -1]]])
+    >>> spread_layers(rows, layer_ids=[1, 2], num_hidden_layers=3).tolist()
+    [[[0, 0], [3, 1], [0, 2]], [[-1, -1], [-1, -1], [-1, -1]]]
 
     Args:
-        layer_ids: decoder layer of each of the L layers; `GET /v1/routed_experts` says it.
+        layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`.
+
+    Raises:
+        ValueError: `rows` do not have one layer for each of `layer_ids`.
     """
-    if len(layer_ids) != rows.shape[1]:
-        raise ValueError(f"rows of {rows.shape[1]} layers, and the numbers of {len(layer_ids)}")
-    spread = np.full((len(rows), num_hidden_layers, rows.shape[2]), fill, dtype=rows.dtype)
-    spread[:, layer_ids] = rows
+    if len(layer_ids) != rows.shape[-2]:
+        raise ValueError(f"rows of {rows.shape[-2]} layers, but {len(layer_ids)} layer ids")
+    spread = np.full((*rows.shape[:-2], num_hidden_layers, rows.shape[-1]), fill, dtype=rows.dtype)
+    if rows.min(initial=0) == UNKNOWN:
+        spread[(rows == UNKNOWN).any(axis=(-2, -1))] = UNKNOWN
+    spread[..., layer_ids, :] = rows
     return spread
 
 

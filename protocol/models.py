@@ -1,6 +1,7 @@
 """The request and response fields of the HTTP contract, as pydantic models."""
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -9,13 +10,18 @@ from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
 from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]
+Layers = Literal["moe", "all"]
 VllmDtype = Literal["vllm"]
 """As vLLM's own capture has it: `uint8` up to 256 experts, else `uint16`."""
 
 OPT_IN = "return_routed_experts"
 PROMPT_START = "routed_experts_prompt_start"
 HISTOGRAM = "routed_experts_histogram"
+LAYERS = "routed_experts_layers"
 _START_LEN = "routed_experts_start_len"
+_PREFIXES = ("return_routed", "routed_expert")
+"""A field whose name begins like this is meant for this server, not for vLLM, which ignores fields it does not know."""
+_LONGEST_NAME = 64  # that is compared and shown: comparing takes time quadratic in the length
 
 
 class FieldError(ValueError):
@@ -60,6 +66,11 @@ class RoutingFields(BaseModel):
         description="`split`: prompt rows at the top level, generated rows in each choice. `joined`: both in one "
         "array in each choice.",
     )
+    routed_experts_layers: Layers = Field(
+        default="moe",
+        description="Layers of a row: `moe`, the layers with experts; `all`, every decoder layer, with zeros in layers "
+        "without experts (-1 in a row that is not known), as in vLLM's own capture. A histogram has the same layers.",
+    )
     routed_experts_histogram: StrictBool = Field(
         default=False,
         description="Return how often each expert of each layer was chosen, in place of the rows or beside them.",
@@ -75,6 +86,7 @@ class RoutingOptions:
         histogram: whether it wants histograms.
         prompt_start_param: which of its two names the client gave the prompt start.
         said: names of the fields that the request, or the server's default for it, gave.
+        by_default: whether the request has no routing field of its own: only the server-wide default asks.
     """
 
     rows: bool = True
@@ -84,14 +96,17 @@ class RoutingOptions:
     format: Format = "object"
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
+    layers: Layers = "moe"
     said: frozenset[str] = field(default=frozenset(), compare=False)
+    by_default: bool = field(default=False, compare=False)
 
     def with_vllms_forms(self) -> "RoutingOptions":
         """The same, for an endpoint at which vLLM has a form of its own: it is given where none was asked for."""
         if {"routed_experts_format", "routed_experts_layout"} & self.said:
             return self
         dtype = self.dtype if "routed_experts_dtype" in self.said else "vllm"
-        return replace(self, format="npy", layout="joined", dtype=dtype)
+        layers = self.layers if LAYERS in self.said else "all"
+        return replace(self, format="npy", layout="joined", dtype=dtype, layers=layers)
 
 
 def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> RoutingOptions | None:
@@ -101,10 +116,11 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         defaults: values of fields that the request leaves out.
 
     Raises:
-        FieldError: a wrong type or value, or a field without the opt-in. A gateway that strips the opt-in would
-            otherwise lose the routing without a word.
+        FieldError: a wrong type or value, a name like ours that is no field, or a field without the opt-in. A gateway
+            that strips the opt-in would otherwise lose the routing silently.
     """
-    given = {name: body[name] for name in RoutingFields.model_fields if name in body}
+    check_names(body)
+    own = given = {name: body[name] for name in RoutingFields.model_fields if name in body}
     if defaults and given.get(OPT_IN) is not False:
         filled = {**_left_out(defaults, given), **given}
         if filled.get(OPT_IN) or filled.get(HISTOGRAM):  # a default form alone asks for nothing
@@ -125,8 +141,24 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         format=fields.routed_experts_format,
         dtype=fields.routed_experts_dtype,
         layout=fields.routed_experts_layout,
+        layers=fields.routed_experts_layers,
         said=frozenset(given),
+        by_default=not own,
     )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises `FieldError` for a name that looks like one of the routing fields, but is none of them."""
+    for name in names:
+        if name.startswith(_PREFIXES) and name not in RoutingFields.model_fields:
+            raise _unknown(name)
+
+
+def _unknown(name: str) -> FieldError:
+    name = name.encode("utf-8", "replace").decode()  # JSON can hold lone surrogates, which no response can
+    shown = name[:_LONGEST_NAME]
+    (nearest,) = difflib.get_close_matches(shown, RoutingFields.model_fields, n=1, cutoff=0)
+    return FieldError(name, f"{shown} is not a routing field; the nearest is {nearest}")
 
 
 def check_defaults(defaults: object) -> dict[str, Any]:
@@ -139,7 +171,7 @@ def check_defaults(defaults: object) -> dict[str, Any]:
         raise FieldError("", "the defaults must be a JSON object of routing fields")
     for name in defaults:
         if name not in RoutingFields.model_fields:
-            raise FieldError(name, f"{name} is not a routing field")
+            raise _unknown(name)
     _validated(defaults)
     parse_options({**defaults, OPT_IN: True})
     return defaults
@@ -163,8 +195,8 @@ def _validated(given: dict[str, Any]) -> RoutingFields:
 
 
 def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
-    """Without rows, their form means nothing; a histogram alone has a start only."""
-    alone = {HISTOGRAM, PROMPT_START, _START_LEN} if fields.routed_experts_histogram else {HISTOGRAM}
+    """Without rows, their form means nothing; a histogram alone has a start and layers only."""
+    alone = {HISTOGRAM, PROMPT_START, _START_LEN, LAYERS} if fields.routed_experts_histogram else {HISTOGRAM}
     for name in RoutingFields.model_fields:
         if name in given and name != OPT_IN and name not in alone:
             raise FieldError(name, f"{name} needs {OPT_IN}: true in the same request")
@@ -185,7 +217,11 @@ class RoutedExpertsArray(BaseModel):
     """The `object` form of one array of rows."""
 
     data: str = Field(description="base64 (standard alphabet) of the little-endian array, C order")
-    shape: list[int] = Field(description="[rows, MoE layers, experts per token]", min_length=3, max_length=3)
+    shape: list[int] = Field(
+        description="[rows, layers, experts per token]; which layers: `routed_experts_layers`",
+        min_length=3,
+        max_length=3,
+    )
     dtype: Literal["int16", "uint8", "int32"]
     start: int = Field(description="absolute position of the first row", ge=0)
     missing: int = Field(description="rows that the server cannot know; they are filled with -1", ge=0)
@@ -194,7 +230,7 @@ class RoutedExpertsArray(BaseModel):
 class RoutedExpertsHistogram(BaseModel):
     """How often each expert was chosen."""
 
-    counts: list[list[int]] = Field(description="for each of the L layers, for each expert")
+    counts: list[list[int]] = Field(description="for each layer of `routed_experts_layers`, for each expert")
     rows: int = Field(description="rows that were counted, the missing ones included", ge=0)
     missing: int = Field(description="rows that the server cannot know, at least in part", ge=0)
 

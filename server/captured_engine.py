@@ -42,6 +42,11 @@ class CapturedEngine:
         """(L, K)"""
         return self.info.num_layers, self.info.top_k
 
+    @property
+    def layers(self) -> tuple[list[int], int]:
+        """The decoder layer of each of the L layers, and how many decoder layers the model has."""
+        return self.info.layer_ids, self.engine.model_config.get_total_num_hidden_layers()
+
 
 async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
     worker, *_ = await engine.collective_rpc("routed_experts_info")

@@ -15,6 +15,7 @@ import orjson
 import pybase64
 from numpy.typing import NDArray
 
+from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, count_missing
 from routed_experts.protocol.histogram import Histogram, count_experts
 
@@ -60,18 +61,29 @@ class Encoder:
         dtype: of the elements on the wire.
         shape: (L, K) of the served model.
         num_experts: of a layer; how wide the ids of a `list` are.
+        layers: to send every decoder layer: the layer ids of the L layers, and how many decoder layers there are.
     """
 
-    def __init__(self, fmt: Format, dtype: str, shape: tuple[int, int], num_experts: int) -> None:
+    def __init__(
+        self,
+        fmt: Format,
+        dtype: str,
+        shape: tuple[int, int],
+        num_experts: int,
+        layers: tuple[Sequence[int], int] | None = None,
+    ) -> None:
         self.fmt = fmt
         self.dtype = dtype
         self.shape = shape
         self.sent = Sent()
         self._wire = _DTYPES[dtype]
-        self._row_bytes = shape[0] * shape[1] * self._wire.itemsize
-        self._middle = f',{shape[0]},{shape[1]}],"dtype":"{dtype}","start":'
+        self._num_experts = num_experts
+        self._layers = layers
+        num_layers, top_k = self._wire_shape = (shape[0] if layers is None else layers[1], shape[1])
+        self._row_bytes = num_layers * top_k * self._wire.itemsize
+        self._middle = f',{num_layers},{top_k}],"dtype":"{dtype}","start":'
         id_bytes = 1 + max(len(str(num_experts - 1)), len(str(UNKNOWN)))
-        self._list_row_bytes = shape[0] * (shape[1] * id_bytes + 2) + 2
+        self._list_row_bytes = num_layers * (top_k * id_bytes + 2) + 2
 
     def text_bytes(self, num_rows: int) -> int:
         """Most bytes that the JSON text of an array of so many rows takes."""
@@ -93,6 +105,7 @@ class Encoder:
         Raises:
             LostRowsError: a row is not known, and the type cannot say so.
         """
+        rows = self._laid_out(rows)
         if self.fmt == "list":
             self._count(rows, rows.tobytes())
             text = orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
@@ -108,6 +121,8 @@ class Encoder:
 
     def row_text(self, row: Rows, position: int) -> str:
         """As `text`, of one row that is known, in the form `object`: what most chunks of streams bring."""
+        if self._layers is not None:
+            row = self._laid_out(row)
         data: Any = row if self.dtype == "int16" else row.astype(self._wire)
         text = f'{{"data":"{pybase64.b64encode_as_string(data)}","shape":[1{self._middle}{position},"missing":0}}'
         self.sent.rows += 1
@@ -119,6 +134,16 @@ class Encoder:
         if self._wire.kind == "u":
             for rows in _blocks(arrays):
                 self._check_lost(_missing(rows, rows.tobytes()))
+
+    def histogram(self, arrays: Iterable[Rows]) -> Histogram:
+        """How often each expert of each layer was chosen in the rows of `arrays`; never one of a dense layer."""
+        counts = np.zeros((self.shape[0], self._num_experts), dtype=np.int64)
+        rows = missing = 0
+        for block in _blocks(arrays):
+            counts += count_experts(block, self._num_experts)
+            rows += len(block)
+            missing += count_missing(block)
+        return {"counts": self._laid_out(counts).tolist(), "rows": rows, "missing": missing}
 
     def json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
         """The JSON text of one array, whose rows are those of `arrays` in order; see `text`."""
@@ -141,7 +166,7 @@ class Encoder:
 
         def data() -> Iterator[bytes]:
             nonlocal missing
-            for block in _blocks(arrays):
+            for block in self._blocks(arrays):
                 unknown, raw = self._counted(block)
                 missing += unknown
                 yield raw
@@ -168,35 +193,39 @@ class Encoder:
             yield b"\x85" + _pack("data")
         yield b"\xc6" + num_bytes.to_bytes(4, "big") + header
         missing = 0
-        for block in _blocks(arrays):
+        for block in self._blocks(arrays):
             unknown, raw = self._counted(block)
             missing += unknown
             yield raw
         if self.fmt == "object":
-            rest = {"shape": [num_rows, *self.shape], "dtype": self.dtype, "start": start, "missing": missing}
+            rest = {"shape": [num_rows, *self._wire_shape], "dtype": self.dtype, "start": start, "missing": missing}
             yield b"".join(_pack(item) for pair in rest.items() for item in pair)
 
     def _counted(self, rows: Rows) -> tuple[int, bytes]:
         """How many of `rows`, which are sent, are not known, and their bytes on the wire."""
         data = rows.tobytes()
         missing = self._count(rows, data)
-        return missing, data if self.dtype == "int16" else self._as_wire(rows, missing)
+        return missing, data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
 
     def _count(self, rows: Rows, data: bytes) -> int:
         missing = _missing(rows, data)
+        self._check_lost(missing)
         self.sent.rows += len(rows)
         self.sent.missing += missing
         return missing
 
     def _counting(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
         """The rows of `arrays` in blocks, for lists."""
-        for block in _blocks(arrays):
+        for block in self._blocks(arrays):
             self._count(block, block.tobytes())
             yield block
 
-    def _as_wire(self, rows: Rows, missing: int) -> bytes:
-        self._check_lost(missing)
-        return rows.astype(self._wire).tobytes()
+    def _blocks(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
+        return map(self._laid_out, _blocks(arrays))
+
+    def _laid_out(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """`rows` [..., L, K] with the layers that are sent."""
+        return rows if self._layers is None else spread_layers(rows, *self._layers)
 
     def _check_lost(self, missing: int) -> None:
         if missing and self._wire.kind == "u":
@@ -209,20 +238,9 @@ class Encoder:
 
     def _npy_header(self, num_rows: int) -> bytes:
         buffer = BytesIO()
-        described = {"descr": self._wire.str, "fortran_order": False, "shape": (num_rows, *self.shape)}
+        described = {"descr": self._wire.str, "fortran_order": False, "shape": (num_rows, *self._wire_shape)}
         np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
         return buffer.getvalue()
-
-
-def histogram(arrays: Iterable[Rows], shape: tuple[int, int], num_experts: int) -> Histogram:
-    """How often each expert was chosen in the rows of `arrays`; `shape` is (L, K)."""
-    counts = np.zeros((shape[0], num_experts), dtype=np.int64)
-    rows = missing = 0
-    for block in _blocks(arrays):
-        counts += count_experts(block, num_experts)
-        rows += len(block)
-        missing += count_missing(block)
-    return {"counts": counts.tolist(), "rows": rows, "missing": missing}
 
 
 def _missing(rows: Rows, data: bytes) -> int:

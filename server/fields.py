@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 from fastapi import Request
-from pydantic import PrivateAttr
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
 from routed_experts.protocol.models import (
     HISTOGRAM,
@@ -14,6 +14,7 @@ from routed_experts.protocol.models import (
     FieldError,
     RoutingFields,
     RoutingOptions,
+    check_names,
     parse_options,
 )
 from routed_experts.server.row_feeds import opt_in
@@ -22,6 +23,7 @@ from routed_experts.server.vllm_api import (
     CompletionRequest,
     GenerateRequest,
     SamplingParams,
+    VLLMClientError,
     VLLMValidationError,
 )
 
@@ -32,6 +34,28 @@ class RoutedRequest(RoutingFields):
     """What all request models add to vLLM's."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_odd_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Makes odd values of vLLM's fields the client's error, where vLLM answers with 500.
+
+        Some of its validators see a field before its type is checked, and take a type for granted. Integers that the
+        message to the engine cannot hold fail when it is sent.
+
+        Raises:
+            VLLMValidationError: with `parameter` set to the field's name, where it is known.
+        """
+        try:
+            request = handler(data)
+        except (ValueError, VLLMClientError):
+            raise
+        except Exception as error:
+            raise _odd_field(cls, data) or VLLMValidationError(f"The request cannot be read: {error}") from error
+        for name in request.model_fields_set & _MESSAGE_INTEGERS:
+            if (getattr(request, name) or 0).bit_length() > _MESSAGE_BITS:
+                raise VLLMValidationError(f"{name} is out of range", parameter=name)
+        return request
 
     @property
     def routing(self) -> RoutingOptions | None:
@@ -69,6 +93,22 @@ class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
     """A request with token ids that may ask for routing."""
 
 
+_MESSAGE_INTEGERS = {"top_k", "stream_interval"}
+"""Integers that vLLM sends to its engine as they are."""
+_MESSAGE_BITS = 63
+
+
+def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | None:
+    """The error of the first field of a body that is not of its type; None if all are."""
+    for name, field in model.model_fields.items():
+        if isinstance(data, dict) and name in data:
+            try:
+                TypeAdapter[Any](field.annotation or Any).validate_python(data[name])
+            except ValidationError as error:
+                return VLLMValidationError(f"{name}: {error.errors()[0]['msg']}", parameter=name)
+    return None
+
+
 async def routing_of(raw_request: Request) -> RoutingOptions | None:
     """The request's routing options, checked before vLLM's model of the body is.
 
@@ -86,11 +126,15 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
         VLLMValidationError: with `parameter` set to the field's name.
     """
     body = await _body(raw_request)
-    options = None if body is None else _parse(body, raw_request, _vllms_default(raw_request))
-    if body is None or options is None:
+    if body is None:
         return None
+    options = _parse(body, raw_request, _vllms_default(raw_request))
     params = body.get("sampling_params")
-    start = params.get(PROMPT_START) if isinstance(params, dict) else None
+    params = params if isinstance(params, dict) else {}
+    _check_nested(params)
+    if options is None:
+        return None
+    start = params.get(PROMPT_START)
     if start:  # 0 is what clients send that send every field
         if type(start) is not int:  # vLLM would make an integer of some, where nobody here sees it
             raise VLLMValidationError(f"{PROMPT_START} must be an integer", parameter=PROMPT_START)
@@ -101,20 +145,51 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
             )
         if start < 0:
             raise VLLMValidationError(f"{PROMPT_START} must not be negative", parameter=PROMPT_START)
-        options = replace(options, prompt_start=start)
+        options = replace(options, prompt_start=start, prompt_start_param=PROMPT_START, by_default=False)
     return options.with_vllms_forms()
 
 
 async def refuse_routing(raw_request: Request) -> None:
-    """For endpoints that cannot return routing: a request that asks for it must not lose it without a word.
+    """For endpoints that cannot return routing: a request that asks for it must not lose it silently.
 
     Raises:
-        VLLMValidationError: the request asks for routing.
+        VLLMValidationError: the request asks for routing, or its routing fields are wrong.
     """
-    body = await _body(raw_request) or {}
-    for name in (OPT_IN, HISTOGRAM):
-        if body.get(name) not in (None, False):
-            raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=name)
+    try:
+        options = parse_options(await _body(raw_request) or {})
+    except FieldError as error:
+        raise VLLMValidationError(str(error), parameter=error.param) from None
+    if options is not None:
+        asked = OPT_IN if options.rows else HISTOGRAM
+        raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=asked)
+
+
+async def refuse_odd_values(raw_request: Request) -> None:
+    """For `/invocations`, where vLLM's own models read the body after it failed: they answer odd values with 500.
+
+    Raises:
+        VLLMValidationError: a value of the body is why it failed.
+    """
+    body = await _body(raw_request)
+    for model in (RoutedChatRequest, RoutedCompletionRequest):  # in vLLM's order
+        try:
+            model.model_validate(body)
+        except ValidationError:
+            continue
+        return
+
+
+def _check_nested(params: Mapping[str, Any]) -> None:
+    """Raises `VLLMValidationError` for routing fields in `sampling_params`, which has vLLM's one only."""
+    try:
+        check_names(params)
+    except FieldError as error:
+        raise VLLMValidationError(str(error), parameter=f"sampling_params.{error.param}") from None
+    for name in RoutingFields.model_fields.keys() & params.keys() - {PROMPT_START}:
+        raise VLLMValidationError(
+            f"{name} belongs at the top level of the request, not into sampling_params",
+            parameter=f"sampling_params.{name}",
+        )
 
 
 def _vllms_default(raw_request: Request) -> dict[str, Any]:

@@ -9,7 +9,13 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from routed_experts.server import routes
-from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest, refuse_routing, routing_of
+from routed_experts.server.fields import (
+    RoutedChatRequest,
+    RoutedCompletionRequest,
+    refuse_odd_values,
+    refuse_routing,
+    routing_of,
+)
 
 CLOSED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
 """Endpoints whose answers have no place for routing."""
@@ -71,7 +77,11 @@ def _dispatching(otherwise: Any) -> Any:
 
     async def invocations(raw_request: Request) -> Response:
         routing = await routing_of(raw_request)
-        answer: Response = await (otherwise if routing is None else asked)(raw_request=raw_request)
+        try:
+            answer: Response = await (otherwise if routing is None else asked)(raw_request=raw_request)
+        except Exception:
+            await refuse_odd_values(raw_request)
+            raise
         return answer
 
     return invocations

@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, Rows, histogram
+from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, Rows
 from routed_experts.server.metrics import count_answer
 from routed_experts.server.row_feeds import RowFeed, own, split, unknown_rows
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
@@ -319,7 +319,7 @@ class StreamAligner:
         return chunk
 
     async def _histogram(self, arrays: list[Rows]) -> str:
-        counted = await run_in_threadpool(histogram, arrays, self._encoder.shape, self._num_experts)
+        counted = await run_in_threadpool(self._encoder.histogram, arrays)
         arrays.clear()
         return orjson.dumps(counted).decode()
 

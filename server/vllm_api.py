@@ -25,7 +25,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger as _init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -71,6 +71,7 @@ __all__ = [
     "RequestState",
     "SamplingParams",
     "ServingTokens",
+    "VLLMClientError",
     "VLLMNotFoundError",
     "VLLMValidationError",
     "create_error_response",

@@ -22,12 +22,29 @@ from routed_experts.server.vllm_api import (
     RequestOutput,
     ServingTokens,
     VLLMValidationError,
+    get_logger,
 )
 from routed_experts.server.whole import CollectedRows, WholeAnswer
+
+logger = get_logger(__name__)
+
+_TRACE = "sampling_params.trace_decode_token_ids"
 
 
 def _reject(message: str, param: str) -> NoReturn:
     raise VLLMValidationError(message, parameter=param)
+
+
+def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> None:
+    """Refuses a request that asks for routing it cannot have; if only the server's default asks, takes the routing off.
+
+    Raises:
+        VLLMValidationError: the request itself asks.
+    """
+    if not options.by_default:
+        _reject(message, param)
+    logger.info("A request gets no routing, which only the server-wide default asks for: %s", message)
+    request.routing = None
 
 
 def options_of(request: Any) -> RoutingOptions | None:
@@ -67,7 +84,7 @@ class RoutedServing:
                 asked,
             )
         if getattr(request, "use_beam_search", False):
-            _reject("Routed experts cannot be returned with beam search.", asked)
+            _cannot(request, options, "Routed experts cannot be returned with beam search.", asked)
         try:
             codec.resolve_dtype(options.dtype, self.captured.num_experts)
         except codec.CodecError as error:
@@ -87,21 +104,26 @@ class RoutedServing:
             return
         for length in prompt_lens:
             if options.prompt_start > length:
-                _reject(
+                _cannot(
+                    request,
+                    options,
                     f"{options.prompt_start_param} is {options.prompt_start}, but the prompt has {length} tokens",
                     options.prompt_start_param,
                 )
+                return
         if options.rows:
             prompt_rows = sum(prompt_lens) - len(prompt_lens) * options.prompt_start
             copies = num_choices if options.layout == "joined" else 1
             own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
-            self.check_size(options, copies * prompt_rows + own_rows)
+            self.check_size(request, options, copies * prompt_rows + own_rows)
 
-    def check_size(self, options: RoutingOptions, num_rows: int) -> None:
+    def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
         """Raises `VLLMValidationError` if so many rows are more than one answer may hold."""
         num_bytes = self.encoder(options).text_bytes(num_rows)
         if num_bytes > self.max_bytes:
-            _reject(
+            _cannot(
+                request,
+                options,
                 f"The routing of {num_rows} tokens would take {num_bytes} bytes, and this server sends at most "
                 f"{self.max_bytes} (--routed-experts-max-response-bytes): ask for fewer tokens, a later "
                 "routed_experts_prompt_start or a narrower routed_experts_dtype",
@@ -112,7 +134,8 @@ class RoutedServing:
         """How the arrays of a request with `options` are encoded."""
         assert self.captured is not None
         dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
-        return Encoder(options.format, dtype, self.captured.shape, self.captured.num_experts)
+        layers = self.captured.layers if options.layers == "all" else None
+        return Encoder(options.format, dtype, self.captured.shape, self.captured.num_experts, layers)
 
     def aligner(
         self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0, has_own_field: bool = False
@@ -135,15 +158,17 @@ class RoutedServing:
         assert self.captured is not None
         return CollectedRows(options, self.captured.shape)
 
-    def whole(self, response: Any, rows: CollectedRows, is_list: bool = False) -> WholeAnswer:
-        """`response` with `rows`.
+    def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
+        """`response` with `rows`, a `WholeAnswer`; by itself if only the server's default asks for more than it allows.
 
         Raises:
             VLLMValidationError: the answer would be larger than the server allows.
         """
         assert self.captured is not None
-        self.check_size(rows.options, rows.num_rows)
+        self.check_size(request, rows.options, rows.num_rows)
         response.kv_transfer_params = handoff.to_wire(response.kv_transfer_params)
+        if options_of(request) is None:
+            return response
         return WholeAnswer(response, rows, self.encoder(rows.options), self.captured.num_experts, is_list)
 
     def _error_event(self, error: Exception) -> str:
@@ -199,7 +224,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
             rows.collect(output)
         prompt = request.prompt
         is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
-        return self.whole(make(final_res_batch, request, *args, **kwargs), rows, is_list)
+        return self.whole(request, make(final_res_batch, request, *args, **kwargs), rows, is_list)
 
 
 class RoutedServingChat(RoutedServing, OpenAIServingChat):
@@ -252,7 +277,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             return await make(request, result_generator, *args, **kwargs)
         rows = self.collected(options)
         response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
-        return response if isinstance(response, ErrorResponse) else self.whole(response, rows)
+        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
 
 class RoutedServingTokens(RoutedServing, ServingTokens):
@@ -262,6 +287,9 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         self.check(request)
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
+            # vLLM checks the tokens before it says so, with an error that its engine client turns into 500.
+            if params.trace_decode_token_ids is not None and not self.model_config.enable_trace_replay:
+                _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
             request.sampling_params = request.opt_in(params)
@@ -286,7 +314,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
             return await make(request, result_generator, *args, **kwargs)
         rows = self.collected(options)
         response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
-        return response if isinstance(response, ErrorResponse) else self.whole(response, rows)
+        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
 
 def adopt(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None, max_bytes: int) -> None:

@@ -10,7 +10,7 @@ import orjson
 
 from routed_experts.protocol.histogram import Histogram
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.encoding import Encoder, Rows, histogram
+from routed_experts.server.encoding import Encoder, Rows
 from routed_experts.server.row_feeds import RowFeed, split, unknown_rows
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
@@ -96,10 +96,9 @@ class CollectedRows:
         for prompt in self.prompts:
             yield None, start, prompt
 
-    def histograms(self, num_experts: int) -> tuple[list[Histogram], list[Histogram]]:
+    def histograms(self, encoder: Encoder) -> tuple[list[Histogram], list[Histogram]]:
         """Those of the prompts, and those of the choices."""
-        prompts = [histogram(arrays, self.shape, num_experts) for arrays in self.prompts]
-        return prompts, [histogram(arrays, self.shape, num_experts) for _, arrays in self.choices]
+        return [*map(encoder.histogram, self.prompts)], [encoder.histogram(arrays) for _, arrays in self.choices]
 
 
 def _count(arrays: list[Rows]) -> int:
@@ -141,7 +140,7 @@ class WholeAnswer:
         if prompts:
             body["prompt_routed_experts"] = self._one_or_list(prompts)
         if self.rows.options.histogram:
-            of_prompts, of_choices = self.rows.histograms(self.num_experts)
+            of_prompts, of_choices = self.rows.histograms(self.encoder)
             body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
             for choice_body, counted in zip(body["choices"], of_choices, strict=True):
                 choice_body["routed_experts_histogram"] = counted

@@ -16,7 +16,9 @@ VALID: dict[str, Any] = {
     "routed_experts_format": "npy",
     "routed_experts_dtype": "auto",
     "routed_experts_layout": "joined",
+    "routed_experts_layers": "all",
 }
+WITH_HISTOGRAM = ("routed_experts_prompt_start", "routed_experts_start_len", "routed_experts_layers")
 ALONE: dict[str, Any] = {"routed_experts_histogram": True}
 BAD = {
     "return_routed_experts": [None, 0, 1, 1.0, "true", "1", "", [], {}],
@@ -25,6 +27,7 @@ BAD = {
     "routed_experts_format": [None, "", "OBJECT", "base64", 1, True, ["npy"]],
     "routed_experts_dtype": [None, "", "int8", "uint16", "int64", 16, True],
     "routed_experts_layout": [None, "", "Split", "both", 0, True],
+    "routed_experts_layers": [None, "", "ALL", "dense", 1, True, ["all"]],
     "routed_experts_histogram": [None, 0, 1, "true", "", [], {}],
 }
 
@@ -56,6 +59,7 @@ def test_every_field_is_tried_here() -> None:
         *(("routed_experts_format", form, "format") for form in ("object", "npy", "raw", "list")),
         *(("routed_experts_dtype", dtype, "dtype") for dtype in ("int16", "uint8", "int32", "auto")),
         *(("routed_experts_layout", layout, "layout") for layout in ("split", "joined")),
+        *(("routed_experts_layers", layers, "layers") for layers in ("moe", "all")),
     ],
 )
 def test_values_that_are_taken(field: str, value: Any, attribute: str) -> None:
@@ -104,9 +108,13 @@ def test_histograms_come_alone_or_beside_rows() -> None:
     assert parse_options({**ALONE, "routed_experts_prompt_start": 3}) == RoutingOptions(
         rows=False, histogram=True, prompt_start=3
     )
+    assert parse_options({**ALONE, "routed_experts_layers": "all"}) == RoutingOptions(
+        rows=False, histogram=True, layers="all"
+    )
     assert parse_options({"routed_experts_histogram": False}) is None
-    with pytest.raises(FieldError, match="routed_experts_format needs return_routed_experts: true"):
-        parse_options({**ALONE, "routed_experts_format": "npy"})
+    for field in set(OTHERS) - set(WITH_HISTOGRAM):
+        with pytest.raises(FieldError, match=f"{field} needs return_routed_experts: true"):
+            parse_options({**ALONE, field: VALID[field]})
 
 
 def test_defaults_are_what_a_request_leaves_out() -> None:
@@ -139,7 +147,7 @@ def test_wrong_defaults(field: str, value: Any) -> None:
 
 
 def test_defaults_that_are_no_fields() -> None:
-    with pytest.raises(FieldError, match="return_experts is not a routing field"):
+    with pytest.raises(FieldError, match="return_experts is not a routing field; the nearest is return_routed_experts"):
         check_defaults({"return_experts": True})
     with pytest.raises(FieldError, match="JSON object"):
         check_defaults([])
@@ -149,14 +157,64 @@ def test_defaults_that_are_no_fields() -> None:
 def test_vllms_forms_where_no_other_was_asked_for() -> None:
     plain = parse_options(OPT_IN)
     assert plain is not None
-    assert plain.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="vllm")
+    assert plain.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="vllm", layers="all")
     for said in ({"routed_experts_format": "npy"}, {"routed_experts_layout": "split"}):
         options = parse_options({**OPT_IN, **said})
         assert options is not None
         assert options.with_vllms_forms() == options
     typed = parse_options({**OPT_IN, "routed_experts_dtype": "int32"})
     assert typed is not None
-    assert typed.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="int32")
+    assert typed.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="int32", layers="all")
+    moe = parse_options(OPT_IN, {"routed_experts_layers": "moe"})
+    assert moe is not None
+    assert moe.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="vllm", layers="moe")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("return_routed_expert", "return_routed_experts"),
+        ("return_routed_experts_", "return_routed_experts"),
+        ("return_routed_expert_weights", "return_routed_experts"),  # a later part of the contract
+        ("routed_experts_formt", "routed_experts_format"),
+        ("routed_expert_format", "routed_experts_format"),
+        ("routed_experts_layer", "routed_experts_layers"),
+        ("routed_experts", ""),
+        ("routed_experts_" + "x" * 100_000, ""),
+    ],
+)
+def test_names_that_nobody_knows(name: str, nearest: str) -> None:
+    """Whatever their value, and whether routing is asked for or not."""
+    for body in ({}, OPT_IN, {"return_routed_experts": False}):
+        for value in (None, False, 1):
+            with pytest.raises(FieldError, match=f"not a routing field; the nearest is {nearest}") as raised:
+                parse_options({"model": "tiny", **body, name: value})
+            assert raised.value.param == name
+            assert len(str(raised.value)) < 200
+    with pytest.raises(FieldError) as raised:
+        check_defaults({name: 1})
+    assert raised.value.param == name
+
+
+def test_a_name_that_no_answer_can_hold() -> None:
+    with pytest.raises(FieldError) as raised:
+        parse_options({"return_routed_\ud800": True})
+    assert f"{raised.value} {raised.value.param}".encode().count(b"return_routed_?") == 2
+
+
+def test_other_names_are_vllms() -> None:
+    assert parse_options({"route": 1, "expert": 2, "my_return_routed_experts": True, "Routed_Experts": 1}) is None
+
+
+def test_who_asked() -> None:
+    """The request itself, or only the server's default for it."""
+    defaults = {**OPT_IN, "routed_experts_format": "npy"}
+    bodies = {False: [OPT_IN, {"routed_experts_format": "raw"}], True: [{}, {"prompt": "abc"}]}
+    for by_default, of_kind in bodies.items():
+        for body in of_kind:
+            options = parse_options(body, defaults)
+            assert options is not None
+            assert options.by_default == by_default
 
 
 def test_the_body_is_left_as_it_is() -> None:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from routed_experts.protocol import codec
-from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, histogram
+from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError
 
 SHAPES = [(48, 8, 128), (5, 4, 16), (2, 3, 300)]  # L, K, experts
 COUNTS = [0, 1, 2, 3, 100, 1000]
@@ -33,20 +33,39 @@ def parts_of(rows: np.ndarray) -> list[np.ndarray]:
     return [rows[:0], *(rows[first:end] for first, end in pairwise(cuts))]
 
 
-def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int]) -> Encoder:
-    return Encoder(fmt, dtype, shape[:2], shape[2])
+def dense_before_each(shape: tuple[int, int, int]) -> tuple[list[int], int]:
+    """Layers of a model of twice as many decoder layers and one more: every other has experts."""
+    return list(range(1, 2 * shape[0], 2)), 2 * shape[0] + 1
 
 
+def spread(rows: np.ndarray) -> np.ndarray:
+    """`rows` in all layers of such a model."""
+    count, layers, top_k = rows.shape
+    every = np.zeros((count, 2 * layers + 1, top_k), dtype=rows.dtype)
+    for layer in range(layers):
+        every[:, 2 * layer + 1] = rows[:, layer]
+    for row in every:
+        if (row == -1).any():
+            row[::2] = -1
+    return every
+
+
+def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int], layers: str = "moe") -> Encoder:
+    return Encoder(fmt, dtype, shape[:2], shape[2], dense_before_each(shape) if layers == "all" else None)
+
+
+@pytest.mark.parametrize("layers", ["moe", "all"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fmt", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_ways_say_the_same(shape: tuple[int, int, int], fmt: Any, dtype: str) -> None:
+def test_all_ways_say_the_same(shape: tuple[int, int, int], fmt: Any, dtype: str, layers: str) -> None:
     if dtype == "uint8" and shape[2] > 256:
         pytest.skip("uint8 cannot hold the ids of that many experts")
     for count in COUNTS:
         rows = rows_of(count, shape, unknown=dtype != "uint8")
-        expected = codec.encode(rows, fmt=fmt, dtype=dtype, start=7)
-        own = encoder(fmt, dtype, shape)
+        sent = spread(rows) if layers == "all" else rows
+        expected = codec.encode(sent, fmt=fmt, dtype=dtype, start=7)
+        own = encoder(fmt, dtype, shape, layers)
         assert orjson.loads(own.text(rows, 7)) == expected
         assert own.text(rows, 7).encode() == orjson.dumps(expected)
         assert b"".join(own.json_parts(parts_of(rows), 7)) == orjson.dumps(expected)
@@ -58,31 +77,37 @@ def test_all_ways_say_the_same(shape: tuple[int, int, int], fmt: Any, dtype: str
             assert packed == (base64.b64decode(expected) if isinstance(expected, str) else expected)
 
 
+@pytest.mark.parametrize("layers", ["moe", "all"])
 @pytest.mark.parametrize("dtype", ["int16", "int32", "uint16", "uint8"])
 @pytest.mark.parametrize("shape", SHAPES[:2])
-def test_a_row_alone_has_the_text_of_an_array_of_one(shape: tuple[int, int, int], dtype: str) -> None:
+def test_a_row_alone_has_the_text_of_an_array_of_one(shape: tuple[int, int, int], dtype: str, layers: str) -> None:
     row = rows_of(1, shape, unknown=False)
-    own, other = encoder("object", dtype, shape), encoder("object", dtype, shape)
+    own, other = encoder("object", dtype, shape, layers), encoder("object", dtype, shape, layers)
     assert own.row_text(row, 70_000) == other.text(row, 70_000)
     assert own.sent == other.sent
     assert own.sent.rows == 1
 
 
+@pytest.mark.parametrize("layers", ["moe", "all"])
 @pytest.mark.parametrize("fmt", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_an_array_fits_the_line_that_it_was_cut_for(shape: tuple[int, int, int], fmt: Any) -> None:
-    own = encoder(fmt, "int32", shape)
+def test_an_array_fits_the_line_that_it_was_cut_for(shape: tuple[int, int, int], fmt: Any, layers: str) -> None:
+    own = encoder(fmt, "int32", shape, layers)
     count = own.rows_in(LINE_BYTES)
     assert count > 1
-    widest = np.full((count, *shape[:2]), shape[2] - 1, dtype=np.int16)
-    assert LINE_BYTES * 0.95 < len(own.text(widest, 1 << 40)) <= LINE_BYTES
+    widest = np.full((count + 1, *shape[:2]), shape[2] - 1, dtype=np.int16)
+    assert len(own.text(widest[:-1], 1 << 40)) <= LINE_BYTES
+    if fmt != "list" or layers == "moe":  # zeros are shorter than ids
+        assert len(own.text(widest, 1 << 40)) > LINE_BYTES * 0.99
     assert own.rows_in(1) == 1
 
 
+@pytest.mark.parametrize("layers", ["moe", "all"])
+@pytest.mark.parametrize("fmt", FORMS)
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_what_a_type_cannot_say_is_an_error(dtype: str) -> None:
+def test_what_a_type_cannot_say_is_an_error(dtype: str, fmt: Any, layers: str) -> None:
     rows = rows_of(10, SHAPES[1], unknown=True)
-    own = encoder("object", dtype, SHAPES[1])
+    own = encoder(fmt, dtype, SHAPES[1], layers)
     for encode in (
         lambda: own.text(rows, 0),
         lambda: own.check([rows[3:], rows[:3]]),
@@ -132,10 +157,19 @@ def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
 
 
 def test_histograms_count_all_blocks() -> None:
-    layers, top_k, experts = SHAPES[0]
+    layers, _, experts = SHAPES[0]
     rows = rows_of(1000, SHAPES[0], unknown=True)
-    counted = histogram(parts_of(rows), (layers, top_k), experts)
+    counted = encoder("object", "int16", SHAPES[0]).histogram(parts_of(rows))
     assert (counted["rows"], counted["missing"]) == (1000, 2)
     for layer in (0, layers - 1):
         ids = rows[:, layer].ravel()
         assert counted["counts"][layer] == np.bincount(ids[ids >= 0], minlength=experts).tolist()
+
+
+def test_histograms_of_all_layers_count_nothing_in_dense_ones() -> None:
+    rows = rows_of(100, SHAPES[1], unknown=True)
+    counts = encoder("object", "int16", SHAPES[1]).histogram([rows])["counts"]
+    every = encoder("object", "int16", SHAPES[1], "all").histogram([rows])
+    assert (every["rows"], every["missing"]) == (100, 2)
+    assert every["counts"][1::2] == counts
+    assert every["counts"][::2] == [[0] * SHAPES[1][2]] * 6
