@@ -79,6 +79,7 @@ class Encoder:
         self._wire = _DTYPES[dtype]
         self._num_experts = num_experts
         self._layers = layers
+        self._is_bare = dtype == "int16" and layers is None
         num_layers, top_k = self._wire_shape = (shape[0] if layers is None else layers[1], shape[1])
         self._row_bytes = num_layers * top_k * self._wire.itemsize
         self._middle = f',{num_layers},{top_k}],"dtype":"{dtype}","start":'
@@ -121,9 +122,9 @@ class Encoder:
 
     def row_text(self, row: Rows, position: int) -> str:
         """As `text`, of one row that is known, in the form `object`: what most chunks of streams bring."""
-        if self._layers is not None:
-            row = self._laid_out(row)
-        data: Any = row if self.dtype == "int16" else row.astype(self._wire)
+        data: Any = row
+        if not self._is_bare:
+            data = (row if self._layers is None else spread_layers(row, *self._layers)).astype(self._wire)
         text = f'{{"data":"{pybase64.b64encode_as_string(data)}","shape":[1{self._middle}{position},"missing":0}}'
         self.sent.rows += 1
         self.sent.num_bytes += len(text)

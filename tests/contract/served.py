@@ -40,6 +40,10 @@ from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, NUM_EXPERTS, Arithmetic
 from tests.e2e.harness import Server, free_port
 from tests.e2e.harness import serving as serving_processes
 
+LAYER_IDS = [1, 2, 3, 5, 6, 7, 8, 9]
+"""Decoder layers of the L layers that have experts."""
+DECODER_LAYERS = 10
+
 
 class ServedExecutor(ArithmeticExecutor):
     """Answers what the API process asks of workers too."""
@@ -53,7 +57,7 @@ class ServedExecutor(ArithmeticExecutor):
                     "num_layers": L,
                     "top_k": K,
                     "num_experts": NUM_EXPERTS,
-                    "layer_ids": list(range(L)),
+                    "layer_ids": LAYER_IDS,
                     "runner": "v1",
                     "device": "cpu",
                     "kv_slots": 0,
@@ -152,7 +156,8 @@ def vllms(argv: list[str]) -> Namespace:
 def serving(model: Path, *flags: str, command: Command = ours) -> Iterator[Server]:
     """A running API server for the tokenizer and the chat template of `model`; `flags` are those of `command`."""
     sizes = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
-    with served(model, ServedExecutor, *sizes, *flags, command=command) as server:
+    layers = ("--hf-overrides", f'{{"num_hidden_layers": {DECODER_LAYERS}}}')
+    with served(model, ServedExecutor, *sizes, *layers, *flags, command=command) as server:
         yield server
 
 

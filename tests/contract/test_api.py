@@ -1,5 +1,7 @@
 """vLLM's real API process with our plugin in it, over HTTP, and behind it vLLM's real scheduler with ours: no model."""
 
+import base64
+import io
 import random
 import shutil
 import subprocess
@@ -13,8 +15,9 @@ import numpy as np
 import orjson
 import pytest
 
-from tests.contract.arithmetic import K, L, Rows, Tokens
-from tests.contract.served import serving
+from routed_experts.protocol.collect import collect
+from tests.contract.arithmetic import NUM_EXPERTS, K, L, Rows, Tokens
+from tests.contract.served import DECODER_LAYERS, LAYER_IDS, serving
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode, prompt_of, read_events, same
 
 CHAT = "/v1/chat/completions"
@@ -32,6 +35,15 @@ def rows_of(tokens: Iterable[int], first: int = 0) -> Rows:
     """The rows of `tokens` from position `first` on."""
     sequence = Tokens(tokens)
     return sequence.rows(first, len(sequence))
+
+
+def every_layer_of(tokens: Iterable[int], first: int = 0) -> Rows:
+    """The same with every decoder layer, as vLLM's own capture has it."""
+    rows = rows_of(tokens, first)
+    every = np.zeros((len(rows), DECODER_LAYERS, K), dtype=rows.dtype)
+    for row, layer in np.ndindex(len(rows), L):
+        every[row, LAYER_IDS[layer]] = rows[row, layer]
+    return every
 
 
 def check(answer: Answer, tokens: int | None = None) -> None:
@@ -179,6 +191,201 @@ def test_tokens_in_and_tokens_out(api: Server) -> None:
     assert len(whole["token_ids"]) == 7
     for rows in (decode(whole["routed_experts"]), np.concatenate(pieces)):
         assert np.array_equal(rows, rows_of([*prompt, *whole["token_ids"]][:-1]))
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize("dtype", ["int16", "int32"])
+@pytest.mark.parametrize("form", ["object", "npy", "raw", "list"])
+def test_every_decoder_layer(api: Server, form: str, dtype: str, layout: str) -> None:
+    """Whole, in MessagePack, and streamed in pieces."""
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt_of(150, 11), "max_tokens": 4, **ASK}
+    body |= {"routed_experts_format": form, "routed_experts_dtype": dtype}
+    body |= {"routed_experts_layout": layout, "routed_experts_layers": "all"}
+    shape: dict[str, Any] = {"dtype": dtype, "num_layers": DECODER_LAYERS, "top_k": K}
+    with api.client() as client:
+        whole = client.post("/v1/completions", json=body)
+        packed = client.post("/v1/completions", json=body, headers={"Accept": "application/msgpack"})
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            lines = list(response.iter_lines())
+    assert len(lines) > 10
+    assert max(map(len, lines)) <= (64 << 10) + 1000
+    answers = [whole.json(), msgspec.msgpack.decode(packed.content), read_events(iter(lines))]
+    for (routing,) in (collect(answer, **shape) for answer in answers):
+        assert len(routing.token_ids or ()) == 4
+        assert np.array_equal(routing.rows, every_layer_of([*body["prompt"], *routing.token_ids][:-1]))
+
+
+def test_moe_layers_alone_are_the_default(api: Server) -> None:
+    body: dict[str, Any] = {"prompt": prompt_of(20, 11), "max_tokens": 3, "return_routed_experts": True}
+    plain, moe = (api.complete(**body, **fields) for fields in ({}, {"routed_experts_layers": "moe"}))
+    assert plain["prompt_routed_experts"] == moe["prompt_routed_experts"]
+    assert plain["prompt_routed_experts"]["shape"] == [20, L, K]
+
+
+def test_a_histogram_of_every_decoder_layer(api: Server) -> None:
+    """Dense layers have no counts: the zeros that stand for them in rows are no expert."""
+    body: dict[str, Any] = {"prompt": prompt_of(30, 12), "max_tokens": 5, "routed_experts_histogram": True}
+    whole = api.complete(**body, routed_experts_layers="all")
+    chunks = api.stream(**body, routed_experts_layers="all")
+    moe = api.complete(**body)
+    (counted,) = [c["prompt_routed_experts_histogram"] for c in chunks if "prompt_routed_experts_histogram" in c]
+    assert counted == whole["prompt_routed_experts_histogram"]
+    for every, of_moe in (
+        (whole["prompt_routed_experts_histogram"], moe["prompt_routed_experts_histogram"]),
+        *(
+            (one["routed_experts_histogram"], other["routed_experts_histogram"])
+            for one, other in zip(whole["choices"], moe["choices"], strict=True)
+        ),
+    ):
+        assert len(every["counts"]) == DECODER_LAYERS
+        assert [every["counts"][layer] for layer in LAYER_IDS] == of_moe["counts"]
+        for layer in set(range(DECODER_LAYERS)) - set(LAYER_IDS):
+            assert every["counts"][layer] == [0] * NUM_EXPERTS
+        assert (every["rows"], every["missing"]) == (of_moe["rows"], 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, "all"),
+        ({"routed_experts_dtype": "int32"}, "all"),
+        ({"routed_experts_layers": "moe"}, "moe"),
+        ({"routed_experts_format": "npy", "routed_experts_layout": "joined"}, "moe"),
+        ({"routed_experts_layout": "joined", "routed_experts_format": "npy", "routed_experts_layers": "all"}, "all"),
+    ],
+)
+def test_layers_of_vllms_own_form(api: Server, fields: dict[str, Any], layers: str) -> None:
+    prompt = prompt_of(20, 13)
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 5}, "return_routed_experts": True, **fields}
+    with api.client() as client:
+        (whole,) = client.post("/inference/v1/generate", json={"model": "tiny", **body}).json()["choices"]
+    pieces = [c["choices"][0]["routed_experts"] for c in api.stream("/inference/v1/generate", **body)]
+    tokens = [*prompt, *whole["token_ids"]][:-1]
+    expected = every_layer_of(tokens) if layers == "all" else rows_of(tokens)
+    for arrays in ([whole["routed_experts"]], pieces):
+        rows = [np.load(io.BytesIO(base64.b64decode(array)), allow_pickle=False) for array in arrays]
+        assert np.array_equal(np.concatenate(rows), expected)
+
+
+def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
+    """100 rows of K ids in int16 in each of 10 layers are 170,667 characters of base64, of 8 layers 136,534."""
+    assert (L, DECODER_LAYERS, K) == (8, 10, 64)
+    default = '{"return_routed_experts": true, "routed_experts_layers": "all"}'
+    flags = ("--routed-experts-max-response-bytes", "150000", "--routed-experts-default", default)
+    body: dict[str, Any] = {"model": "tiny", "prompt": prompt_of(100, 1), "max_tokens": 1}
+    asked = {**body, "return_routed_experts": True}
+    with serving(tiny_model, *flags) as server, server.client() as client:
+        for stream in (False, True):
+            refused = client.post("/v1/completions", json={**asked, "stream": stream})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_routed_experts")
+        assert server.complete(**{**asked, "routed_experts_layers": "moe"})["prompt_routed_experts"]
+        # Where only the server asks, vLLM's answer is better than none.
+        assert b"routed" not in orjson.dumps([server.complete(**body), *server.stream(**body)])
+        short = server.complete(prompt=prompt_of(50, 1), max_tokens=1)
+        assert np.array_equal(decode(short["prompt_routed_experts"]), every_layer_of(prompt_of(50, 1)))
+        # A chat that says no limit is known to be too large at its end.
+        long = {"messages": [USER], "ignore_eos": True}
+        assert server.chat(**long, max_tokens=3)["prompt_routed_experts"]
+        assert b"routed" not in orjson.dumps(server.chat(**long))
+        refused = client.post(CHAT, json={"model": "tiny", **long, "return_routed_experts": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_routed_experts")
+
+
+def test_a_default_start_behind_a_prompt(tiny_model: Path) -> None:
+    default = '{"return_routed_experts": true, "routed_experts_prompt_start": 20}'
+    with serving(tiny_model, "--routed-experts-default", default) as server, server.client() as client:
+        assert server.complete(prompt=prompt_of(20, 1), max_tokens=2)["prompt_routed_experts"]["shape"] == [0, L, K]
+        assert "prompt_routed_experts" not in server.complete(prompt=prompt_of(19, 1), max_tokens=2)
+        body = {"model": "tiny", "prompt": prompt_of(19, 1), "return_routed_experts": True}
+        refused = client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "routed_experts_prompt_start")
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        (CHAT, {"messages": [USER]}),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}),
+        ("/invocations", {"prompt": "a"}),
+        ("/invocations", {"messages": [USER]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 2}),
+        ("/v1/chat/completions/batch", {"messages": [[USER]]}),
+    ],
+)
+def test_names_that_nobody_knows(api: Server, path: str, body: dict[str, Any], asks: bool) -> None:
+    names = ["return_routed_expert", "routed_experts_formt"]
+    names += ["return_routed_expert_weights", "routed_experts_delivery"]  # later parts of the contract
+    with api.client() as client:
+        for name in names:
+            asked = {"model": "tiny", **body, name: True, **({"return_routed_experts": True} if asks else {})}
+            response = client.post(path, json=asked)
+            assert response.status_code == 400, response.text
+            assert f"{name} is not a routing field; the nearest is" in response.text
+            if path != "/v1/messages":  # whose errors name no field
+                assert response.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("return_routed_experts", "belongs at the top level"),
+        ("routed_experts_promt_start", "routed_experts_prompt_start"),
+    ],
+)
+def test_routing_fields_in_sampling_params(api: Server, name: str, reason: str) -> None:
+    body = {"model": "tiny", "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, name: True}}
+    with api.client() as client:
+        error = client.post("/inference/v1/generate", json=body).json()["error"]
+    assert (error["code"], error["param"]) == (400, f"sampling_params.{name}")
+    assert reason in error["message"]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "structured_outputs"),
+        (CHAT, {"messages": [USER]}, "structured_outputs"),
+        ("/invocations", {"prompt": "a"}, "structured_outputs"),
+        ("/invocations", {"messages": [USER]}, "structured_outputs"),
+        ("/inference/v1/generate", {"token_ids": [1]}, "body.sampling_params"),  # vLLM's own answer
+    ],
+)
+def test_structured_outputs_that_are_no_object(
+    api: Server, path: str, body: dict[str, Any], param: str, asks: bool
+) -> None:
+    """vLLM's validators take one for granted, and answer with 500."""
+    with api.client() as client:
+        for value in (True, 0, 1.5, "", "json", [], [{}]):
+            field = {"structured_outputs": value}
+            asked = {"model": "tiny", **body, **({"sampling_params": field} if "token_ids" in body else field)}
+            response = client.post(path, json={**asked, "return_routed_experts": asks})
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == param
+            assert "structured_outputs" in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a", "top_k": 1 << 70}, "top_k"),
+        (CHAT, {"messages": [USER], "stream_interval": 1 << 63}, "stream_interval"),
+        ("/invocations", {"prompt": "a", "top_k": 1 << 70}, "top_k"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"trace_decode_token_ids": []}},
+            "sampling_params.trace_decode_token_ids",
+        ),
+    ],
+)
+def test_what_vllm_answers_with_500(api: Server, path: str, body: dict[str, Any], param: str) -> None:
+    with api.client() as client:
+        response = client.post(path, json={"model": "tiny", **body})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

@@ -13,18 +13,25 @@ from vllm.envs import disable_envs_cache
 
 from routed_experts.protocol.models import FieldError
 from tests.contract.arithmetic import K, L, Rows, Tokens
-from tests.contract.served import serving, vllms
+from tests.contract.served import DECODER_LAYERS, LAYER_IDS, serving, vllms
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, same
 
 GENERATE = "/inference/v1/generate"
-OVERRIDES = json.dumps({"num_experts": 1 << 15, "num_hidden_layers": L})
+OVERRIDES = json.dumps({"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS})
 HELLO = [{"role": "user", "content": "Which experts?"}]
 FLAGS = ("--enable-return-routed-experts", "--enable-scale-out", "--hf-overrides", OVERRIDES)
 
 
 def rows_of(tokens: list[int], start: int = 0) -> Rows:
-    """What an answer has for all tokens but the last, as vLLM's own capture has it."""
+    """What an answer has for all tokens but the last."""
     return Tokens(tokens).rows(start, len(tokens) - 1).astype(np.uint16)
+
+
+def vllms_rows_of(tokens: list[int], start: int = 0) -> Rows:
+    """The same as vLLM's own capture has it: zeros in layers without experts."""
+    rows = np.zeros((len(tokens) - 1 - start, DECODER_LAYERS, K), dtype=np.uint16)
+    rows[:, LAYER_IDS] = rows_of(tokens, start)
+    return rows
 
 
 def npy(text: str) -> Any:
@@ -48,7 +55,7 @@ def check_generate(server: Server, start: int) -> None:
     for choice in whole["choices"]:
         rows = npy(choice["routed_experts"])
         assert rows.dtype == np.uint16
-        assert np.array_equal(rows, rows_of([*prompt, *choice["token_ids"]], start))
+        assert np.array_equal(rows, vllms_rows_of([*prompt, *choice["token_ids"]], start))
     params = {"max_tokens": 7, "routed_experts_prompt_start": start}
     tokens, parts = list(prompt), []
     for chunk in server.stream(GENERATE, token_ids=prompt, sampling_params=params):
@@ -56,7 +63,7 @@ def check_generate(server: Server, start: int) -> None:
         first = start + sum(map(len, parts))
         tokens += choice["token_ids"]
         parts.append(npy(choice["routed_experts"]))
-        assert np.array_equal(parts[-1], rows_of(tokens, first))
+        assert np.array_equal(parts[-1], vllms_rows_of(tokens, first))
     assert len(tokens) == 37
     assert start + sum(map(len, parts)) == 36
 
@@ -148,7 +155,7 @@ def test_vllms_own_routes(plain: Server, start: int) -> None:
         assert client.get("/v1/routed_experts").status_code == 404
     prompt = prompt_of(20, 3)
     for choice in plain.complete(prompt=prompt, max_tokens=4, n=2, temperature=1.0, return_token_ids=True)["choices"]:
-        assert np.array_equal(npy(choice["routed_experts"]), rows_of([*prompt, *choice["token_ids"]]))
+        assert np.array_equal(npy(choice["routed_experts"]), vllms_rows_of([*prompt, *choice["token_ids"]]))
 
 
 def test_beam_search_is_refused(plain: Server) -> None:
