@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
 
@@ -101,8 +101,8 @@ class RoutingOptions:
     by_default: bool = field(default=False, compare=False)
 
     def with_vllms_forms(self) -> "RoutingOptions":
-        """The same, for an endpoint at which vLLM has a form of its own: it is given where none was asked for."""
-        if {"routed_experts_format", "routed_experts_layout"} & self.said:
+        """The same, for an endpoint where vLLM has a form of its own: rows get it unless another form was asked for."""
+        if not self.rows or {"routed_experts_format", "routed_experts_layout"} & self.said:
             return self
         dtype = self.dtype if "routed_experts_dtype" in self.said else "vllm"
         layers = self.layers if LAYERS in self.said else "all"
@@ -151,14 +151,14 @@ def check_names(names: Iterable[str]) -> None:
     """Raises `FieldError` for a name that looks like one of the routing fields, but is none of them."""
     for name in names:
         if name.startswith(_PREFIXES) and name not in RoutingFields.model_fields:
-            raise _unknown(name)
+            _refuse_unknown(name)
 
 
-def _unknown(name: str) -> FieldError:
+def _refuse_unknown(name: str) -> NoReturn:
     name = name.encode("utf-8", "replace").decode()  # JSON can hold lone surrogates, which no response can
     shown = name[:_LONGEST_NAME]
     (nearest,) = difflib.get_close_matches(shown, RoutingFields.model_fields, n=1, cutoff=0)
-    return FieldError(name, f"{shown} is not a routing field; the nearest is {nearest}")
+    raise FieldError(name, f"{shown} is not a routing field; the nearest is {nearest}")
 
 
 def check_defaults(defaults: object) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def check_defaults(defaults: object) -> dict[str, Any]:
         raise FieldError("", "the defaults must be a JSON object of routing fields")
     for name in defaults:
         if name not in RoutingFields.model_fields:
-            raise _unknown(name)
+            _refuse_unknown(name)
     _validated(defaults)
     parse_options({**defaults, OPT_IN: True})
     return defaults

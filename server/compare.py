@@ -190,7 +190,8 @@ def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> dict[str
 
     try:
         body = {"model": call("/v1/routed_experts")["model"], "prompt": prompt, "max_tokens": max_tokens}
-        return call("/v1/completions", {**body, "return_routed_experts": True, "return_token_ids": True})
+        body |= {"return_routed_experts": True, "routed_experts_layers": "moe", "return_token_ids": True}
+        return call("/v1/completions", body)
     except urllib.error.HTTPError as error:
         raise CompareError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
     except (OSError, ValueError) as error:

@@ -27,7 +27,8 @@ P is the number of prompt tokens, G of generated tokens, L of MoE layers (dense 
 per token. Row p holds the `[L, K]` logical expert ids that the token at absolute position p was routed to in its
 forward pass, in the order of the layers, experts in the router's own order, which need not be that of their scores.
 The last generated token never enters a forward pass, so a finished request has P + G - 1 rows: P prompt rows and
-G - 1 generated rows. A row that the server cannot know is filled with -1 and counted in `missing`.
+G - 1 generated rows. A row that the server cannot know is filled with -1 and counted in `missing`. With
+`routed_experts_layers: "all"` a row has every decoder layer of the model, with zeros in dense layers.
 
 To decode the default form:
 

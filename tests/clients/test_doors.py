@@ -84,6 +84,36 @@ def test_collect_from_generate(server: Server, oracle: Oracle) -> None:
     check(join_turns(turns), tokens, oracle)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": prompt_of(9, seed=3)}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Which experts?"}]}),
+    ],
+)
+def test_beam_search(server: Server, path: str, body: dict[str, Any]) -> None:
+    """Only the server's default asks: vLLM's answer is better than none. A request's own field still gets 400."""
+    asked = {"model": "tiny", "max_tokens": 4, "use_beam_search": True, "n": 2, **body}
+    with server.client() as client:
+        answered = client.post(path, json=asked)
+        plain = client.post(path, json={**asked, "return_routed_experts": False})
+        for own in ({"return_routed_experts": True}, {"routed_experts_format": "npy"}):
+            refused = client.post(path, json={**asked, **own})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "return_routed_experts")
+    assert answered.status_code == 200, answered.text
+    assert "routed" not in answered.text
+    assert len(answered.json()["choices"]) == 2
+    assert [without(choice) for choice in answered.json()["choices"]] == [
+        without(choice) for choice in plain.json()["choices"]
+    ]
+
+
+def without(choice: dict[str, Any]) -> dict[str, Any]:
+    """A choice without what differs from one answer to the next."""
+    message = {name: value for name, value in choice.get("message", {}).items() if name == "content"}
+    return {**{name: choice[name] for name in ("index", "finish_reason")}, "text": choice.get("text"), **message}
+
+
 @pytest.mark.parametrize("layout", ["split", "joined"])
 @pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
 def test_a_long_prompt_in_pieces(server: Server, oracle: Oracle, fmt: str, layout: str) -> None:

@@ -284,6 +284,27 @@ class TestRealServer:
         tokens = [*self.PROMPT, *choice["token_ids"]]
         self.check(oracle, tokens, of.vime(choice, tokens, self.L, self.K, self.EXPERTS))
 
+    @pytest.mark.parametrize("framework", ["vime", "xtuner", "slime", "miles"])
+    def test_every_decoder_layer(self, server: Server, oracle: Oracle, framework: str) -> None:
+        """What frameworks that index by decoder layer need of DeepSeek-V3, GLM-4.5 and Kimi-K2."""
+        form = {"vime": "npy", "xtuner": "list"}.get(framework, "raw")
+        fields = {"routed_experts_format": form, "routed_experts_dtype": "int32"}
+        choice = self.ask(server, **fields, routed_experts_layers="all")
+        tokens = [*self.PROMPT, *choice["token_ids"]]
+        if framework == "vime":
+            got = of.vime(choice, tokens, 6, self.K, self.EXPERTS)
+            of.vime_moe_layers(got, range(1, 6))
+        elif framework == "xtuner":
+            got = of.xtuner(choice, len(tokens), 6, self.K)
+        elif framework == "slime":
+            got = of.slime(choice, tokens, 6, self.K)
+            of.slime_validate(got, range(1, 6))
+        else:
+            got = of.miles({**choice, "routed_experts_start_len": 0}, len(tokens) - 1, 6)
+        rows = np.asarray(got).reshape(-1, 6, self.K)
+        assert not rows[:, 0].any()
+        self.check(oracle, tokens, rows[:, 1:])
+
     def test_raw(self, server: Server, oracle: Oracle) -> None:
         for start in (0, 33):
             choice = self.ask(

@@ -26,6 +26,7 @@ BAD: list[tuple[str, Any]] = [
     *(("routed_experts_format", value) for value in (None, "", "NPY", 1)),
     *(("routed_experts_dtype", value) for value in (None, "int8", "uint16", 16)),
     *(("routed_experts_layout", value) for value in (None, "both", 0)),
+    *(("routed_experts_layers", value) for value in (None, "dense", 1)),
 ]
 VALID: dict[str, Any] = {
     "routed_experts_prompt_start": 0,
@@ -33,6 +34,7 @@ VALID: dict[str, Any] = {
     "routed_experts_format": "npy",
     "routed_experts_dtype": "auto",
     "routed_experts_layout": "joined",
+    "routed_experts_layers": "all",
 }
 either_way = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 both = pytest.mark.parametrize("path", BODIES)

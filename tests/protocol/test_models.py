@@ -165,6 +165,9 @@ def test_vllms_forms_where_no_other_was_asked_for() -> None:
     typed = parse_options({**OPT_IN, "routed_experts_dtype": "int32"})
     assert typed is not None
     assert typed.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="int32", layers="all")
+    counted = parse_options(ALONE)
+    assert counted is not None
+    assert counted.with_vllms_forms() == counted, "a histogram has no form"
     moe = parse_options(OPT_IN, {"routed_experts_layers": "moe"})
     assert moe is not None
     assert moe.with_vllms_forms() == RoutingOptions(format="npy", layout="joined", dtype="vllm", layers="moe")

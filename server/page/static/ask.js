@@ -9,7 +9,7 @@ export async function ask(question, model, answer, signal, changed) {
   const said = question.kind === "chat" ? { messages: [{ role: "user", content: question.prompt }] } : { prompt: question.prompt };
   const body = { model, ...said, max_tokens: question.maxTokens, temperature: question.temperature, stream: true };
   if (question.seed !== null) body.seed = question.seed;
-  Object.assign(body, { return_routed_experts: true, return_token_ids: true });
+  Object.assign(body, { return_routed_experts: true, routed_experts_layers: "moe", return_token_ids: true });
   const path = question.kind === "chat" ? "v1/chat/completions" : "v1/completions";
   for await (const chunk of events(path, body, signal)) {
     take(chunk, answer, () => name(answer, model, said, changed));
