@@ -27,7 +27,7 @@ _PIECE_BYTES = 192 << 10  # of ids, encoded at once
 
 
 def encode(
-    read: Callable[[int, Rows], None], num_rows: int, row_shape: tuple[int, int], until: float | None = None
+    read: Callable[[int, Rows], None], num_rows: int, row_shape: tuple[int, int], until: float
 ) -> dict[str, Any] | None:
     """Rows as what stands in `kv_transfer_params`, one byte for each id where that is enough.
 
@@ -45,8 +45,7 @@ def encode(
         if num_rows * row_shape[0] * row_shape[1] * dtype.itemsize > MAX_BYTES:
             break
         if (data := _encoded(read, num_rows, row_shape, dtype)) is not None:
-            handed = {"data": data, "dtype": name, "shape": [num_rows, *row_shape]}
-            return handed if until is None else {**handed, "until": until}
+            return {"data": data, "dtype": name, "shape": [num_rows, *row_shape], "until": until}
     return None
 
 
@@ -71,18 +70,24 @@ def is_time(until: Any) -> bool:
     return type(until) in (int, float) and 0 <= until < _LATEST
 
 
-def decode(value: Any) -> WireRows | None:
-    """The rows that `encode` was given, in the type that they came in and without a copy; None for anything else."""
-    if not isinstance(value, dict) or not isinstance(value.get("data"), bytes):
+def decode(value: Any) -> tuple[WireRows, float] | None:
+    """The rows that `encode` was given, in the type that they came in and without a copy, and `until`.
+
+    None for anything else, whatever it is: programs can put any object there.
+    """
+    if not isinstance(value, dict):
         return None
-    dtype, shape = _DTYPES.get(str(value.get("dtype"))), value.get("shape")
-    if dtype is None or not isinstance(shape, list) or len(shape) != 3:
+    data, name, shape, until = (value.get(key) for key in ("data", "dtype", "shape", "until"))
+    if not isinstance(data, bytes) or not isinstance(name, str) or name not in _DTYPES or not is_time(until):
         return None
-    if not is_time(value.get("until", 0)):
+    if not isinstance(shape, list) or len(shape) != 3 or any(type(size) is not int or size < 0 for size in shape):
         return None
-    if any(type(size) is not int or size < 0 for size in shape):
+    size = shape[0] * shape[1] * shape[2] * _DTYPES[name].itemsize
+    if len(data) != size or size > MAX_BYTES or max(shape) > MAX_BYTES:
         return None
-    size = shape[0] * shape[1] * shape[2] * dtype.itemsize
-    if len(value["data"]) != size or size > MAX_BYTES or max(shape) > MAX_BYTES:
-        return None
-    return np.frombuffer(value["data"], dtype).reshape(shape)
+    return np.frombuffer(data, _DTYPES[name]).reshape(shape), until
+
+
+def without_rows(handed: dict[str, Any]) -> dict[str, Any]:
+    """The same hand-over with rows of no tokens, for the other choices of a prompt: one of them brings the rows."""
+    return {**handed, "data": b"", "shape": [0, *handed["shape"][1:]]}

@@ -1,18 +1,96 @@
 """Rows in `kv_transfer_params`: base64 over HTTP, bytes between the processes of an instance."""
 
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pybase64
 
-from routed_experts.capture.handoff import MAX_BYTES, PARAM, decode, is_time
+from routed_experts.capture.handoff import MAX_BYTES, PARAM, decode, is_time, without_rows
 from routed_experts.capture.rows import UNKNOWN
+from routed_experts.server.vllm_api import EngineCoreRequest
 
-FIELD = f"kv_transfer_params.{PARAM}"
+PARAMS = "kv_transfer_params"
+FIELD = f"{PARAMS}.{PARAM}"
+
+LARGE_TEXT = 1 << 20
+"""Base64 of more characters is decoded, and checked, in a thread."""
 
 
 class HandoffError(ValueError):
     """What came in is not the rows of a prompt."""
+
+
+@dataclass(init=False, eq=False)
+class Handover:
+    """The rows that a request brings, in the place of `kv_transfer_params.routed_experts` on their way to the engine.
+
+    vLLM logs, copies and encodes requests and their sampling parameters: it only finds `shape` here. The rows go into
+    the message to the engine when that is made (`put_rows`), and are not kept.
+
+    Attributes:
+        shape: [n, L, K]; None until `read`.
+    """
+
+    shape: list[int] | None
+
+    def __init__(self, value: Any) -> None:
+        self.shape = None
+        self._value = value
+        self._rows: dict[str, Any] | None = None
+
+    def __deepcopy__(self, memo: Any) -> "Handover":
+        return self
+
+    @property
+    def is_large(self) -> bool:
+        """Whether `read` takes long enough for others to notice."""
+        data = self._value.get("data") if isinstance(self._value, Mapping) else None
+        return isinstance(data, str) and len(data) > LARGE_TEXT
+
+    def read(self, shape: tuple[int, int], num_experts: int) -> None:
+        """Decodes and checks what came in.
+
+        Args:
+            shape: (L, K) of the served model.
+
+        Raises:
+            HandoffError: says what is wrong.
+        """
+        value, self._value = self._value, None
+        self._rows = from_wire(value, shape, num_experts)
+        self.shape = self._rows["shape"]
+
+    def take(self) -> dict[str, Any] | None:
+        """The rows as the engine takes them, the first time; then as many of no tokens."""
+        rows = self._rows
+        if rows is not None:
+            self._rows = without_rows(rows)
+        return rows
+
+
+def put_rows(request: EngineCoreRequest, index: int) -> None:
+    """Puts the rows that a request brings into the message to the engine, for the first choice of its prompt alone.
+
+    Args:
+        index: of the choice.
+    """
+    sampling = request.sampling_params
+    params = sampling.extra_args.get(PARAMS) if sampling is not None and sampling.extra_args else None
+    if not isinstance(params, dict) or (given := params.get(PARAM)) is None or given is True:
+        return
+    if isinstance(given, Handover):
+        given = given.take()
+    elif index and decode(given) is not None:  # of a program
+        given = without_rows(given)
+    request.sampling_params = sampling = copy(sampling)  # vLLM gives all choices the same object
+    sampling.extra_args = {**sampling.extra_args, PARAMS: {**params, PARAM: given}}
+
+
+def handed_bytes(params: dict[str, Any] | None) -> int:
+    """Bytes of rows in the `kv_transfer_params` of an answer."""
+    return len(params[PARAM]["data"]) if params and PARAM in params else 0
 
 
 def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -34,26 +112,19 @@ def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str,
     """
     data = value.get("data") if isinstance(value, Mapping) else None
     if not isinstance(data, str):
-        raise HandoffError(f"{FIELD} must be an object with data (base64), dtype and shape")
+        raise HandoffError(f"{FIELD} must be an object with data (base64), dtype, shape and until")
     if len(data) > MAX_BYTES // 3 * 4 + 4:
         raise HandoffError(f"{FIELD} holds more than {MAX_BYTES} bytes")
+    if not is_time(value.get("until")):
+        raise HandoffError(f"{FIELD}.until must be a number: seconds since 1970")
     try:
         raw = pybase64.b64decode(data, validate=True)
     except ValueError as error:  # not in the alphabet, or not even ASCII
         raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
-    handed = {"data": raw, "dtype": value.get("dtype"), "shape": value.get("shape")}
-    if (until := value.get("until")) is not None:
-        if not is_time(until):
-            raise HandoffError(f"{FIELD}.until must be a number: seconds since 1970")
-        handed["until"] = until
-    rows = decode(handed)
+    handed = {"data": raw, **{name: value.get(name) for name in ("dtype", "shape", "until")}}
+    rows, _ = decode(handed) or (None, None)
     if rows is None or rows.shape[1:] != shape:
         raise HandoffError(f"{FIELD} must be [n, {shape[0]}, {shape[1]}] of uint8 or int16, and data as long as that")
     if rows.min(initial=0) < UNKNOWN or rows.max(initial=0) >= num_experts:
         raise HandoffError(f"{FIELD} has ids outside of {UNKNOWN} to {num_experts - 1}")
     return handed
-
-
-def length(handed: Mapping[str, Any]) -> int:
-    """Of how many tokens the rows are that `from_wire` gave."""
-    return int(handed["shape"][0])

@@ -46,7 +46,7 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 
 async def _with_rows(answer: WholeAnswer, packed: bool, headers: Any) -> Response:
     media_type = MSGPACK if packed else _JSON
-    if answer.rows.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
+    if answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
         body = b"".join(answer.prepare(packed))
         count_answer(answer.encoder.sent, answer.rows.num_lost)
         return Response(body, media_type=media_type, headers=headers)

@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, is_known, request_of_prompt
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.server.handoff import put_rows
 from routed_experts.server.vllm_api import (
     CompletionOutput,
     EngineCoreOutput,
+    EngineCoreRequest,
     OutputProcessor,
     OutputProcessorOutput,
     RequestState,
@@ -160,23 +162,38 @@ class RowFeeds:
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.every_request: AllRequests | None = None
         self._processor = processor
+        self._add: Callable[..., None] = processor.add_request
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
         self._unpacker = Unpacker()
 
     @classmethod
     def install(cls, processor: OutputProcessor) -> "RowFeeds":
-        """Replaces `processor.process_outputs`, once for each processor: AsyncLLM makes its OutputProcessor itself, so
-        it cannot be given a subclass."""
+        """Replaces `processor.process_outputs` and `add_request`, once for each processor: AsyncLLM makes its
+        OutputProcessor itself, so it cannot be given a subclass."""
         installed = vars(processor).get("process_outputs")
         if installed is not None:
             return installed.__self__
         feeds = cls(processor)
         processor.process_outputs = feeds.process_outputs
+        processor.add_request = feeds.add_request
         return feeds
 
     def __len__(self) -> int:
         """Choices under way that rows have come for."""
         return sum(_has_begun(state) for state in self._processor.request_states.values())
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: Any = None,
+        request_index: int = 0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """vLLM's `add_request`, which each choice of a prompt passes just before it goes to the engine."""
+        put_rows(request, request_index)
+        self._add(request, prompt, parent_req, request_index, *args, **kwargs)
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any

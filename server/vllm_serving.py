@@ -4,6 +4,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from fastapi.concurrency import run_in_threadpool
+
+from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import HISTOGRAM, OPT_IN, RoutingOptions
@@ -63,18 +66,52 @@ class RoutedServing:
     captured: CapturedEngine | None
     max_bytes: int
 
-    def check(self, request: Any) -> None:
-        """Raises `VLLMValidationError` for a request whose routing this server cannot give, or cannot take."""
-        params = getattr(request, "kv_transfer_params", None)
-        if self.captured is not None and params and PARAM in params:
-            try:
-                rows = handoff.from_wire(params[PARAM], self.captured.shape, self.captured.num_experts)
-            except handoff.HandoffError as error:
-                _reject(str(error), handoff.FIELD)
-            request.kv_transfer_params = {**params, PARAM: rows}
-        options = options_of(request)
-        if options is not None and params and params.get("do_remote_decode") and PARAM not in params:
+    def take_handover(self, request: Any) -> None:
+        """Checks `kv_transfer_params`, wherever a request has them, and takes rows out of them.
+
+        Called before vLLM's own handling: for a request that is refused there, or in `check`, vLLM hands these params
+        to the engine, so that the prefill instance lets its KV go.
+
+        Raises:
+            VLLMValidationError: with the field's name.
+        """
+        self._move_params(request)
+        params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
+        try:
+            transfer_params.check(params, config)
+        except transfer_params.TransferParamsError as error:
+            _reject(str(error), error.param)
+        if not params:
+            return
+        hands_over = self.captured is not None and transfer_params.hands_rows_over(config)
+        if PARAM in params:
+            if self.captured is not None and not hands_over:
+                _reject(f"{handoff.FIELD}: this server has no KV connector that rows can come with", handoff.FIELD)
+            params = {key: value for key, value in params.items() if key != PARAM} | (
+                {PARAM: handoff.Handover(params[PARAM])} if hands_over else {}
+            )
+            request.kv_transfer_params = params
+        elif hands_over and options_of(request) is not None and params.get("do_remote_decode"):
             request.kv_transfer_params = {**params, PARAM: True}
+
+    def _move_params(self, request: Any) -> None:
+        """Puts params that came in vLLM's extra arguments where vLLM takes them from first."""
+        sampling, name = getattr(request, "sampling_params", None), "vllm_xargs"
+        extra = getattr(request, name, None)
+        if sampling is not None:
+            extra, name = sampling.extra_args, "sampling_params.extra_args"
+        if not isinstance(extra, dict) or extra.get(handoff.PARAMS) is None:
+            return
+        if not isinstance(extra[handoff.PARAMS], dict):
+            param = f"{name}.{handoff.PARAMS}"
+            _reject(f"{param} must be an object", param)
+        params = extra.pop(handoff.PARAMS)
+        if request.kv_transfer_params is None:
+            request.kv_transfer_params = params
+
+    def check(self, request: Any) -> None:
+        """Raises `VLLMValidationError` for a request whose routing this server cannot give."""
+        options = options_of(request)
         if options is None:
             return
         asked = OPT_IN if options.rows else HISTOGRAM
@@ -90,15 +127,25 @@ class RoutedServing:
         except codec.CodecError as error:
             _reject(str(error), "routed_experts_dtype")
 
+    async def check_handover(self, request: Any, prompt_lens: list[int]) -> None:
+        """Raises `VLLMValidationError` for rows that are not those of the prompt."""
+        handed = (request.kv_transfer_params or {}).get(PARAM)
+        if self.captured is None or not isinstance(handed, handoff.Handover):
+            return
+        about = self.captured.shape, self.captured.num_experts
+        try:
+            if handed.is_large:
+                await run_in_threadpool(handed.read, *about)
+            else:
+                handed.read(*about)
+        except handoff.HandoffError as error:
+            _reject(str(error), handoff.FIELD)
+        count, *_ = handed.shape or [0]
+        if len(prompt_lens) != 1 or count > prompt_lens[0]:
+            _reject(f"{handoff.FIELD} has rows of {count} tokens, but the prompts have {prompt_lens}", handoff.FIELD)
+
     def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
         """Raises `VLLMValidationError` for a start behind a prompt, and for an answer that would be too large."""
-        handed = (getattr(request, "kv_transfer_params", None) or {}).get(PARAM)
-        if self.captured is not None and isinstance(handed, dict):
-            count = handoff.length(handed)
-            if len(prompt_lens) != 1 or count > prompt_lens[0]:
-                _reject(
-                    f"{handoff.FIELD} has rows of {count} tokens, but the prompts have {prompt_lens}", handoff.FIELD
-                )
         options = options_of(request)
         if options is None:
             return
@@ -166,8 +213,8 @@ class RoutedServing:
         """
         assert self.captured is not None
         self.check_size(request, rows.options, rows.num_rows)
-        response.kv_transfer_params = handoff.to_wire(response.kv_transfer_params)
         if options_of(request) is None:
+            response.kv_transfer_params = handoff.to_wire(response.kv_transfer_params)
             return response
         return WholeAnswer(response, rows, self.encoder(rows.options), self.captured.num_experts, is_list)
 
@@ -187,13 +234,15 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
     async def create_completion(
         self, request: CompletionRequest, raw_request: Any = None
     ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
-        self.check(request)
+        self.take_handover(request)
         return await super().create_completion(request, raw_request)
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:
+        self.check(request)  # here, vLLM tells the prefill instance of a request that is refused
         rendered = await super().render_completion_request(request)
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
+            await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, request.max_tokens)
         return rendered
 
@@ -233,14 +282,16 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Any = None
     ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
-        self.check(request)
+        self.take_handover(request)
         return await super().create_chat_completion(request, raw_request)
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        self.check(request)
         rendered = await super().render_chat_request(request)
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
             max_tokens = request.max_completion_tokens or request.max_tokens
+            await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, max_tokens)
         return rendered
 
@@ -284,7 +335,14 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     """`POST /inference/v1/generate`."""
 
     async def serve_tokens(self, request: GenerateRequest, raw_request: Any = None) -> Any:
+        self.take_handover(request)
+        return await self._with_kv_transfer_rejection_cleanup(
+            self._serve_tokens(request, raw_request), request, raw_request
+        )
+
+    async def _serve_tokens(self, request: GenerateRequest, raw_request: Any) -> Any:
         self.check(request)
+        await self.check_handover(request, [len(request.token_ids)])
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
             # vLLM checks the tokens before it says so, with an error that its engine client turns into 500.

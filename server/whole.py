@@ -11,6 +11,7 @@ import orjson
 from routed_experts.protocol.histogram import Histogram
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.encoding import Encoder, Rows
+from routed_experts.server.handoff import handed_bytes, to_wire
 from routed_experts.server.row_feeds import RowFeed, split, unknown_rows
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
@@ -122,6 +123,11 @@ class WholeAnswer:
     num_experts: int
     is_list: bool
 
+    @property
+    def nbytes(self) -> int:
+        """Size of all rows, those that are handed over included."""
+        return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
+
     def prepare(self, packed: bool) -> Iterator[bytes]:
         """The body of the HTTP answer, as JSON or in MessagePack, whose arrays are encoded as it is read.
 
@@ -129,6 +135,7 @@ class WholeAnswer:
             LostRowsError: a row is not known, and the type asked for cannot say so.
         """
         body = body_of(self.response)
+        body["kv_transfer_params"] = to_wire(body.get("kv_transfer_params"))
         marks, arrays = Marks(), list(self.rows.arrays())
         prompts: list[str] = []
         for choice, _, rows in arrays:

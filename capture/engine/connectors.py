@@ -65,22 +65,23 @@ MULTI = "MultiConnector"
 
 def used_by(config: KVTransferConfig) -> list[Connector | None]:
     """The connectors of a configuration, those within a `MultiConnector` in their order; None for what is not known."""
-    return [_known(child) for child in _children(config)]
+    return [_known(child) for child in children_of(config)]
 
 
 def lease_of(config: KVTransferConfig) -> float | None:
     """Seconds for which the KV of a prompt waits for another instance; None if it is not known."""
-    for child in _children(config):
+    for child in children_of(config):
         known = _known(child)
         if known is not None and known.lease_s is not None:
             return float((child.get("kv_connector_extra_config") or {}).get("kv_lease_duration", known.lease_s))
     return None
 
 
-def _children(config: KVTransferConfig) -> list[Mapping[str, Any]]:
+def children_of(config: KVTransferConfig) -> list[Mapping[str, Any]]:
+    """The configuration of each connector, those within a `MultiConnector` in their order."""
     if config.kv_connector == MULTI:
         return config.kv_connector_extra_config.get("connectors", [])
-    names = ("kv_connector", "kv_connector_module_path", "kv_connector_extra_config")
+    names = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config")
     return [{name: getattr(config, name) for name in names}]
 
 

@@ -39,9 +39,9 @@ class Load:
     rows: WireRows | None
 
     def apply(self, cache: HostCache) -> None:
-        """Takes the rows that came with the KV."""
+        """Takes the rows that came with the KV; they are of the cache's row shape (`take_handed`)."""
         cache.forget(self.slots)
-        if self.rows is None or self.rows.shape[1:] != cache.row_shape:
+        if self.rows is None:
             return
         slots = self.slots[: len(self.rows)]
         for first in range(0, len(slots), _PIECE_ROWS):  # each stays in the processor's cache until it is written
@@ -62,7 +62,7 @@ class Loads:
     slots become unwritten when that step arrives (`take`), before its rows.
 
     Attributes:
-        handed: the rows of prompts that came with requests.
+        handed: the rows of prompts that came with requests; None where no connector's lease is known.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class Loads:
         self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
         self._loads: list[Load | Reload] = []
-        self.handed = HandedRows(lease_of(config))
+        lease_s = lease_of(config)
+        self.handed = HandedRows(lease_s) if lease_s is not None else None
         self._rowless: set[int] = set()  # blocks some of whose rows were not computed here, as of the step to come
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._update_state_after_alloc = connector.update_state_after_alloc
@@ -117,7 +118,8 @@ class Loads:
 
         Called before its requests are advanced.
         """
-        self.handed.step()
+        if self.handed is not None:
+            self.handed.step()
         loads, self._loads = self._loads, []
         if self._rowless:
             for source, destination in step.kv_cache_block_copies or ():
@@ -161,9 +163,10 @@ class Loads:
 
     def _ask(self, request: Request, num_local: int) -> tuple[int | None, bool]:
         """All or nothing: connectors take it badly if less is loaded than they offered, but none at all is common."""
-        self.handed.step()  # before this step decides on loads
-        if self.handed.must_wait(request.request_id):
-            return None, False
+        if self.handed is not None:
+            self.handed.step()  # before this step decides on loads
+            if self.handed.must_wait(request.request_id):
+                return None, False
         self._asked = request.request_id, num_local
         count, is_async = self._get_num_new_matched_tokens(request, num_local)
         if count is not None and count < 0:
@@ -171,13 +174,27 @@ class Loads:
             # vLLM would compute what is missing again, over blocks of the hit that others read.
             return 0, False
         if count and self._kind(request) is Kind.TRANSFER:
-            may_be_lost = request.request_id in self._tracked and self.handed.is_lost(request.request_id)
-            return (0, False) if may_be_lost else (count, is_async)
+            return (count, is_async) if self._may_pull(request, num_local + count) else (0, False)
         if not count or not self._needs_rows(request):
             return count, is_async
         if self._offloaded[self._child(request)] is not None:  # which offers only what has rows
             return count, is_async
         return (count, is_async) if num_local + count <= self._first_needed(request) else (0, False)
+
+    def _may_pull(self, request: Request, end: int) -> bool:
+        """Whether a request may pull KV up to position `end`.
+
+        NIXL's worker ends the engine where the prefill instance has less than that, or other KV cache groups.
+        """
+        if self.handed is None:
+            return True
+        params = request.kv_transfer_params or {}
+        groups, num_tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
+        if groups and len(groups) != len(self._kv_cache_manager.kv_cache_config.transfer_groups):
+            return False
+        if num_tokens is not None and -(-num_tokens // self._block_size) < -(-end // self._block_size):
+            return False
+        return request.request_id not in self._tracked or not self.handed.is_lost(request.request_id)
 
     def _kind(self, request: Request) -> Kind:
         """Of the connector that a request's KV would come from."""
@@ -190,7 +207,8 @@ class Loads:
     def _load(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
         self._update_state_after_alloc(request, blocks, count)
         if not count:
-            self.handed.forget(request.request_id)  # KV is pulled once, or not at all
+            if self.handed is not None:
+                self.handed.forget(request.request_id)  # KV is pulled once, or not at all
             return
         asked, num_local = self._asked
         assert asked == request.request_id, "KV is loaded that nobody was asked for"
@@ -203,7 +221,9 @@ class Loads:
             reload = offloaded.take_loaded(slots, num_local)
             self._add(reload, reload.are_known())
             return
-        rows = self.handed.take(request.request_id) if self._kind(request) is Kind.TRANSFER else None
+        rows = None
+        if self.handed is not None and self._kind(request) is Kind.TRANSFER:
+            rows = self.handed.begin(request.request_id)
         is_known = np.zeros(count, dtype=np.bool_)
         if rows is not None:
             rows = rows[num_local : num_local + count]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,12 +17,14 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheConfig
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
+from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.connectors import describe, on_load
+from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.loads import Load, Loads, LocalHit
 from routed_experts.capture.engine.offloading import Keep, Reload
 from routed_experts.capture.engine.outbox import Messages, Outbox
@@ -38,6 +41,8 @@ logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which i
 
 _PATIENCE = 1e-3
 """Seconds that a step waits for rows of prompts that a thread reads: enough for most, and little for all others."""
+
+_TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 
 _SENT_PROMPTS = 8192
 """How many prompts with several requests are remembered as sent."""
@@ -95,6 +100,14 @@ class ArrivedStep:
 
 def _block_ids(blocks: Sequence[Any]) -> NDArray[np.int64]:
     return np.fromiter((block.block_id for block in blocks), dtype=np.int64, count=len(blocks))
+
+
+def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> None:
+    """Also in `extra_args`, which go to the workers. A program may own the object that they are in."""
+    request.kv_transfer_params = params
+    if (sampling := request.sampling_params) is not None and sampling.extra_args:
+        request.sampling_params = sampling = copy(sampling)
+        sampling.extra_args = {**(sampling.extra_args or {}), _TRANSFER_PARAMS: params}
 
 
 def opt_in_of(request: Request) -> OptIn | None:
@@ -169,8 +182,8 @@ class SchedulerConnector:
         """Called when a request ends, and also when it is preempted: then its prefill starts again."""
         if request.is_finished():
             self._tracked.pop(request.request_id, None)
-            if self._loads is not None:
-                self._loads.handed.forget(request.request_id)
+            if self._handed is not None:
+                self._handed.forget(request.request_id)
         elif (state := self._tracked.get(request.request_id)) is not None:
             state.prefilling = True
 
@@ -267,24 +280,58 @@ class SchedulerConnector:
             for keep in keeps:
                 keep.apply(self._cache)
 
-    def take_handed(self, request: Request) -> None:
-        """Takes what a request says of rows, its prompt's or that they are wanted, which the connector is not shown."""
-        params = request.kv_transfer_params
-        if self._loads is None or not params or handoff.PARAM not in params:
+    @property
+    def _handed(self) -> HandedRows | None:
+        return None if self._loads is None else self._loads.handed
+
+    def take_handed(self, request: Request, config: KVTransferConfig | None) -> None:
+        """Takes rows, or the wish for them, out of `kv_transfer_params`, which the connector and the workers get.
+
+        What would end the engine goes as a whole: over HTTP it is refused, but programs can put any object there.
+        """
+        given = request.kv_transfer_params
+        if given is None:
             return
-        given = params[handoff.PARAM]
-        request.kv_transfer_params = {key: value for key, value in params.items() if key != handoff.PARAM}
-        if given is True and opt_in_of(request) is not None:
-            self._to_hand_over.add(request.request_id)
-        elif params.get("do_remote_prefill") and (rows := handoff.decode(given)) is not None:
-            opt_in = opt_in_of(request)
-            is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # as vLLM names them
-            source = params.get("remote_engine_id"), params.get("remote_request_id")
-            if self._loads.handed.add(request, rows, source, given.get("until"), is_first):
-                return
-            logger.info("Request %r: its KV may have been given up, or pulled by another.", request.request_id)
-            if opt_in is not None:
-                request.kv_transfer_params = None
+        try:
+            transfer_params.check(given, config)
+        except transfer_params.TransferParamsError as error:
+            logger.warning("Request %r: its kv_transfer_params are ignored: %s.", request.request_id, error)
+            _set_transfer_params(request, None)
+            return
+        if handoff.PARAM not in given:
+            return
+        params = {key: value for key, value in given.items() if key != handoff.PARAM}
+        _set_transfer_params(request, params)
+        if self._handed is None:
+            return
+        if given[handoff.PARAM] is True:
+            if opt_in_of(request) is not None:
+                self._to_hand_over.add(request.request_id)
+        elif params.get("do_remote_prefill") and (handed := handoff.decode(given[handoff.PARAM])) is not None:
+            self._take_rows(request, params, *handed)
+
+    def _take_rows(self, request: Request, params: dict[str, Any], rows: handoff.WireRows, until: float) -> None:
+        if self._cache is None or rows.shape[1:] != self._cache.row_shape:
+            rows = rows[:0]  # of another model, or nothing says of which: unknown
+        assert self._handed is not None
+        opt_in = opt_in_of(request)
+        is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # as vLLM names them
+        source = params.get("remote_engine_id"), params.get("remote_request_id")
+        if self._handed.add(request, rows, source, until, is_first):
+            return
+        logger.info("Request %r: its KV may have been given up, or pulled by another.", request.request_id)
+        if opt_in is not None:
+            _set_transfer_params(request, None)
+
+    def fail_late_pulls(self, output: KVConnectorOutput) -> None:
+        """Makes pulls that ended after the lease failed ones, before vLLM takes the step's output."""
+        if self._handed is not None:
+            late = {
+                request_id for request_id in output.finished_recving or () if self._handed.came_too_late(request_id)
+            }
+            for request_id in late - output.failed_recving:
+                logger.warning("Request %r: its pull outlived the lease of the KV, and counts as failed.", request_id)
+            output.failed_recving |= late
 
     def hand_over(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
         """`params`, with which another instance is to get the KV of a request that has ended here, and with its rows.
@@ -293,16 +340,15 @@ class SchedulerConnector:
         """
         is_wanted = request.request_id in self._to_hand_over
         self._to_hand_over.discard(request.request_id)
-        if not is_wanted or not params or not params.get("do_remote_prefill") or self._cache is None:
+        if not is_wanted or not params or not params.get("do_remote_prefill"):
             return params
-        until = self._loads.handed.until() if self._loads is not None else None
-        if until is None:  # nobody could say whether the KV is still that of the rows
+        if self._cache is None or self._handed is None:
             return params
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
         read = partial(self._cache.read, _block_ids(self._block_table(request.request_id)))
-        handed = handoff.encode(read, count, self._cache.row_shape, until)
+        handed = handoff.encode(read, count, self._cache.row_shape, self._handed.until())
         if handed is None:
             logger.warning(
                 "Request %r: the rows of %d tokens are too large to be handed over.", request.request_id, count
@@ -424,7 +470,7 @@ class SchedulerCapture(Scheduler):
         return delay_free, self.aux_output_connector.hand_over(request, params)
 
     def add_request(self, request: Request) -> None:
-        self.aux_output_connector.take_handed(request)
+        self.aux_output_connector.take_handed(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
         self.aux_output_connector.add_request(request)
 
@@ -435,6 +481,8 @@ class SchedulerCapture(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Messages:
         self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)
+        if (arrived := model_runner_output.kv_connector_output) is not None:
+            self.aux_output_connector.fail_late_pulls(arrived)
         messages = super().update_from_output(scheduler_output, model_runner_output)
         connector = self.aux_output_connector
         patience = _PATIENCE if scheduler_output.num_scheduled_tokens and self._others_wait(connector.outbox) else None

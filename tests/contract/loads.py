@@ -5,6 +5,7 @@ too. So a row is right only if a request's own forward passes read KV of that ve
 """
 
 import random
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
 from routed_experts.capture.handoff import PARAM
 from routed_experts.capture.rows import UNKNOWN
@@ -48,10 +50,40 @@ from tests.contract.arithmetic import (
 Slot = tuple[bytes | None, int]
 """The prefix whose last token's KV it is, and the number of its computation."""
 
+LEASE_S = 30.0
+"""For how long a prefill instance keeps KV for whoever is to pull it."""
+
 NAME, TRANSFER, PULL = "StoreOfTheTests", "TransferOfTheTests", "PullOfTheTests"
 KVConnectorFactory.register_connector(NAME, __name__, "StoreConnector")
 KVConnectorFactory.register_connector(TRANSFER, __name__, "TransferConnector")
 KVConnectorFactory.register_connector(PULL, __name__, "PullConnector")
+
+
+class Clock:
+    """In the place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.passed = 0.0
+
+    def time(self) -> float:
+        return time.time() + self.passed
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
+
+@dataclass
+class Sent:
+    """KV of a prompt that another instance may pull: where it lies, in the memory of the instance that computed it.
+
+    Attributes:
+        expires: when its blocks are given to others, as `Clock.monotonic` counts.
+    """
+
+    executor: "TracingExecutor"
+    slots: list[int]
+    expires: float
+    is_pulled: bool = False
 
 
 @dataclass
@@ -61,6 +93,9 @@ class Store:
     Attributes:
         blocks: by the prefix that they end.
         sent: the KV of prompts that another instance may pull, by request.
+        clock: what leases go by.
+        heartbeats: whether those of requests that are to pull, in every step, arrive.
+        offers_aborted: whether the KV of aborted requests is offered too.
         is_async: whether loads run beside steps.
         delay: steps that such a load takes.
         fails: whether to fail a load, asked for each.
@@ -71,7 +106,10 @@ class Store:
     """
 
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)
-    sent: dict[str, list[Slot]] = field(default_factory=dict)
+    sent: dict[str, Sent] = field(default_factory=dict)
+    clock: Clock = field(default_factory=Clock)
+    heartbeats: bool = True
+    offers_aborted: bool = False
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     is_async: bool = False
     delay: int = 2
@@ -186,6 +224,17 @@ class PullConnector(StoreConnector):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._sends: dict[str, list[int]] = {}
+        self._expecting: dict[str, str] = {}
+
+    def on_new_request(self, request: Request) -> None:
+        super().on_new_request(request)
+        params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            self._expecting[request.request_id] = params["remote_request_id"]
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        for request_id in connector_output.finished_recving or ():
+            self._expecting.pop(request_id, None)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._asked[request.request_id] = num_computed_tokens
@@ -206,12 +255,17 @@ class PullConnector(StoreConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, self._loads = self._loads, []
         sends, self._sends = self._sends, {}
+        for remote in self._expecting.values() if STORE.heartbeats else ():
+            if (sent := STORE.sent.get(remote)) is not None:
+                sent.expires = max(sent.expires, STORE.clock.monotonic() + LEASE_S * 2 / 3)
         return _Metadata(loads, [], sends)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         super().request_finished(request, block_ids)
+        self._expecting.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_decode") or request.status is not RequestStatus.FINISHED_LENGTH_CAPPED:
+        is_offered = STORE.offers_aborted or request.status is RequestStatus.FINISHED_LENGTH_CAPPED
+        if not params.get("do_remote_decode") or not is_offered:
             return False, None
         self._sends[request.request_id] = block_ids
         return True, {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": request.request_id}
@@ -230,6 +284,7 @@ class TracingExecutor(ArithmeticExecutor):
         super()._init_executor()
         self._number = [0] * (NUM_BLOCKS * BLOCK)
         self._underway: list[_Load] = []
+        self._sending: dict[str, Sent] = {}
         self._bad_blocks: set[int] = set()
         self.seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
@@ -252,10 +307,14 @@ class TracingExecutor(ArithmeticExecutor):
             metadata.loads += each.loads
             metadata.saves += each.saves
             metadata.sends |= each.sends
-        report = KVConnectorOutput(finished_recving=set(), finished_sending=set(metadata.sends))
+        now = STORE.clock.monotonic()
         for request_id, blocks in metadata.sends.items():
             slots = [slot for block in blocks for slot in range(block * BLOCK, (block + 1) * BLOCK)]
-            STORE.sent[request_id] = [(self._kv[slot], self._number[slot]) for slot in slots]
+            STORE.sent[request_id] = self._sending[request_id] = Sent(self, slots, now + LEASE_S)
+        done = {name for name, sent in self._sending.items() if sent.is_pulled or now > sent.expires}
+        for request_id in done:
+            del self._sending[request_id]
+        report = KVConnectorOutput(finished_recving=set(), finished_sending=done)
         self._underway += metadata.loads
         for load in self._underway:
             load.steps -= 1
@@ -284,12 +343,16 @@ class TracingExecutor(ArithmeticExecutor):
         for index, (block, key) in enumerate(load.blocks):
             kept = STORE.blocks.get(key, [(None, 0)] * BLOCK)
             if load.remote is not None:
-                sent = STORE.sent[load.remote]
-                kept = [*sent[int(key) * BLOCK :][:BLOCK], *[(None, 0)] * BLOCK][:BLOCK]
+                sent = STORE.sent[load.remote]  # whatever its blocks hold by now
+                slots = sent.slots[int(key) * BLOCK :][:BLOCK]
+                kept = [(sent.executor._kv[slot], sent.executor._number[slot]) for slot in slots]
+                kept = [*kept, *[(None, 0)] * BLOCK][:BLOCK]
             if index in bad:
                 kept = [(None, 0)] * BLOCK
             for slot, (prefix, number) in zip(range(block * BLOCK, (block + 1) * BLOCK), kept, strict=True):
                 self._kv[slot], self._number[slot] = prefix, number
+        if load.remote is not None and not failed:
+            STORE.sent[load.remote].is_pulled = True
         STORE.num_loaded += 1
         STORE.num_failed += failed
         if load.is_async:
@@ -330,9 +393,23 @@ class TracingClient(Client):
         assert isinstance(executor, TracingExecutor)
         return TracedReceived(*about, seen=executor.seen[request_id])
 
+    def run(self, *others: Client, steps: int = 10_000) -> None:
+        """As `Client.run`; KV that waits to be pulled may stay."""
+        while any(_is_busy(core) for core in self.engines):
+            assert steps > 0, "the engine does not come to an end"
+            steps -= 1
+            self.step(*others)
+
     def missing(self) -> int:
         """How many rows that came were not known."""
         return sum(len(request.missing) for request in self.received.values() if isinstance(request, TracedReceived))
+
+
+def _is_busy(core: Core) -> bool:
+    scheduler = core.scheduler
+    is_waited_for = scheduler.has_unfinished_requests() or len(scheduler.aux_output_connector.outbox) > 0
+    runs = any(step.total_num_scheduled_tokens for _, step, *_ in core.batch_queue or ())
+    return is_waited_for or runs or bool(scheduler.finished_req_ids or core.model_executor._underway)
 
 
 @contextmanager
@@ -342,8 +419,11 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     STORE = Store(**about)
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER), (PULL, Kind.TRANSFER)):
-            connector = Connector(kind, writes_behind_hit=not STORE.fetches_hits, lease_s=30 if name == PULL else None)
+            connector = Connector(
+                kind, writes_behind_hit=not STORE.fetches_hits, lease_s=LEASE_S if name == PULL else None
+            )
             patch.setitem(CONNECTORS, name, connector)
+        patch.setitem(transfer_params.READ_BY, PULL, (transfer_params.NIXL, ("remote_request_id",)))
         patch.setenv(ON_LOAD_VARIABLE, policy)
         yield STORE
 

@@ -1,7 +1,9 @@
 """Prefill and decode in two engines: the rows of the prompt come with its KV."""
 
+import gc
+import pickle
 import random
-import time
+import tracemalloc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,14 +11,25 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from vllm.v1.engine import FinishReason
-from vllm.v1.request import Request
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.loads import Load
 from routed_experts.capture.host_cache import HostCache
-from tests.contract.arithmetic import BLOCK, VOCAB, K, L
-from tests.contract.loads import PULL, Store, TracingClient, empty_prefix_cache, engine_with_store, store
+from tests.contract.arithmetic import BLOCK, VOCAB, Client, K, L, engine
+from tests.contract.loads import (
+    LEASE_S,
+    NAME,
+    PULL,
+    Clock,
+    Store,
+    TracingClient,
+    empty_prefix_cache,
+    engine_with_store,
+    store,
+)
 from tests.contract.test_loads import dice
 
 NUM_SEQS = 2
@@ -30,9 +43,11 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 class Pair:
     """A prefill and a decode instance, and what a proxy does."""
 
-    def __init__(self, kept: Store, **about: Any) -> None:
+    def __init__(self, kept: Store, num_blocks: int | None = None, failures: str = "recompute", **about: Any) -> None:
+        """`num_blocks` are the decode instance's, and so is `failures`."""
         self.kept = kept
         self.prefill = TracingClient(engine_with_store(connectors=(PULL,), **about))
+        about |= {"num_blocks": num_blocks, "failures": failures}
         self.decode = TracingClient(engine_with_store(connectors=(PULL,), **about))
         self._count = 0
         self.decode.add("warm up", [1])  # as the probe of a server does
@@ -127,6 +142,7 @@ def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
     name = pair.add(prompt, params)
     pair.decode.run()
     assert pair.missing(name) == list(range(99))
+    pair.prefill.steps(3)  # learns that its blocks were pulled
     empty_prefix_cache(pair.prefill.engines[0])
     again = pair.add(prompt, pair.hand_over(prompt))
     direct = pair.add(prompt, None)
@@ -190,22 +206,9 @@ def test_a_prefill_instance_that_died(pair: Pair, fails_as: str) -> None:
     assert pair.kept.num_failed > 1
 
 
-class Clock:
-    """In the place of the module `time`."""
-
-    def __init__(self) -> None:
-        self.passed = 0.0
-
-    def time(self) -> float:
-        return time.time() + self.passed
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.passed
-
-
 @pytest.fixture(params=["recompute", "missing"])
 def leased(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """A pair whose prefill instance keeps KV for 30 seconds, and each policy for loads."""
+    """A pair with each policy for loads; leases end."""
     with store(request.param) as kept:
         yield Pair(kept, max_num_seqs=NUM_SEQS)
 
@@ -215,6 +218,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("routed_experts.capture.engine.handed.time", clock)
     return clock
+
+
+@pytest.fixture(autouse=True)
+def leases_go_by_it(request: pytest.FixtureRequest) -> None:
+    """Also those of the instance that keeps the KV."""
+    if "clock" in request.fixturenames and "leased" in request.fixturenames:
+        request.getfixturevalue("leased").kept.clock = request.getfixturevalue("clock")
 
 
 def check_given_up(pair: Pair, name: str) -> None:
@@ -286,6 +296,57 @@ def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     assert comes("near after a lease", 1, 10)
 
 
+@pytest.mark.parametrize("failures", ["recompute", "fail"])
+@pytest.mark.parametrize("start", [0, None])
+def test_a_pull_that_outlives_the_lease(failures: str, start: int | None, clock: Clock) -> None:
+    """It reads whatever other prompts put into those blocks meanwhile, as vLLM does not know of the lease's end."""
+    with store(clock=clock, heartbeats=False) as kept:
+        pair = Pair(kept, failures=failures)
+        name = pair.add(tokens(100), pair.hand_over(tokens(100)), start)
+        while not pair.decode.engines[0].model_executor._underway:  # type: ignore[attr-defined]
+            pair.decode.step()
+        clock.passed = LEASE_S + 1
+        for seed in range(20):
+            pair.prefill.add(f"other {seed}", tokens(100, seed=20 + seed), max_tokens=1)
+        pair.prefill.run()
+        later = pair.add(tokens(100), None)
+        pair.decode.run()
+        assert kept.num_loaded == 1
+        assert pair.missing(later) == []
+        if failures == "fail":
+            assert pair.decode.received[name].finish is FinishReason.ERROR
+        else:
+            assert pair.missing(name) == []
+
+
+def test_a_pull_within_the_lease_is_not_failed(leased: Pair, clock: Clock) -> None:
+    name = leased.add(tokens(100), leased.hand_over(tokens(100)))
+    while not leased.decode.engines[0].model_executor._underway:  # type: ignore[attr-defined]
+        leased.decode.step()
+    clock.passed = LEASE_S - 1
+    leased.decode.run()
+    read, made = (client.engines[0].model_executor.seen for client in (leased.decode, leased.prefill))  # type: ignore[attr-defined]
+    assert leased.missing(name) == []
+    assert all(read[name][position] == made["prefill-1"][position] for position in range(99))
+
+
+def test_an_aborted_prefill_hands_no_rows_over(pair: Pair) -> None:
+    """Whatever its connector offers: steps are under way whose rows have not arrived."""
+    pair.kept.offers_aborted = True
+    scheduler = pair.prefill.engines[0].scheduler
+    offered = []
+    finished = scheduler._connector_finished
+    scheduler._connector_finished = lambda request: offered.append(finished(request)) or offered[-1]
+    pair.prefill.add("first", tokens(100, seed=1))  # so that rows are known of
+    pair.prefill.run()
+    pair.prefill.add("aborted", tokens(200), max_tokens=1, kv_transfer_params=dict(REMOTE))
+    pair.prefill.step()
+    pair.prefill.abort("aborted")
+    _, params = offered[-1]
+    assert params["do_remote_prefill"]
+    assert handoff.PARAM not in params
+
+
 def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
     """The others hit what it brought, and compute the last block, as the rows of the prompt are those of one choice."""
     params = pair.hand_over(tokens(100))
@@ -310,7 +371,7 @@ def test_choices_in_several_engines(pair: Pair) -> None:
 
 
 def test_rows_are_not_handed_over_where_nobody_knows_for_how_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.prefill.engines[0].scheduler.aux_output_connector._loads.handed, "_lease_s", None)
+    monkeypatch.setattr(pair.prefill.engines[0].scheduler.aux_output_connector._loads, "handed", None)
     assert handoff.PARAM not in pair.hand_over(tokens(100))
 
 
@@ -347,7 +408,7 @@ def encode(rows: np.ndarray) -> dict[str, Any] | None:
     def read(first: int, out: np.ndarray) -> None:
         out[:] = rows[first : first + len(out)]
 
-    return handoff.encode(read, len(rows), rows.shape[1:])
+    return handoff.encode(read, len(rows), rows.shape[1:], until=1.5)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 255, 256, 257, 1000])
@@ -364,9 +425,12 @@ def test_rows_come_back(num_rows: int, other: int, dtype: str, monkeypatch: pyte
         handed = encode(rows)
         assert handed is not None
         assert (handed["dtype"], handed["shape"]) == (dtype, [num_rows, 48, 8])
-        assert np.array_equal(handoff.decode(handed), rows)
+        decoded = handoff.decode(handed)
+        assert decoded is not None
+        assert np.array_equal(decoded[0], rows)
+        assert decoded[1] == 1.5
     if not num_rows:
-        assert handoff.decode(encode(ids)).shape == (0, 48, 8)
+        assert handoff.decode(encode(ids))[0].shape == (0, 48, 8)  # type: ignore[index]
 
 
 def test_too_many_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +439,7 @@ def test_too_many_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert encode(narrow) is not None
     assert encode(wide) is None
     assert encode(wide[:50]) is not None
-    assert handoff.encode(lambda first, out: pytest.fail("read"), 101, (48, 8)) is None
+    assert handoff.encode(lambda first, out: pytest.fail("read"), 101, (48, 8), 0) is None
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -396,7 +460,8 @@ def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.int
     assert (untouched == 7).all()
 
 
-GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2]}
+GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2], "until": 1e9}
+WITHOUT_TIME = {key: value for key, value in GOOD.items() if key != "until"}
 
 
 @pytest.mark.parametrize(
@@ -414,6 +479,9 @@ GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2]}
         {**GOOD, "shape": [1.0, 3, 2]},
         {**GOOD, "shape": [True, 3, 2]},
         {**GOOD, "shape": "132"},
+        {**GOOD, "shape": [10**400, 3, 2]},
+        {**GOOD, "data": bytearray(12)},
+        WITHOUT_TIME,
         {**GOOD, "until": "noon"},
         {**GOOD, "until": None},
         {**GOOD, "until": True},
@@ -426,3 +494,102 @@ GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2]}
 def test_the_engine_takes_nothing_else(wrong: Any) -> None:
     assert handoff.decode(GOOD) is not None
     assert handoff.decode(wrong) is None
+
+
+# ---- what programs can put there ----
+
+
+class Anything:
+    """Cannot be compared, hashed or printed."""
+
+    def _raise(self, *_: object) -> Any:
+        raise RuntimeError
+
+    __eq__ = __hash__ = __str__ = __repr__ = _raise
+
+
+@pytest.mark.parametrize("connectors", [(PULL,), (NAME,), (NAME, PULL), ()])
+@pytest.mark.parametrize(
+    "value",
+    [[], {}, [[]], {"a": []}, "text", b"bytes", -1, 1.5, float("nan"), True, 10**400, Anything()],
+    ids=lambda value: type(value).__name__ if not isinstance(value, str | tuple) else None,
+)
+def test_no_value_ends_the_engine(connectors: tuple[str, ...], value: Any) -> None:
+    """In the place of the whole, of our field, of what is in it, or of what is beside it."""
+    good = {**GOOD, "shape": [1, 1, 6]}
+    beside = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_num_tokens", "do_remote_prefill")
+    pull = {"do_remote_prefill": True, "remote_request_id": "r", "remote_engine_id": "e"}
+    bodies = [
+        value,
+        {handoff.PARAM: value},
+        {**pull, handoff.PARAM: value},
+        {"do_remote_decode": True, handoff.PARAM: value},
+    ]
+    bodies += [{**pull, handoff.PARAM: {**good, key: value}} for key in good]
+    bodies += [{**pull, handoff.PARAM: good, key: value} for key in beside]
+    with store(is_async=True):
+        core = engine_with_store(connectors=connectors) if connectors else engine()
+        client = TracingClient(core) if connectors else Client(core)
+        for index, params in enumerate(bodies):
+            sampling = SamplingParams(max_tokens=2)
+            sampling.extra_args = {"kv_transfer_params": params}
+            core.scheduler.add_request(Request(f"r{index}", tokens(20), sampling, None))
+            core.scheduler.finish_requests(f"r{index}", RequestStatus.FINISHED_ABORTED)
+        after = client.add("after", tokens(40))
+        client.run()
+        assert client.received[after[0]].finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": [100, K, L]}, {"shape": [50, 2 * L, K]}, {"until": None}, {"until": 0}], ids=str
+)
+def test_rows_that_cannot_be_these_are_unknown(pair: Pair, change: dict[str, Any]) -> None:
+    """And so they are for whoever hits what was pulled: they compute it."""
+    params = pair.hand_over(tokens(100))
+    name = pair.add(tokens(100), {**params, handoff.PARAM: {**params[handoff.PARAM], **change}})
+    pair.decode.run()
+    later = pair.add([*tokens(100), 1], None)
+    pair.decode.run()
+    assert set(pair.missing(name)) <= set(range(99))
+    assert pair.missing(later) == []
+
+
+def test_rows_of_ended_requests_are_not_kept(pair: Pair) -> None:
+    """Measured by what the process holds of the messages in which they came."""
+
+    def held() -> int:
+        gc.collect()
+        traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*serial_utils.py")])
+        return sum(trace.size for trace in traces.traces)
+
+    handed = [pair.hand_over(tokens(100, seed=seed)) for seed in range(6)]
+    row_bytes = len(handed[0][handoff.PARAM]["data"])
+    tracemalloc.start()
+    try:
+        names = [pair.add(tokens(100, seed=seed), params) for seed, params in enumerate(handed)]
+        assert held() > 6 * row_bytes
+        pair.decode.abort(*names[:3])
+        pair.decode.run()
+        pair.decode.received.clear()
+        assert held() < row_bytes
+    finally:
+        tracemalloc.stop()
+    assert len(pair.decode.engines[0].scheduler.aux_output_connector._loads.handed) == 0
+
+
+def test_workers_do_not_get_rows(pair: Pair) -> None:
+    sent: list[int] = []
+    executor = pair.decode.engines[0].model_executor
+    execute = executor.execute_model
+
+    def measured(step: Any, **kwargs: Any) -> Any:
+        sent.append(len(pickle.dumps(step)))
+        return execute(step, **kwargs)
+
+    executor.execute_model = measured
+    params = pair.hand_over(tokens(100))
+    name = pair.add(tokens(100), params)
+    pair.decode.run()
+    assert pair.missing(name) == []
+    assert len(params[handoff.PARAM]["data"]) > 100_000
+    assert max(sent) < 10_000

@@ -30,6 +30,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from routed_experts.capture import rows
 from routed_experts.capture.engine import scheduler, worker
 from routed_experts.capture.engine.config import UnsupportedConfig
+from routed_experts.capture.engine.transfer_params import TransferParamsError
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError
@@ -226,7 +227,7 @@ def check_calls(cls: type, path: str, attribute: str, ours_alone: set[str] | Non
 
 def test_calls_on_the_schedulers_connector() -> None:
     ours_alone = {"add_request", "receive", "num_tracked", "add_stats", "follow_loads", "cap_local", "prefill_again"}
-    ours_alone |= {"take_handed", "hand_over", "weights_may_differ"}
+    ours_alone |= {"take_handed", "hand_over", "fail_late_pulls", "weights_may_differ"}
     ours_alone |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
     check_calls(
         scheduler.SchedulerConnector, "v1/core/sched/scheduler.py", "aux_output_connector", ours_alone=ours_alone
@@ -308,7 +309,7 @@ ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
 IN_STREAMS = {LostRowsError, StreamLimitError}
 """Failures of the server: an error event in a stream, and 500 before its first byte."""
-TURNED = {HandoffError}
+TURNED = {HandoffError, TransferParamsError}
 """Become a `VLLMValidationError` where they are caught."""
 CLIENTS = {EventError, RoutingError}
 """Raised in clients only."""
