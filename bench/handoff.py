@@ -38,12 +38,12 @@ def row_of(tokens: int, repeats: int) -> str:
     cache = HostCache(len(blocks), BLOCK, L, K)
     slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     cache.write(slots, rows)
-    handed = step(lambda: handoff.encode(partial(cache.read, blocks), tokens, (L, K)))
+    handed = step(lambda: handoff.encode(partial(cache.read, blocks), tokens, (L, K), until=1e9))
     answer = step(lambda: orjson.dumps({"kv_transfer_params": to_wire({handoff.PARAM: handed})}))
     request = step(lambda: orjson.dumps(orjson.loads(answer)))
     taken = step(lambda: from_wire(orjson.loads(request)["kv_transfer_params"][handoff.PARAM], (L, K), EXPERTS))
-    step(lambda: Load(slots, handoff.decode(taken)).apply(cache))
-    assert np.array_equal(handoff.decode(taken), rows)
+    step(lambda: Load(slots, handoff.decode(taken)[0]).apply(cache))
+    assert np.array_equal(handoff.decode(taken)[0], rows)
     return f"| {tokens:,} | {len(answer) / 1e6:.1f} MB | {' | '.join(times)} |"
 
 

@@ -95,6 +95,7 @@ class Store:
         sent: the KV of prompts that another instance may pull, by request.
         clock: what leases go by.
         heartbeats: whether those of requests that are to pull, in every step, arrive.
+        refused: what prefill instances were told to let go without a pull, by their names for it.
         offers_aborted: whether the KV of aborted requests is offered too.
         is_async: whether loads run beside steps.
         delay: steps that such a load takes.
@@ -109,6 +110,7 @@ class Store:
     sent: dict[str, Sent] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     heartbeats: bool = True
+    refused: list[str] = field(default_factory=list)
     offers_aborted: bool = False
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     is_async: bool = False
@@ -264,6 +266,8 @@ class PullConnector(StoreConnector):
         super().request_finished(request, block_ids)
         self._expecting.pop(request.request_id, None)
         params = request.kv_transfer_params or {}
+        if params.get("do_remote_prefill"):
+            STORE.refused.append(params["remote_request_id"])
         is_offered = STORE.offers_aborted or request.status is RequestStatus.FINISHED_LENGTH_CAPPED
         if not params.get("do_remote_decode") or not is_offered:
             return False, None
@@ -407,9 +411,12 @@ class TracingClient(Client):
 
 def _is_busy(core: Core) -> bool:
     scheduler = core.scheduler
+    if not core.model_executor._sending:
+        return bool(scheduler.has_requests() or core.batch_queue)
+    # vLLM goes on with empty steps until that KV was pulled.
     is_waited_for = scheduler.has_unfinished_requests() or len(scheduler.aux_output_connector.outbox) > 0
     runs = any(step.total_num_scheduled_tokens for _, step, *_ in core.batch_queue or ())
-    return is_waited_for or runs or bool(scheduler.finished_req_ids or core.model_executor._underway)
+    return is_waited_for or runs or bool(scheduler.finished_req_ids)
 
 
 @contextmanager

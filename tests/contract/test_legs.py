@@ -2,19 +2,26 @@
 
 import base64
 import json
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
+from routed_experts.server import handoff
 from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, L, Tokens
-from tests.contract.loads import PULL, TracingExecutor, store
-from tests.contract.served import ServedExecutor, served
+from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
+from tests.contract.served import InProcessClient, ServedExecutor, served
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -31,6 +38,7 @@ class Legs:
 
     prefill: Server
     decode: Server
+    kept: Store
 
     def first(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The prefill leg's answer."""
@@ -49,13 +57,20 @@ class Legs:
         return first, answers_of(self.decode._post(path, body), start)
 
 
+SIZES = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)), "--enable-scale-out")
+
+
 @pytest.fixture(scope="module")
 def legs(tiny_model: Path) -> Iterator[Legs]:
-    flags = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)), "--enable-scale-out")
     transfer = json.dumps({"kv_connector": PULL, "kv_role": "kv_both"})
-    flags = (*flags, "--max-num-batched-tokens", "64", "--kv-transfer-config", transfer)
-    with store(), served(tiny_model, LegExecutor, *flags) as one, served(tiny_model, LegExecutor, *flags) as other:
-        yield Legs(one, other)
+    flags = (*SIZES, "--max-num-batched-tokens", "64", "--kv-transfer-config", transfer)
+    other_flags = (*flags, "--enable-log-requests", "--max-log-len", "100000000")
+    with (
+        store() as kept,
+        served(tiny_model, LegExecutor, *flags) as one,
+        served(tiny_model, LegExecutor, *other_flags) as other,
+    ):
+        yield Legs(one, other, kept)
 
 
 def without_numbers(rows: np.ndarray) -> np.ndarray:
@@ -165,7 +180,7 @@ def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
 
 def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict[str, Any]:
     data = base64.b64encode(np.full(shape, fill, dtype).tobytes()).decode()
-    return {"data": data, "dtype": dtype, "shape": list(shape)}
+    return {"data": data, "dtype": dtype, "shape": list(shape), "until": time.time() + 5}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -184,20 +199,170 @@ def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict
         encoded((2, L, K), "int32"),
         encoded((2, L, K), fill=-2),
         encoded((99, L, K)),
+        {**encoded((2, L, K)), "until": None},
         {**encoded((2, L, K)), "until": "noon"},
         {**encoded((2, L, K)), "until": 1e300},
     ],
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
 def test_what_comes_in_is_checked(legs: Legs, path: str, wrong: Any, stream: bool) -> None:
-    asked: dict[str, dict[str, Any]] = {
-        COMPLETIONS: {"prompt": "abc"},
-        CHAT: {"messages": [{"role": "user", "content": "a"}]},
-        GENERATE: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}},
-    }
+    """And the prefill instance is told to let its KV go, as after a refusal of vLLM's."""
+    legs.kept.refused.clear()
     params = {"do_remote_prefill": True, "remote_request_id": "none", "routed_experts": wrong}
-    body = {"model": "tiny", "stream": stream, **asked[path], "kv_transfer_params": params}
-    with legs.decode.client() as client:
-        response = client.post(path, json=body)
+    response = post(legs.decode, path, stream=stream, kv_transfer_params=params)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == "kv_transfer_params.routed_experts"
+    legs.decode.complete(prompt="the next step", max_tokens=1)
+    assert legs.kept.refused == ["none"]
+
+
+SHORT: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "abc", "max_tokens": 2},
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    GENERATE: {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2}},
+    "/invocations": {"prompt": "abc", "max_tokens": 2, "return_routed_experts": True},
+}
+
+
+def post(server: Server, path: str, **fields: Any) -> httpx.Response:
+    with server.client() as client:
+        return client.post(path, json={"model": "tiny", **SHORT[path], **fields})
+
+
+PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine_id": "an engine"}
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("remote_engine_id", []),
+        ("remote_engine_id", {"a": 1}),
+        ("remote_engine_id", 5),
+        ("remote_request_id", ["none"]),
+        ("remote_request_id", None),
+        ("remote_host", 1),
+        ("remote_port", "5600; rm"),
+        ("remote_block_ids", 3),
+        ("remote_block_ids", [1, 2]),
+        ("remote_block_ids", [[-1]]),
+        ("remote_block_ids", [[1 << 40]]),
+        ("tp_size", 0),
+        ("tp_size", "1"),
+        ("remote_num_tokens", 1.5),
+        ("do_remote_prefill", "yes"),
+        ("do_remote_decode", {}),
+        ("remote_prefiller", "text"),
+        ("remote_kv_source", {"kv_request_id": []}),
+    ],
+)
+@pytest.mark.parametrize("path", SHORT)
+def test_what_is_beside_the_rows_is_checked(legs: Legs, path: str, name: str, value: Any, has_rows: bool) -> None:
+    """The prefill instance is not told: to do so takes these fields."""
+    legs.kept.refused.clear()
+    params = {**PULLED, name: value, **({"routed_experts": encoded((2, L, K))} if has_rows else {})}
+    response = post(legs.decode, path, kv_transfer_params=params)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith(f"kv_transfer_params.{name}")
+    legs.decode.complete(prompt="it lives", max_tokens=1)
+    assert legs.kept.refused == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"vllm_xargs": {"kv_transfer_params": "text"}}, "vllm_xargs.kv_transfer_params"),
+        (CHAT, {"vllm_xargs": {"kv_transfer_params": [1]}}, "vllm_xargs.kv_transfer_params"),
+        (
+            GENERATE,
+            {"sampling_params": {"extra_args": {"kv_transfer_params": "text"}}},
+            "sampling_params.extra_args.kv_transfer_params",
+        ),
+        (
+            GENERATE,
+            {"sampling_params": {"extra_args": {"kv_transfer_params": {**PULLED, "remote_engine_id": []}}}},
+            "kv_transfer_params.remote_engine_id",
+        ),
+    ],
+)
+def test_params_in_extra_arguments_are_checked(legs: Legs, path: str, fields: dict[str, Any], param: str) -> None:
+    response = post(legs.decode, path, **fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    legs.decode.complete(prompt="it lives", max_tokens=1)
+
+
+@pytest.mark.parametrize("connector", [NAME, None])
+def test_rows_are_refused_where_nothing_transfers(tiny_model: Path, connector: str | None) -> None:
+    """What is beside them is nobody's there: without rows, such a request is answered as vLLM answers it."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+    flags = ("--kv-transfer-config", json.dumps(transfer)) if connector else ()
+    params = {**PULLED, "remote_engine_id": []}
+    with store(), served(tiny_model, LegExecutor if connector else ServedExecutor, *SIZES, *flags) as server:
+        for path in SHORT:
+            response = post(server, path, kv_transfer_params={**params, "routed_experts": encoded((1, L, K))})
+            assert response.status_code == 400, response.text
+            assert response.json()["error"]["param"] == "kv_transfer_params.routed_experts"
+            assert post(server, path, kv_transfer_params=params).status_code == 200
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+@pytest.mark.parametrize("path", [COMPLETIONS, GENERATE])
+def test_rows_are_not_logged(legs: Legs, path: str, level: int) -> None:
+    """With `--enable-log-requests`, and at each log level."""
+    body: dict[str, Any] = {**ASK, **SHORT[path]}
+    if path == GENERATE:
+        body |= {"token_ids": [7 * level % 90] * 60}
+    else:
+        body |= {"prompt": f"{level} is logged" * 5}
+    first = legs.first(path, body)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        answer = legs.decode._post(path, {**body, "kv_transfer_params": first["kv_transfer_params"]})
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+    assert answer["choices"]
+    assert any("Received request" in line for line in said)
+    assert any("JSON body" in line for line in said) == (level == logging.DEBUG)
+    assert max(map(len, said)) < len(first["kv_transfer_params"]["routed_experts"]["data"]) / 10
+
+
+def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the first choice of a prompt, and not with the others; and the API process does not keep them."""
+    sizes: list[int] = []
+    send = InProcessClient.add_request_async
+
+    async def measured(self: InProcessClient, request: EngineCoreRequest) -> None:
+        sizes.append(sum(len(part) for part in MsgpackEncoder().encode(request)))
+        await send(self, request)
+
+    monkeypatch.setattr(InProcessClient, "add_request_async", measured)
+    body = {**ASK, "prompt": "eight choices" * 9, "max_tokens": 2}
+    first = legs.first(COMPLETIONS, body)
+    sizes.clear()
+    body |= {"n": 8, "temperature": 1, "kv_transfer_params": first["kv_transfer_params"]}
+    answers = answers_of(legs.decode._post(COMPLETIONS, body), 0)
+    row_bytes = len(base64.b64decode(first["kv_transfer_params"]["routed_experts"]["data"]))
+    assert len(answers) == len(sizes) == 8
+    assert row_bytes < sizes[0] < row_bytes + 5_000
+    assert max(sizes[1:]) < 5_000
+    assert not any((answer.prompt_rows == -1).any() for answer in answers)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_large_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
+    threads = []
+    read = handoff.from_wire
+    monkeypatch.setattr(handoff, "LARGE_TEXT", 0 if is_large else 1 << 30)
+    monkeypatch.setattr(handoff, "from_wire", lambda *args: threads.append(current_thread().name) or read(*args))
+    body = {**ASK, "prompt": f"in a thread {is_large}" * 5, "max_tokens": 2}
+    body |= {"kv_transfer_params": legs.first(COMPLETIONS, body)["kv_transfer_params"]}
+    assert not (answers_of(legs.decode._post(COMPLETIONS, body), 0)[0].prompt_rows == -1).any()
+    (thread,) = threads
+    assert thread.startswith("AnyIO worker thread") == is_large
