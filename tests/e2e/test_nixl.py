@@ -173,17 +173,23 @@ def wait_until_healthy(server: Server, path: str = "/health") -> None:
     raise AssertionError(f"the servers did not start:\n{server.log.read_text()[-6000:]}")
 
 
-def tagged(params: dict[str, Any]) -> dict[str, Any]:
-    """The same with every id the next one."""
+def _tags(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, EXPERTS, (count, 1, 1))
+
+
+def tagged(params: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+    """The same with other ids, which say of each row which hand-over (`seed`) and which position it is of."""
     handed = params["routed_experts"]
-    ids = (np.frombuffer(base64.b64decode(handed["data"]), handed["dtype"]) + 1) % EXPERTS
+    ids = np.frombuffer(base64.b64decode(handed["data"]), handed["dtype"]).reshape(handed["shape"])
+    ids = (ids + _tags(seed, len(ids))) % EXPERTS
     data = base64.b64encode(ids.astype(handed["dtype"]).tobytes()).decode()
     return {**params, "routed_experts": {**handed, "data": data}}
 
 
-def untagged(answer: Answer, positions: slice) -> Answer:
+def untagged(answer: Answer, positions: slice, seed: int = 0) -> Answer:
+    """An answer whose rows at `positions` are of the hand-over `seed`, with the ids that they had."""
     rows = np.concatenate([answer.prompt_rows, answer.rows])
-    rows[positions] = (rows[positions] - 1) % EXPERTS
+    rows[positions] = (rows[positions] - _tags(seed, len(rows))[positions]) % EXPERTS
     p = len(answer.prompt)
     return Answer(answer.prompt, answer.tokens, 0, rows[:p], rows[p:])
 
@@ -192,8 +198,75 @@ def untagged(answer: Answer, positions: slice) -> Answer:
 def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
     """Those of all that is pulled are the prefill engine's; the last prompt token's, and what follows, the other's."""
     prompt = prompt_of(length, seed=900 + length)
-    (answer,) = answers_of(legs.second(prompt, 9, tagged(legs.first(prompt))))
-    check(untagged(answer, slice(0, length - 1)), oracle)
+    (answer,) = answers_of(legs.second(prompt, 9, tagged(legs.first(prompt), seed=length)))
+    check(untagged(answer, slice(0, length - 1), seed=length), oracle)
+
+
+def test_each_of_two_hand_overs_brings_its_own_rows(legs: Legs, oracle: Oracle) -> None:
+    """Of prompts that begin alike, at once; what one has of the other's is what it hit, in whole blocks."""
+    prompts = [[*prompt_of(64, seed=996), *prompt_of(60, seed=997 + index)] for index in range(2)]
+    handed = [tagged(legs.first(prompt), seed=1 + index) for index, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(2) as threads:
+        answers = threads.map(
+            lambda each: answers_of(legs.second(each[0], 9, each[1]))[0], zip(prompts, handed, strict=True)
+        )
+    for index, answer in enumerate(answers):
+        other = [untagged(answer, slice(0, 64), seed=1 + each).prompt_rows[:64] for each in range(2)]
+        whose = [each for each in range(2) if oracle.wrong(other[each], answer.prompt[:64]) == []]
+        assert whose
+        answer = untagged(untagged(answer, slice(0, 64), seed=1 + whose[0]), slice(64, 123), seed=1 + index)
+        check(answer, oracle)
+
+
+def test_rows_without_time_are_refused(legs: Legs) -> None:
+    prompt = prompt_of(40, seed=989)
+    params = legs.first(prompt)
+    del params["routed_experts"]["until"]
+    with legs.decode.client() as client:
+        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": prompt, "kv_transfer_params": params})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "kv_transfer_params.routed_experts")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("remote_engine_id", []), ("remote_block_ids", []), ("remote_block_ids", None), ("tp_size", "x")],
+)
+def test_params_that_would_end_the_engine_are_refused(legs: Legs, name: str, value: Any) -> None:
+    prompt = prompt_of(40, seed=988)
+    params = {**legs.first(prompt), name: value}
+    del params["routed_experts"]
+    with legs.decode.client() as client:
+        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": prompt, "kv_transfer_params": params})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, f"kv_transfer_params.{name}")
+
+
+def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle) -> None:
+    """NIXL's worker would end the engine: there are fewer blocks than it needs."""
+    params = legs.first(prompt_of(40, seed=987))
+    del params["routed_experts"]
+    check(answers_of(legs.second(prompt_of(150, seed=986), 4, params))[0], oracle)
+
+
+@pytest.fixture
+def let_go(legs: Legs) -> Iterator[None]:
+    """Nothing of a test is left in the prefill instance before its lease ends."""
+    before = legs.prefill.metric("vllm:kv_cache_usage_perc")
+    yield
+    for _ in range(100):
+        if legs.prefill.metric("vllm:kv_cache_usage_perc") <= before:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the prefill instance keeps KV that nobody is to pull")
+
+
+@pytest.mark.usefixtures("let_go")
+def test_a_decode_leg_that_is_refused_lets_the_kv_go(legs: Legs) -> None:
+    prompt = prompt_of(100, seed=985)
+    params = legs.first(prompt)
+    params["routed_experts"]["shape"] = [1, 2, 3]
+    with legs.decode.client() as client:
+        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": prompt, "kv_transfer_params": params})
+    assert response.status_code == 400
 
 
 def test_what_the_decode_engine_has_keeps_its_own_rows(legs: Legs, oracle: Oracle) -> None:
@@ -341,19 +414,27 @@ def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags
 
 
 @pytest.mark.slow
-def test_kv_that_was_given_up(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """The prefill server waits a few seconds only, and other prompts have its blocks by the time of the decode leg."""
+def test_leases_that_end(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
+    """Of a few seconds only: before the decode leg comes, when others have the blocks, and during its pull."""
     flags = (*lease(6), "--kv-cache-memory-bytes", str(4 << 20))
     with running(tiny_model, tmp_path / "log", *flags) as legs:
-        prompts = prompt_of(170, seed=980), prompt_of(170, seed=981)
-        known, unknown = (legs.first(prompt) for prompt in prompts)
+        prompts = [prompt_of(170, seed=980 + index) for index in range(3)]
+        (answer,) = answers_of(legs.second(prompts[2], 9, tagged(legs.first(prompts[2]))))
+        check(untagged(answer, slice(0, 169)), oracle)
+        before = tagged(legs.first(prompts[0]))
         time.sleep(8)
         for seed in range(60):
             legs.prefill.complete(prompt=prompt_of(400, seed=2000 + seed), max_tokens=1)
-        (answer,) = answers_of(legs.second(prompts[0], 9, known))
-        check(answer, oracle)
-        # What a decode server that does not know the time would return: the KV is another prompt's by now.
-        del unknown["routed_experts"]["until"]
-        (answer,) = answers_of(legs.second(prompts[1], 9, unknown))
-        with pytest.raises(AssertionError):
-            check(answer, oracle)
+        check(answers_of(legs.second(prompts[0], 9, before))[0], oracle)
+        during = tagged(legs.first(prompts[1]))
+        leg = legs.process_of(legs.prefill)
+        everyone = [leg, *leg.children(recursive=True)]
+        for process in everyone:
+            process.suspend()
+        pulling = Running(legs.decode, prompt=prompts[1], max_tokens=9, kv_transfer_params=during)
+        time.sleep(8)
+        assert pulling.num_tokens == 0
+        for process in everyone:
+            process.resume()
+        check(pulling.answer(), oracle)
+        assert "its pull outlived the lease" in legs.proxy.log.read_text()
