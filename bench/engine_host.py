@@ -73,7 +73,7 @@ class Load:
             times += [now] * len(output.outputs[0].token_ids)
             carried = output.outputs[0].routed_experts
             if isinstance(carried, RowFeed):
-                rows += sum(map(len, carried.take_until(prompt_len + len(times) - 1)))
+                rows += sum(map(len, carried.take(rows, prompt_len + len(times) - 1)))
             elif carried is not None:
                 rows += len(carried)
         expected = (

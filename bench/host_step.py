@@ -12,7 +12,7 @@ from vllm.v1.engine import EngineCoreOutput
 
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OptIn, pack
+from routed_experts.capture.message import OptIn, PlacedRows, pack
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.split import RequestRows, StepPart, take_rows
 
@@ -56,7 +56,7 @@ def _hand_out(step: StepRows, cache: HostCache) -> None:
     for index in range(len(step.rows)):
         part = StepPart(7, step.rows[index : index + 1])
         rows = take_rows(RequestRows(_OPT_IN, next_row=7), part, 8, cache)
-        outputs.append(EngineCoreOutput("", [0], routed_experts=rows))
+        outputs.append(EngineCoreOutput("", [0], routed_experts=PlacedRows(7, rows)))
     pack(outputs)
 
 

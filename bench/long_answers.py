@@ -160,11 +160,11 @@ class Edge:
     async def _long_outputs(self, generated: int, at_once: bool = False) -> AsyncIterator[RequestOutput]:
         """The prompt's rows in one piece, and `generated` that come one by one; one output for all or one a token."""
         feed, prompt_len = RowFeed(), len(self._rows) - generated
-        feed.push(self._rows[:prompt_len])  # the engine's message, which vLLM does not copy either
+        feed.push(0, self._rows[:prompt_len])  # the engine's message, which vLLM does not copy either
         if not at_once:
             yield output_of(prompt_len, feed, 1)
         for token, row in enumerate(self._rows[prompt_len:], 1):
-            feed.push(row[np.newaxis].copy())
+            feed.push(prompt_len + token - 1, row[np.newaxis].copy())
             if not at_once:
                 yield output_of(prompt_len, feed, 1, "length" if token == generated else None)
             await asyncio.sleep(0)
@@ -173,10 +173,10 @@ class Edge:
 
     async def _short_outputs(self, tokens: int) -> AsyncIterator[RequestOutput]:
         feed = RowFeed()
-        feed.push(self._rows[:16].copy())
+        feed.push(0, self._rows[:16].copy())
         for token in range(tokens):
             yield output_of(16, feed, 1, "length" if token == tokens - 1 else None)
-            feed.push(self._rows[token : token + 1].copy())
+            feed.push(16 + token, self._rows[token : token + 1].copy())
             await asyncio.sleep(SHORT_GAP_S)
 
     def _stream(self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:

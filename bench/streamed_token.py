@@ -48,8 +48,8 @@ class Stream:
     async def _outputs(self, feed: RowFeed | None) -> AsyncIterator[RequestOutput]:
         for token in range(TOKENS):
             if feed is not None:
-                end = PROMPT + token
-                feed.push(self._rows[0 if token == 0 else end - 1 : end])
+                start, end = 0 if token == 0 else PROMPT + token - 1, PROMPT + token
+                feed.push(start, self._rows[start:end])
             yield output_of(PROMPT, feed, 1, "length" if token == TOKENS - 1 else None)
 
     async def _chunks(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:

@@ -1,29 +1,36 @@
 """What the engine and the API process say to each other, in fields that vLLM sends anyway: the opt-in and the rows."""
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import Rows
+from routed_experts.capture.rows import Rows, count_unknown
 
 OPT_IN_ARG = "routed_experts.opt_in"
 """Key in `SamplingParams.extra_args` that opts a request in; its value is `OptIn.encode()`."""
 
+ROWS_OUTPUT_ID = "routed_experts.rows"
+"""Request id of the output that comes before all others of a message with rows, and says what rows they have. vLLM
+passes over outputs of requests that it does not know."""
+
 SMALL_ARRAY_BYTES = 16 << 10
-"""Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy, and apart."""
+"""Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy."""
 
 _HEADER_TYPE = np.dtype(np.int32)
+_WORDS = _HEADER_TYPE.itemsize // np.dtype(np.int16).itemsize
+_NO_ROWS, _ALONE = -1, -2
+"""In place of the number of an output's packed rows: it has none at all, or they are in an array of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptIn:
     """That a request's rows are to be sent. All requests of one prompt (`n` > 1) carry the same one.
 
-    The prompt's rows come once, on an output of their own (`prompt_output_id`), before the first tokens of any of the
+    The prompt's rows come once, on outputs of their own (`prompt_output_id`), before the first tokens of any of the
     prompt's requests.
 
     Attributes:
@@ -54,7 +61,7 @@ _PROMPT_OF = "routed-experts-prompt-of-"
 
 
 def prompt_output_id(request_id: str) -> str:
-    """The id of the output that brings a prompt's rows, and no tokens, with the first token of a request.
+    """The id of the outputs that bring a prompt's rows, and no tokens, before the first token of a request.
 
     vLLM drops outputs of requests that it does not know, so that nobody else takes it for one of a request's.
     """
@@ -66,91 +73,99 @@ def request_of_prompt(output_id: str) -> str | None:
     return output_id[len(_PROMPT_OF) :] if output_id.startswith(_PROMPT_OF) else None
 
 
+class PlacedRows(NamedTuple):
+    """Rows of a sequence, and where in it they are.
+
+    Attributes:
+        start: absolute position of the first row.
+        rows: [n, L, K]
+    """
+
+    start: int
+    rows: Rows
+
+
 class Output(Protocol):
     """A request's part of the engine's message for a step; vLLM's `EngineCoreOutput`."""
 
-    routed_experts: Rows | None
+    request_id: str
+    routed_experts: Any
 
 
 AnyOutput = TypeVar("AnyOutput", bound=Output)
 
 
-def is_large(output: Output) -> bool:
-    """Whether the rows are too many to be packed."""
-    return output.routed_experts is not None and output.routed_experts.nbytes > SMALL_ARRAY_BYTES
+def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
+    """Prepares the rows of a message: `PlacedRows` on `outputs` become arrays that vLLM can send.
 
-
-def pack(outputs: Sequence[Output]) -> None:
-    """Puts the small arrays ([n, L, K]) of a message into one, a flat one on the first output that had one.
-
-    At hundreds of requests with a row each, an array costs much more to encode and decode than its contents.
+    Gives what goes on an output before all others (`ROWS_OUTPUT_ID`); None if none of them has rows. It is a header of
+    int32: the number of outputs, L and K, and for each output the number of its packed rows, the position of its first
+    row, and how many rows are not known. The small arrays follow: at hundreds of requests with a row each, an array
+    costs much more to encode and decode than its contents. Large arrays stay on their outputs, and are not copied.
     """
-    small: list[int] = []
-    arrays: list[Rows] = []
-    for index, output in enumerate(outputs):
-        rows = output.routed_experts
-        if rows is not None and not is_large(output):
-            small.append(index)
-            arrays.append(rows)
-            output.routed_experts = None
-    if not small:
-        return
-    counts = np.zeros(small[-1] - small[0] + 1, dtype=_HEADER_TYPE)  # 0 for none, n + 1 for n rows
-    counts[np.array(small) - small[0]] = [len(rows) + 1 for rows in arrays]
-    header = np.array([len(counts), *arrays[0].shape[1:]], dtype=_HEADER_TYPE)
-    outputs[small[0]].routed_experts = np.concatenate(
-        [header.view(np.int16), counts.view(np.int16), np.concatenate(arrays).reshape(-1)]
-    )
+    placed = [
+        (index, output.routed_experts) for index, output in enumerate(outputs) if output.routed_experts is not None
+    ]
+    if not placed:
+        return None
+    table = np.full((len(outputs), 3), _NO_ROWS, dtype=_HEADER_TYPE)
+    small: list[tuple[int, Rows]] = []
+    for index, (start, rows) in placed:
+        if rows.nbytes > SMALL_ARRAY_BYTES:
+            outputs[index].routed_experts = rows
+            table[index] = _ALONE, start, count_unknown(rows)
+        else:
+            outputs[index].routed_experts = None
+            small.append((index, rows))
+            table[index] = len(rows), start, 0
+    header = np.array([len(outputs), *placed[0][1].rows.shape[1:]], dtype=_HEADER_TYPE)
+    first = (header.size + table.size) * _WORDS
+    packed = np.concatenate([np.empty(first, dtype=np.int16), *(rows.reshape(-1) for _, rows in small)])
+    if packed[first:].min(initial=0) < 0:
+        for index, rows in small:
+            table[index, 2] = count_unknown(rows)
+    packed[:first].view(_HEADER_TYPE)[:] = np.concatenate([header, table.reshape(-1)])
+    return packed
 
 
 class Unpacker:
-    """Undoes `pack`, for messages whose outputs come in one slice or in several.
-
-    Attributes:
-        is_known: whether all rows of the message are known that were packed, or came alone.
-    """
+    """Undoes `pack`, for messages whose outputs come in one slice or in several."""
 
     def __init__(self) -> None:
-        self.is_known = True
         self._message: object = None
-        self._counts: Iterator[int] = iter(())
+        self._entries: Iterator[list[int]] = iter(())
         self._rows: Rows | None = None
         self._first = 0
 
-    def unpack(self, outputs: Iterable[AnyOutput], message: object) -> Iterator[tuple[AnyOutput, Rows]]:
-        """Takes the rows off `outputs`: each output that has some, and its own. Those that were packed are views of
-        what came from the engine, so that whoever keeps one keeps the message.
+    def unpack(self, outputs: list[AnyOutput], message: object) -> Iterator[tuple[AnyOutput, int, Rows, int]]:
+        """Takes the rows off `outputs`. Gives each output that has some, the position of its first row, its rows, and
+        how many of them are not known. Rows that were packed are views of what came from the engine, so that whoever
+        keeps one keeps the message. Rows without a header before them have no position and are dropped.
 
         Args:
-            outputs: the next slice of a message.
+            outputs: the next slice of a message, from which the output that `pack` has added is removed.
             message: tells messages apart, so that what is left of one is never taken for another's.
         """
         if message != self._message:
-            self._message, self._counts, self.is_known = message, iter(()), True
+            self._message, self._entries = message, iter(())
+        if outputs and outputs[0].request_id == ROWS_OUTPUT_ID:
+            self._begin(outputs.pop(0).routed_experts)
         for output in outputs:
-            rows = output.routed_experts
-            if rows is not None:
-                output.routed_experts = None
-                if rows.ndim == 1:
-                    self._begin(rows)
-                elif len(rows) == 1:
-                    self.is_known &= is_known(rows)
-            if count := next(self._counts, 0):
+            alone, output.routed_experts = output.routed_experts, None
+            count, start, num_unknown = next(self._entries, _NOTHING)
+            if count >= 0:
                 assert self._rows is not None
-                end = self._first + count - 1
+                end = self._first + count
                 rows, self._first = self._rows[self._first : end], end
-            if rows is not None:
-                yield output, rows
+                yield output, start, rows, num_unknown
+            elif count == _ALONE and alone is not None:
+                yield output, start, alone, num_unknown
 
     def _begin(self, packed: NDArray[np.int16]) -> None:
-        words = _HEADER_TYPE.itemsize // packed.itemsize
-        num_outputs, num_layers, top_k = packed[: 3 * words].view(_HEADER_TYPE).tolist()
-        counts, body = np.split(packed[3 * words :], [num_outputs * words])
-        self._counts = iter(counts.view(_HEADER_TYPE).tolist())
+        num_outputs, num_layers, top_k = packed[: 3 * _WORDS].view(_HEADER_TYPE).tolist()
+        table, body = np.split(packed[3 * _WORDS :], [3 * num_outputs * _WORDS])
+        self._entries = iter(table.view(_HEADER_TYPE).reshape(-1, 3).tolist())
         self._rows, self._first = body.reshape(-1, num_layers, top_k), 0
-        self.is_known &= is_known(body)
 
 
-def is_known(rows: NDArray[np.int16]) -> bool:
-    """Whether none of `rows` is -1."""
-    return bool(rows.min(initial=0) >= 0)
+_NOTHING = [_NO_ROWS, 0, 0]

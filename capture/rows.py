@@ -8,3 +8,10 @@ Rows = NDArray[np.int16]
 
 UNKNOWN = -1
 """Fills what is not known. Never a valid expert id; the same number as on the wire."""
+
+
+def count_unknown(rows: Rows) -> int:
+    """How many of `rows` have an id that is not known."""
+    if rows.min(initial=0) > UNKNOWN:  # nearly always
+        return 0
+    return int((rows == UNKNOWN).any(axis=(1, 2)).sum())

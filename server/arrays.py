@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.batch import spread_layers
-from routed_experts.server.row_feeds import FedRequestState, RowFeed, RowFeeds, Rows, unknown_rows
+from routed_experts.server.row_feeds import FedRequestState, RowFeed, RowFeeds, Rows
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     CompletionOutput,
@@ -39,13 +39,16 @@ class ArrayForm:
 
     Args:
         model: vLLM's `ModelConfig`.
+
+    Attributes:
+        shape: (L, K) of the workers' rows, once they have said so.
     """
 
     def __init__(self, model: Any) -> None:
         self._dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
         self._num_layers = int(model.get_total_num_hidden_layers())
         self._layer_ids: list[int] | None = None
-        self._shape = (0, 0)
+        self.shape = (0, 0)
 
     @property
     def is_known(self) -> bool:
@@ -54,20 +57,14 @@ class ArrayForm:
 
     def learn(self, worker: dict[str, Any]) -> None:
         """Takes what a worker says of its rows."""
-        self._shape = worker["num_layers"], worker["top_k"]
+        self.shape = worker["num_layers"], worker["top_k"]
         self._layer_ids = worker["layer_ids"]
 
-    def array(self, arrays: list[Rows], missing: int) -> Array:
-        """The rows of `arrays` in one, which is the caller's own.
-
-        Args:
-            missing: how many rows did not arrive. They are -1, and so are others that are not known; the array is int16
-                then, because vLLM's type cannot say so.
-        """
+    def array(self, arrays: list[Rows]) -> Array:
+        """The rows of `arrays` in one, which is the caller's own. Where some are not known it is int16, because vLLM's
+        type has no -1."""
         assert self._layer_ids is not None
-        if missing:
-            arrays = [*arrays, unknown_rows(missing, self._shape)]
-        rows = np.concatenate([np.empty((0, *self._shape), np.int16), *arrays])
+        rows = np.concatenate([np.empty((0, *self.shape), np.int16), *arrays])
         is_known = rows.min(initial=0) >= 0
         rows = rows.astype(self._dtype) if is_known else rows
         if self._layer_ids == list(range(self._num_layers)):
@@ -79,18 +76,18 @@ class ArrayFeed(RowFeed):
     """The rows of one choice, which become an array on its outputs.
 
     Args:
-        prompt_rows: how many of the prompt's rows were asked for.
+        start: position of the first of the prompt's rows that were asked for.
+        prompt_len: tokens of the prompt.
         kind: which outputs the request gets: of all tokens so far, of new ones, or the last one only.
     """
 
-    def __init__(self, form: ArrayForm, request_id: str, prompt_rows: int, kind: RequestOutputKind) -> None:
-        super().__init__()
+    def __init__(self, form: ArrayForm, request_id: str, start: int, prompt_len: int, kind: RequestOutputKind) -> None:
+        super().__init__(request_id)
         self._form = form
-        self._request_id = request_id
-        self._prompt_rows = prompt_rows
+        self._next_row = start
+        self._prompt_len = prompt_len
         self._kind = kind
         self._num_tokens = 0
-        self._num_rows = 0
 
     def array_of(self, choice: CompletionOutput) -> Array | None:
         """What an output of the choice carries: with `DELTA`, the rows that became known with its tokens; otherwise all
@@ -99,16 +96,12 @@ class ArrayFeed(RowFeed):
         if not is_delta and choice.finish_reason is None:
             return None
         self._num_tokens = len(choice.token_ids) + (self._num_tokens if is_delta else 0)
-        end = max(self._prompt_rows + self._num_tokens - 1, 0)
-        arrays = self.take_until(end)
-        first = self._num_rows
-        self._num_rows += sum(map(len, arrays))
-        missing = end - self._num_rows if choice.finish_reason in _ENDED else 0
-        if missing > 0:
-            logger.error("Request %r: %d rows did not arrive and are -1.", self._request_id, missing)
-        elif not self.has_begun:
+        end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
+        arrays = self.take(self._next_row, end, self._form.shape if choice.finish_reason in _ENDED else None)
+        if self.end < 0 and not arrays:
             return None
-        array = self._form.array(arrays, max(missing, 0))
+        first, self._next_row = self._next_row, self._next_row + sum(map(len, arrays))
+        array = self._form.array(arrays)
         if array.dtype == np.int16:
             logger.error(
                 "Request %r: of its rows from %d on, some are not known and are -1, in an array of int16.",
@@ -218,7 +211,7 @@ class EveryRequest:
         params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
-        feed = ArrayFeed(self.form, request.request_id, state.prompt_len - start, params.output_kind)
+        feed = ArrayFeed(self.form, request.request_id, start, state.prompt_len, params.output_kind)
         FedRequestState.give(state, feed)
         if queue is not None:
             queue.__class__ = ArrayCollector

@@ -57,7 +57,7 @@ async def _rows_of_a_request(
     async for output in outputs:
         if isinstance(output.outputs[0].routed_experts, RowFeed):
             feed = output.outputs[0].routed_experts
-    arrays = feed.take_until(len(prompt) + _NEW_TOKENS) if feed is not None else []
+    arrays = feed.take(0, len(prompt) + _NEW_TOKENS) if feed is not None else []
     return np.concatenate(arrays) if arrays else None
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, is_known, request_of_prompt
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.handoff import put_rows
@@ -21,7 +21,10 @@ from routed_experts.server.vllm_api import (
     OutputProcessorOutput,
     RequestState,
     SamplingParams,
+    get_logger,
 )
+
+logger = get_logger(__name__)
 
 Rows = NDArray[np.int16]
 
@@ -45,28 +48,86 @@ class RowFeed:
     It rides on the choice's outputs as `CompletionOutput.routed_experts`, so it lives as long as they do, and
     merged outputs lose nothing: they carry the same feed.
 
+    Every array comes with the position of its first row. A gap before it is filled with -1, and rows that were there
+    before are dropped, so that each row that is taken belongs to the position that it is taken for.
+
+    Args:
+        request_id: for the log.
+
     Attributes:
-        has_begun: whether any have arrived.
-        is_known: whether all that came alone are known.
+        num_unknown: how many of the rows that came are not known, those in gaps included.
+        num_lost: how many rows did not arrive.
+        lender: the choice whose prompt's rows these begin with; None where they are its own.
     """
 
-    __slots__ = ("__weakref__", "_arrays", "_joined", "_room", "_taken", "has_begun", "is_known")
+    __slots__ = (
+        "__weakref__",
+        "_arrays",
+        "_end",
+        "_first",
+        "_joined",
+        "_request_id",
+        "_room",
+        "_shape",
+        "lender",
+        "num_lost",
+        "num_unknown",
+    )
 
-    def __init__(self) -> None:
-        self._arrays: list[Rows] = []
-        self._taken = 0
-        self.has_begun = False
-        self.is_known = True
+    def __init__(self, request_id: str = "") -> None:
+        self.num_unknown = self.num_lost = 0
+        self.lender: str | None = None
+        self._request_id = request_id
+        self._shape: tuple[int, ...] = ()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._arrays: list[Rows] = []  # not empty ones, each beginning where the one before it ends
+        self._first = self._end = -1  # positions of the first row in them and behind the last; -1 before any came
         self._joined = 0  # how many of the first arrays are large enough
         self._room: Rows | None = None  # the last of these is its beginning
 
-    def push(self, rows: Rows) -> None:
-        """Adds `rows` ([n, L, K]), which follow those before. Where few rows wait for more they are copied, so that
-        the message of the engine that they are a view of can go."""
+    @property
+    def end(self) -> int:
+        """Position behind the last row that has arrived; -1 before any."""
+        return self._end
+
+    def push(self, start: int, rows: Rows, num_unknown: int = 0) -> None:
+        """Adds `rows` ([n, L, K]), of which the first is at position `start`. Where few rows wait for more they are
+        copied, so that the message of the engine that they are a view of can go.
+
+        Args:
+            num_unknown: how many of them are not known.
+        """
+        if start != self._end:
+            if self._end < 0:
+                self._first = self._end = start
+                self._shape = rows.shape[1:]
+            elif start > self._end:
+                self._append(self._lost(self._end, start - self._end))
+            else:
+                rows = rows[self._end - start :]
+        if len(rows):
+            self.num_unknown += num_unknown
+            self._append(rows)
+
+    def push_prompt(self, sender: str, is_own: bool, start: int, rows: Rows, num_unknown: int) -> None:
+        """As `push`, of rows of the prompt that the engine sent before the first token of the choice `sender`, this one
+        or another of the same prompt. Its own go before those of others; these are all from one other."""
+        if is_own:
+            if self.lender is not None:
+                self._clear()
+                self.lender = None
+        elif self._end < 0:
+            self.lender = sender
+        elif self.lender != sender:
+            return
+        self.push(start, rows, num_unknown)
+
+    def _append(self, rows: Rows) -> None:
         arrays = self._arrays
-        if not arrays:  # always, where each row is taken as it comes
-            self.has_begun = True
-        else:
+        self._end += len(rows)
+        if arrays:  # not where each row is taken as it comes
             if self._joined < len(arrays):
                 arrays[-1] = own(arrays[-1])
             rows = own(rows)
@@ -86,34 +147,49 @@ class RowFeed:
         np.concatenate(small, out=self._room[used : used + count])
         self._arrays[self._joined - 1 :] = [self._room[: used + count]]
 
-    def replace(self, rows: Rows) -> None:
-        """Puts `rows` in the place of all before, of which none were taken."""
-        self._arrays = [rows]
-        self._joined, self._room = 0, None
+    def _lost(self, start: int, count: int) -> Rows:
+        logger.error(
+            "Request %r: %d rows from position %d on did not arrive and are sent as -1.", self._request_id, count, start
+        )
+        self.num_lost += count
+        self.num_unknown += count
+        return np.full((count, *self._shape), UNKNOWN, dtype=np.int16)
 
-    def take_row(self) -> Rows | None:
-        """[1, L, K], if just one row has arrived that was not taken yet, and is known."""
-        arrays = self._arrays
-        if len(arrays) != 1 or len(arrays[0]) != 1 or not self.is_known:
+    def take_row(self, position: int) -> Rows | None:
+        """[1, L, K], if the row at `position` is the only one that waits, and all that came are known."""
+        if self._first != position or self._end != position + 1 or self.num_unknown:
             return None
-        self._taken += 1
-        return arrays.pop()
+        self._first = self._end
+        return self._arrays.pop()
 
-    def take_until(self, total: int) -> list[Rows]:
-        """The rows that bring what was taken so far to `total`, or fewer if they have not arrived, in order."""
-        arrays, wanted = self._arrays, total - self._taken
+    def take(self, first: int, end: int, shape: tuple[int, int] | None = None) -> list[Rows]:
+        """The rows from position `first` to `end` in order, or fewer if they have not arrived. Rows before `first` are
+        dropped.
+
+        Args:
+            shape: (L, K), once no more can arrive: rows that are missing up to `end` are -1 then.
+        """
+        arrays = self._arrays
         self._joined, self._room = 0, None
-        if len(arrays) == 1 and len(arrays[0]) <= wanted:  # nearly always
-            self._arrays = []
-            self._taken += len(arrays[0])
-            return arrays
-        taken, rest = split(arrays, max(wanted, 0))
-        if taken and rest:
-            rest[0] = rest[0].copy()  # a view would keep the rows that were taken
-        if rest and len(rest[0]) == 1:
-            self.is_known &= is_known(rest[0])
-        self._arrays = rest
-        self._taken += sum(map(len, taken))
+        if self._first == first < self._end <= end and len(arrays) == 1:  # nearly always
+            taken, self._arrays, at = arrays, [], self._end
+        else:
+            taken, at = [], first
+            if at < self._first:
+                at = min(self._first, end)
+                if at > first:
+                    taken.append(self._lost(first, at - first))
+            _, arrays = split(arrays, max(at - self._first, 0))
+            some, arrays = split(arrays, max(end - at, 0))
+            at += sum(map(len, some))
+            taken += some
+            if arrays and arrays[0] is not self._arrays[-len(arrays)]:
+                arrays[0] = arrays[0].copy()  # a view would keep the rows before it
+            self._arrays = arrays
+        self._first = self._end - sum(map(len, self._arrays))
+        if shape is not None and at < end:
+            self._shape = shape
+            taken.append(self._lost(at, end - at))
         return taken
 
 
@@ -201,21 +277,18 @@ class RowFeeds:
         """vLLM's `process_outputs`, of which the rows were taken off."""
         if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # they are nowhere else
             self._take_stats(engine_core_outputs.pop(0))
-        unpacker, states = self._unpacker, self._processor.request_states
-        for output, rows in unpacker.unpack(engine_core_outputs, message=engine_core_timestamp):
-            if (state := states.get(output.request_id)) is None:
-                self._take_prompt(output.request_id, rows)
-                continue
-            feed = _feed_of(state)
-            feed.push(rows)
-            if not unpacker.is_known:
-                feed.is_known = False
+        states = self._processor.request_states
+        for output, start, rows, num_unknown in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
+            if (state := states.get(output.request_id)) is not None:
+                _feed_of(state).push(start, rows, num_unknown)
+            elif (sender := request_of_prompt(output.request_id)) is not None:
+                self._take_prompt(sender, start, rows, num_unknown)
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
         if self.every_request is not None:  # an engine without tasks that read from it returns its outputs
             self.every_request.fill(processed.request_outputs)
         return processed
 
-    def _take_prompt(self, output_id: str, rows: Rows) -> None:
+    def _take_prompt(self, sender: str, start: int, rows: Rows, num_unknown: int) -> None:
         """Gives a prompt's rows to the request that they were sent with, and to all others of it that have none; those
         share one array.
 
@@ -223,24 +296,13 @@ class RowFeeds:
         from each engine that has some of the requests (data parallelism), and again with requests whose prompt was
         computed with other weights.
         """
-        request_id = request_of_prompt(output_id)
-        if request_id is None:
-            return  # rows of a request that is gone
         states, parents = self._processor.request_states, self._processor.parent_requests
-        state = states.get(request_id)
+        state = states.get(sender)
         rows = own(rows)
-        parent = state.parent_req if state is not None else parents.get(_parent_of(request_id))
-        for each in (request_id,) if parent is None else parent.child_requests:
-            state = states.get(each)
-            if state is None:
-                continue
-            feed = _feed_of(state)
-            if not feed.has_begun:
-                feed.push(rows)
-            elif each == request_id:
-                feed.replace(rows)
-            if len(rows) == 1:
-                feed.is_known &= is_known(rows)
+        parent = state.parent_req if state is not None else parents.get(_parent_of(sender))
+        for each in (sender,) if parent is None else parent.child_requests:
+            if (state := states.get(each)) is not None:
+                _feed_of(state).push_prompt(sender, each == sender, start, rows, num_unknown)
 
     def _take_stats(self, output: EngineCoreOutput) -> None:
         if self.on_stats is not None:
@@ -248,19 +310,19 @@ class RowFeeds:
 
 
 def _has_begun(state: RequestState) -> bool:
-    return type(state) is FedRequestState and state.feed.has_begun
+    return type(state) is FedRequestState and state.feed.end >= 0
 
 
 def _feed_of(state: RequestState) -> RowFeed:
     if type(state) is not FedRequestState:
-        FedRequestState.give(state, RowFeed())
+        FedRequestState.give(state, RowFeed(state.external_req_id))
     feed: RowFeed = state.feed
     return feed
 
 
 def own(rows: Rows) -> Rows:
     """`rows` for somebody who keeps them. If they are few, without the engine's message that they are a view of, which
-    has those of all other requests too; many came in a message of their own."""
+    has those of all other requests too; many came in an array of their own."""
     return rows if rows.base is None or len(rows) >= _JOINED_ROWS else rows.copy()
 
 
@@ -288,8 +350,3 @@ def split(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:
         first.append(rows)
         count -= len(rows)
     return first, []
-
-
-def unknown_rows(count: int, shape: tuple[int, int]) -> Rows:
-    """[count, L, K] of -1, for rows that are lost."""
-    return np.full((count, *shape), UNKNOWN, dtype=np.int16)

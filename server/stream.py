@@ -13,7 +13,7 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError, Rows
 from routed_experts.server.metrics import count_answer
-from routed_experts.server.row_feeds import RowFeed, own, split, unknown_rows
+from routed_experts.server.row_feeds import RowFeed, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -26,6 +26,8 @@ _FIRST_CHOICE = '"choices":[{'
 _INDEX = '"index":'
 """What the choice begins with; its place in the order of the response follows."""
 _OWN_FIELD = '"routed_experts":null,'
+_COMPLETE = ("stop", "length", "repetition")
+"""How choices end whose tokens all have rows, but the last."""
 
 
 class StreamLimitError(Exception):
@@ -38,57 +40,43 @@ class _Choice:
 
     Attributes:
         begin: what its chunks say first of their choice.
-        prompt_len: tokens of its prompt.
-        next_row: absolute position of the first row that is neither in `pending` nor sent.
-        generated: tokens that outputs have brought so far.
-        pending: rows whose tokens the next chunk of this choice brings, or held-back chunks before it would have.
-        counted: rows for the histogram of the choice.
-        finished: whether the next chunk of this choice has its `finish_reason`.
-        row: a known one alone, in place of `pending`. Nearly all chunks bring one, and each step taken for it weighs
-            more than the row: between two chunks of a stream, all others put its code and data out of the caches.
-        takes_row: whether the next output may leave one there: the prompt's rows, and all others before, were sent.
+        prompt: that it answers.
+        next_row: absolute position of the first row that was not sent with the choice.
+        end: position behind the last row that its tokens so far make known.
+        feed: its rows, until the chunk that they belong to.
+        finish: its `finish_reason`, once an output brought it.
+        counted: rows for its histogram.
     """
 
     begin: str
-    prompt_len: int
+    prompt: "_Prompt"
     next_row: int
-    generated: int = 0
-    feed: RowFeed | None = None
-    pending: list[Rows] = field(default_factory=list)
+    end: int
+    feed: RowFeed
+    finish: str | None = None
     counted: list[Rows] = field(default_factory=list)
-    finished: bool = False
-    row: Rows | None = None
-    takes_row: bool = False
 
-    def take_row(self, choice: CompletionOutput) -> bool:
-        """Whether an output of the choice brings one token and one row, which is `row` then."""
-        feed = self.feed
-        if feed is None or choice.routed_experts is not feed or choice.finish_reason is not None:
-            return False
-        if len(choice.token_ids) != 1 or (row := feed.take_row()) is None:
-            return False
-        choice.routed_experts = None
-        self.row, self.takes_row = row, False
-        self.generated += 1
-        self.next_row += 1
-        return True
+    @property
+    def is_complete(self) -> bool:
+        """Whether no more rows come, and all of them are due."""
+        return self.finish in _COMPLETE
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """The rows of a prompt, which the first of its choices brings: sent once, with the first chunk of any of them.
+    """The rows of a prompt: sent once, with the first chunk of any of its choices.
 
     Attributes:
-        owner: the choice that brought them.
-        next_row: position of the first of `rows`.
-        rows: not sent yet; None where there is nothing to send any more.
+        length: its tokens.
+        source: the choice that brings them.
+        is_pending: whether they are still to be sent, or counted, apart from those of choices.
         counted: rows for the histogram.
         was_counted: whether the histogram was sent.
     """
 
-    owner: _Choice
-    next_row: int
-    rows: list[Rows] | None = None
+    length: int
+    is_pending: bool
+    source: _Choice | None = None
     counted: list[Rows] = field(default_factory=list)
     was_counted: bool = False
 
@@ -128,10 +116,9 @@ class StreamAligner:
         self._error_event = error_event
         self._preface_chunks = preface_chunks
         self._max_bytes = max_bytes
-        self._lost = 0
         self._has_own_field = has_own_field
         self._line_rows = encoder.rows_in(LINE_BYTES)
-        self._takes_rows = options.rows and not options.histogram and encoder.fmt == "object"
+        self._is_joined = options.rows and options.layout == "joined"
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, _Prompt] = {}
 
@@ -142,14 +129,31 @@ class StreamAligner:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
             for choice in output.outputs:
                 state = choices.get(prompt_index * num_choices + choice.index)
-                if state is None or not state.takes_row or not state.take_row(choice):
-                    self._take(prompt_index, output, choice)
+                if state is None:
+                    state = self._begin(prompt_index, output, choice)
+                if isinstance(choice.routed_experts, RowFeed):
+                    state.feed = choice.routed_experts
+                choice.routed_experts = None
+                state.end += len(choice.token_ids)
+                state.finish = choice.finish_reason
+                if (prompt := state.prompt).is_pending and (state.feed.end >= prompt.length or state.is_complete):
+                    prompt.source = prompt.source or state
             yield result
+
+    def _begin(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> _Choice:
+        key, length = prompt_index * self._num_choices + choice.index, len(output.prompt_token_ids or ())
+        prompt = self._prompts.setdefault(prompt_index, _Prompt(length, is_pending=not self._is_joined))
+        next_row = self._options.prompt_start if self._is_joined else length
+        state = _Choice(f"{_INDEX}{key},", prompt, next_row, length - 1, RowFeed(output.request_id))
+        self._choices[key] = state
+        return state
 
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """`chunks`, server-sent events, with the rows that belong to each. An error ends them with an event that says
         so, never with a connection that is cut."""
-        row_text, sent, max_bytes = self._encoder.row_text, self._encoder.sent, self._max_bytes
+        sent, max_bytes, options = self._encoder.sent, self._max_bytes, self._options
+        is_plain = options.rows and not options.histogram and self._encoder.fmt == "object"
+        row_text = self._encoder.row_text if is_plain else None
         state: _Choice | None = None
         try:
             async for chunk in chunks:
@@ -161,39 +165,37 @@ class StreamAligner:
                     chunk = chunk.replace(_OWN_FIELD, "", 1)
                 if state is None or not chunk.startswith(state.begin, begin):
                     state = self._choices.get(_index_of_choice(chunk, begin))
-                if state is not None and (row := state.row) is not None:  # nearly always
-                    state.row, state.takes_row = None, True
-                    text = row_text(row, state.next_row - 1)
-                    row = None  # a reader that stalls would keep the engine's message with it
-                    if sent.num_bytes > max_bytes:
-                        self._check_size()
-                    yield f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
-                    continue
-                key = _index_of_choice(chunk, begin)
+                if row_text is not None and state is not None and not (self._preface_chunks or state.prompt.is_pending):
+                    position = state.next_row
+                    if (
+                        position + 1 == state.end and (row := state.feed.take_row(position)) is not None
+                    ):  # nearly always
+                        state.next_row = state.end
+                        text = row_text(row, position)
+                        row = None  # a reader that stalls would keep the engine's message with it
+                        if sent.num_bytes > max_bytes:
+                            self._check_size()
+                        yield f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
+                        continue
+                prompt = self._prompts.get(_index_of_choice(chunk, begin) // self._num_choices)
+                prompt_rows = self._take_prompt(prompt) if prompt is not None else None
                 rows: list[Rows] = []
                 if self._preface_chunks > 0:
                     self._preface_chunks -= 1
                 elif state is not None:
-                    rows, state.pending = state.pending, rows
-                    if state.finished and self._options.histogram:
-                        chunk = await self._with_histograms(chunk, key, state)
+                    rows = [] if state.prompt.is_pending else self._take(state)
+                    if state.finish is not None and options.histogram:
+                        chunk = await self._with_histograms(chunk, state)
                         begin = _begin_of_choice(chunk)
-                prompt = self._prompts.get(key // self._num_choices)
-                if prompt is not None and prompt.rows is not None:
-                    for line in self._lines(chunk, prompt, rows, state.next_row if state else 0):
+                next_row = state.next_row if state is not None else 0
+                if prompt_rows is None and not rows:
+                    yield chunk
+                elif prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:
+                    yield self._with_rows(chunk, begin, rows[0], next_row)
+                else:
+                    for line in self._lines(chunk, prompt_rows, rows, next_row):
                         yield line
                         await asyncio.sleep(0)  # so that nobody waits for all of a long prompt
-                elif not rows or state is None:
-                    yield chunk
-                elif len(rows) == 1 and len(rows[0]) <= self._line_rows:
-                    yield self._with_rows(chunk, begin, rows[0], state.next_row)
-                else:
-                    for line in self._lines(chunk, None, rows, state.next_row):
-                        yield line
-                        await asyncio.sleep(0)
-                # A chunk before the first one that brings tokens leaves rows pending.
-                if state is not None and prompt is not None and prompt.rows is None and not state.pending:
-                    state.takes_row = self._takes_rows and state.next_row >= state.prompt_len
         except Exception as error:
             logger.error(
                 "A stream was ended: %s", error, exc_info=not isinstance(error, LostRowsError | StreamLimitError)
@@ -201,65 +203,48 @@ class StreamAligner:
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
-            count_answer(self._encoder.sent, self._lost)
+            count_answer(self._encoder.sent, sum(state.feed.num_lost for state in self._choices.values()))
             self._choices.clear()  # a cancelled stream lives on in its traceback until garbage is collected
             self._prompts.clear()
             close = getattr(chunks, "aclose", None)  # ends the request in the engine, where it has not ended
             if close is not None:
                 await close()
 
-    def _take(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> None:
-        key = prompt_index * self._num_choices + choice.index
-        start = self._options.prompt_start
-        state = self._choices.get(key)
-        if state is None:
-            state = self._choices[key] = _Choice(f"{_INDEX}{key},", len(output.prompt_token_ids or ()), start)
-        if isinstance(choice.routed_experts, RowFeed):
-            state.feed = choice.routed_experts
-        choice.routed_experts = None
-        if state.row is not None:
-            state.pending.append(own(state.row))
-        state.row, state.takes_row = None, False
-        state.generated += len(choice.token_ids)
-        state.finished = choice.finish_reason is not None
-        end = state.prompt_len + state.generated - 1
-        arrays = state.feed.take_until(end - start) if state.feed is not None else []
-        num_rows = len(arrays[0]) if len(arrays) == 1 else sum(map(len, arrays))
-        if choice.finish_reason in ("stop", "length", "repetition"):
-            lost = end - state.next_row - num_rows
-            if lost > 0:
-                logger.error("Request %r: %d rows did not arrive and are sent as -1.", output.request_id, lost)
-                arrays = [*arrays, unknown_rows(lost, self._encoder.shape)]
-                num_rows += lost
-                self._lost += lost
-        elif not arrays:
-            return
-        if state.next_row < state.prompt_len or prompt_index not in self._prompts:
-            prompt_rows, arrays = split(arrays, state.prompt_len - state.next_row)
-            state.next_row += sum(map(len, prompt_rows))
-            num_rows = sum(map(len, arrays))
-            self._keep_prompt(prompt_index, state, prompt_rows)
-        if num_rows:
-            state.next_row += num_rows
-            arrays = [own(rows) for rows in arrays]
-            if self._options.rows:
-                state.pending += arrays
-            if self._options.histogram:
-                state.counted += arrays
-
-    def _keep_prompt(self, prompt_index: int, state: _Choice, rows: list[Rows]) -> None:
-        if self._options.rows and self._options.layout == "joined":
-            # An answer without any says so once; and where vLLM has the field, its first chunk has it.
-            state.pending += rows if state.finished or self._has_own_field else filter(len, rows)
-        prompt = self._prompts.get(prompt_index)
-        if prompt is None:
-            prompt = self._prompts[prompt_index] = _Prompt(state, self._options.prompt_start)
-        if prompt.owner is not state:
-            return
-        if self._options.rows and self._options.layout == "split":
-            prompt.rows = [*(prompt.rows or ()), *rows]
+    def _take_prompt(self, prompt: _Prompt) -> list[Rows] | None:
+        """Takes the rows of a prompt that are to be sent apart; None if there are none, or not yet."""
+        source = prompt.source
+        if not prompt.is_pending or source is None:
+            return None
+        prompt.is_pending = False
+        shape = self._encoder.shape if source.is_complete else None
+        rows = source.feed.take(self._options.prompt_start, prompt.length, shape)
         if self._options.histogram:
             prompt.counted += rows
+        return rows if self._options.rows else None
+
+    def _take(self, state: _Choice) -> list[Rows]:
+        """Takes the rows that a choice's tokens made known, to be sent with its next chunk."""
+        options, first = self._options, state.next_row
+        shape = self._encoder.shape if state.is_complete else None
+        rows = [
+            own(each) for each in state.feed.take(first, state.end, shape)
+        ]  # counted, or kept by a reader that stalls
+        state.next_row += sum(map(len, rows))
+        if options.histogram:
+            prompt, own_rows = state.prompt, rows
+            if self._is_joined and first < prompt.length:
+                before, own_rows = split(rows, prompt.length - first)
+                prompt.source = prompt.source or state
+                if prompt.source is state:
+                    prompt.counted += before
+            state.counted += own_rows
+        if not options.rows:
+            return []
+        if rows or not self._is_joined or first > options.prompt_start:
+            return rows
+        # An answer without any says so once; and where vLLM has the field, its first chunk has it.
+        is_due = (state.feed.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
+        return [_joined([], self._encoder.shape)] if is_due else []
 
     def _with_rows(self, chunk: str, begin: int, rows: Rows, next_row: int) -> str:
         """`chunk`, whose choice begins at `begin`, with `rows`, behind which `next_row` is."""
@@ -267,16 +252,16 @@ class StreamAligner:
         self._check_size()
         return f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
 
-    def _lines(self, chunk: str, prompt: _Prompt | None, rows: list[Rows], next_row: int) -> Iterator[str]:
+    def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
         """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line.
 
         Args:
+            prompt_rows: None where the prompt's array is no part of it.
             next_row: position behind the last of `rows`.
         """
-        prompt_rows: list[Rows] = []
-        if prompt is not None:
-            prompt_rows, prompt.rows = prompt.rows or [], None
+        has_prompt, prompt_rows = prompt_rows is not None, prompt_rows or []
         num_prompt, num_rows = sum(map(len, prompt_rows)), sum(map(len, rows))
+        next_prompt_row = self._options.prompt_start
         fit = self._line_rows
         if num_prompt and num_rows:  # two envelopes, and both numbers are rounded up
             fit = max(2 * self._encoder.rows_in(LINE_BYTES // 2) - 2, 2)
@@ -285,19 +270,19 @@ class StreamAligner:
         blank = _without_text(chunk) if count > 1 else ""
         for line in range(count):
             text = blank if line < count - 1 else chunk
-            if prompt is not None and (line == 0 or prompt_rows):
+            if has_prompt and (line == 0 or prompt_rows):
                 # Where there are fewer rows than lines, the first lines have them: a client waits for them first.
                 piece, prompt_rows = split(prompt_rows, _share(num_prompt, line, count) if num_prompt >= count else 1)
-                text = self._with_prompt(text, _joined(piece, self._encoder.shape), prompt)
+                text = self._with_prompt(text, _joined(piece, self._encoder.shape), next_prompt_row)
+                next_prompt_row += sum(map(len, piece))
             piece, rows = split(rows, _share(num_rows, line, count))
             if piece:
                 first += sum(map(len, piece))
                 text = self._with_rows(text, _begin_of_choice(text), _joined(piece, self._encoder.shape), first)
             yield text
 
-    def _with_prompt(self, chunk: str, rows: Rows, prompt: _Prompt) -> str:
-        text = self._encoder.text(rows, prompt.next_row)
-        prompt.next_row += len(rows)
+    def _with_prompt(self, chunk: str, rows: Rows, start: int) -> str:
+        text = self._encoder.text(rows, start)
         self._check_size()
         at = len(_DATA) + 1
         return f'{chunk[:at]}"prompt_routed_experts":{text},{chunk[at:]}'
@@ -306,12 +291,12 @@ class StreamAligner:
         if self._encoder.sent.num_bytes > self._max_bytes:
             raise StreamLimitError("the routing of this answer is larger than --routed-experts-max-response-bytes")
 
-    async def _with_histograms(self, chunk: str, key: int, state: _Choice) -> str:
+    async def _with_histograms(self, chunk: str, state: _Choice) -> str:
         """`chunk`, the last of a choice, with the choice's histogram and, once, its prompt's."""
-        prompt = self._prompts.get(key // self._num_choices)
+        prompt = state.prompt
         at = _begin_of_choice(chunk)
         chunk = f'{chunk[:at]}"routed_experts_histogram":{await self._histogram(state.counted)},{chunk[at:]}'
-        if prompt is not None and not prompt.was_counted:
+        if not prompt.was_counted:
             prompt.was_counted = True
             at = len(_DATA) + 1
             counted = await self._histogram(prompt.counted)

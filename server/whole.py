@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 import orjson
 
+from routed_experts.capture.rows import count_unknown
 from routed_experts.protocol.histogram import Histogram
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.encoding import Encoder, Rows
 from routed_experts.server.handoff import handed_bytes, to_wire
-from routed_experts.server.row_feeds import RowFeed, split, unknown_rows
-from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
-
-logger = get_logger(__name__)
+from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.vllm_api import RequestOutput
 
 
 @dataclass
@@ -41,16 +40,22 @@ class CollectedRows:
     def collect(self, output: RequestOutput) -> None:
         """Takes the rows of a finished prompt."""
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
-        own: list[list[Rows]] = []
+        prompts: list[tuple[int, list[Rows]]] = []
         for choice in output.outputs:
-            arrays = self._final_rows(choice, output.request_id, prompt_len)
-            before, after = split(arrays, prompt_len - start)
-            own.append(before)
-            self.choices.append((prompt_len, after))
-        if own:
-            prompt = max(own, key=_count)
+            feed, choice.routed_experts = choice.routed_experts, None
+            if not isinstance(feed, RowFeed):
+                feed = RowFeed(output.request_id)
+            end = max(prompt_len + len(choice.token_ids) - 1, start)
+            shape = self.shape if choice.finish_reason != "abort" else None
+            prompt = feed.take(start, min(prompt_len, end), shape)
+            lost = sum(map(count_unknown, prompt)) if feed.num_lost else 0
+            prompts.append((_count(prompt) - lost, prompt))
+            self.choices.append((prompt_len, feed.take(prompt_len, end, shape)))
+            self.num_lost += feed.num_lost
+        if prompts:
+            most, prompt = max(prompts, key=lambda each: each[0])
             self.prompts.append(prompt)
-            self.own_prompts += [rows if _count(rows) == _count(prompt) else prompt for rows in own]
+            self.own_prompts += [rows if arrived == most else prompt for arrived, rows in prompts]
 
     async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """`outputs`, with their rows taken off."""
@@ -58,30 +63,20 @@ class CollectedRows:
             self.collect(output)
             yield output
 
-    def _final_rows(self, choice: CompletionOutput, request_id: str, prompt_len: int) -> list[Rows]:
-        """Rows of a finished choice from `start` on: exactly those of its prompt and its tokens but the last."""
-        feed, choice.routed_experts = choice.routed_experts, None
-        expected = max(prompt_len - self.options.prompt_start + len(choice.token_ids) - 1, 0)
-        arrays = feed.take_until(expected) if isinstance(feed, RowFeed) else []
-        missing = expected - sum(map(len, arrays))
-        if missing > 0 and choice.finish_reason != "abort":
-            logger.error("Request %r: %d rows did not arrive and are sent as -1.", request_id, missing)
-            arrays = [*arrays, unknown_rows(missing, self.shape)]
-            self.num_lost += missing
-        return arrays
-
     @property
     def num_rows(self) -> int:
         """Of all arrays that the response will have."""
-        if not self.options.rows:
-            return 0
-        prompts = self.prompts if self.options.layout == "split" else self.own_prompts
-        return sum(len(rows) for arrays in (*prompts, *(own for _, own in self.choices)) for rows in arrays)
+        return sum(_count(arrays) for arrays in self._sent()) if self.options.rows else 0
 
     @property
     def nbytes(self) -> int:
-        """Size of all rows that were collected."""
-        return sum(rows.nbytes for arrays in (*self.prompts, *(own for _, own in self.choices)) for rows in arrays)
+        """Size of the rows that are encoded or counted: of each prompt, as often as the response has it."""
+        return sum(rows.nbytes for arrays in self._sent() for rows in arrays)
+
+    def _sent(self) -> Iterator[list[Rows]]:
+        is_joined = self.options.rows and self.options.layout == "joined"
+        yield from self.own_prompts if is_joined else self.prompts
+        yield from (rows for _, rows in self.choices)
 
     def arrays(self) -> Iterator[tuple[int | None, int, list[Rows]]]:
         """What the response has: the index of a choice or None for a prompt's, first position, rows."""

@@ -1,14 +1,19 @@
-"""A step's outputs on their way out of the engine, those with the rows of long prompts after all others."""
+"""The rows of prompts on their way out of the engine, ahead of their requests' first tokens."""
 
-from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-from routed_experts.capture.message import is_large, pack, prompt_output_id
+from routed_experts.capture.message import ROWS_OUTPUT_ID, PlacedRows, pack, prompt_output_id
 from routed_experts.capture.rows import Rows
+
+_PART_BYTES = 8 << 20
+"""Bytes of prompts' rows in a message that also brings tokens to other requests, which wait for about 3 ms of transport
+then. A prompt of 32k tokens (Qwen3-30B-A3B) goes in three or four steps."""
+
+_BACKLOG_SHARE = 4
+"""Where so many times as much waits, more goes in each message: steps of long prefills bring more than that."""
 
 
 @dataclass(eq=False)
@@ -18,14 +23,18 @@ class _Prompt:
     Attributes:
         client: index of the API process.
         key: what its requests follow.
+        start: absolute position of the first row.
         rows: [n, L, K], or what will be.
+        num_sent: how many of them have been sent.
         followers: outputs of its requests, in their order.
         requests: ids of its requests that have had a token; the rows were asked for with that of the first.
     """
 
     client: int
     key: bytes
+    start: int
     rows: Rows | Future[Rows]
+    num_sent: int = 0
     followers: list[EngineCoreOutput] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
@@ -33,56 +42,34 @@ class _Prompt:
     def is_ready(self) -> bool:
         return not isinstance(self.rows, Future) or self.rows.done()
 
-    def output(self) -> EngineCoreOutput:
-        rows = self.rows.result() if isinstance(self.rows, Future) else self.rows
-        return EngineCoreOutput(prompt_output_id(self.requests[0]), [], routed_experts=rows)
+    @property
+    def bytes_left(self) -> int:
+        """Of a prompt that is ready."""
+        rows = self.rows = self.rows.result() if isinstance(self.rows, Future) else self.rows
+        return rows[self.num_sent :].nbytes
 
-
-class Messages(dict[int, EngineCoreOutputs]):
-    """What a step sends: a message to each API process, and after them those with the rows of long prompts.
-
-    An API process reads a message as a whole; in the same one, megabytes of a prompt would hold up the tokens of all
-    other requests. vLLM takes messages out in three ways. The engine's process sends what `items` gives, in that order
-    (`EngineCoreProc._process_engine_step`), after the version of the weights was put on what `values` gives
-    (`EngineCore._attach_weight_version`). An engine without a process of its own takes one message with `get`, and asks
-    for no other (`InprocClient.get_output`).
-    """
-
-    def __init__(self, messages: Mapping[int, EngineCoreOutputs], outbox: "Outbox") -> None:
-        super().__init__(messages)
-        self._outbox = outbox
-        self._later: list[tuple[int, EngineCoreOutputs]] = []
-
-    def send_later(self, client: int, outputs: list[EngineCoreOutput]) -> None:
-        """Adds outputs behind the messages, or in the client's message if there is nothing in it."""
-        message = self.setdefault(client, EngineCoreOutputs())
-        if message.outputs:
-            self._later.append((client, EngineCoreOutputs(outputs=outputs)))
-        else:
-            message.outputs = outputs
-
-    def items(self) -> Any:
-        return [*super().items(), *self._later]
-
-    def values(self) -> Any:
-        return [message for _, message in self.items()]
-
-    def get(self, client: int, default: Any = None) -> Any:
-        self._outbox.release(self, patience=None)
-        outputs = [output for to, message in self.items() if to == client for output in message.outputs]
-        if (message := super().get(client)) is None:
-            return default
-        message.outputs = outputs
-        return message
+    def take(self, num_bytes: int) -> list[EngineCoreOutput]:
+        """The next outputs of a prompt that is ready, with rows of at most `num_bytes`. After the last row come the
+        followers."""
+        rows = self.rows
+        assert not isinstance(rows, Future)
+        start, outputs = self.num_sent, []
+        self.num_sent = min(start + num_bytes // rows[:1].nbytes, len(rows))
+        if self.num_sent > start:
+            part = PlacedRows(self.start + start, rows[start : self.num_sent])
+            outputs.append(EngineCoreOutput(prompt_output_id(self.requests[0]), [], routed_experts=part))
+        return outputs if self.bytes_left else outputs + self.followers
 
 
 class Outbox:
     """Sends each prompt's rows once, before any token of its requests.
 
-    Rows that a thread still reads keep the outputs of their prompt's requests back, and nobody else's.
+    Rows that a thread still reads, or that do not fit a message, keep the outputs of their prompt's requests back, and
+    nobody else's.
     """
 
     def __init__(self) -> None:
+        self.part_bytes = _PART_BYTES
         self._prompts: dict[bytes, _Prompt] = {}  # in the order in which their rows were asked for
         self._waiting: dict[str, _Prompt] = {}  # by id of the request whose outputs are kept back
 
@@ -91,13 +78,13 @@ class Outbox:
         return len(self._prompts)
 
     def keeps(self, request_id: str) -> bool:
-        """Whether the outputs of a request have to wait for rows."""
+        """Whether the outputs of a request have to wait for rows that are being read."""
         prompt = self._waiting.get(request_id)
         return prompt is not None and not prompt.is_ready
 
-    def send(self, client: int, request_id: str, key: bytes, rows: Rows | Future[Rows]) -> None:
-        """Sends a prompt's rows with the first token of one of its requests."""
-        self._prompts[key] = _Prompt(client, key, rows)
+    def send(self, client: int, request_id: str, key: bytes, start: int, rows: Rows | Future[Rows]) -> None:
+        """Sends a prompt's rows, from position `start` on, with the first token of one of its requests."""
+        self._prompts[key] = _Prompt(client, key, start, rows)
         self.follow(request_id, key)
 
     def follow(self, request_id: str, key: bytes) -> None:
@@ -107,40 +94,50 @@ class Outbox:
             prompt.requests.append(request_id)
             self._waiting[request_id] = prompt
 
-    def messages(self, step: Mapping[int, EngineCoreOutputs], patience: float | None) -> Messages:
-        """What to send after a step.
+    def end(self, request_id: str, reason: FinishReason) -> bool:
+        """Ends a request whose outputs are kept back, after these. False where none are."""
+        prompt = self._waiting.get(request_id)
+        if prompt is not None:
+            prompt.followers.append(EngineCoreOutput(request_id, [], finish_reason=reason))
+        return prompt is not None
+
+    def fill(self, messages: dict[int, EngineCoreOutputs], patience: float | None) -> None:
+        """Puts what is to be sent after a step into vLLM's messages to each API process.
 
         Args:
-            step: vLLM's message to each API process.
             patience: seconds to wait for rows that a thread still reads; None to wait for all.
         """
-        messages = Messages(step, self)
         if self._prompts:
-            for message in step.values():
+            for message in messages.values():
                 self._keep_back(message)
-            self.release(messages, patience)
+            self._release(messages, patience)
         for message in messages.values():
-            pack(message.outputs)
-        return messages
+            packed = pack(message.outputs)
+            if packed is not None:
+                message.outputs.insert(0, EngineCoreOutput(ROWS_OUTPUT_ID, [], routed_experts=packed))
 
-    def release(self, messages: Messages, patience: float | None) -> None:
-        """Adds to `messages` the prompts whose rows are there, and what follows them."""
+    def _release(self, messages: dict[int, EngineCoreOutputs], patience: float | None) -> None:
+        """Adds the prompts whose rows are there, and what follows them, ahead of the tokens of others."""
         futures = [prompt.rows for prompt in self._prompts.values() if isinstance(prompt.rows, Future)]
         if futures:
             wait(futures, patience)
-        later: dict[int, list[EngineCoreOutput]] = {}
-        for prompt in [prompt for prompt in self._prompts.values() if prompt.is_ready]:
+        ready = [prompt for prompt in self._prompts.values() if prompt.is_ready]
+        for client in {prompt.client for prompt in ready}:
+            message = messages.setdefault(client, EngineCoreOutputs())
+            ours = sorted((prompt for prompt in ready if prompt.client == client), key=lambda each: each.bytes_left)
+            room = sum(prompt.bytes_left for prompt in ours)
+            if message.outputs:
+                room = min(room, max(self.part_bytes, room // _BACKLOG_SHARE))
+            outputs: list[EngineCoreOutput] = []
+            for index, prompt in enumerate(ours):  # each gets its share, and what shorter ones did not need
+                left = prompt.bytes_left
+                outputs += prompt.take(room // (len(ours) - index))
+                room -= left - prompt.bytes_left
+            message.outputs = outputs + message.outputs
+        for prompt in [prompt for prompt in ready if not prompt.bytes_left]:
             del self._prompts[prompt.key]
             for request_id in prompt.requests:
                 del self._waiting[request_id]
-            outputs = [prompt.output(), *prompt.followers]
-            if is_large(outputs[0]) or prompt.client not in messages:
-                later.setdefault(prompt.client, []).extend(outputs)
-            else:
-                message = messages[prompt.client]
-                message.outputs = [*outputs, *message.outputs]
-        for client, outputs in later.items():
-            messages.send_later(client, outputs)
 
     def _keep_back(self, message: EngineCoreOutputs) -> None:
         others: list[EngineCoreOutput] = []

@@ -27,11 +27,11 @@ from routed_experts.capture.engine.connectors import describe, on_load
 from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.loads import Load, Loads, LocalHit
 from routed_experts.capture.engine.offloading import Keep, Reload
-from routed_experts.capture.engine.outbox import Messages, Outbox
+from routed_experts.capture.engine.outbox import Outbox
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.gather import Gatherer
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OPT_IN_ARG, SMALL_ARRAY_BYTES, OptIn
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.rows import UNKNOWN, Rows
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
@@ -43,6 +43,8 @@ _PATIENCE = 1e-3
 """Seconds that a step waits for rows of prompts that a thread reads: enough for most, and little for all others."""
 
 _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
+_AT_ONCE_BYTES = 4 << 20
+"""Rows of prompts that a step reads itself, in a millisecond or so; a thread reads what is beyond."""
 
 _SENT_PROMPTS = 8192
 """How many prompts with several requests are remembered as sent."""
@@ -141,6 +143,7 @@ class SchedulerConnector:
         self._loads: Loads | None = None
         self._to_hand_over: set[str] = set()  # requests whose rows are to go with their KV
         self.outbox = Outbox()
+        self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
 
     @property
     def num_tracked(self) -> int:
@@ -244,7 +247,7 @@ class SchedulerConnector:
         tag = scheduler_output.aux_output_connector_metadata
         assert isinstance(tag, StepTag)
         scheduled = self._steps.pop(tag.step)
-        self._arrived = None
+        self._arrived, self._at_once_left = None, self.at_once_bytes
         step = detach(output)
         self._follow_blocks(scheduled, scheduler_output)
         if step is not None:
@@ -356,11 +359,11 @@ class SchedulerConnector:
             return params
         return {**params, handoff.PARAM: handed}
 
-    def take_output(self, request: Request, output: Any) -> Rows | None:
+    def take_output(self, request: Request, output: Any) -> PlacedRows | None:
         """Called for each request that a step brought tokens to, after they were appended.
 
-        Returns [n, L, K], the generated rows that became known with those tokens; None without the opt-in. The prompt's
-        go into the outbox.
+        Returns the generated rows that became known with those tokens, for `pack`; None without the opt-in. The
+        prompt's go into the outbox.
         """
         req_id = request.request_id
         state = self._tracked.get(req_id)
@@ -370,11 +373,11 @@ class SchedulerConnector:
         if state.next_row < request.num_prompt_tokens:
             self._send_prompt(request, state, part)
             state.next_row = request.num_prompt_tokens
-        is_own = state.next_row >= part.start
+        start = state.next_row
         rows = take_rows(state, part, request.num_tokens - 1, self._cache)
-        if not is_own:
+        if start < part.start:
             self._report_unknown(req_id, rows)
-        return rows
+        return PlacedRows(start, rows)
 
     def _send_prompt(self, request: Request, state: RequestRows, part: StepPart) -> None:
         """Sends a prompt's rows, unless another of its requests was first and had the same."""
@@ -389,7 +392,7 @@ class SchedulerConnector:
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
         rows = self._prompt_rows(request, state.next_row, part)
-        self.outbox.send(request.client_index, request.request_id, key, rows)
+        self.outbox.send(request.client_index, request.request_id, key, state.next_row, rows)
 
     def _prompt_rows(self, request: Request, first: int, part: StepPart) -> Rows | Future[Rows]:
         """The rows of a prompt from position `first` on, read beside the steps to come if they are many."""
@@ -402,8 +405,11 @@ class SchedulerConnector:
                 self._report_unknown(req_id, rows)
             return rows
 
-        row_bytes = part.rows.itemsize * part.rows.shape[1] * part.rows.shape[2]
-        if part.block_ids is None or (end - first) * row_bytes <= SMALL_ARRAY_BYTES:
+        num_bytes = (end - first) * part.rows.itemsize * part.rows.shape[1] * part.rows.shape[2]
+        if part.block_ids is None:
+            return read()
+        if num_bytes <= self._at_once_left:
+            self._at_once_left -= num_bytes
             return read()
         return self._gatherer.start(read, part.block_ids(), first, min(end, part.start))
 
@@ -474,21 +480,32 @@ class SchedulerCapture(Scheduler):
         super().add_request(request)
         self.aux_output_connector.add_request(request)
 
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        if request_ids is not None:
+            return finished
+        # A pause or the engine's end: vLLM tells the clients of those that are returned at once. Where outputs are kept
+        # back, those come first.
+        outbox, reason = self.aux_output_connector.outbox, RequestStatus.get_finished_reason(finished_status)
+        return [request for request in finished if reason is None or not outbox.end(request.request_id, reason)]
+
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
         if pause_state == PauseState.UNPAUSED:
             self.aux_output_connector.weights_may_differ()
 
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Messages:
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
         self.aux_output_connector.receive(scheduler_output, model_runner_output, self.requests)
         if (arrived := model_runner_output.kv_connector_output) is not None:
             self.aux_output_connector.fail_late_pulls(arrived)
         messages = super().update_from_output(scheduler_output, model_runner_output)
         connector = self.aux_output_connector
         patience = _PATIENCE if scheduler_output.num_scheduled_tokens and self._others_wait(connector.outbox) else None
-        sent = connector.outbox.messages(messages, patience)
-        connector.add_stats(sent, is_idle=not self.requests)
-        return sent
+        connector.outbox.fill(messages, patience)
+        connector.add_stats(messages, is_idle=not self.requests)
+        return messages
 
     def has_requests(self) -> bool:
         """Asks for one more step, if only an empty one, while there is something to send."""

@@ -1,13 +1,16 @@
 """Rows on their way through the engine's messages."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
 from routed_experts.capture.message import (
+    ROWS_OUTPUT_ID,
     SMALL_ARRAY_BYTES,
     OptIn,
+    PlacedRows,
     Unpacker,
     pack,
     prompt_output_id,
@@ -19,7 +22,8 @@ L, K = 3, 5  # odd, so that nothing is aligned by chance
 
 @dataclass
 class Output:
-    routed_experts: np.ndarray | None
+    routed_experts: Any
+    request_id: str = field(default="a")
 
 
 def array(num_rows: int, seed: int) -> np.ndarray:
@@ -28,29 +32,43 @@ def array(num_rows: int, seed: int) -> np.ndarray:
 
 LARGE = SMALL_ARRAY_BYTES // (2 * L * K) + 1
 
+Expected = list[PlacedRows | None]
+
 
 def message(*counts: int | None) -> list[Output]:
     """Outputs with so many rows each; None for none at all."""
-    return [Output(None if count is None else array(count, seed)) for seed, count in enumerate(counts)]
+    return [
+        Output(None if count is None else PlacedRows(70_000 * seed, array(count, seed)))
+        for seed, count in enumerate(counts)
+    ]
 
 
-def arrays(outputs: list[Output]) -> list[np.ndarray | None]:
+def placed(outputs: list[Output]) -> Expected:
     return [output.routed_experts for output in outputs]
 
 
-def unpack(unpacker: Unpacker, outputs: list[Output], message: object) -> None:
-    """Puts the rows back on the outputs that they are of."""
-    for output, rows in list(unpacker.unpack(outputs, message)):
-        output.routed_experts = rows
+def sent(outputs: list[Output]) -> list[Output]:
+    """What the engine sends."""
+    packed = pack(outputs)
+    return outputs if packed is None else [Output(packed, ROWS_OUTPUT_ID), *outputs]
 
 
-def check(outputs: list[Output], expected: list[np.ndarray | None]) -> None:
-    for got, want in zip(arrays(outputs), expected, strict=True):
+def unpack(unpacker: Unpacker, outputs: list[Output], message: object) -> list[Output]:
+    """Puts the rows back on the outputs that they are of, and checks how many are unknown."""
+    for output, start, rows, num_unknown in list(unpacker.unpack(outputs, message)):
+        assert num_unknown == sum(bool((row == -1).any()) for row in rows)
+        output.routed_experts = PlacedRows(start, rows)
+    return outputs
+
+
+def check(outputs: list[Output], expected: Expected) -> None:
+    for got, want in zip(placed(outputs), expected, strict=True):
         assert (got is None) == (want is None)
-        if got is not None:
-            assert got.dtype == np.int16
-            assert got.shape == want.shape
-            assert np.array_equal(got, want)
+        if got is not None and want is not None:
+            assert got.start == want.start
+            assert got.rows.dtype == np.int16
+            assert got.rows.shape == want.rows.shape
+            assert np.array_equal(got.rows, want.rows)
 
 
 COUNTS = [
@@ -70,63 +88,59 @@ COUNTS = [
 @pytest.mark.parametrize("counts", COUNTS)
 def test_what_is_packed_is_unpacked(counts: tuple[int | None, ...], slice_size: int) -> None:
     outputs = message(*counts)
-    expected = arrays(outputs)
-    pack(outputs)
-    unpacker = Unpacker()
+    expected = placed(outputs)
+    outputs = sent(outputs)
+    unpacker, arrived = Unpacker(), []
     for first in range(0, len(outputs), slice_size):
-        unpack(unpacker, outputs[first : first + slice_size], message=1)
-    check(outputs, expected)
+        arrived += unpack(unpacker, outputs[first : first + slice_size], message=1)
+    check(arrived, expected)
 
 
 def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
     outputs = message(1, LARGE, None, 2)
-    large = outputs[1].routed_experts
-    pack(outputs)
-    packed = outputs[0].routed_experts
+    large = outputs[1].routed_experts.rows
+    packed = pack(outputs)
     assert packed is not None
     assert (packed.ndim, packed.dtype) == (1, np.int16)
+    assert packed.nbytes < large.nbytes
     assert outputs[1].routed_experts is large
-    assert outputs[3].routed_experts is None
+    assert [output.routed_experts is None for output in outputs] == [True, False, True, True]
 
 
 def test_what_was_unpacked_is_off_the_outputs() -> None:
     """vLLM would collect it beside us."""
     outputs = message(1, LARGE, None, 2)
-    pack(outputs)
-    assert [output for output, _ in Unpacker().unpack(outputs, message=1)] == [outputs[0], outputs[1], outputs[3]]
-    assert arrays(outputs) == [None] * 4
+    arrived = sent(outputs)
+    assert [output for output, *_ in Unpacker().unpack(arrived, message=1)] == [outputs[0], outputs[1], outputs[3]]
+    assert placed(arrived) == [None] * 4
 
 
-@pytest.mark.parametrize("unknown", [None, 0, 2])
+@pytest.mark.parametrize("unknown", [None, 0, 1, 2])
 @pytest.mark.parametrize("slice_size", [1, 99])
-def test_whether_all_rows_of_a_message_are_known(unknown: int | None, slice_size: int) -> None:
-    outputs = [Output(np.zeros((count, L, K), dtype=np.int16)) for count in (1, LARGE, 2)]
+def test_how_many_rows_of_each_output_are_unknown(unknown: int | None, slice_size: int) -> None:
+    """A row of which one id is unknown is an unknown row."""
+    outputs = [Output(PlacedRows(0, np.zeros((count, L, K), dtype=np.int16))) for count in (3, LARGE, 2)]
     if unknown is not None:
-        outputs[unknown].routed_experts[-1, -1, -1] = -1
-    pack(outputs)
-    unpacker = Unpacker()
-    for first in range(0, len(outputs), slice_size):
-        unpack(unpacker, outputs[first : first + slice_size], message=1)
-        assert unpacker.is_known == (unknown is None)
-    unpack(unpacker, [Output(None)], message=2)
-    assert unpacker.is_known
+        outputs[unknown].routed_experts.rows[-2:, -1, -1] = -1
+    arrived = sent(outputs)
+    unpacker, counts = Unpacker(), []
+    for first in range(0, len(arrived), slice_size):
+        counts += [number for *_, number in unpacker.unpack(arrived[first : first + slice_size], message=1)]
+    assert counts == [2 if index == unknown else 0 for index in range(3)]
 
 
 @pytest.mark.parametrize("expert", [-1, 0])
-def test_whether_a_row_is_known_that_is_too_large_to_be_packed(expert: int) -> None:
-    outputs = [Output(np.full((1, SMALL_ARRAY_BYTES, 1), expert, dtype=np.int16))]
-    pack(outputs)
-    unpacker = Unpacker()
-    unpack(unpacker, outputs, message=1)
-    assert unpacker.is_known == (expert == 0)
+def test_a_row_that_is_too_large_to_be_packed(expert: int) -> None:
+    outputs = [Output(PlacedRows(7, np.full((1, SMALL_ARRAY_BYTES, 1), expert, dtype=np.int16)))]
+    ((_, start, rows, num_unknown),) = Unpacker().unpack(sent(outputs), message=1)
+    assert (start, len(rows), num_unknown) == (7, 1, int(expert < 0))
 
 
 def test_what_is_left_of_one_message_is_not_taken_for_another() -> None:
     """vLLM stopped in the middle of a message's slices: rows of its requests must not end up at others."""
-    first, second = message(1, 1, 1), message(None, None)
-    pack(first)
+    first, second = sent(message(1, 1, 1)), message(None, None)
     unpacker = Unpacker()
-    unpack(unpacker, first[:1], message=1)
+    unpack(unpacker, first[:2], message=1)
     unpack(unpacker, second, message=2)
     check(second, [None, None])
 
@@ -135,22 +149,33 @@ def test_messages_after_one_another() -> None:
     unpacker = Unpacker()
     for number, counts in enumerate([(1, 1), (None, 1), (2, None, 1), (None,)]):
         outputs = message(*counts)
-        expected = arrays(outputs)
-        pack(outputs)
-        unpack(unpacker, outputs, message=number)
-        check(outputs, expected)
+        expected = placed(outputs)
+        check(unpack(unpacker, sent(outputs), message=number), expected)
+
+
+def test_rows_without_their_header_are_dropped() -> None:
+    """Nothing says where they belong."""
+    arrived = sent(message(1, LARGE, 2))[1:]
+    assert list(Unpacker().unpack(arrived, message=1)) == []
+    assert placed(arrived) == [None] * 3
+
+
+def test_a_large_array_that_is_lost_does_not_take_those_that_were_packed() -> None:
+    outputs = message(1, LARGE, 2)
+    expected = placed(outputs)
+    arrived = sent(outputs)
+    arrived[2].routed_experts = None
+    check(unpack(Unpacker(), arrived, message=1), [expected[0], None, expected[2]])
 
 
 def test_an_array_at_an_odd_address() -> None:
     """Inside vLLM's message, where nothing is aligned."""
     outputs = message(1, None, 3)
-    expected = arrays(outputs)
-    pack(outputs)
-    packed = outputs[0].routed_experts
+    expected = placed(outputs)
+    packed = pack(outputs)
     assert packed is not None
-    outputs[0].routed_experts = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)
-    unpack(Unpacker(), outputs, message=1)
-    check(outputs, expected)
+    odd = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)
+    check(unpack(Unpacker(), [Output(odd, ROWS_OUTPUT_ID), *outputs], message=1), expected)
 
 
 def test_an_opt_in_is_read_as_it_was_written() -> None:

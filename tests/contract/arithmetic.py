@@ -41,6 +41,7 @@ from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
+AT_ONCE_BYTES, PART_BYTES = 16 << 10, 64 << 10  # a prompt of 17 tokens is read by the thread, one of 65 comes in parts
 BLOCK = 16
 VOCAB = 500
 NUM_BLOCKS = 64
@@ -291,6 +292,8 @@ def engine(
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
     with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
         core = Core(config, executor, log_stats=False)
+    connector = core.scheduler.aux_output_connector
+    connector.at_once_bytes, connector.outbox.part_bytes = AT_ONCE_BYTES, PART_BYTES
     if stages > 1:
         core.batch_queue_size = stages + is_async
         core.batch_queue = deque(maxlen=core.batch_queue_size)
@@ -326,24 +329,25 @@ class Received:
         self.sequence += output.new_token_ids
         self.finish = output.finish_reason
         self.kv_transfer_params = output.kv_transfer_params
-        rows = output.routed_experts
         if self.start is None:
-            assert rows is None
+            assert output.routed_experts is None
             return
         if is_first and output.new_token_ids and self.start < self.prompt_len:
             assert prompts, "tokens before the rows of their prompt"
             self.check_prompt(prompts)
-        if rows is not None:
-            first = self.prompt_len + self.num_rows
+        if output.routed_experts is not None:
+            first, rows = output.routed_experts
+            assert first == self.prompt_len + self.num_rows
             self.num_rows += len(rows)
             self.check(rows, first, first + len(rows))
         assert self.num_rows == max(len(self.tokens) - 1, 0)
 
     def check_prompt(self, prompts: list[Rows]) -> None:
-        """That they are right each time."""
+        """That they are right each time, and whole at least once: another engine may be sending them."""
         assert self.start is not None
         for rows in prompts:
-            self.check(rows, self.start, self.prompt_len)
+            self.check(rows, self.start, self.start + len(rows))
+        assert max(map(len, prompts)) == self.prompt_len - self.start
 
     def check(self, rows: Rows, first: int, end: int) -> None:
         """That `rows` are those of positions `first` to `end`."""
@@ -366,6 +370,7 @@ class Client:
         self.received: dict[str, Received] = {}
         self.prompts: dict[bytes, list[Rows]] = defaultdict(list)
         self.sent_with: dict[str, Rows] = {}
+        self._parts: dict[str, int] = {}  # by the request that they are sent with, which of the times it is
         self.messages: list[list[str]] = []
         self.stats: list[EngineStats] = []
         self.index = index
@@ -456,9 +461,11 @@ class Client:
         """Takes a message of one of the engines."""
         if message.outputs and message.outputs[0].request_id == STATS_OUTPUT_ID:
             self.stats.append(EngineStats.decode(message.outputs.pop(0).kv_transfer_params))
+        unpacked = list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp))
+        for output, start, rows, num_unknown in unpacked:
+            assert num_unknown == (rows == -1).any(axis=(1, 2)).sum()
+            output.routed_experts = start, rows
         self.messages.append([output.request_id for output in message.outputs])
-        for output, rows in list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp)):
-            output.routed_experts = rows
         for output in message.outputs:
             self._take(output)
 
@@ -467,9 +474,17 @@ class Client:
         if sender is not None:
             assert not output.new_token_ids
             assert output.finish_reason is None
-            assert output.routed_experts is not None
-            self.prompts[self.received[sender].prompt_id].append(output.routed_experts)
-            self.sent_with[sender] = output.routed_experts
+            request, (start, rows) = self.received[sender], output.routed_experts
+            times = self.prompts[request.prompt_id]
+            if start == request.start:  # the first part
+                self._parts[sender] = len(times)
+                times.append(rows)
+            else:
+                before = times[self._parts[sender]]
+                assert request.start is not None
+                assert start == request.start + len(before)
+                times[self._parts[sender]] = np.concatenate([before, rows])
+            self.sent_with[sender] = times[self._parts[sender]]
             return
         request = self.received[output.request_id]
         request.take(output, self.prompts.get(request.prompt_id, []))

@@ -3,7 +3,7 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
@@ -17,7 +17,7 @@ from routed_experts.capture.engine import outbox
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.message import prompt_output_id
 from routed_experts.capture.rows import Rows
-from tests.contract.arithmetic import VOCAB, Client, Core, K, L, engine
+from tests.contract.arithmetic import PART_BYTES, VOCAB, Client, Core, K, L, engine
 
 
 def connector(core: Core) -> SchedulerConnector:
@@ -83,18 +83,54 @@ def test_prompt_rows_come_before_the_first_token() -> None:
         assert order.index(prompt_output_id(request_id)) < order.index(request_id)
 
 
-def test_rows_of_long_prompts_are_not_in_the_message_of_other_tokens() -> None:
+def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
+    """So that no message takes long to carry; each token of the others comes in its own step, and short prompts too."""
     client = Client(engine(chunk=512))
-    client.add("running", tokens(5), max_tokens=20)
+    client.add("running", tokens(5), max_tokens=30)
     for _ in range(4):
         client.step()
     client.add("long", tokens(200))
     client.add("short", tokens(10))
+    seen: list[int] = []
+    while not client.received["long"].tokens:
+        before = len(client.received["running"].tokens), len(client.sent_with.get("long", ()))
+        client.step()
+        added = len(client.sent_with.get("long", ())) - before[1]
+        if added:
+            assert len(client.received["running"].tokens) == before[0] + 1
+            seen.append(added)
+    assert len(seen) == 4
+    assert max(seen) * L * K * 2 <= PART_BYTES
+    (first,) = [message for message in client.messages if prompt_output_id("short") in message]
+    assert {prompt_output_id("short"), "short", prompt_output_id("long"), "running"} == set(first)
     client.run()
     check_all_finished(client)
-    long, short = prompt_output_id("long"), prompt_output_id("short")
+
+
+def test_a_long_prompt_comes_at_once_where_nobody_else_waits() -> None:
+    client = Client(engine(chunk=512))
+    client.add("long", tokens(400))
+    client.run()
+    check_all_finished(client)
+    long = prompt_output_id("long")
     assert [message for message in client.messages if long in message] == [[long, "long"]]
-    assert any({short, "short", "running"} <= set(message) for message in client.messages)
+
+
+def test_no_prompt_waits_for_ever_behind_others() -> None:
+    """More rows come with each step than a message should have."""
+    core = engine(chunk=512)
+    connector(core).outbox.part_bytes = 2 * L * K * 2
+    client = Client(core)
+    client.add("running", tokens(5), max_tokens=200)
+    client.add("long", tokens(300))
+    client.steps(2)
+    for turn in range(60):
+        client.add(f"r{turn}", tokens(20, seed=turn), max_tokens=2)
+        client.steps(1)
+    assert client.received["long"].tokens
+    assert len(connector(core).outbox) < 12
+    client.run()
+    check_all_finished(client)
 
 
 def test_each_api_process_gets_what_is_its_own() -> None:
@@ -304,10 +340,12 @@ def test_a_read_holds_up_its_own_prompt_only(
     client.run()
     check_all_finished(client)
     sent = {prompt_output_id(request_id) for request_id in ids}
-    (message,) = [message for message in client.messages if sent & set(message)]
-    assert message[0] in sent
-    assert set(message[1:]) == set(ids)
-    assert "running" not in message
+    *parts, last = [message for message in client.messages if sent & set(message)]
+    assert len(parts) == 3
+    assert all(len(part) == 2 and part[0] in sent and part[1] == "running" for part in parts)
+    assert last[0] in sent
+    assert last[-1] == "running"
+    assert set(last[1:-1]) == set(ids)
 
 
 def test_choices_whose_prompt_was_sent_are_not_kept_back_for_another(
@@ -362,6 +400,38 @@ def test_a_pause_does_not_keep_rows_back(warm: tuple[Client, Core, list[int]]) -
     core.scheduler.set_pause_state(PauseState.UNPAUSED)
     client.run()
     check_all_finished(client)
+
+
+@pytest.mark.parametrize("waits_for", ["the thread", "a part"])
+@pytest.mark.parametrize("clear_cache", [True, False])
+def test_a_pause_that_aborts_loses_no_token(
+    warm: tuple[Client, Core, list[int]], waits_for: str, clear_cache: bool
+) -> None:
+    """vLLM tells clients of the abort at once: of those whose outputs are kept back, it has to come after these."""
+    client, core, prompt = warm
+    busy = Busy(core)
+    ids = ["running", *client.add("late", prompt, n=2, max_tokens=30)]
+    client.steps(6)
+    if waits_for == "a part":
+        busy.end()
+        client.steps(1)
+    else:
+        threading.Timer(0.3, busy.end).start()
+    assert len(connector(core).outbox) == 1
+    assert client.received[ids[1]].tokens == []
+    sampled = {request_id: list(core.scheduler.requests[request_id].output_token_ids) for request_id in ids}
+    assert all(len(sampled[request_id]) >= 3 for request_id in ids)
+    client.pause("abort", clear_cache)
+    for request_id in ids:
+        request = client.received[request_id]
+        assert request.tokens == sampled[request_id]
+        assert request.finish is FinishReason.ABORT
+        assert request.num_rows == len(request.tokens) - 1
+    assert len(connector(core).outbox) == 0
+    core.resume_scheduler()
+    client.add("after", prompt)
+    client.run()
+    assert client.received["after"].finish is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("aborted", [0, 1])
@@ -466,8 +536,19 @@ def test_a_busy_engine_says_it_once_a_second() -> None:
 # ---- an engine without a process of its own ----
 
 
-def test_in_one_process_everything_is_in_the_one_message_that_is_asked_for() -> None:
-    """`InprocClient` takes `get(0)` of each step, and nothing else."""
+READERS: dict[str, Callable[[dict[int, EngineCoreOutputs]], EngineCoreOutputs | None]] = {
+    "get": lambda messages: messages.get(0),
+    "a copy": lambda messages: dict(messages).get(0),
+    "unpacked": lambda messages: {**messages}.get(0),
+    "united": lambda messages: (messages | {}).get(0),
+    "iterated": lambda messages: {client: messages[client] for client in messages}.get(0),
+    "items": lambda messages: {client: message for client, message in messages.items()}.get(0),  # noqa: C416
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_reads_the_messages_of_a_step_gets_all_of_it(reader: str) -> None:
+    """`InprocClient` takes `get(0)`, the engine's process `items()`, and a program's own scheduler may copy them."""
     core = engine()
     client = Client(core)
     client.add("before", tokens(200), max_tokens=1)
@@ -477,12 +558,9 @@ def test_in_one_process_everything_is_in_the_one_message_that_is_asked_for() -> 
         client.add(name, tokens(200), n=2)
     threading.Timer(0.3, Busy(core).end).start()
     while core.scheduler.has_requests() or core.batch_queue:
-        outputs, _ = core.step_fn()
-        message = outputs and outputs.get(0)
-        if message:
-            assert isinstance(message, EngineCoreOutputs)
+        messages, _ = core.step_fn()
+        if messages and (message := READERS[reader](messages)):
             client.receive(message)
-        assert len(connector(core).outbox) == 0
     check_all_finished(client)
     assert sorted(len(times) for times in client.prompts.values()) == [1, 1, 1, 1]
 

@@ -66,7 +66,7 @@ def rewritten(chunk: str, form: Any, histogram: bool) -> tuple[list[str], np.nda
     """The lines that the client gets in place of `chunk`, and the rows that they have to hold."""
     rows = np.random.default_rng(0).integers(0, 128, (PROMPT + 1, 48, 8), dtype=np.int16)
     feed = RowFeed()
-    feed.push(rows)
+    feed.push(0, rows)
 
     async def outputs() -> AsyncIterator[RequestOutput]:
         yield output(PROMPT, choice(2, feed, finish="length"))

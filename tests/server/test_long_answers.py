@@ -53,14 +53,14 @@ class Answer:
     async def parts(self) -> AsyncIterator[bytes | str]:
         """What goes to the client, in the pieces in which it is made."""
         feed = RowFeed()
-        feed.push(rows_of(PROMPT))
+        feed.push(0, rows_of(PROMPT))
         if self._stream:
             aligner = StreamAligner(self.options, self.encoder, EXPERTS, 1, str)
             async for line in aligner.rewrite(self._chunks(aligner.watch(self._outputs(feed)))):
                 yield line
             return
-        for _ in range(TOKENS - 1):
-            feed.push(rows_of(1))
+        for token in range(TOKENS - 1):
+            feed.push(PROMPT + token, rows_of(1))
         rows = CollectedRows(self.options, (L, K))
         rows.collect(output(PROMPT, choice(TOKENS, feed)))
         answer = WholeAnswer(Response(choices=[Choice(index=0)]), rows, self.encoder, EXPERTS, is_list=False)
@@ -74,7 +74,7 @@ class Answer:
             finish = "length" if token == TOKENS - 1 else None
             whole.outputs = [choice(1, feed, finish=finish)]  # type: ignore[arg-type]
             yield whole
-            feed.push(rows_of(1))
+            feed.push(PROMPT + token, rows_of(1))
 
     async def _chunks(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
         async for _ in outputs:

@@ -60,7 +60,6 @@ def test_a_stream_counts_when_it_has_ended(fmt: str) -> None:
 def test_rows_are_missing_for_a_reason() -> None:
     engine = Engine(4)
     last = engine.step(3, finish="stop", lost=2)
-    engine.feed.take_until(0)
     engine.feed._arrays[0] = np.concatenate([np.full((1, 2, 3), -1, dtype=np.int16), rows_of(1, 4)])
     grown = growth(lambda: stream(aligner_of(), [last]))
     assert (grown["rows"], grown["not_captured"], grown["not_arrived"]) == (6, 1, 2)

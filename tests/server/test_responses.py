@@ -47,7 +47,7 @@ def test_which_form_a_client_gets(accept: str, packed: bool) -> None:
 
 def long_answer(rows: int, **options: Any) -> Any:
     feed = RowFeed()
-    feed.push(np.zeros((rows, L, K), dtype=np.int16))
+    feed.push(0, np.zeros((rows, L, K), dtype=np.int16))
     return answer_of([output(rows, choice(1, feed))], **options)[0]
 
 
@@ -74,6 +74,23 @@ def test_long_answers_come_in_parts(rows: int, accept: str | None) -> None:
     assert ("content-length" in response.headers) is (rows == 10)
 
 
+def test_prompts_count_as_often_as_they_are_sent() -> None:
+    """One of 24 KiB is little; joined with each of 64 choices it is not."""
+    prompt = np.zeros((2000, L, K), dtype=np.int16)
+
+    async def answered(layout: str) -> int:
+        choices = []
+        for index in range(64):
+            feed = RowFeed()
+            feed.push(0, prompt)
+            choices.append(choice(1, feed, index))
+        response = await respond(answer_of([output(2000, *choices)], layout=layout)[0], request())
+        return (await body_of(response))[1]
+
+    assert asyncio.run(answered("split")) == 1
+    assert asyncio.run(answered("joined")) > 64
+
+
 def test_nobody_waits_for_a_long_answer() -> None:
     """Between two parts another task gets its turn, though nothing of the answer has to be waited for."""
 
@@ -92,7 +109,7 @@ def test_nobody_waits_for_a_long_answer() -> None:
 @pytest.mark.parametrize("rows", [10, 100_000])
 def test_lost_rows_that_the_type_cannot_say_are_the_servers_error(rows: int, accept: str | None) -> None:
     feed = RowFeed()
-    feed.push(np.zeros((rows, L, K), dtype=np.int16))
+    feed.push(0, np.zeros((rows, L, K), dtype=np.int16))
     answer = answer_of([output(rows, choice(2, feed))], dtype="uint8")[0]
     response = asyncio.run(respond(answer, request(accept)))
     assert response.status_code == 500

@@ -1,9 +1,11 @@
 """Rows from the engine's outputs to streams, through vLLM's own output processor and collectors."""
 
 import gc
+import logging
 import mmap
 import time
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -13,10 +15,11 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, pack, prompt_output_id
+from routed_experts.capture.message import OPT_IN_ARG, ROWS_OUTPUT_ID, OptIn, PlacedRows, pack, prompt_output_id
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.server.row_feeds import RowFeed, RowFeeds, opt_in
 from routed_experts.server.vllm_api import RequestOutput
+from tests.server.test_stream import aligner_of, stream
 
 L, K = 2, 3
 
@@ -33,8 +36,15 @@ def positions(arrays: list[np.ndarray]) -> list[int]:
 
 def output(request_id: str, tokens: int, first: int | None = None, finish: FinishReason | None = None, rows: int = 0):
     """What the engine sends: `tokens` tokens and, if `first` is given, `rows` rows from there on."""
-    sent = None if first is None else rows_of(first, first + (rows or tokens))
+    sent = None if first is None else PlacedRows(first, rows_of(first, first + (rows or tokens)))
     return EngineCoreOutput(request_id, list(range(tokens)), routed_experts=sent, finish_reason=finish)
+
+
+def message(*outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
+    """What the engine makes of a step's outputs."""
+    packed = pack(outputs)
+    header = [] if packed is None else [EngineCoreOutput(ROWS_OUTPUT_ID, [], routed_experts=packed)]
+    return [*header, *outputs]
 
 
 class Frontend:
@@ -67,7 +77,7 @@ class Frontend:
         return request
 
     def step(self, *outputs: EngineCoreOutput) -> None:
-        self.processor.process_outputs(list(outputs))
+        self.processor.process_outputs(message(*outputs))
 
 
 def take(queue: RequestOutputCollector) -> RequestOutput:
@@ -87,11 +97,11 @@ def test_rows_ride_on_the_output_of_their_tokens() -> None:
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
     first = take(queue)
-    assert positions(feed_of(first).take_until(3)) == [0, 1, 2]
+    assert positions(feed_of(first).take(0, 3)) == [0, 1, 2]
     frontend.step(output("a", 1, first=3, finish=FinishReason.LENGTH))
     last = take(queue)
     assert feed_of(last) is feed_of(first)
-    assert positions(feed_of(last).take_until(4)) == [3]
+    assert positions(feed_of(last).take(3, 4)) == [3]
     assert last.finished
 
 
@@ -114,7 +124,7 @@ def test_merged_outputs_lose_nothing() -> None:
     merged = take(queue)
     assert queue.get_nowait() is None
     assert len(merged.outputs[0].token_ids) == 4
-    assert positions(feed_of(merged).take_until(6)) == [0, 1, 2, 3, 4, 5]
+    assert positions(feed_of(merged).take(0, 6)) == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_output_without_rows_does_not_take_the_feed_away() -> None:
@@ -124,7 +134,7 @@ def test_an_output_without_rows_does_not_take_the_feed_away() -> None:
     frontend.step(output("a", 0, finish=FinishReason.ABORT))
     merged = take(queue)
     assert merged.outputs[0].finish_reason == "abort"
-    assert positions(feed_of(merged).take_until(3)) == [0, 1, 2]
+    assert positions(feed_of(merged).take(0, 3)) == [0, 1, 2]
 
 
 def test_choices_have_feeds_of_their_own() -> None:
@@ -136,14 +146,13 @@ def test_choices_have_feeds_of_their_own() -> None:
     by_index = {choice.index: choice.routed_experts for choice in merged.outputs}
     assert isinstance(by_index[0], RowFeed)
     assert isinstance(by_index[1], RowFeed)
-    assert positions(by_index[0].take_until(9)) == [0, 1, 2]
-    assert positions(by_index[1].take_until(9)) == [0, 1, 2, 3]
+    assert positions(by_index[0].take(0, 9)) == [0, 1, 2]
+    assert positions(by_index[1].take(0, 9)) == [0, 1, 2, 3]
 
 
 def prompt_rows(request_id: str, value: int) -> EngineCoreOutput:
-    return EngineCoreOutput(
-        prompt_output_id(request_id), [], routed_experts=rows_of(value, value + 1).repeat(3, axis=0)
-    )
+    rows = PlacedRows(0, rows_of(value, value + 1).repeat(3, axis=0))
+    return EngineCoreOutput(prompt_output_id(request_id), [], routed_experts=rows)
 
 
 def test_rows_of_a_prompt_that_were_sent_with_another_choice() -> None:
@@ -154,7 +163,7 @@ def test_rows_of_a_prompt_that_were_sent_with_another_choice() -> None:
     frontend.step(prompt_rows("2_a", 20), output("2_a", 1), output("1_a", 1, first=3))
     frontend.step(output("0_a", 1))
     by_index = {choice.index: choice.routed_experts for choice in take(queue).outputs}
-    assert [positions(by_index[index].take_until(9)) for index in range(3)] == [[10] * 3, [10] * 3 + [3], [20] * 3]
+    assert [positions(by_index[index].take(0, 9)) for index in range(3)] == [[10] * 3, [10] * 3 + [3], [20] * 3]
 
 
 def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
@@ -163,7 +172,7 @@ def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
     frontend.step(output("a", 1, first=0, rows=3))
     first = take(queue)
     feed = feed_of(first)
-    assert positions(feed.take_until(3)) == [0, 1, 2]
+    assert positions(feed.take(0, 3)) == [0, 1, 2]
     for position in (3, 4):
         frontend.step(output("a", 1, first=position))
         assert queue.get_nowait() is None
@@ -171,7 +180,7 @@ def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
     held = take(queue)
     assert len(held.outputs[0].token_ids) == 3
     assert feed_of(held) is feed
-    assert positions(feed.take_until(6)) == [3, 4, 5]
+    assert positions(feed.take(3, 6)) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -186,7 +195,7 @@ def test_requests_that_are_not_streamed(n: int) -> None:
     assert len(choices) == n
     for choice in choices:
         assert isinstance(choice.routed_experts, RowFeed)
-        assert positions(choice.routed_experts.take_until(4)) == [0, 1, 2, 3]
+        assert positions(choice.routed_experts.take(0, 4)) == [0, 1, 2, 3]
 
 
 def test_requests_without_the_opt_in_have_no_feed() -> None:
@@ -228,7 +237,7 @@ def test_installing_twice_is_harmless() -> None:
     assert frontend.processor.process_outputs == replaced
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
-    assert positions(feed_of(take(queue)).take_until(9)) == [0, 1, 2]
+    assert positions(feed_of(take(queue)).take(0, 9)) == [0, 1, 2]
 
 
 def test_processors_have_feeds_of_their_own() -> None:
@@ -242,24 +251,28 @@ def test_processors_have_feeds_of_their_own() -> None:
 
 def test_taking_less_and_more_than_there_is() -> None:
     feed = RowFeed()
-    assert feed.take_until(5) == []
-    feed.push(rows_of(0, 3))
-    feed.push(rows_of(3, 5))
-    assert positions(feed.take_until(2)) == [0, 1]
-    assert positions(feed.take_until(2)) == []
-    assert positions(feed.take_until(1)) == []
-    assert positions(feed.take_until(99)) == [2, 3, 4]
-    assert positions(feed.take_until(99)) == []
-    feed.push(rows_of(5, 6))
-    assert positions(feed.take_until(6)) == [5]
-    feed.push(rows_of(6, 9))
-    assert positions(feed.take_until(7)) == [6]
+    assert feed.take(0, 5) == []
+    feed.push(0, rows_of(0, 3))
+    feed.push(3, rows_of(3, 5))
+    assert positions(feed.take(0, 2)) == [0, 1]
+    assert positions(feed.take(2, 2)) == []
+    assert positions(feed.take(2, 1)) == []
+    assert positions(feed.take(2, 99)) == [2, 3, 4]
+    assert positions(feed.take(5, 99)) == []
+    feed.push(5, rows_of(5, 6))
+    assert positions(feed.take(5, 6)) == [5]
+    feed.push(6, rows_of(6, 9))
+    assert positions(feed.take(6, 7)) == [6]
+    feed.push(9, rows_of(9, 12))
+    assert positions(feed.take(10, 11)) == [10]  # what lies before is dropped
+    assert positions(feed.take(11, 99)) == [11]
+    assert feed.num_lost == 0
 
 
 def test_a_feed_keeps_no_rows_that_were_taken() -> None:
     feed = RowFeed()
-    feed.push(rows_of(0, 1000))
-    feed.take_until(999)
+    feed.push(0, rows_of(0, 1000))
+    feed.take(0, 999)
     (kept,) = feed._arrays
     assert kept.base is None
     assert len(kept) == 1
@@ -270,11 +283,11 @@ def test_a_feed_keeps_no_rows_that_were_taken() -> None:
 
 def prompt(request_id: str, start: int = 0) -> EngineCoreOutput:
     """The output with the prompt's rows that goes before the first tokens of `request_id`."""
-    return EngineCoreOutput(prompt_output_id(request_id), [], routed_experts=rows_of(start, 3))
+    return EngineCoreOutput(prompt_output_id(request_id), [], routed_experts=PlacedRows(start, rows_of(start, 3)))
 
 
 def first_token(request_id: str) -> EngineCoreOutput:
-    return EngineCoreOutput(request_id, [7], routed_experts=rows_of(3, 3))
+    return EngineCoreOutput(request_id, [7], routed_experts=PlacedRows(3, rows_of(3, 3)))
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -285,7 +298,7 @@ def test_a_prompts_rows_come_before_its_tokens(together: bool) -> None:
     outputs = [prompt("a", start=1), first_token("a")]
     for step in [outputs] if together else [[output] for output in outputs]:
         frontend.step(*step)
-    assert positions(feed_of(take(queue)).take_until(9)) == [1, 2]
+    assert positions(feed_of(take(queue)).take(1, 9)) == [1, 2]
 
 
 def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
@@ -294,11 +307,11 @@ def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
     frontend.step(prompt("1_a"), first_token("1_a"), first_token("0_a"))
     frontend.step(first_token("2_a"))
     by_index = {choice.index: choice.routed_experts for choice in take(queue).outputs}
-    taken = {index: feed.take_until(3) for index, feed in by_index.items()}
+    taken = {index: feed.take(0, 3) for index, feed in by_index.items()}
     assert {index: positions(rows) for index, rows in taken.items()} == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
     assert all(rows[0] is taken[0][0] for rows in taken.values())
     frontend.step(output("0_a", 1, first=3))
-    assert positions(by_index[0].take_until(9)) == [3]
+    assert positions(by_index[0].take(3, 9)) == [3]
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
@@ -310,7 +323,7 @@ def test_an_aborted_choice_does_not_take_the_prompts_rows_with_it(kind: RequestO
     frontend.step(prompt("0_a_b"), first_token("0_a_b"), first_token("1_a_b"))
     frontend.step(output("1_a_b", 1, first=3, finish=FinishReason.LENGTH))
     (choice,) = [choice for choice in take(queue).outputs if choice.index == 1]
-    assert positions(choice.routed_experts.take_until(9)) == [0, 1, 2, 3]
+    assert positions(choice.routed_experts.take(0, 9)) == [0, 1, 2, 3]
 
 
 def test_an_aborted_choices_own_rows_are_nobody_elses() -> None:
@@ -334,7 +347,7 @@ def test_prompts_rows_that_come_from_several_engines_count_once(kind: RequestOut
     choices = take(queue).outputs
     assert len(choices) == 3
     for choice in choices:
-        assert positions(choice.routed_experts.take_until(9)) == [0, 1, 2, 3]
+        assert positions(choice.routed_experts.take(0, 9)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("gone", ["a", "0_a"])
@@ -369,16 +382,16 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     seen: list[EngineStats] = []
     frontend.feeds.on_stats = seen.append
     outputs = [output("a", 1, first=0, rows=3), output("b", 1, first=0, rows=3)]
-    pack(outputs)
+    outputs = message(*outputs)
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
     outputs.insert(0, EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=stats.encode()))
-    message = EngineCoreOutputs(outputs=outputs)
-    message = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
-    for part in [message.outputs[:2], message.outputs[2:]] if in_slices else [message.outputs]:
-        frontend.processor.process_outputs(part, message.timestamp)
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs))
+    arrived = MsgpackDecoder(EngineCoreOutputs).decode(sent)
+    for part in [arrived.outputs[:3], arrived.outputs[3:]] if in_slices else [arrived.outputs]:
+        frontend.processor.process_outputs(part, arrived.timestamp)
     assert seen == [stats]
     for queue in queues:
-        assert positions(feed_of(take(queue)).take_until(3)) == [0, 1, 2]
+        assert positions(feed_of(take(queue)).take(0, 3)) == [0, 1, 2]
 
 
 def test_numbers_that_nobody_wants_are_passed_over() -> None:
@@ -395,56 +408,79 @@ def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
     """Of a long answer that is not streamed, whose rows come one by one."""
     feed = RowFeed()
     first = rows_of(0, prompt)
-    feed.push(first)
+    feed.push(0, first)
     for position in range(prompt, prompt + 10_000):
-        feed.push(rows_of(position, position + 1))
-    beginning = feed.take_until(prompt + 7)
+        feed.push(position, rows_of(position, position + 1))
+    beginning = feed.take(0, prompt + 7)
     assert positions(beginning) == list(range(prompt + 7))
     assert prompt < 5000 or beginning[0] is first, "the prompt's rows were copied"
-    rest = feed.take_until(prompt + 10_000)
+    rest = feed.take(prompt + 7, prompt + 10_000)
     assert positions(rest) == list(range(prompt + 7, prompt + 10_000))
     assert len(rest) < 300
 
 
-@pytest.mark.parametrize("unknown", [None, "b"])
-def test_whether_rows_that_come_alone_are_known(unknown: str | None) -> None:
-    """Looked at once for each message, not for each row: who is beside an unknown row is not trusted either."""
+@pytest.mark.parametrize("unknown", [None, "a", "b"])
+def test_a_row_that_comes_alone_is_looked_at_where_any_before_it_is_unknown(unknown: str | None) -> None:
     frontend = Frontend()
-    queues = [frontend.add(request_id) for request_id in "ab"]
+    queues = {request_id: frontend.add(request_id) for request_id in "ab"}
     frontend.step(*(output(request_id, 1, first=0, rows=3) for request_id in "ab"))
-    feeds = [feed_of(take(queue)) for queue in queues]
-    assert [positions(feed.take_until(3)) for feed in feeds] == [[0, 1, 2]] * 2
+    feeds = {request_id: feed_of(take(queue)) for request_id, queue in queues.items()}
+    assert [positions(feed.take(0, 3)) for feed in feeds.values()] == [[0, 1, 2]] * 2
     outputs = [output(request_id, 1, first=3) for request_id in "ab"]
     if unknown is not None:
-        outputs["ab".index(unknown)].routed_experts[:] = -1
-    pack(outputs)
+        outputs["ab".index(unknown)].routed_experts.rows[:, 1, 2] = -1  # one id, and not the first
     frontend.step(*outputs)
-    rows = [feed.take_row() for feed in feeds]
-    assert [row is not None for row in rows] == [unknown is None] * 2
-    assert [positions(feed.take_until(4)) for feed in feeds] == ([[], []] if unknown is None else [[3], [-1]])
-    assert feeds[0].take_row() is None
+    for request_id, feed in feeds.items():
+        row = feed.take_row(3)
+        assert (row is None) == (request_id == unknown)
+        if row is None:
+            assert len(feed.take(3, 4)) == 1
+        assert feed.take_row(4) is None
+
+
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_a_row_that_is_not_known_is_sent_as_missing(at: int) -> None:
+    """From the engine's message to the chunks of a stream, where a row that comes alone is not searched for -1."""
+    frontend = Frontend()
+    queue = frontend.add("a")
+
+    def results() -> Iterator[RequestOutput]:
+        for position in range(2, 7):
+            sent = output("a", 1, first=max(position, 3))
+            if position == 2:
+                sent = first_token("a")
+                frontend.step(prompt("a"))
+            elif position == at:
+                sent.routed_experts.rows[0, 1, 2] = -1
+            sent.finish_reason = FinishReason.LENGTH if position == 6 else None
+            frontend.step(sent)
+            yield take(queue)
+
+    chunks = stream(aligner_of(), results())
+    arrays = [chunk["choices"][0]["routed_experts"] for chunk in chunks[1:]]
+    assert [array["missing"] for array in arrays] == [int(position == at) for position in range(3, 7)]
 
 
 def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
     """A reader that stops would keep the rows of all that ran beside it."""
     feed, messages = RowFeed(), [np.zeros((256, 48, 8), dtype=np.int16) for _ in range(5)]
-    for message in messages:
-        feed.push(message[7:8])
-    kept = feed.take_until(5)
+    for position, message in enumerate(messages):
+        feed.push(position, message[7:8])
+    kept = feed.take(0, 5)
     assert [rows.base is None for rows in kept] == [True] * 5
     large = np.zeros((256, 48, 8), dtype=np.int16)
-    feed.push(large[:100])
-    feed.push(large[:1])
-    assert feed.take_until(105)[0].base is large, "the rows of a prompt were copied"
+    feed.push(5, large[:100])
+    feed.push(105, large[:1])
+    assert feed.take(5, 105)[0].base is large, "the rows of a prompt were copied"
 
 
 def test_rows_that_nobody_takes_are_in_memory_of_their_own() -> None:
     """Joined a mebibyte at a time, which the system gets back one by one when an answer has ended."""
     feed = RowFeed()
     rows = np.arange(7 * 48 * 8, dtype=np.int16).reshape(7, 48, 8)
-    for _ in range(1000):
-        feed.push(rows)
-    first, *others = feed.take_until(7000)
+    for index in range(1000):
+        feed.push(7 * index, rows)
+    first, *others = feed.take(0, 7000)
     assert np.array_equal(first, np.tile(rows, (len(first) // 7, 1, 1)))
     assert 960_000 < first.nbytes <= 1 << 20
     assert sum(map(len, [first, *others])) == 7000
@@ -456,3 +492,145 @@ def memory_of(rows: np.ndarray) -> object:
     while isinstance(base, np.ndarray | memoryview):
         base = base.base if isinstance(base, np.ndarray) else base.obj
     return base
+
+
+# ---- rows say where they belong ----
+
+
+def taken(feed: RowFeed, end: int) -> list[int]:
+    return positions(feed.take(0, end, (L, K)))
+
+
+def test_a_prompt_that_is_lost_leaves_a_gap_at_its_place() -> None:
+    """And the rows of the first tokens do not move there."""
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(first_token("a"))
+    for position in (3, 4):
+        frontend.step(output("a", 1, first=position))
+    feed = feed_of(take(queue))
+    assert taken(feed, 5) == [-1, -1, -1, 3, 4]
+    assert feed.num_lost == feed.num_unknown == 3
+
+
+@pytest.mark.parametrize("lost", range(1, 5))
+def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: int, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    frontend = Frontend()
+    queue = frontend.add("a")
+    steps = [
+        [prompt("a"), first_token("a")],
+        *([output("a", count, first=at)] for at, count in ((3, 1), (4, 2), (6, 3), (9, 1))),
+    ]
+    for index, step in enumerate(steps):
+        if index != lost:
+            frontend.step(*step)
+    feed = feed_of(take(queue))
+    first, end = ((0, 3), (3, 4), (4, 6), (6, 9), (9, 10))[lost]
+    assert taken(feed, 10) == [-1 if first <= at < end else at for at in range(10)]
+    assert feed.num_lost == end - first
+    assert feed.take_row(9) is None
+    assert f"{end - first} rows from position {first} on did not arrive" in caplog.text
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+
+
+def test_rows_of_one_output_that_are_lost_leave_a_gap_there_alone() -> None:
+    frontend = Frontend()
+    queues = [frontend.add(request_id) for request_id in "ab"]
+    frontend.step(*(output(request_id, 1, first=0, rows=3) for request_id in "ab"))
+    large = np.arange(100, dtype=np.int16).repeat(L * K * 30).reshape(100, L, 30 * K)
+    sent = message(
+        EngineCoreOutput("a", [1], routed_experts=PlacedRows(3, rows_of(3, 4))),
+        EngineCoreOutput("b", [1], routed_experts=PlacedRows(3, large)),
+    )
+    assert sent[2].routed_experts is large
+    sent[2].routed_experts = None
+    frontend.processor.process_outputs(sent)
+    frontend.step(*(output(request_id, 1, first=4 if request_id == "a" else 103) for request_id in "ab"))
+    one, other = (feed_of(take(queue)) for queue in queues)
+    assert taken(one, 5) == [0, 1, 2, 3, 4]
+    assert taken(other, 104) == [0, 1, 2, *[-1] * 100, 103]
+
+
+def test_rows_without_the_output_that_places_them_are_dropped() -> None:
+    frontend = Frontend()
+    queue = frontend.add("a")
+    frontend.step(prompt("a"), first_token("a"))
+    frontend.processor.process_outputs(message(output("a", 1, first=3))[1:])
+    lone = output("a", 1)
+    lone.routed_experts = rows_of(4, 5)
+    frontend.processor.process_outputs([lone])
+    frontend.step(output("a", 1, first=5))
+    assert taken(feed_of(take(queue)), 6) == [0, 1, 2, -1, -1, 5]
+
+
+@pytest.mark.parametrize("doubled", range(4))
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_a_message_that_comes_twice_counts_once(doubled: int, later: int) -> None:
+    """At once, or after others."""
+    frontend = Frontend()
+    queue = frontend.add("a")
+    steps = [
+        lambda: (prompt("a"), first_token("a")),
+        *((lambda at=at: (output("a", 1, first=at),)) for at in range(3, 8)),
+    ]
+    order = list(range(len(steps)))
+    order.insert(doubled + later + 1, doubled)
+    for index in order:
+        frontend.step(*steps[index]())
+    feed = feed_of(take(queue))
+    assert taken(feed, 8) == list(range(8))
+    assert feed.num_lost == 0
+
+
+def test_rows_that_overlap_are_not_doubled() -> None:
+    feed = RowFeed()
+    feed.push(0, rows_of(0, 5))
+    feed.push(3, rows_of(13, 18))
+    assert positions(feed.take(0, 9)) == [0, 1, 2, 3, 4, 15, 16, 17]
+
+
+def test_a_gap_over_what_was_taken() -> None:
+    feed = RowFeed()
+    feed.push(0, rows_of(0, 2))
+    assert positions(feed.take(0, 2)) == [0, 1]
+    feed.push(4, rows_of(4, 5))
+    assert positions(feed.take(2, 3)) == [-1]
+    assert positions(feed.take(3, 5)) == [-1, 4]
+    assert positions(feed.take(5, 7, (L, K))) == [-1, -1]
+    assert feed.num_lost == 4
+
+
+def prompt_part(sender: str, first: int, end: int, value: int = 0) -> EngineCoreOutput:
+    rows = rows_of(first + value, end + value)
+    return EngineCoreOutput(prompt_output_id(sender), [], routed_experts=PlacedRows(first, rows))
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1, 2])
+def test_a_prompt_that_comes_in_parts(lost: int | None) -> None:
+    frontend = Frontend()
+    queue = frontend.add("a", n=2)
+    for first in range(3):
+        if first != lost:
+            frontend.step(prompt_part("0_a", first, first + 1))
+    frontend.step(first_token("0_a"), first_token("1_a"))
+    frontend.step(output("1_a", 1, first=3))
+    feeds = {choice.index: choice.routed_experts for choice in take(queue).outputs}
+    expected = [-1 if at == lost else at for at in range(3)]
+    assert {index: taken(feed, 3 + index) for index, feed in feeds.items()} == {0: expected, 1: [*expected, 3]}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (2, 0, 3, 1)])
+def test_parts_of_two_engines_are_not_mixed(order: tuple[int, ...]) -> None:
+    """Each choice has its own prompt's where it brought them, and those of one other where it did not."""
+    frontend = Frontend()
+    queue = frontend.add("a", n=3)
+    parts = [("0_a", 0, 2, 0), ("0_a", 2, 3, 0), ("1_a", 0, 1, 100), ("1_a", 1, 3, 100)]
+    for index in order:
+        frontend.step(prompt_part(*parts[index]))
+    frontend.step(*(first_token(f"{index}_a") for index in range(3)))
+    feeds = {choice.index: choice.routed_experts for choice in take(queue).outputs}
+    own, other = [0, 1, 2], [100, 101, 102]
+    got = [taken(feeds[index], 3) for index in range(3)]
+    assert got[:2] == [own, other]
+    assert got[2] == (other if order[0] == 2 else own)

@@ -56,7 +56,7 @@ class Engine:
         """An output of `tokens`; `lost` of its rows do not come, `surplus` are of tokens that were cut off again."""
         self.tokens += tokens
         end = self.prompt_len + self.tokens - 1
-        self.feed.push(rows_of(self.sent, end - lost + surplus))
+        self.feed.push(self.sent, rows_of(self.sent, end - lost + surplus))
         self.sent = end - lost
         return result(self.prompt_len, choice(tokens, self.feed, self.index, finish))
 
@@ -214,7 +214,7 @@ def test_a_row_that_comes_alone_is_sent_like_any_other(
         def results() -> Iterator[Result]:
             while alive:
                 engine = rng.choice(alive)
-                engine.feed.is_known = is_known
+                engine.feed.num_unknown = int(not is_known)
                 ends = engine.tokens > 5 and rng.random() < 0.2
                 tokens, late, surplus = rng.choice([1, 1, 1, 1, 2, 3]), rng.random() < 0.1, rng.choice([0, 0, 2])
                 outputs.append(
@@ -256,7 +256,8 @@ def test_what_waits_keeps_no_message_of_the_engine() -> None:
     def results() -> Iterator[Result]:
         for token in range(20):
             engine.tokens += 1
-            engine.feed.push(pushed(0, 2) if token == 0 else pushed(token + 1, token + 2))
+            first = 0 if token == 0 else token + 1
+            engine.feed.push(first, pushed(first, token + 2))
             yield result(2, choice(1, engine.feed, finish="stop" if token == 19 else None))
             assert sum(message() is not None for message in messages) <= 2, "kept beside the one under way"
 
@@ -407,6 +408,32 @@ def test_lost_rows_are_unknown(finish: str) -> None:
     assert chunks[1]["choices"][0]["routed_experts"]["missing"] == 2
 
 
+@pytest.mark.parametrize("histogram", [False, True])
+@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize("lost", [{0}, {1}, {2}, {0, 1}, {1, 3}])
+def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout: str, histogram: bool) -> None:
+    """Rows of the tokens after it do not move there: not into the prompt, and not to another token."""
+    feed, outputs = RowFeed(), []
+
+    def results() -> Iterator[Result]:
+        for token in range(5):
+            first, end = (0, 2) if token == 0 else (token + 1, token + 2)
+            if token not in lost:
+                feed.push(first, rows_of(first, end))
+            outputs.append(result(2, choice(1, feed, finish="stop" if token == 4 else None)))
+            yield outputs[-1]
+
+    chunks = stream(
+        aligner_of(layout=layout, histogram=histogram), results()
+    )  # each row is checked to be its position's
+    sent = [*(at for chunk in chunks for at in prompt_positions(chunk) or ()), *own_positions(chunks)]
+    gaps = {at for token in lost for at in ((0, 1) if token == 0 else (token + 1,))}
+    assert sent == [-1 if at in gaps else at for at in range(6)]
+    if histogram:
+        counted = chunks[-1]["prompt_routed_experts_histogram"], chunks[-1]["choices"][0]["routed_experts_histogram"]
+        assert [each["missing"] for each in counted] == [2 * (0 in lost), len(lost - {0})]
+
+
 def test_lost_prompt_rows_are_unknown() -> None:
     engine = Engine(prompt_len=3)
     (chunk,) = stream(aligner_of(), [engine.step(2, finish="length", lost=2)])
@@ -457,10 +484,11 @@ def ended(aligner: StreamAligner, results: Iterable[Result], generate: Any = Non
     return asyncio.run(collect())
 
 
-def test_uint8_cannot_say_that_a_row_is_lost() -> None:
+@pytest.mark.parametrize("form", ["object", "npy", "raw", "list"])
+def test_uint8_cannot_say_that_a_row_is_lost(form: Any) -> None:
     engine = Engine(prompt_len=2)
     results = [engine.step(), engine.step(2, finish="stop", lost=1)]
-    first, error, done = ended(aligner_of(dtype="uint8"), results)
+    first, error, done = ended(aligner_of(dtype="uint8", format=form), results)
     assert "prompt_routed_experts" in first
     assert "1 rows are not known" in error
     assert "uint8 cannot hold" in error

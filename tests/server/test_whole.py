@@ -31,7 +31,7 @@ def feed_of(*bounds: int) -> RowFeed:
     """Rows between `bounds`, in one array each."""
     feed = RowFeed()
     for first, end in itertools.pairwise(bounds):
-        feed.push(rows_of(first, end))
+        feed.push(first, rows_of(first, end))
     return feed
 
 
@@ -135,7 +135,9 @@ def test_choices_whose_prompts_went_through_other_weights() -> None:
     """The response's one prompt is the first choice's; where prompt and answer are joined, each has its own."""
 
     def outputs() -> list[RequestOutput]:
-        return [output(2, choice(2, feed_of(0, 3), 0), choice(2, feed_of(10, 13), 1))]
+        other = RowFeed()
+        other.push(0, rows_of(10, 13))
+        return [output(2, choice(2, feed_of(0, 3), 0), choice(2, other, 1))]
 
     joined = body_of(outputs() + outputs(), is_list=True, layout="joined")["choices"]
     assert [positions(each["routed_experts"]) for each in joined] == [[0, 1, 2], [10, 11, 12]] * 2
@@ -155,7 +157,7 @@ def test_a_start_at_the_end_of_the_prompt() -> None:
 def test_one_token_behind_a_prompt_that_is_left_out() -> None:
     """There is no row at all, and none is missing."""
     feed = RowFeed()
-    feed.push(rows_of(3, 3))
+    feed.push(3, rows_of(3, 3))
     for asked in ({"layout": "split"}, {"layout": "joined"}):
         answer, rows = answer_of([output(3, choice(1, feed))], prompt_start=3, **asked)
         body = orjson.loads(b"".join(answer.prepare(packed=False)))
@@ -187,6 +189,29 @@ def test_lost_rows_are_unknown(feed: RowFeed | None) -> None:
     lost = [-1, -1] if feed else [-1, -1, -1]
     assert positions(body["prompt_routed_experts"]) == ([0, 1] if feed else [-1, -1])
     assert positions(body["choices"][0]["routed_experts"]) == ([2, *lost] if feed else lost)
+
+
+def test_a_gap_is_filled_at_its_place() -> None:
+    """Rows that came later do not move into it."""
+    feed = RowFeed()
+    for first, end in ((0, 2), (4, 5), (7, 8)):
+        feed.push(first, rows_of(first, end))
+    answer, rows = answer_of([output(3, choice(6, feed))])
+    assert rows.num_lost == 4
+    body = orjson.loads(b"".join(answer.prepare(packed=False)))
+    assert positions(body["prompt_routed_experts"]) == [0, 1, -1]
+    assert positions(body["choices"][0]["routed_experts"]) == [-1, 4, -1, -1, 7]
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_a_choice_whose_prompt_did_not_arrive_has_that_of_another(layout: str) -> None:
+    late = RowFeed()
+    late.push(3, rows_of(3, 5))
+    body = body_of([output(3, choice(3, late, 0), choice(3, feed_of(0, 3, 5), 1))], layout=layout)
+    if layout == "split":
+        assert positions(body["prompt_routed_experts"]) == [0, 1, 2]
+    first = 0 if layout == "joined" else 3
+    assert [positions(each["routed_experts"]) for each in body["choices"]] == [list(range(first, 5))] * 2
 
 
 def test_an_abort_is_never_padded() -> None:
@@ -229,6 +254,7 @@ def test_the_sizes_that_limits_look_at() -> None:
     assert split.nbytes == (3 + 1 + 2) * L * K * 2
     joined = answer_of([output(3, choice(2, feed_of(0, 4), 0), choice(3, feed_of(0, 5), 1))], layout="joined")[1]
     assert joined.num_rows == 4 + 5
+    assert joined.nbytes == (4 + 5) * L * K * 2  # a prompt is encoded with each of its choices
     counted = answer_of([output(3, choice(2, feed_of(0, 4)))], rows=False, histogram=True)[1]
     assert counted.num_rows == 0
 
