@@ -108,7 +108,7 @@ class Encoder:
         """
         rows = self._laid_out(rows)
         if self.fmt == "list":
-            self._count(rows, rows.tobytes())
+            self._check_lost(self._count(rows, rows.tobytes()))
             text = orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
         else:
             missing, data = self._counted(rows)
