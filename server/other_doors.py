@@ -20,7 +20,8 @@ from routed_experts.server.fields import (
 CLOSED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
 """Endpoints whose answers have no place for routing."""
 
-_INVOCATIONS = "/invocations"
+INVOCATIONS = "/invocations"
+"""SageMaker's one endpoint for all."""
 
 
 def attach(app: FastAPI) -> None:
@@ -31,7 +32,7 @@ def attach(app: FastAPI) -> None:
     for path in CLOSED:
         if (route := _route(app, path)) is not None:
             _add(app, route, route.endpoint, [*route.dependencies, Depends(refuse_routing)])
-    if (route := _route(app, _INVOCATIONS)) is not None:
+    if (route := _route(app, INVOCATIONS)) is not None:
         _add(app, route, _dispatching(route.endpoint), route.dependencies)
 
 

@@ -44,8 +44,10 @@ class RoutedExpertsPlugin:
 
     name = PLUGIN_NAME
     required_tasks = ("generate",)
+    _app: FastAPI
 
     def attach_router(self, app: FastAPI) -> None:
+        self._app = app
         app.include_router(router)
         args = getattr(app.state, "args", None)
         if getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False):
@@ -64,16 +66,23 @@ class RoutedExpertsPlugin:
         captured: CapturedEngine | None = None
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
             captured = await CapturedEngine.start(engine_client, model)
-            await probe(captured)
             state.feeds_watch = asyncio.create_task(watch_feeds(captured.feeds))  # kept: a task alone may be dropped
         state.captured_engine = captured
-        state.routed_experts_defaults = defaults_of(args, captured)
+        defaults = defaults_of(args, captured)
+        adopt_all(state, captured, MAX_RESPONSE_BYTES)
+        if captured is not None:
+            await probe(self._app, captured, args, model)  # before what the operator says of other requests
+        state.routed_experts_defaults = defaults
         state.asks_in_vllms_way = captured is not None and asks_for_every_request(captured.engine.vllm_config)
-        max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
-        for name, cls in ADOPTED.items():
-            if (serving := getattr(state, name, None)) is not None:
-                adopt(serving, cls, captured, max_bytes)
+        adopt_all(state, captured, getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES))
         state.announcement = asyncio.create_task(announce(state, args, model))
+
+
+def adopt_all(state: State, captured: CapturedEngine | None, max_bytes: int) -> None:
+    """Puts our behavior on vLLM's serving objects; safe to repeat."""
+    for name, cls in ADOPTED.items():
+        if (serving := getattr(state, name, None)) is not None:
+            adopt(serving, cls, captured, max_bytes)
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:

@@ -33,4 +33,9 @@ def told(raw_request: Request) -> dict[str, str]:
 
 def wants_key(args: Namespace) -> bool:
     """Whether vLLM's routes ask for a key."""
-    return bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
+    return bool(api_keys(args))
+
+
+def api_keys(args: Namespace) -> list[str]:
+    """The keys that vLLM's routes accept; none if they need none."""
+    return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]

@@ -236,12 +236,15 @@ def served(model: Path, executor: type[Executor], *flags: str, command: Command 
 
 
 async def _serve(args: Namespace, ready: "Future[uvicorn.Server]") -> None:
+    engine: AsyncLLM | None = None
     try:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(UsageContext.OPENAI_API_SERVER)
         engine = AsyncLLM.from_vllm_config(config)
         app = build_app(args, ("generate",))
         await init_app_state(engine, app.state, args, ("generate",))
     except Exception as error:  # noqa: BLE001 raised where the server is waited for
+        if engine is not None:
+            engine.shutdown()
         ready.set_exception(error)
         return
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=args.port, log_level="warning"))

@@ -1,0 +1,278 @@
+"""The startup probe on vLLM's real API process: it passes as the server is configured, and fails where a method of ours
+is not called.
+
+A method is dead here as if vLLM had renamed it: ours is taken away, so that vLLM's own is called.
+"""
+
+import asyncio
+import inspect
+import json
+import shutil
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from fastapi import FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from prometheus_client import REGISTRY
+from starlette.responses import JSONResponse
+from vllm.entrypoints.launchers.app import build_app
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.worker.gpu_worker import Worker
+
+from routed_experts.capture.engine.scheduler import SchedulerCapture, SchedulerConnector
+from routed_experts.capture.engine.worker import WorkerCapture
+from routed_experts.server import fields, plugin, probe, vllm_api, vllm_serving
+from routed_experts.server.captured_engine import CapturedEngine
+from routed_experts.server.other_doors import CLOSED, INVOCATIONS
+from routed_experts.server.probe import ProbeError
+from routed_experts.server.row_feeds import FedRequestState
+from tests.contract.served import serving, serving_weights
+from tests.contract.test_seams import calls_on
+from tests.e2e.harness import ASK, SMALL_KV, answers_of, prompt_of
+
+FLAGS = ("--enable-scale-out", "--max-num-batched-tokens", "64")
+
+
+class Again:
+    """Repeats the probe of a server that runs, in its event loop.
+
+    Attributes:
+        app: the server's.
+        captured: its engine.
+    """
+
+    def __init__(self) -> None:
+        self.app: FastAPI
+        self.captured: CapturedEngine
+        self._loop: asyncio.AbstractEventLoop
+        self._given: tuple[Any, ...] = ()
+
+    async def first(self, *given: Any) -> None:
+        """The probe that the server starts with."""
+        self._loop, self._given = asyncio.get_running_loop(), given
+        self.app, self.captured, *_ = given
+        await probe.probe(*given)
+
+    def __call__(self) -> None:
+        asyncio.run_coroutine_threadsafe(probe.probe(*self._given), self._loop).result(120)
+
+
+def hits() -> float:
+    """Prompt tokens that engines of this process found in the prefix cache."""
+    samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+    return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
+
+
+@pytest.fixture(scope="module")
+def again(tiny_model: Path) -> Iterator[Again]:
+    probing, before = Again(), hits()
+    with ExitStack() as stack:
+        with patch.object(plugin, "probe", probing.first):
+            stack.enter_context(serving(tiny_model, *FLAGS))
+        assert hits() > before  # or nothing is asked twice
+        yield probing
+        probing()  # what was taken away is back
+
+
+# ---- servers that start ----
+
+
+async def refuse(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    """An operator's middleware, which knows who may come in."""
+    return JSONResponse({"error": "nobody's"}, status_code=403)
+
+
+DEFAULTS = {"return_routed_experts": True, "routed_experts_format": "npy", "routed_experts_layout": "joined"}
+SAMPLING = {"temperature": 0.3, "max_new_tokens": 2, "repetition_penalty": 1.2, "top_k": 5}
+
+STARTS = {
+    "keys": ("--api-key", "one", "two"),
+    "behind a proxy": ("--root-path", "/llm/"),
+    "behind a proxy with a path of the API": ("--root-path", "/v1"),
+    "middleware": ("--middleware", "tests.contract.test_probe.refuse"),
+    "short sequences": ("--max-model-len", "8"),
+    "sequences too short for a chat": ("--max-model-len", "20"),
+    "small answers": ("--routed-experts-max-response-bytes", "100"),
+    "defaults": ("--routed-experts-default", json.dumps(DEFAULTS)),
+    "histograms": ("--routed-experts-default", json.dumps({"routed_experts_histogram": True})),
+    "sampling": ("--generation-config", "vllm", "--override-generation-config", json.dumps(SAMPLING)),
+    "tokens only": ("--tokens-only",),
+    "no tokenizer": ("--skip-tokenizer-init", "--enable-scale-out"),
+    "one at a time": ("--max-num-seqs", "1", "--enable-scale-out"),
+    "no prefix cache": ("--no-enable-prefix-caching",),
+    "parsers": ("--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    "drafts": ("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3})),
+    "all that is said": ("--enable-force-include-usage", "--enable-prompt-tokens-details", "--enable-log-requests"),
+    "load": ("--enable-server-load-tracking", "--enable-request-id-headers"),
+}
+
+
+@pytest.mark.parametrize("flags", STARTS.values(), ids=STARTS)
+def test_servers_that_start(tiny_model: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    passed: list[str] = []
+
+    async def probed(*given: Any) -> None:
+        await probe.probe(*given)
+        passed.append("probe")
+
+    monkeypatch.setattr(plugin, "probe", probed)
+    with serving(tiny_model, *flags) as server, server.client() as client:
+        assert client.get("/health").status_code in (200, 403)
+        assert passed
+
+
+def test_a_model_that_cannot_chat(tiny_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    with serving(model) as server, server.client() as client:
+        messages = [{"role": "user", "content": "Which experts?"}]
+        assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
+        (answer,) = answers_of(server.complete(**ASK, prompt=prompt_of(5, 1), max_tokens=3))
+        assert len(answer.tokens) == 3
+
+
+def test_requests_of_the_probe_leave_nothing(again: Again) -> None:
+    again()
+    assert len(again.captured.feeds) == 0
+    engine = again.captured.engine.engine_core.core  # type: ignore[attr-defined]
+    assert engine.scheduler.aux_output_connector.num_tracked == 0
+
+
+# ---- in the API process ----
+
+API: list[tuple[type, type]] = [
+    (vllm_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
+    (vllm_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+    (vllm_serving.RoutedServingTokens, vllm_api.ServingTokens),
+    (fields.RoutedCompletionRequest, vllm_api.CompletionRequest),
+    (fields.RoutedChatRequest, vllm_api.ChatCompletionRequest),
+    (FedRequestState, vllm_api.RequestState),
+]
+
+
+def overrides(cls: type, base: type) -> list[str]:
+    """The methods of `cls` that vLLM calls as those of `base`."""
+    own = (name for name, value in vars(cls).items() if getattr(value, "__module__", None) == cls.__module__)
+    return [name for name in own if inspect.isfunction(getattr(cls, name)) and hasattr(base, name)]
+
+
+DEAD = [pytest.param(cls, name, id=f"{cls.__name__}.{name}") for cls, base in API for name in overrides(cls, base)]
+
+
+@pytest.mark.parametrize(("cls", "name"), DEAD)
+def test_a_dead_method_of_the_api_process(again: Again, cls: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cls, name)
+    with pytest.raises(ProbeError):
+        again()
+
+
+def test_outputs_that_do_not_come_by(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own `process_outputs` alone."""
+    monkeypatch.delattr(again.captured.engine.output_processor, "process_outputs")
+    with pytest.raises(ProbeError):
+        again()
+
+
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", *CLOSED, INVOCATIONS)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_route_that_is_vllms_own(again: Again, path: str) -> None:
+    with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
+        stock = build_app(again.app.state.args, ("generate",))
+    (vllms,) = (route for route in stock.routes if isinstance(route, APIRoute) and route.path == path)
+    routes = again.app.router.routes
+    (place,) = (at for at, route in enumerate(routes) if isinstance(route, APIRoute) and route.path == path)
+    ours = routes[place]
+    routes[place] = vllms
+    try:
+        with pytest.raises(ProbeError):
+            again()
+    finally:
+        routes[place] = ours
+
+
+def test_no_route_of_ours(again: Again) -> None:
+    routes = again.app.router.routes
+    kept = [route for route in routes if getattr(route, "path", None) != "/v1/routed_experts"]
+    before = list(routes)
+    routes[:] = kept
+    try:
+        with pytest.raises(ProbeError, match="did not reach this server's routes"):
+            again()
+    finally:
+        routes[:] = before
+
+
+def test_every_route_of_ours_was_taken_away() -> None:
+    app = FastAPI()
+    app.state.args = Namespace(enable_scale_out=True, routed_experts_page=False)
+    plugin.RoutedExpertsPlugin().attach_router(app)
+    own = {route.path for route in app.routes if isinstance(route, APIRoute)}
+    assert own - {"/v1/routed_experts"} <= set(ROUTES)
+
+
+# ---- in the engine ----
+
+NOT_OF_EVERY_REQUEST = {
+    "_get_local_prefix_cache_hit": "caps prefix hits for KV connectors",
+    "_update_requests_with_invalid_blocks": "follows failed loads of KV connectors",
+    "_connector_finished": "hands rows over with the KV of KV connectors",
+    "set_pause_state": "called by /resume",
+    "has_requests": "asks for one more step while a thread reads a prompt's rows and nothing else is left to do",
+    "compile_or_warm_up_model": "records CUDA graphs",
+    # of the connector's place
+    "reset": "called when the prefix cache is reset",
+    "request_finished": "lets go of a request; dead, `routed_experts_requests_tracked` grows",
+}
+"""What the probe cannot show, as it does not happen with a few requests on any server."""
+
+SCHEDULER = [name for name in overrides(SchedulerCapture, Scheduler) if name not in NOT_OF_EVERY_REQUEST]
+CALLED = calls_on("v1/core/sched/scheduler.py", "aux_output_connector").keys() - NOT_OF_EVERY_REQUEST.keys()
+WORKER = [name for name in overrides(WorkerCapture, Worker) if name not in NOT_OF_EVERY_REQUEST]
+
+
+@contextmanager
+def nothing_starts() -> Iterator[None]:
+    """Where a server must not start; a request that would never be answered is given up soon."""
+    with patch.object(probe, "_LIMIT_S", 20.0), pytest.raises((ProbeError, AttributeError, RuntimeError)):
+        yield
+
+
+@pytest.mark.parametrize("name", SCHEDULER)
+def test_a_dead_method_of_the_scheduler(tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(SchedulerCapture, name)
+    with nothing_starts(), serving(tiny_model):
+        pass
+
+
+@pytest.mark.parametrize("name", sorted(CALLED))
+def test_a_connector_that_is_not_called(tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SchedulerConnector, name, lambda *_: None)
+    with nothing_starts(), serving(tiny_model):
+        pass
+
+
+@pytest.mark.parametrize("name", WORKER)
+def test_a_dead_method_of_the_worker(tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(WorkerCapture, name)
+    with nothing_starts(), serving_weights(tiny_model, *SMALL_KV, "--max-model-len", "512"):
+        pass
+
+
+def test_no_method_is_left_out() -> None:
+    """What derives from vLLM's engine is in one of the lists, and no list has what is not there."""
+    every = {*overrides(SchedulerCapture, Scheduler), *overrides(WorkerCapture, Worker)}
+    every |= calls_on("v1/core/sched/scheduler.py", "aux_output_connector").keys()
+    assert {*SCHEDULER, *CALLED, *WORKER, *NOT_OF_EVERY_REQUEST} == every
+    assert {"__init__", "add_request", "update_from_output"} <= set(SCHEDULER)
+    assert {"load_model", "initialize_from_config", "execute_model", "sample_tokens"} <= set(WORKER)
+    assert len(CALLED) >= 2
