@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,9 @@ from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.encoding import LINE_BYTES
 from routed_experts.server.other_doors import CLOSED, INVOCATIONS
 from routed_experts.server.page.routes import api_keys
+from routed_experts.server.vllm_api import get_logger
+
+logger = get_logger(__name__)
 
 Rows = NDArray[np.int16]
 
@@ -55,6 +59,7 @@ async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: 
         args: of vLLM's command.
         model: name to ask for.
     """
+    began = time.monotonic()
     config = captured.engine.vllm_config
     parallel = config.parallel_config
     # Where something else balances the load, this process reaches the ranks of its own node only.
@@ -69,6 +74,7 @@ async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: 
             if captured.engine.errored:  # what vLLM's routes say then is of no use before the server runs
                 raise ProbeError("The engine ended during the startup probe.") from error
             raise
+    logger.info("The startup probe passed in %.1f s.", time.monotonic() - began)
 
 
 class FrontDoor:
@@ -202,8 +208,6 @@ class _Rank:
                 self._ask(INVOCATIONS if path == _COMPLETIONS else path, body(short)),
             )
             for choice in (*streamed, *whole):
-                if choice.prompt_token_ids != first.prompt_token_ids:
-                    raise ProbeError(f"The startup probe sent one prompt twice, and {path} returned two.")
                 self._compare(path, choice.prompt_rows, first.prompt_rows)
             # What was generated, as a prompt: its rows are another request's.
             choices = [first, *streamed, *whole]
@@ -229,8 +233,9 @@ class _Rank:
             choices = collect(response.content, n=n)
         except RoutingError as error:
             raise ProbeError(f"The startup probe got an answer of {path} without its routing: {error}.") from error
-        if len(choices) != n:
-            raise ProbeError(f"The startup probe asked {path} for {n} choices and got {len(choices)}.")
+        prompt = tuple(body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ())
+        if len(choices) != n or any(choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices):
+            raise ProbeError(f"The startup probe got other choices or tokens from {path} than it asked for.")
         for choice in choices:
             self._check_rows(choice)
         return choices
@@ -266,9 +271,7 @@ class _Rank:
 
 def _tokens(choice: Routing) -> list[int]:
     """Of the prompt and of the choice."""
-    if choice.prompt_token_ids is None or not choice.token_ids:
-        raise ProbeError("The startup probe asked for token ids and got none.")
-    return [*choice.prompt_token_ids, *choice.token_ids]
+    return [*(choice.prompt_token_ids or ()), *(choice.token_ids or ())]
 
 
 def agreement(some: Rows, others: Rows) -> float:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from routed_experts.server.probe import ProbeError, check_rows
+from routed_experts.server.probe import ProbeError, agreement, check_rows
 
 SHAPE = (3, 2)
 EXPERTS = 8
@@ -15,7 +15,7 @@ def good_rows() -> np.ndarray:
     return np.stack([first, (first + 1) % EXPERTS], axis=2)
 
 
-def check(rows: np.ndarray | None) -> None:
+def check(rows: np.ndarray) -> None:
     check_rows(rows, expected_rows=4, shape=SHAPE, num_experts=EXPERTS)
 
 
@@ -25,7 +25,7 @@ def test_good_rows() -> None:
 
 def test_no_rows() -> None:
     with pytest.raises(ProbeError, match="worker or scheduler is not ours"):
-        check(None)
+        check(np.full((4, *SHAPE), -1, dtype=np.int16))
 
 
 @pytest.mark.parametrize(
@@ -72,3 +72,29 @@ def test_an_expert_twice() -> None:
     rows[2, 0] = 5
     with pytest.raises(ProbeError, match="same expert twice"):
         check(rows)
+
+
+# ---- the same tokens asked for twice ----
+
+
+def test_agreement_counts_ids_in_any_slot() -> None:
+    rows = good_rows()
+    assert agreement(rows, rows) == agreement(rows, rows[:, :, ::-1]) == 1
+    other = rows.copy()
+    other[0, 0, 0] = (rows[0, 0].max() + 1) % EXPERTS  # one of 24 ids
+    assert agreement(other, rows) == pytest.approx(23 / 24)
+
+
+def test_no_agreement() -> None:
+    rows = good_rows()
+    assert agreement(rows, (rows + 4) % EXPERTS) == 0
+    assert agreement(rows, rows[:3]) == 0  # of other tokens
+    assert agreement(rows[1:], rows[:-1]) < 0.5  # one token off
+
+
+def test_rows_that_are_not_known_say_nothing() -> None:
+    rows = good_rows()
+    lost = rows.copy()
+    lost[:2] = -1
+    assert agreement(lost, rows) == agreement(rows, lost) == 1
+    assert agreement(np.full_like(rows, -1), rows) == agreement(rows[:0], rows[:0]) == 1
