@@ -26,7 +26,8 @@ class _Read:
 
     def touches(self, slots: NDArray[np.int64], block_size: int) -> bool:
         in_last = (slots >= self.first_slot) & (slots < self.end_slot)
-        return bool(in_last.any() or self.blocks[slots // block_size].any())
+        # "clip": slots outside the KV cache are not written, and to wait for block 0 instead is no error.
+        return bool(in_last.any() or self.blocks.take(slots // block_size, mode="clip").any())
 
 
 class Gatherer:

@@ -8,11 +8,18 @@ from numpy.typing import NDArray
 from routed_experts.capture.rows import UNKNOWN, Rows
 
 
+def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
+    """Which of `ids` ([n]) are at least 0 and less than `count`, in one comparison: unsigned, -1 is the largest."""
+    return ids.view(np.uint64) < count
+
+
 class HostCache:
     """One row for each KV slot, so that a row is valid exactly as long as the KV of its token.
 
     Eviction, preemption and reuse need no code: new rows overwrite old ones as new KV overwrites old KV. Memory is
     bounded by KV slots x L x K x 2 bytes, and reserved by the operating system only as it is written.
+
+    Slots outside the KV cache, such as the -1 that vLLM gives to padding, are never written and have no rows.
     """
 
     def __init__(self, num_blocks: int, block_size: int, num_layers: int, top_k: int) -> None:
@@ -37,21 +44,28 @@ class HostCache:
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
+        inside = within(slots, len(self._by_slot))
+        if not inside.all():
+            slots, rows = slots[inside], rows[inside]
         layers, top_k = self._rows.shape[2:]
         self._by_slot[slots] = rows.reshape(-1, layers * top_k).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
     def forget(self, slots: NDArray[np.int64]) -> None:
         """Makes `slots` ([n]) unwritten: their KV is not what their rows were computed with."""
-        self._written_by_slot[slots] = False
+        self._written_by_slot[slots[within(slots, len(self._by_slot))]] = False
 
     def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `slots` ([n]) have rows."""
-        return self._written_by_slot[slots]
+        written: NDArray[np.bool_] = within(slots, len(self._by_slot))
+        written &= self._written_by_slot[np.where(written, slots, 0)]
+        return written
 
     def copy_from(self, other: "HostCache", sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape."""
-        written = other._written_by_slot[sources]
+        inside = within(slots, len(self._by_slot))
+        slots, sources = slots[inside], sources[inside]
+        written = other.are_written(sources)
         self._by_slot[slots[written]] = other._by_slot[sources[written]]
         self._written_by_slot[slots] = written
 
@@ -61,8 +75,10 @@ class HostCache:
         As there, all sources are read before any destination is written. Rows are moved only where a source has some:
         copies of other groups' blocks, such as Mamba states, bring none.
         """
-        sources, destinations = np.array(pairs, dtype=np.int64).T
-        written = self._written[sources]
+        blocks = np.array(pairs, dtype=np.int64)
+        sources, destinations = blocks[within(blocks[:, 1], len(self._rows))].T
+        inside = within(sources, len(self._rows))
+        written = self._written[np.where(inside, sources, 0)] & inside[:, None]
         has_rows = written.any(axis=1)
         self._rows[destinations[has_rows]] = self._rows[sources[has_rows]]
         self._written[destinations] = written

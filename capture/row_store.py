@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.host_cache import HostCache, within
 
 
 class RowStore:
@@ -31,16 +31,18 @@ class RowStore:
 
     def is_whole(self, chunk: int) -> bool:
         """Whether every row of a chunk is there."""
-        return bool(self._is_whole[chunk])
+        return 0 <= chunk < self._num_chunks and bool(self._is_whole[chunk])
 
     def have_rows(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `places` ([n], chunk x its tokens + token; or -1) have rows."""
         if self._rows is None:
             return np.zeros(len(places), dtype=np.bool_)
-        return (places >= 0) & self._rows.are_written(places)
+        return self._rows.are_written(places)
 
     def keep(self, cache: HostCache, slots: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
-        """Copies the rows of `slots` ([n x tokens of a chunk]) to `chunks` ([n])."""
+        """Copies the rows of `slots` ([n x tokens of a chunk]) to `chunks` ([n]), those that exist."""
+        inside = within(chunks, self._num_chunks)
+        slots, chunks = slots.reshape(len(chunks), -1)[inside].reshape(-1), chunks[inside]
         if self._rows is None:
             self._rows = HostCache(self._num_chunks, self.chunk_tokens, *cache.row_shape)
         places = (chunks[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(-1)
@@ -49,9 +51,7 @@ class RowStore:
 
     def fill(self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are: unwritten, where there are no rows."""
-        has_place = places >= 0
-        cache.forget(slots[~has_place])
         if self._rows is None:
             cache.forget(slots)
         else:
-            cache.copy_from(self._rows, places[has_place], slots[has_place])
+            cache.copy_from(self._rows, places, slots)

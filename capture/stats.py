@@ -29,6 +29,7 @@ class EngineStats:
     Attributes:
         engine: data-parallel rank.
         rows_captured: tokens of all forward passes, padding not counted.
+        rows_forgotten: rows that were given up because the KV connector did what was not expected of it.
         copy_wait_s: seconds that outputs of steps waited for their rows.
         requests_tracked: requests with the opt-in that the engine holds state for.
         host_cache_bytes: memory that the rows in the host cache take.
@@ -43,6 +44,7 @@ class EngineStats:
     host_cache_bytes: int = 0
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
+    rows_forgotten: int = 0
 
     def encode(self) -> dict[str, Any]:
         """As plain numbers and lists."""
@@ -96,7 +98,7 @@ class StatsRecorder:
         self._engine = engine
         self._clock = clock
         self._load = ExpertLoad()
-        self._rows_captured = 0
+        self._rows_captured = self._rows_forgotten = 0
         self._copy_wait_s = 0.0
         self._next_sample = self._next_report = clock()
         self._was_idle = True
@@ -108,6 +110,10 @@ class StatsRecorder:
         if len(rows) and self._clock() >= self._next_sample:
             self._next_sample = self._clock() + INTERVAL_S
             self._load.sample(rows)
+
+    def count_forgotten(self, num_rows: int) -> None:
+        """Counts rows that were given up."""
+        self._rows_forgotten += num_rows
 
     def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:
         """The numbers after a step, if they are due: once in an interval, and when the engine gets something to do or
@@ -125,4 +131,5 @@ class StatsRecorder:
             host_cache_bytes(),
             self._load.busiest(),
             self._load.routed(),
+            self._rows_forgotten,
         )

@@ -20,6 +20,11 @@ SENT_BYTES = Counter("routed_experts_sent_bytes", "Bytes of the arrays of rows i
 FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Choices under way that have rows.", multiprocess_mode="livesum")
 
 ROWS_CAPTURED = Counter("routed_experts_rows_captured", "Tokens whose routing was captured.", ["engine"])
+ROWS_FORGOTTEN = Counter(
+    "routed_experts_rows_forgotten",
+    "Rows given up because the KV connector did something unexpected.",
+    ["engine"],
+)
 COPY_WAIT = Counter(
     "routed_experts_copy_wait_seconds", "Seconds that steps waited for their rows to reach the host.", ["engine"]
 )
@@ -79,6 +84,7 @@ class EngineMetrics:
         self._last[stats.engine] = stats
         engine = str(stats.engine)  # as vLLM labels its metrics
         ROWS_CAPTURED.labels(engine).inc(stats.rows_captured - last.rows_captured)
+        ROWS_FORGOTTEN.labels(engine).inc(stats.rows_forgotten - last.rows_forgotten)
         COPY_WAIT.labels(engine).inc(stats.copy_wait_s - last.copy_wait_s)
         REQUESTS_TRACKED.labels(engine).set(stats.requests_tracked)
         HOST_CACHE_BYTES.labels(engine).set(stats.host_cache_bytes)

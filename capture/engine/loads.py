@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, lease_of, used_by
 from routed_experts.capture.engine.handed import HandedRows
-from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
+from routed_experts.capture.engine.offloading import Forgot, Keep, OffloadedRows, Reload
 from routed_experts.capture.handoff import WireRows
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.rows import UNKNOWN
@@ -61,6 +61,9 @@ class Loads:
     A load is decided when a step is scheduled, while steps before it may still write rows into the same slots. So its
     slots become unwritten when that step arrives (`take`), before its rows.
 
+    Args:
+        forgot: called where the connector does something unexpected.
+
     Attributes:
         handed: the rows of prompts that came with requests; None where no connector's lease is known.
     """
@@ -74,17 +77,21 @@ class Loads:
         block_size: int,
         tracked: Mapping[str, RequestRows],
         policy: str,
+        forgot: Forgot,
     ) -> None:
         self._connector = connector
         self._used = [child for child in used_by(config) if child is not None]
         self._is_multi = config.kv_connector == MULTI
         self._writes_behind_hit = all(child.writes_behind_hit for child in self._used)
         children = connector._connectors if self._is_multi else [connector]
-        self._offloaded = [OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before) for child in children]
+        self._offloaded = [
+            OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, forgot) for child in children
+        ]
         self._kv_cache_manager = kv_cache_manager
         self._kv_group = kv_group
         self._block_size = block_size
         self._tracked = tracked
+        self._forgot = forgot
         self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
         self._loads: list[Load | Reload] = []
@@ -177,7 +184,8 @@ class Loads:
             return (count, is_async) if self._may_pull(request, num_local + count) else (0, False)
         if not count or not self._needs_rows(request):
             return count, is_async
-        if self._offloaded[self._child(request)] is not None:  # which offers only what has rows
+        child = self._child(request)
+        if child is not None and self._offloaded[child] is not None:  # which offers only what has rows
             return count, is_async
         return (count, is_async) if num_local + count <= self._first_needed(request) else (0, False)
 
@@ -198,11 +206,12 @@ class Loads:
 
     def _kind(self, request: Request) -> Kind:
         """Of the connector that a request's KV would come from."""
-        return self._used[self._child(request)].kind
+        child = self._child(request)
+        return Kind.STORE if child is None else self._used[child].kind
 
-    def _child(self, request: Request) -> int:
-        """Index of the connector that a request's KV would come from."""
-        return self._connector._requests_to_connector[request.request_id] if self._is_multi else 0
+    def _child(self, request: Request) -> int | None:
+        """Index of the connector that a request's KV would come from; None if a `MultiConnector` chose none."""
+        return self._connector._requests_to_connector.get(request.request_id) if self._is_multi else 0
 
     def _load(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
         self._update_state_after_alloc(request, blocks, count)
@@ -211,14 +220,21 @@ class Loads:
                 self.handed.forget(request.request_id)  # KV is pulled once, or not at all
             return
         asked, num_local = self._asked
-        assert asked == request.request_id, "KV is loaded that nobody was asked for"
+        child = self._child(request)
         table = np.array([block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64)
+        capacity = len(table) * self._block_size
+        if asked != request.request_id or child is None or num_local + count > capacity:
+            # Where the load begins is not known, so that no row of the request's blocks is.
+            self._forgot("loads KV that it was not asked for", capacity)
+            self.handed.forget(request.request_id)
+            self._add(Load(self._slots(table, 0, capacity), None), np.zeros(capacity, dtype=np.bool_))
+            return
         if not self._writes_behind_hit:
             self._add(Load(self._slots(table, 0, num_local), None), np.zeros(num_local, dtype=np.bool_))
         slots = self._slots(table, num_local, num_local + count)
-        offloaded = self._offloaded[self._child(request)]
+        offloaded = self._offloaded[child]
         if offloaded is not None:
-            reload = offloaded.take_loaded(slots, num_local)
+            reload = offloaded.take_loaded(request.request_id, slots, num_local)
             self._add(reload, reload.are_known())
             return
         rows = None

@@ -23,6 +23,9 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.row_store import RowStore
 
+Forgot = Callable[[str, int], None]
+"""Takes what a connector did that was not expected of it, and how many rows are unknown because of it."""
+
 
 @dataclass(frozen=True)
 class Keep:
@@ -77,6 +80,8 @@ class OffloadedRows:
 
     Args:
         needs_rows: whether a request is to be sent rows before a position.
+        forgot: called with a reason and a number of rows where the connector does something unexpected. The rows are
+            then unknown, which is always correct.
     """
 
     def __init__(
@@ -85,18 +90,20 @@ class OffloadedRows:
         kv_group: int,
         block_size: int,
         needs_rows: Callable[[str, int], bool],
+        forgot: Forgot,
     ) -> None:
         manager = scheduler.manager
         assert isinstance(manager, CPUOffloadingManager)
         self._kv_group = kv_group
         self._block_size = block_size
         self._needs_rows = needs_rows
+        self._forgot = forgot
         groups = [group.group_idx for group in scheduler.config.kv_group_configs]
         self._group_index = groups.index(kv_group)
         self.store = RowStore(manager._num_chunks, block_size * scheduler.config.blocks_per_chunk)
         self._chunks: dict[OffloadKey, int] = {}  # those whose rows are, or soon will be, in the store
         self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []  # prepared for the step being scheduled
-        self._loaded: list[OffloadKey] = []
+        self._loaded: tuple[str, list[OffloadKey]] = "", []  # of the load that was prepared last, and whose it is
         self._lookup, manager.lookup = manager.lookup, self._look_up
         self._prepare_load, manager.prepare_load = manager.prepare_load, self._load
         self._prepare_store, manager.prepare_store = manager.prepare_store, self._store
@@ -104,21 +111,28 @@ class OffloadedRows:
 
     @classmethod
     def of(
-        cls, connector: Any, kv_group: int, block_size: int, needs_rows: Callable[[str, int], bool]
+        cls,
+        connector: Any,
+        kv_group: int,
+        block_size: int,
+        needs_rows: Callable[[str, int], bool],
+        forgot: Forgot,
     ) -> "OffloadedRows | None":
         """None for a connector that does not say enough: others, and this one with tiers below or somebody else's
         manager, whose chunks come from elsewhere too."""
         if type(connector) is not OffloadingConnector or type(connector.scheduler.manager) is not CPUOffloadingManager:
             return None
-        return cls(connector.scheduler, kv_group, block_size, needs_rows)
+        return cls(connector.scheduler, kv_group, block_size, needs_rows, forgot)
 
-    def take_loaded(self, slots: NDArray[np.int64], first: int) -> Reload:
+    def take_loaded(self, request_id: str, slots: NDArray[np.int64], first: int) -> Reload:
         """The load that was prepared last, into `slots` ([n]), which are of the positions from `first` on."""
-        keys, self._loaded = self._loaded, []
+        (prepared_for, keys), self._loaded = self._loaded, ("", [])
         size, positions = self.store.chunk_tokens, np.arange(first, first + len(slots))
         chunks = np.array([self._chunks.get(key, -1) for key in keys], dtype=np.int64)
-        index = positions // size - positions[-1] // size - 1  # from behind: the last chunk holds the last position
-        assert -len(chunks) <= index[0], "more KV is loaded than was prepared"
+        index = positions // size - first // size
+        if prepared_for != request_id or index[-1] + 1 != len(chunks):
+            self._forgot("loads other KV than it prepared", len(slots))
+            return Reload(self.store, slots, np.full(len(slots), -1))
         chunk = chunks[index]
         return Reload(self.store, slots, np.where(chunk >= 0, chunk * size + positions % size, -1))
 
@@ -127,18 +141,21 @@ class OffloadedRows:
         keys_of = {id(spec): keys for spec, keys in self._stores}
         keeps = []
         for job_id, job in metadata.store_jobs.items():
-            assert isinstance(job.dst_spec, CPULoadStoreSpec)
-            pairs = zip(keys_of[id(job.dst_spec)], job.dst_spec.chunk_ids.tolist(), strict=True)
-            kept = {key: chunk for key, chunk in pairs if self._is_ours(key)}
+            keys = keys_of.get(id(job.dst_spec), [])
+            places = job.dst_spec.chunk_ids.tolist() if isinstance(job.dst_spec, CPULoadStoreSpec) else []
+            kept = {key: chunk for key, chunk in zip(keys, places, strict=False) if self._is_ours(key)}
+            sizes, index = job.src_spec.group_sizes, self._group_index
+            blocks = job.src_spec.block_ids[sum(sizes[:index]) : sum(sizes[: index + 1])].astype(np.int64)
+            slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
+            chunks = np.array(list(kept.values()), dtype=np.int64)
+            if not len(keys) == len(places) > 0 or len(slots) != len(chunks) * self.store.chunk_tokens:
+                # Which chunks it overwrites is not known, so that no chunk has rows that are surely its own.
+                self._forgot("stores other KV than it prepared", len(self._chunks) * self.store.chunk_tokens)
+                self._chunks.clear()
+                continue
             if not kept:
                 continue
             self._chunks |= kept
-            sizes, index = job.src_spec.group_sizes, self._group_index
-            first = sum(sizes[:index])
-            blocks = job.src_spec.block_ids[first : first + sizes[index]].astype(np.int64)
-            slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
-            chunks = np.array(list(kept.values()), dtype=np.int64)
-            assert len(slots) == len(chunks) * self.store.chunk_tokens
             keeps.append(Keep(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ())))
         self._stores = []
         return keeps
@@ -159,7 +176,7 @@ class OffloadedRows:
         return result if chunk is not None and self.store.is_whole(chunk) else LookupResult.MISS
 
     def _load(self, keys: Collection[OffloadKey], context: ReqContext) -> LoadStoreSpec:
-        self._loaded = [key for key in keys if self._is_ours(key)]
+        self._loaded = context.req_id, [key for key in keys if self._is_ours(key)]
         return self._prepare_load(keys, context)
 
     def _store(self, keys: Collection[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:

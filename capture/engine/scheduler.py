@@ -161,8 +161,17 @@ class SchedulerConnector:
             self._block_size,
             self._tracked,
             policy,
+            self._forgot,
         )
         logger.info(describe(config, policy, self._loads.keep_rows))
+
+    def _forgot(self, what: str, num_rows: int) -> None:
+        """Counts rows that are unknown because the connector did something unexpected, and logs the first time."""
+        self._stats.count_forgotten(num_rows)
+        logger.warning_once(
+            "The KV connector %s. The rows of this KV are not known and are sent as -1. Please report this message.",
+            what,
+        )
 
     def cap_local(self, request: Request, hit: LocalHit) -> LocalHit:
         """How much of a prefix hit a request may use."""

@@ -81,6 +81,44 @@ def test_slots_whose_kv_comes_from_elsewhere(cache: HostCache) -> None:
     assert read(cache, [3, 1], 0, 8) == [0, 1, UNKNOWN, 3, UNKNOWN, 5, 6, 7]
 
 
+OUTSIDE = [-1, -2, 8 * BLOCK, 1 << 40]
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_slots_outside_the_kv_cache_are_not_written(cache: HostCache, outside: int) -> None:
+    """vLLM's padding has the slot -1, which must not be the last one, nor take the place of a token's."""
+    write(cache, [7], *range(BLOCK))
+    cache.write(np.array([3, outside, 5]), rows_of(30, 31, 32))
+    cache.write(np.array([outside]), rows_of(33))
+    assert read(cache, [0, 1], 3, 6) == [30, UNKNOWN, 32]
+    assert read(cache, [7], 0, BLOCK) == list(range(BLOCK))
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_slots_outside_the_kv_cache_have_no_rows(cache: HostCache, outside: int) -> None:
+    write(cache, [7, 0], *range(2 * BLOCK))
+    cache.forget(np.array([outside, 1]))
+    assert cache.are_written(np.array([outside, 0, 1])).tolist() == [False, True, False]
+    assert read(cache, [7, 0], 0, 2 * BLOCK) == [0, 1, 2, 3, 4, UNKNOWN, 6, 7]
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_copies_from_and_to_slots_outside_the_kv_cache(cache: HostCache, outside: int) -> None:
+    """Without a source there are no rows; without a destination nothing is written."""
+    write(cache, [7, 0], *range(2 * BLOCK))
+    other = HostCache(num_blocks=2, block_size=BLOCK, num_layers=L, top_k=K)
+    write(other, [0, 1], *range(2 * BLOCK))
+    cache.copy_from(other, np.array([outside, 1, 2]), np.array([0, outside, 2]))
+    assert read(cache, [7, 0], 0, 2 * BLOCK) == [0, 1, 2, 3, UNKNOWN, 5, 2, 7]
+
+
+@pytest.mark.parametrize("outside", [-1, 8, 1 << 40])
+def test_copies_of_blocks_outside_the_kv_cache(cache: HostCache, outside: int) -> None:
+    write(cache, [7, 0], *range(2 * BLOCK))
+    cache.copy_blocks([(outside, 0), (7, outside), (7, 1)])
+    assert read(cache, [7, 0, 1], 0, 3 * BLOCK) == [0, 1, 2, 3, *4 * [UNKNOWN], 0, 1, 2, 3]
+
+
 def test_a_prefix_that_two_sequences_share(cache: HostCache) -> None:
     write(cache, [1, 2], *range(8))
     cache.write(slots_of([1, 4], 4, 5), rows_of(14, 15))

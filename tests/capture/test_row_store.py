@@ -64,6 +64,24 @@ def test_nothing_is_there_before_anything_was_kept(cache: HostCache, store: RowS
     assert store.used_bytes == 0
 
 
+@pytest.mark.parametrize("chunk", [-1, 3, 1 << 40])
+def test_chunks_that_do_not_exist(cache: HostCache, store: RowStore, chunk: int) -> None:
+    """They are not kept, and the last one is not kept in their place."""
+    store.keep(cache, slots_of(4, 6, 1, 2), np.array([chunk, 0]))
+    assert [store.is_whole(each) for each in (0, 1, 2, chunk)] == [False, False, False, False]
+    places = np.array([0, 2 * 2 * BLOCK, chunk * 2 * BLOCK])
+    assert store.have_rows(places).tolist() == [True, False, False]
+    store.fill(cache, np.array([0, 1, 2]), places)
+    assert read(cache, 0) == [4, UNKNOWN, UNKNOWN, 3]
+
+
+def test_a_slot_outside_the_kv_cache_is_kept_without_rows(cache: HostCache, store: RowStore) -> None:
+    slots = slots_of(4, 6)
+    slots[[0, -1]] = -1, 8 * BLOCK
+    store.keep(cache, slots, np.array([1]))
+    assert store.have_rows(np.arange(8, 16)).tolist() == [False, *6 * [True], False]
+
+
 def test_a_chunk_is_whole_if_all_of_its_rows_are_there(cache: HostCache, store: RowStore) -> None:
     store.keep(cache, slots_of(4, 6, 1, 2), np.array([0, 1]))
     assert [store.is_whole(chunk) for chunk in range(3)] == [True, False, False]

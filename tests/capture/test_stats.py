@@ -39,8 +39,11 @@ def test_totals_since_the_start() -> None:
     assert (first.requests_tracked, first.host_cache_bytes) == (2, 1000)
     clock.now += INTERVAL_S
     stats.count_step(rows(1), 0.0)
+    stats.count_forgotten(2)
+    stats.count_forgotten(3)
     second = report(stats)
     assert second is not None
+    assert (first.rows_forgotten, second.rows_forgotten) == (0, 5)
     assert (second.rows_captured, second.copy_wait_s, second.requests_tracked) == (8, 0.75, 0)
 
 

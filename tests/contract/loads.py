@@ -496,4 +496,5 @@ def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_runn
         client.received.pop(request_id)
     assert core.scheduler.aux_output_connector._steps == {}
     assert core.scheduler.aux_output_connector.num_tracked == 0
+    assert all(stats.rows_forgotten == 0 for stats in client.stats), "the connector did what is not expected of it"
     return client

@@ -202,6 +202,28 @@ def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str,
         assert client.missing() == 5 * BLOCK * is_pulled
 
 
+@pytest.mark.parametrize("warm", ["missing"], indirect=True)
+@pytest.mark.parametrize("asked", [("another", 0), ("asks", 1 << 20)], ids=["of another", "behind its blocks"])
+def test_a_load_that_nobody_was_asked_for(warm: tuple[TracingClient, list[int], Store], asked: tuple[str, int]) -> None:
+    """Which of the request's blocks it fills is not known: none of them has rows, and the engine goes on."""
+    client, prompt, kept = warm
+    core = client.engines[0]
+    loads = core.scheduler.aux_output_connector._loads
+    load = core.scheduler.connector.update_state_after_alloc
+
+    def unasked(*args: Any) -> None:
+        loads._asked = asked
+        load(*args)
+
+    core.scheduler.connector.update_state_after_alloc = unasked
+    client.add("asks", prompt)
+    client.run()
+    assert kept.num_loaded == 1
+    assert client.received["asks"].finish is FinishReason.LENGTH
+    assert client.received["asks"].missing == list(range(5 * BLOCK))
+    assert client.stats[-1].rows_forgotten > 0
+
+
 @pytest.mark.parametrize("steps", range(6))
 def test_an_abort_around_a_load(is_async: bool, steps: int) -> None:
     """Blocks of a request that is aborted while they are loaded are another's soon."""

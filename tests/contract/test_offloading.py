@@ -1,10 +1,13 @@
 """KV that vLLM's `OffloadingConnector` keeps and loads again: its rows come with it, and are of its computation."""
 
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from routed_experts.capture.engine.connectors import ON_LOAD_VARIABLE
 from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
@@ -257,6 +260,102 @@ def test_a_reset_while_rows_are_kept(is_async: bool, steps: int) -> None:
     client.add("after", prompt)
     client.run()
     assert client.missing() == 0
+
+
+# ---- what a connector must not do ----
+
+
+def check_forgotten(client: TracingClient, *names: str) -> None:
+    """That the engine went on, gave rows up, and says so; which rows are right was checked as they came."""
+    assert all(client.received[name].finish is FinishReason.LENGTH for name in names)
+    assert client.stats[-1].rows_forgotten > 0
+
+
+@pytest.mark.parametrize("keys", [slice(1, None), slice(0, -1), slice(0, 0)], ids=["last", "first", "none"])
+def test_a_load_of_more_than_was_prepared(warm: tuple[TracingClient, list[int]], keys: slice) -> None:
+    client, prompt = warm
+    core = client.engines[0]
+    rows = offloaded_rows(core)
+    manager = core.scheduler.connector.scheduler.manager
+    prepare = manager.prepare_load
+
+    def fewer(asked: Any, context: Any) -> Any:
+        spec = prepare(asked, context)
+        rows._loaded = rows._loaded[0], rows._loaded[1][keys]
+        return spec
+
+    manager.prepare_load = fewer
+    client.add("asks", prompt)
+    client.run()
+    assert client.received["asks"].missing == list(range(5 * BLOCK))
+    check_forgotten(client, "asks")
+
+
+def test_a_load_that_was_prepared_for_another_request(warm: tuple[TracingClient, list[int]]) -> None:
+    """Its keys may be of another prompt."""
+    client, prompt = warm
+    core = client.engines[0]
+    manager = core.scheduler.connector.scheduler.manager
+    prepare = manager.prepare_load
+
+    def of_another(asked: Any, context: Any) -> Any:
+        spec = prepare(asked, context)
+        rows = offloaded_rows(core)
+        rows._loaded = "another", rows._loaded[1]
+        return spec
+
+    manager.prepare_load = of_another
+    client.add("asks", prompt)
+    client.run()
+    assert client.received["asks"].missing == list(range(5 * BLOCK))
+    check_forgotten(client, "asks")
+
+
+def unknown_spec(rows: OffloadedRows, job: Any) -> None:
+    job.dst_spec = CPULoadStoreSpec(job.dst_spec.chunk_ids.tolist())
+
+
+def one_key_more(rows: OffloadedRows, job: Any) -> None:
+    rows._stores = [(spec, [*keys, b"another"]) for spec, keys in rows._stores]
+
+
+def one_block_less(rows: OffloadedRows, job: Any) -> None:
+    job.src_spec.block_ids = job.src_spec.block_ids[:-1]
+    job.src_spec.group_sizes = (job.src_spec.group_sizes[0] - 1,)
+
+
+@pytest.mark.parametrize("change", [unknown_spec, one_key_more, one_block_less])
+def test_a_store_of_other_chunks_than_were_prepared(
+    is_async: bool, change: Callable[[OffloadedRows, Any], None]
+) -> None:
+    """No chunk has rows that are surely its own: also none of those that were kept before."""
+    core = engine_that_offloads(is_async=is_async)
+    prompt = tokens(5 * BLOCK + 3)
+    client = computed_before(core, prompt)
+    assert offloaded_rows(core)._chunks
+    build = core.scheduler.aux_output_connector._loads.take_stores
+
+    def changed(step: SchedulerOutput) -> Any:
+        for job in step.kv_connector_metadata.store_jobs.values():
+            jobs.append(job)
+            before = copy(job.src_spec), copy(job.dst_spec)
+            change(offloaded_rows(core), job)
+            keeps = build(step)
+            job.src_spec, job.dst_spec = before  # what the worker gets
+            return keeps
+        return build(step)
+
+    jobs: list[Any] = []
+    core.scheduler.aux_output_connector._loads.take_stores = changed
+    client.add("stores", tokens(3 * BLOCK, seed=1))
+    client.run()
+    assert jobs
+    core.scheduler.aux_output_connector._loads.take_stores = build
+    empty_prefix_cache(core)
+    client.add("asks", prompt)
+    client.run()
+    assert client.missing() == 0  # computed again
+    check_forgotten(client, "stores", "asks")
 
 
 # ---- beside another connector ----

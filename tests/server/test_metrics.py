@@ -91,16 +91,21 @@ def test_numbers_of_engines_are_added_up() -> None:
     metrics = EngineMetrics(layer_ids=[1, 4], num_experts=8)
     before = {engine: value("rows_captured_total", engine=engine) for engine in ("5", "6")}
     waited = value("copy_wait_seconds_total", engine="5")
+    forgotten = value("rows_forgotten_total", engine="6")
     metrics.update(EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7))
-    metrics.update(EngineStats(6, rows_captured=3, requests_tracked=1, busiest=[3, 2], routed=[12, 16]))
+    about: dict[str, Any] = {"busiest": [3, 2], "routed": [12, 16], "rows_forgotten": 7}
+    metrics.update(EngineStats(6, rows_captured=3, requests_tracked=1, **about))
     metrics.update(EngineStats(5, rows_captured=14, copy_wait_s=0.75, host_cache_bytes=9))
     grown = {engine: value("rows_captured_total", engine=engine) - count for engine, count in before.items()}
     assert grown == {"5": 14, "6": 3}
     assert value("copy_wait_seconds_total", engine="5") - waited == 0.75
+    assert value("rows_forgotten_total", engine="6") - forgotten == 7
     assert [value("requests_tracked", engine=engine) for engine in ("5", "6")] == [0, 1]
     assert value("host_cache_bytes", engine="5") == 9
     assert [value("expert_load_ratio", engine="6", layer=layer) for layer in ("1", "4")] == [2, 1]
-    metrics.update(EngineStats(6, rows_captured=3))  # nothing is left for servers of later tests in this process
+    metrics.update(
+        EngineStats(6, rows_captured=3, rows_forgotten=7)
+    )  # nothing is left for servers of later tests in this process
 
 
 def test_open_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
