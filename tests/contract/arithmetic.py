@@ -122,6 +122,7 @@ class ArithmeticExecutor(Executor):
         pass
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
+        self._copy(scheduler_output.kv_cache_block_copies or ())
         self._update(scheduler_output)
         output = self._run(scheduler_output)
         done: Future[ModelRunnerOutput | None] = Future()
@@ -190,6 +191,12 @@ class ArithmeticExecutor(Executor):
                 sequence.blocks = []
                 sequence.tokens = Tokens(cached.all_token_ids[request_id])
             sequence.blocks += block_ids[0] if block_ids is not None else []
+
+    def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies whole blocks of KV, (source, destination) each: all are read before any is written."""
+        copies = [(target, self._kv[source * BLOCK : (source + 1) * BLOCK]) for source, target in pairs]
+        for target, kv in copies:
+            self._kv[target * BLOCK : (target + 1) * BLOCK] = kv
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine import outbox
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.message import prompt_output_id
 from routed_experts.capture.rows import Rows
-from tests.contract.arithmetic import PART_BYTES, VOCAB, Client, Core, K, L, engine
+from tests.contract.arithmetic import BLOCK, PART_BYTES, VOCAB, Client, Core, K, L, engine
 
 
 def connector(core: Core) -> SchedulerConnector:
@@ -466,6 +467,86 @@ def test_blocks_that_are_taken_by_others_while_they_are_read(is_async: bool) -> 
     for index in range(2):
         client.add(f"other {index}", tokens(140, seed=2 + index))
     client.run()
+    check_all_finished(client)
+
+
+# ---- blocks that vLLM copies ----
+
+
+def share_partly(core: Core, request_id: str, source: str, num_tokens: int) -> list[tuple[int, int]]:
+    """Has a request hit the first `num_tokens` of another that is running, the last of them in a part of a block.
+
+    vLLM finds such hits in hybrid models only. What follows is its own: it copies the block for the request, which
+    goes on writing into the copy. Gives the copies, as they are scheduled.
+    """
+    copies: list[tuple[int, int]] = []
+    look_up, schedule = core.scheduler._get_local_prefix_cache_hit, core.scheduler.schedule
+
+    def hit(request: Request, *limit: Any) -> Any:
+        found = look_up(request, *limit)
+        if request.request_id != request_id:
+            return found
+        (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        blocks = list(manager.req_to_blocks[source][: -(-num_tokens // BLOCK)])
+        return type(found[0])((blocks,)), num_tokens, *found[2:]
+
+    def scheduled(*args: Any, **kwargs: Any) -> Any:
+        step = schedule(*args, **kwargs)
+        copies.extend(step.kv_cache_block_copies or ())
+        return step
+
+    core.scheduler._get_local_prefix_cache_hit, core.scheduler.schedule = hit, scheduled
+    return copies
+
+
+def test_a_block_that_is_copied_brings_its_rows(is_async: bool) -> None:
+    core = engine(is_async)
+    client = Client(core)
+    prompt = tokens(2 * BLOCK + 9)
+    client.add("source", prompt, max_tokens=30)
+    client.steps(4)
+    copies = share_partly(core, "shares", "source", 2 * BLOCK + 5)
+    client.add("shares", [*prompt[: 2 * BLOCK + 5], 1, 2, 3])
+    client.run()
+    assert len(copies) == 1
+    check_all_finished(client)
+
+
+def test_a_block_that_is_copied_to_is_not_being_read(is_async: bool) -> None:
+    """The rows of a request that has ended are still to be read when its block gets a copy of another's."""
+    core = engine(is_async, num_blocks=32)
+    client = Client(core)
+    prompt, shared = tokens(10 * BLOCK), tokens(2 * BLOCK + 9, seed=1)
+    client.add("before", prompt, max_tokens=1)
+    client.run()
+    client.add("source", shared, max_tokens=60)
+    client.steps(8)  # into its fourth block, so that it soon needs no other
+    busy = Busy(core)
+    client.add("ended", prompt, max_tokens=1)
+    client.steps(4)
+    gatherer = connector(core)._gatherer
+    (read,) = gatherer._reads
+    pool = core.scheduler.kv_cache_manager.block_pool
+    others = pool.get_new_blocks(pool.get_num_free_blocks() - int(read.blocks.sum()))  # theirs are the next
+    copies = share_partly(core, "shares", "source", 2 * BLOCK + 5)
+    client.add("shares", [*shared[: 2 * BLOCK + 5], 1, 2, 3])
+    receive, settle = connector(core).receive, gatherer.settle
+
+    def received(step: SchedulerOutput, *args: Any) -> None:
+        if step.kv_cache_block_copies:
+            assert not read.rows.done()
+            gatherer.settle = waits
+        receive(step, *args)
+
+    def waits(slots: Any) -> None:
+        busy.end()
+        settle(slots)
+
+    connector(core).receive = received
+    client.run()
+    pool.free_blocks(others)
+    ((_, destination),) = copies
+    assert read.blocks[destination]
     check_all_finished(client)
 
 
