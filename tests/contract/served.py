@@ -30,6 +30,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -79,18 +80,27 @@ class InProcessClient(EngineCoreClient):
         self.resources = SimpleNamespace(engine_dead=False)
         self._messages: deque[EngineCoreOutputs] = deque()
         self._work = asyncio.Event()
+        self._error: Exception | None = None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
-        self.core.add_request(*self.core.preprocess_add_request(sent))
-        self._work.set()
+        self._call(self.core.add_request, *self.core.preprocess_add_request(sent))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        self.core.abort_requests(request_ids)
+        self._call(self.core.abort_requests, request_ids)
+
+    def _call(self, method: Callable[..., Any], *args: Any) -> None:
+        """As the engine's loop does: what is raised is not for the one who sent the request, but ends the engine."""
+        try:
+            method(*args)
+        except Exception as error:  # noqa: BLE001 raised where the engine's messages are waited for
+            self._error = error
         self._work.set()
 
     async def get_output_async(self) -> EngineCoreOutputs:
         while not self._messages:
+            if self._error is not None:
+                raise EngineDeadError from self._error
             if self.core.has_work():
                 self.core._process_engine_step()  # puts what it sends into the queue
                 await asyncio.sleep(0)
@@ -248,6 +258,7 @@ async def _serve(args: Namespace, ready: "Future[uvicorn.Server]") -> None:
         ready.set_exception(error)
         return
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=args.port, log_level="warning"))
+    app.state.server = server  # which vLLM ends with the engine
     serve = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

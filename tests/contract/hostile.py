@@ -1,0 +1,213 @@
+"""Bodies of requests that are valid but for some fields: every field of ours and its siblings, with any JSON value."""
+
+import base64
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import yaml
+from hypothesis import strategies as st
+from vllm import SamplingParams
+
+from routed_experts.capture.message import OPT_IN_ARG
+from tests.e2e.harness import prompt_of
+
+SPEC: dict[str, Any] = yaml.safe_load((Path(__file__).resolve().parents[2] / "openapi.yaml").read_text())
+SCHEMAS: dict[str, Any] = SPEC["components"]["schemas"]
+PROMPT = prompt_of(30, 1)
+GENERATE = "/inference/v1/generate"
+PLACES = ["fields", "transfer", "extra"]
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": PROMPT, "max_tokens": 3},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+    GENERATE: {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3}},
+}
+COUNTS = {"n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens"}
+"""They decide how much is generated, so that they stay small."""
+
+# What vLLM's connectors read of a request, in 0.32.
+PULL: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "engine",
+    "remote_request_id": "request",
+    "remote_block_ids": [[1, 2]],
+    "remote_host": "127.0.0.1",
+    "remote_port": 9,
+    "tp_size": 1,
+}
+SEND = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
+}
+OTHERS = ("dcp_size", "pp_size", "remote_num_tokens", "remote_block_size", "remote_blocks_expiry_time", "transfer_id")
+OTHERS += ("max_load_tokens", "max_offload_tokens", "load_tiers", "_p_side_truncated", "_remote_blocks_processed")
+
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+OTHER_TYPES = st.sampled_from([None, True, 0, 5, -1, 1 << 70, 0.5, float("nan"), "", "5"]) | JUNK
+OTHER_TYPES |= st.sampled_from([[], {}, [[]], [5], ["5"], {"a": 5}])
+SMALL = st.integers(-1, 4) | JUNK.filter(lambda value: not isinstance(value, int | float) or value < 5)
+
+
+def values(schema: Any, depth: int = 0) -> st.SearchStrategy[Any]:
+    """What a schema allows, roughly, and at times anything."""
+    if not isinstance(schema, dict) or depth > 4:
+        return JUNK
+    if "$ref" in schema:
+        return values(SCHEMAS[schema["$ref"].rsplit("/", 1)[1]], depth + 1)
+    for several in ("anyOf", "oneOf", "allOf"):
+        if several in schema:
+            return st.one_of(*(values(each, depth + 1) for each in schema[several]))
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    if "const" in schema:
+        return st.just(schema["const"])
+    match schema.get("type"):
+        case "boolean":
+            return st.booleans()
+        case "integer":
+            return st.integers(-2, 40) | st.integers()
+        case "number":
+            return st.floats(-2, 3) | st.floats()
+        case "string":
+            return st.text(max_size=8)
+        case "null":
+            return st.none()
+        case "array":
+            return st.lists(values(schema.get("items"), depth + 1), max_size=3)
+        case "object":
+            properties = {name: values(each, depth + 1) for name, each in schema.get("properties", {}).items()}
+            return st.fixed_dictionaries({}, optional=properties)
+    return JUNK
+
+
+def fields_of(path: str) -> dict[str, Any]:
+    """The schemas of an endpoint's fields, by name."""
+    content = SPEC["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    properties: dict[str, Any] = SCHEMAS[content["$ref"].rsplit("/", 1)[1]]["properties"]
+    return properties
+
+
+def is_ours(name: str) -> bool:
+    return "routed_experts" in name
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """Makes requests.
+
+    Attributes:
+        shape: (L, K) of the server.
+        left_out: fields that are never sent.
+    """
+
+    shape: tuple[int, int]
+    left_out: Collection[str] = ()
+
+    def requests(self) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+        """Endpoints, each with a body that is valid but for some fields, and with fields of KV transfers in most."""
+        return st.sampled_from(sorted(VALID)).flatmap(lambda path: st.tuples(st.just(path), self._body(path)))
+
+    def _body(self, path: str) -> st.SearchStrategy[dict[str, Any]]:
+        fields = {name: schema for name, schema in fields_of(path).items() if name not in self.left_out}
+
+        @st.composite
+        def body(draw: Any) -> dict[str, Any]:
+            made = {"model": "tiny", **VALID[path]}
+            if draw(st.booleans()):
+                made["return_routed_experts"] = True
+            # Mostly in one place: what is refused first hides what comes after it.
+            changed = draw(st.sampled_from([["fields"], ["transfer"], ["transfer"], ["extra"], PLACES]))
+            if "fields" in changed:
+                names = st.sampled_from(sorted(filter(is_ours, fields))) | st.sampled_from(sorted(fields))
+                for name in draw(st.lists(names, min_size=1, max_size=3)):
+                    made[name] = draw(SMALL if name in COUNTS else values(fields[name]) | JUNK)
+            if "transfer" in changed:
+                made["kv_transfer_params"] = draw(self._transfer())
+            if "extra" in changed and path == GENERATE:
+                made["sampling_params"] = draw(self._sampling())
+            elif "extra" in changed:
+                made["vllm_xargs"] = draw(self._extra_args())
+            return made
+
+        return body()
+
+    def _sampling(self) -> st.SearchStrategy[Any]:
+        names = sorted({*SamplingParams.__struct_fields__} - {*self.left_out, *COUNTS, "extra_args"})
+        counts = dict.fromkeys(sorted({"n", "min_tokens"} - {*self.left_out}), SMALL)
+        any_field = st.fixed_dictionaries(
+            {"max_tokens": st.just(3) | SMALL}, optional={"extra_args": self._extra_args(), **counts}
+        )
+        others = st.dictionaries(st.sampled_from(names), st.integers(-1, 2) | st.floats(0, 2) | JUNK, max_size=2)
+        both = st.builds(lambda some, more: {**some, **more}, any_field, others)
+        return st.integers(0, 9).flatmap(lambda dice: both if dice else JUNK)
+
+    def _extra_args(self) -> st.SearchStrategy[Any]:
+        names = st.sampled_from(["kv_transfer_params", OPT_IN_ARG, "routed_experts"]) | st.text(max_size=8)
+        pairs = st.dictionaries(names, self._transfer() | JUNK, max_size=2)
+        return st.integers(0, 9).flatmap(lambda dice: pairs if dice else JUNK)
+
+    def _transfer(self) -> st.SearchStrategy[Any]:
+        """What an instance that prefills, or one that decodes, is given, with up to two keys changed or left out."""
+        rows = st.integers(0, 9).flatmap(lambda dice: self._rows() if dice < 6 else st.none() if dice < 9 else JUNK)
+        keys = st.sampled_from([*PULL, *PULL, *OTHERS, "routed_experts"])
+
+        @st.composite
+        def transfer(draw: Any) -> Any:
+            made = dict(draw(st.sampled_from([PULL, PULL, SEND])))
+            made["routed_experts"] = draw(rows)
+            if made["routed_experts"] is None:
+                del made["routed_experts"]
+            for key in draw(st.lists(keys, min_size=1, max_size=2)):
+                if draw(st.integers(0, 4)) == 4:
+                    made.pop(key, None)
+                else:
+                    made[key] = draw(OTHER_TYPES)
+            return made
+
+        return st.integers(0, 9).flatmap(lambda dice: transfer() if dice else JUNK)
+
+    def _rows(self) -> st.SearchStrategy[Any]:
+        """Rows of some of the prompt's tokens, valid but at times for one key."""
+
+        @st.composite
+        def rows(draw: Any) -> dict[str, Any]:
+            count, (dtype, size) = (
+                draw(st.sampled_from([1, 1, 1, 0, 30, 31])),
+                draw(st.sampled_from([("int16", 2), ("uint8", 1)])),
+            )
+            data = base64.b64encode(bytes(count * self.shape[0] * self.shape[1] * size)).decode()
+            made = {"data": data, "dtype": dtype, "shape": [count, *self.shape]}
+            made["until"] = draw(st.sampled_from([None, 0, 1 << 39, 1 << 39]))
+            if draw(st.integers(0, 4)) == 4:
+                made[draw(st.sampled_from(["data", "dtype", "shape", "until", "x"]))] = draw(JUNK)
+            return made
+
+        return rows()
+
+
+def check_response(response: httpx.Response) -> None:
+    """Not the server's fault: a whole answer, or an error in OpenAI's form."""
+    assert response.status_code < 500, response.text
+    if response.status_code != 200:
+        assert response.status_code >= 400, response.text
+        error = orjson.loads(response.content)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["message"]
+        assert error["code"] == response.status_code
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        events = [line for line in response.text.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "data: [DONE]"
+        for event in events[:-1]:
+            error = orjson.loads(event.removeprefix("data: ")).get("error")
+            assert error is None or error["code"] < 500, event
+    elif response.headers["content-type"].startswith("application/json"):
+        assert isinstance(orjson.loads(response.content), dict)
