@@ -16,10 +16,12 @@ def link(site: Path) -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     project = config["project"]
     for package, folder in config["tool"]["setuptools"]["package-dir"].items():
-        place = site.joinpath(*package.split("."))
+        place, source = site.joinpath(*package.split(".")), ROOT / folder
+        if "." not in package:  # the package itself, which the others are linked into
+            place, source = place / "__init__.py", source / "__init__.py"
         place.parent.mkdir(parents=True, exist_ok=True)
         place.unlink(missing_ok=True)
-        place.symlink_to(ROOT / folder)
+        place.symlink_to(source)
     metadata = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(

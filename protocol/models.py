@@ -255,5 +255,6 @@ class RoutedExpertsInfo(BaseModel):
     num_experts: int
     layer_ids: list[int] = Field(description="absolute decoder-layer index of each of the L layers in a row")
     dtype: Literal["int16"] = "int16"
+    version: str = Field(description="of routed-experts-server")
     vllm_version: str
     capture: CaptureInfo

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
+from routed_experts.protocol.version import VERSION
 from routed_experts.server.metrics import EngineMetrics
 from routed_experts.server.row_feeds import RowFeeds
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
@@ -57,6 +58,7 @@ async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
         top_k=top_k,
         num_experts=worker["num_experts"],
         layer_ids=worker["layer_ids"],
+        version=VERSION,
         vllm_version=VLLM_VERSION,
         capture=CaptureInfo(
             runner=worker["runner"],

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
+from routed_experts.protocol.version import VERSION
 from routed_experts.server.complaint import complain
 from routed_experts.server.progress import say
 
@@ -17,6 +18,7 @@ usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts compare MODEL --answers FILE.jsonl | --url URL
        routed-experts stats FILE.jsonl
        routed-experts view FILE
+       routed-experts --version
 
 serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
             Without MODEL it serves a tiny model that it makes on the spot.
@@ -34,7 +36,13 @@ view        shows saved answers in a browser, as the page /routed_experts of a r
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
     say("Loading vLLM, which takes some seconds; its log follows.")
-    from routed_experts.server import launch
+    from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
+
+    try:
+        check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
+    except UnsupportedConfig as error:
+        return complain(error)
+    from routed_experts.server import launch  # imports what another version of vLLM may not have
 
     return launch.main(argv)
 
@@ -84,6 +92,9 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point of the console command; returns its exit status."""
     argv = sys.argv[1:] if argv is None else argv
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command == "--version":
+        print(f"routed-experts-server {VERSION}")
+        return 0
     if command in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,24 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
-from routed_experts.capture.engine.config import (
-    ALLOW_UNTESTED_FLAG,
-    ALLOW_UNTESTED_VARIABLE,
-    UnsupportedConfig,
-    check_engine_config,
-    check_vllm_version,
-)
+from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
+from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UNTESTED_VARIABLE, UnsupportedConfig
 from routed_experts.protocol.models import FieldError, check_defaults
+from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.complaint import complain
 from routed_experts.server.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.probe import ProbeError
 from routed_experts.server.progress import say
+from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 try:
     from vllm.entrypoints.common.startup import cli_env_setup
 except ImportError:  # vLLM 0.32: has it here
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+logger = get_logger(__name__)
 
 TINY_MODEL_NAME = "tiny-moe"
 _TINY_KV_CACHE_BYTES = 64 << 20
@@ -72,6 +72,7 @@ def serve(argv: list[str]) -> None:
         CommandError: the arguments or the installation do not allow it.
     """
     args = parse(take_version_flag(argv))
+    logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
     if not args.headless:
         check_port(args.host, args.port)
     if args.model_tag is None:
@@ -217,6 +218,7 @@ def allow_plugin() -> None:
         )
     try:
         next(iter(plugins)).load()
+        import_module("routed_experts.server.plugin")  # whose names of vLLM's that module does not import
     except Exception as error:
         raise CommandError(f"The plugin for vLLM cannot be loaded: {error!r}") from error
     given = os.environ.get("VLLM_PLUGINS")
@@ -235,11 +237,9 @@ def fill_in(args: argparse.Namespace) -> None:
     """Names our scheduler and worker in vLLM's arguments.
 
     Raises:
-        CommandError: the arguments name classes that the capture cannot be mixed into, or the device or the version of
-            vLLM is not supported.
+        CommandError: the arguments name classes that the capture cannot be mixed into, or the device is not supported.
     """
     try:
-        check_vllm_version()
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:

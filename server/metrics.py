@@ -10,10 +10,15 @@ from collections.abc import Sequence, Sized
 from prometheus_client import Counter, Gauge
 
 from routed_experts.capture.stats import EngineStats
+from routed_experts.protocol.version import VERSION
 from routed_experts.server.encoding import Sent
+from routed_experts.server.vllm_api import VLLM_VERSION
 
 _NOT_CAPTURED, _NOT_ARRIVED = "not_captured", "not_arrived"
 
+BUILD_INFO = Gauge(  # prometheus_client's Info does not work with several API processes
+    "routed_experts_build_info", "1; the labels are versions.", ["version", "vllm_version"], multiprocess_mode="max"
+)
 ROWS_RETURNED = Counter("routed_experts_rows_returned", "Rows that were put into answers.")
 ROWS_MISSING = Counter("routed_experts_rows_missing", "Rows of answers that are not known and are -1.", ["reason"])
 SENT_BYTES = Counter("routed_experts_sent_bytes", "Bytes of the arrays of rows in answers, as encoded.")
@@ -47,6 +52,7 @@ EXPERT_LOAD = Gauge(
     multiprocess_mode="mostrecent",
 )
 
+BUILD_INFO.labels(VERSION, VLLM_VERSION).set(1)
 for _reason in (_NOT_CAPTURED, _NOT_ARRIVED):
     ROWS_MISSING.labels(_reason)  # so that they are there from the start, as 0
 

@@ -5,9 +5,11 @@ from functools import cache
 from typing import Any
 
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
-from routed_experts.capture.engine.config import UnsupportedConfig, check_engine_config, check_vllm_version
+from routed_experts.capture.engine.config import check_engine_config
+from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.protocol.version import VERSION
 from routed_experts.server.arrays import EveryRequest
-from routed_experts.server.general_plugin import replace_once
+from routed_experts.server.general_plugin import GO_BACK, replace_once
 from routed_experts.server.row_feeds import RowFeeds
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -23,24 +25,21 @@ logger = get_logger(__name__)
 ASKED_IN_VLLMS_WAY = "routed_experts.every_request"
 """Key in `VllmConfig.additional_config`, true for an engine all of whose requests are asked for their rows."""
 
-_BACK = "To have vLLM's own capture, name the plugins to load in VLLM_PLUGINS, and routed_experts not among them."
-
 
 def take_over(args: Any) -> None:
     """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture.
 
     Raises:
-        UnsupportedConfig: the arguments name classes that the capture cannot be mixed into, or the device or vLLM's
-            version is not supported.
+        UnsupportedConfig: the arguments name classes that the capture cannot be mixed into, or the device is not
+            supported.
     """
     try:
-        check_vllm_version()
         if not isinstance(args.additional_config, dict):
             raise UnsupportedConfig("additional_config must be a dictionary.")
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:
-        raise UnsupportedConfig(f"{error} {_BACK}") from None
+        raise UnsupportedConfig(f"{error} {GO_BACK}") from None
     args.additional_config = {**args.additional_config, ASKED_IN_VLLMS_WAY: True}
     args.aux_output_config = replace(args.aux_output_config, enable_return_routed_experts=False)
     _follow_engines()
@@ -51,13 +50,13 @@ def check(config: Any) -> None:
     try:
         check_engine_config(config)
     except UnsupportedConfig as error:
-        raise UnsupportedConfig(f"{error} {_BACK}") from None
+        raise UnsupportedConfig(f"{error} {GO_BACK}") from None
     _announce()
 
 
 @cache
 def _announce() -> None:
-    logger.info("routed-experts-server captures the routed experts. %s", _BACK)
+    logger.info("routed-experts-server %s captures the routed experts. %s", VERSION, GO_BACK)
 
 
 def asks_for_every_request(config: Any) -> bool:

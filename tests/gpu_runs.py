@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.engine.config import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"

@@ -16,7 +16,7 @@ import zipfile
 from importlib import metadata, util
 from pathlib import Path
 
-from routed_experts.capture.engine import config
+from routed_experts.capture.engine import versions
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(sys.prefix) / "vllm-next"
@@ -27,9 +27,9 @@ UNPACKED = (".py", ".json", ".jinja")
 def pytest_configure() -> None:
     """As a plugin of pytest, in the run that this module starts: a version that nobody has seen yet is not refused,
     so that only what is broken fails."""
-    version = config.vllm.__version__.split("+")[0]
-    if version not in (*config.SUPPORTED_VLLM, *config.UNTESTED_VLLM):
-        config.UNTESTED_VLLM += (version,)
+    version = versions.vllm.__version__.split("+")[0]
+    if version not in (*versions.SUPPORTED_VLLM, *versions.UNTESTED_VLLM):
+        versions.UNTESTED_VLLM += (version,)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])),
         "VLLM_TARGET_DEVICE": "cpu",
-        config.ALLOW_UNTESTED_VARIABLE: "1",
+        versions.ALLOW_UNTESTED_VARIABLE: "1",
     }
     command = [sys.executable, "-m", "pytest", "-p", "tests.next_vllm", *TESTS, *options]
     failed = subprocess.run(command, env=env, cwd=ROOT).returncode

@@ -27,7 +27,8 @@ from vllm.platforms import current_platform
 from vllm.v1.worker import ubatching
 
 from routed_experts.capture.capturer import Capturer, OwnTokens, RowShape
-from routed_experts.capture.engine.config import BOUNDED_REPLAY, UnsupportedConfig
+from routed_experts.capture.engine.config import BOUNDED_REPLAY
+from routed_experts.capture.engine.versions import UnsupportedConfig
 
 _SHARED_BY_LAYERS = ".meta_mlp."
 """In the names of InternS2-Mobius's MoE layers, each of which takes the place of several."""

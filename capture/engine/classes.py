@@ -12,7 +12,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.engine.config import UnsupportedConfig
+from routed_experts.capture.engine.versions import UnsupportedConfig
 
 _PREFIX = f"{__name__}."
 

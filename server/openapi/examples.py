@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from routed_experts.protocol.version import VERSION
 from routed_experts.server.vllm_api import VLLM_VERSION
 
 
@@ -153,6 +154,7 @@ INFO_ANSWER: dict[str, Any] = {
     "num_experts": 16,
     "layer_ids": [1, 2, 3, 4, 5],
     "dtype": "int16",
+    "version": VERSION,
     "vllm_version": VLLM_VERSION,
     "capture": {
         "runner": "v1",

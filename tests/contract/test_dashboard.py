@@ -12,7 +12,7 @@ from tests.contract.served import serving
 
 DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text(encoding="utf-8"))
 QUERIES = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
-METRIC = re.compile(r"\b(?:routed_experts|vllm)[a-z_:]+")
+METRIC = re.compile(r"\b(?:routed_experts_|vllm:)[a-z_:]+")
 
 
 @pytest.fixture(scope="module")

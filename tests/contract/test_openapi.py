@@ -16,7 +16,7 @@ import yaml
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from routed_experts.capture.engine.config import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
 from routed_experts.server import launch

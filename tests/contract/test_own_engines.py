@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -26,9 +27,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine.classes import is_capturing
-from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.scheduler import SchedulerCapture
+from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.engine.worker import WorkerCapture
+from routed_experts.server import endpoint_plugin
 from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, Tokens
 from tests.contract.served import InProcessClient, ServedExecutor
 from tests.e2e.harness import prompt_of
@@ -514,8 +516,9 @@ assert hasattr(EngineArgs.create_engine_config, "__wrapped__"), "the plugin was 
 assert config.additional_config == {{}}
 assert config.scheduler_config.scheduler_cls is None
 assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-loaded = sorted(name for name in sys.modules if name.startswith("routed_experts."))
-assert loaded == ["routed_experts.server", "routed_experts.server.general_plugin"], loaded
+loaded = {{name for name in sys.modules if name.startswith("routed_experts.")}}
+ours = ("protocol", "protocol.version", "server", "server.general_plugin")
+assert loaded <= {{f"routed_experts.{{name}}" for name in ours}}, loaded
 for _ in range(2):
     EngineArgs(**given, enable_return_routed_experts=True).create_engine_config()
 """
@@ -528,6 +531,38 @@ def test_without_the_argument_nothing_changes_and_with_it_one_line_says_so(tiny_
     (said,) = [line for line in (done.stdout + done.stderr).splitlines() if "routed-experts-server" in line]
     assert "INFO" in said
     assert "VLLM_PLUGINS" in said
+
+
+BROKEN = """
+import sys
+sys.modules["routed_experts.{missing}"] = None  # so that importing it fails
+from vllm.engine.arg_utils import EngineArgs
+given = dict(model={model!r}, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=8 << 20)
+config = EngineArgs(**given).create_engine_config()
+assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
+try:
+    EngineArgs(**given, enable_return_routed_experts=True).create_engine_config()
+except ValueError as error:
+    assert "The capture of routed experts cannot be loaded: " in str(error), error
+    assert "VLLM_PLUGINS" in str(error)
+else:
+    raise AssertionError("it was built")
+"""
+
+
+@pytest.mark.parametrize("missing", ["server.own_engines", "capture.engine.config", "server.vllm_api"])
+def test_what_fails_in_this_package_fails_for_those_who_ask(tiny_model: Path, missing: str) -> None:
+    program = BROKEN.format(model=str(tiny_model), missing=missing)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would log what it raises before, and serve without it."""
+    monkeypatch.setitem(sys.modules, "routed_experts.server.plugin", None)
+    plugin = endpoint_plugin.make()
+    assert set(plugin.required_tasks) == {"generate"}
+    with pytest.raises(UnsupportedConfig, match=r"cannot be loaded: .*server\.plugin.*VLLM_PLUGINS"):
+        plugin.attach_router(FastAPI())
 
 
 VLLMS_OWN = """

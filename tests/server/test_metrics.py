@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pytest
+import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from routed_experts.capture.stats import EngineStats
@@ -39,6 +41,11 @@ def growth(run: Callable[[], Any]) -> dict[str, float]:
     before = counters()
     run()
     return {name: now - before[name] for name, now in counters().items()}
+
+
+def test_versions_are_labels() -> None:
+    labels = {"version": version("routed-experts-server"), "vllm_version": vllm.__version__}
+    assert value("build_info", **labels) == 1
 
 
 FORMS = ["object", "npy", "raw", "list"]
