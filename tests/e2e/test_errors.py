@@ -180,6 +180,11 @@ def test_an_opt_in_beside_a_forged_one(client: httpx.Client, path: str) -> None:
     assert routed["prompt_routed_experts"]["start"] == 0
 
 
+def test_the_log_begins_with_the_versions(server: Server) -> None:
+    first, *_ = server.log.read_text().splitlines()
+    assert first.endswith(f"routed-experts-server {version('routed-experts-server')}, vLLM 0.32.0")
+
+
 def test_info(client: httpx.Client) -> None:
     response = client.get("/v1/routed_experts")
     assert response.status_code == 200
