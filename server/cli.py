@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.complaint import complain
 from routed_experts.server.progress import say
+from routed_experts.server.signals import stop_on_signals
 
 NO_VLLM = (
     "vLLM is not installed: install this package again with its extra for GPUs, pip install '.[cuda]', "
@@ -35,6 +36,7 @@ view        shows saved answers in a browser, as the page /routed_experts of a r
 
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
+    stop_on_signals()
     say("Loading vLLM, which takes some seconds; its log follows.")
     from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
 

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -15,6 +17,8 @@ from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.network_utils import zmq_socket_ctx
+from vllm.v1.engine import utils as engine_utils
 
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
@@ -38,6 +42,8 @@ logger = get_logger(__name__)
 
 TINY_MODEL_NAME = "tiny-moe"
 _TINY_KV_CACHE_BYTES = 64 << 20
+SHUTDOWN_TIMEOUT_S = 25
+"""vLLM's default is 0, which breaks off what is under way. Kubernetes gives a pod 30 s to stop."""
 
 DESCRIPTION = """\
 Serves an OpenAI-compatible API that also returns the experts that every token was routed to.
@@ -97,7 +103,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     serve.usage = "routed-experts serve [MODEL] [options]"
     serve.description, serve.epilog = DESCRIPTION, EPILOG
-    serve.set_defaults(enable_return_routed_experts=True)
+    serve.set_defaults(enable_return_routed_experts=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     add_flags(serve)
     try:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
@@ -295,11 +301,28 @@ def run(args: argparse.Namespace) -> None:
         command.validate(args)
     except (ValueError, TypeError) as error:
         raise CommandError(sentence_of(error, args.model)) from error
+    engine_utils.zmq_socket_ctx = _socket_until_stopped
     try:
         command.cmd(args)
+    except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers
+        return
     except ProbeError as error:
         raise CommandError(str(error)) from error
     except RuntimeError as error:
         if not str(error).startswith(_ENGINE_FAILED):
             raise
         raise CommandError(ENGINE_DID_NOT_START) from error
+
+
+@contextmanager
+def _socket_until_stopped(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    """vLLM's `zmq_socket_ctx` for the time in which the engine starts.
+
+    vLLM's swallows the KeyboardInterrupt that its handler for SIGTERM raises, so that the server goes on to start. Until
+    vLLM lets it pass.
+    """
+    with zmq_socket_ctx(*args, **kwargs) as socket:
+        try:
+            yield socket
+        except KeyboardInterrupt:
+            raise SystemExit(0) from None

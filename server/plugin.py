@@ -14,6 +14,7 @@ from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME, other_doors
 from routed_experts.server.captured_engine import CapturedEngine
+from routed_experts.server.drain import Drain, DrainMiddleware
 from routed_experts.server.metrics import watch_feeds
 from routed_experts.server.own_engines import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
@@ -55,6 +56,8 @@ class RoutedExpertsPlugin:
         if getattr(args, "routed_experts_page", True):
             app.include_router(page_router)
         other_doors.attach(app)
+        app.state.drain = Drain()
+        app.add_middleware(DrainMiddleware, drain=app.state.drain)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         """Runs before the port answers.
@@ -75,6 +78,8 @@ class RoutedExpertsPlugin:
         state.routed_experts_defaults = defaults
         state.asks_in_vllms_way = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         adopt_all(state, captured, getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES))
+        if isinstance(engine_client, AsyncLLM):
+            state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))
 
 

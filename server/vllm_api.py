@@ -25,13 +25,13 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import VLLMClientError, VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import RetryableRequestError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger as _init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import (
     OutputProcessor,
@@ -60,6 +60,7 @@ __all__ = [
     "GenerateRequest",
     "GenerateTokensChoice",
     "GenerateTokensResponse",
+    "InputStreamError",
     "LLMEngine",
     "OpenAIServingChat",
     "OpenAIServingCompletion",
@@ -69,6 +70,7 @@ __all__ = [
     "RequestOutputCollector",
     "RequestOutputKind",
     "RequestState",
+    "RetryableRequestError",
     "SamplingParams",
     "ServingTokens",
     "VLLMClientError",

@@ -1,0 +1,173 @@
+"""A server that is told to stop: responses under way are finished, new requests are refused, and the log is clean."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from tests.e2e.harness import (
+    ASK,
+    SMALL_KV,
+    Oracle,
+    Server,
+    answers_of,
+    answers_of_stream,
+    check,
+    free_port,
+    prompt_of,
+    read_events,
+    serving,
+    start,
+    wait_until_gone,
+)
+
+pytestmark = pytest.mark.e2e
+
+LIMIT_S = 240
+FLAGS = (*SMALL_KV, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(64 << 20))
+
+
+class Request(threading.Thread):
+    """A request that is answered in the background.
+
+    Attributes:
+        response: status, headers and body of what was answered.
+        lines: those of the body that have arrived, if it is streamed.
+    """
+
+    def __init__(self, server: Server, index: int, max_tokens: int, stream: bool) -> None:
+        super().__init__(daemon=True)
+        self.url = f"{server.url}/v1/completions"
+        self.body = {"model": "tiny", "prompt": prompt_of(40, index), "max_tokens": max_tokens, "stream": stream}
+        self.body |= {"ignore_eos": True, "temperature": 0, **ASK}
+        self.has_begun = threading.Event()
+        self.lines: list[str] = []
+        self.status = 0
+        self.start()
+
+    def run(self) -> None:
+        with httpx.stream("POST", self.url, json=self.body, timeout=LIMIT_S, verify=False) as response:
+            self.status = response.status_code
+            for line in filter(None, response.iter_lines()):
+                self.lines.append(line)
+                self.has_begun.set()
+
+    def ended(self) -> "Request":
+        self.join(LIMIT_S)
+        assert not self.is_alive(), "a request hangs"
+        return self
+
+
+@contextmanager
+def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Request]]:
+    """So many requests, half of them streamed, that have reached the engine and all generate."""
+    requests = [Request(server, index, max_tokens, index % 2 == 0) for index in range(count)]
+    for request in requests[::2]:
+        assert request.has_begun.wait(LIMIT_S), "a stream does not begin"
+    deadline = time.monotonic() + LIMIT_S
+    while server.metric("vllm:num_requests_running") < count:
+        assert time.monotonic() < deadline, "a request does not begin"
+    yield requests
+    for request in requests:
+        request.ended()
+
+
+def wait_until_draining(server: Server) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    with server.client() as client:
+        while client.get("/health").status_code != 503:
+            assert time.monotonic() < deadline, "the server does not stop"
+
+
+def refused(response: httpx.Response) -> None:
+    assert response.status_code == 503
+    assert 1 <= int(response.headers["Retry-After"]) <= LIMIT_S
+    error = response.json()["error"]
+    assert (error["code"], error["type"]) == (503, "ServiceUnavailableError")
+    assert "The server is stopping" in error["message"]
+
+
+def check_end(server: Server) -> None:
+    """The server ended well, alone and in silence."""
+    assert server.process.wait(LIMIT_S) == 0
+    wait_until_gone(server)
+    assert "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(("--api-server-count", "2"), marks=pytest.mark.slow)])
+def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """On SIGTERM to the first process, as container engines send it."""
+    flags = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
+    with serving(tiny_model, tmp_path / "log", *flags) as server:
+        with under_way(server, 16, max_tokens=300) as requests:
+            os.kill(server.process.pid, signal.SIGTERM)
+            wait_until_draining(server)
+            with server.client() as client:
+                refused(client.get("/health"))
+                refused(client.post("/v1/completions", json={"model": "tiny", "prompt": "a"}))
+                refused(client.post("/v1/chat/completions", json={"nothing": "that is read"}))
+                assert client.get("/metrics").status_code == 200
+            assert all(request.is_alive() for request in requests), "they ended before anything was tried"
+        check_end(server)
+    oracle = Oracle(tiny_model)
+    for request in requests:
+        assert request.status == 200
+        if request.body["stream"]:
+            (answer,) = answers_of_stream(list(read_events(iter(request.lines))))
+        else:
+            (answer,) = answers_of(orjson.loads(request.lines[0]))
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", 300)
+        check(answer, oracle)
+
+
+def error_of(line: str) -> dict[str, Any]:
+    return orjson.loads(line.removeprefix("data: "))["error"]
+
+
+def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    """After Ctrl-C, which a terminal sends to all processes. A client that does not read is not waited for."""
+    with serving(tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout", "3") as server:
+        stuck = httpx.Client(base_url=server.url, timeout=LIMIT_S, verify=False)
+        body = {"model": "tiny", "prompt": prompt_of(40, 1), "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        with under_way(server, 4, max_tokens=8000) as requests, stuck.stream("POST", "/v1/completions", json=body):
+            os.killpg(server.process.pid, signal.SIGINT)
+            wait_until_draining(server)
+            for request in requests:
+                request.ended()
+                *_, last = request.lines
+                if request.body["stream"]:
+                    *_, event, last = request.lines
+                    assert last == "data: [DONE]"
+                    assert (request.status, error_of(event)["code"]) == (200, 503)
+                else:
+                    assert (request.status, error_of(last)["code"]) == (503, 503)
+            check_end(server)
+
+
+@pytest.mark.parametrize("signals", [("SIGTERM",), ("SIGINT",), ("SIGINT", "SIGINT")])
+def test_stopped_while_it_starts(tiny_model: Path, tmp_path: Path, signals: tuple[str, ...]) -> None:
+    log = tmp_path / "log"
+    port = str(free_port())
+    process: subprocess.Popen[bytes] = start(tiny_model, log, *FLAGS, "--port", port)
+    server = Server(tiny_model, "", process, log)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while "(EngineCore pid=" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, "no engine is started"
+        for name in signals:
+            os.killpg(process.pid, signal.Signals[name]) if name == "SIGINT" else process.send_signal(signal.SIGTERM)
+        assert process.wait(LIMIT_S) == (0 if len(signals) == 1 else 130)
+        wait_until_gone(server)
+        assert "Traceback" not in log.read_text()
+    finally:
+        server.stop()
