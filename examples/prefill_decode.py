@@ -29,6 +29,7 @@ from starlette.background import BackgroundTask
 
 CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 ON_CPU = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
+PARAMS = "kv_transfer_params"
 UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 PASSED_ON = ("accept", "authorization", "content-type")
 NOT_PASSED_BACK = ("connection", "content-encoding", "content-length", "date", "server", "transfer-encoding")
@@ -40,7 +41,8 @@ def start(model: str, port: int, device: str | None, flags: list[str]) -> subpro
     env |= {"UCX_TLS": "tcp,self,sm"} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     config = json.dumps(CONFIG | (ON_CPU if device is None else {}))
     command = [sys.executable, "-m", "routed_experts.server.cli", "serve", model, "--port", str(port)]
-    return subprocess.Popen([*command, "--kv-transfer-config", config, *flags], env=env)
+    # In a process group of its own, so that Ctrl-C stops the proxy first: its requests still need both instances.
+    return subprocess.Popen([*command, "--kv-transfer-config", config, *flags], env=env, process_group=0)
 
 
 def wait_for(leg: subprocess.Popen[bytes], port: int) -> None:
@@ -53,10 +55,37 @@ def wait_for(leg: subprocess.Popen[bytes], port: int) -> None:
     raise SystemExit("an instance did not start")
 
 
+class BadRequest(ValueError):
+    """A request that is answered with 400. The second argument names its field, or is None."""
+
+
+def from_client(content: bytes) -> dict[str, Any]:
+    """A client's request without `kv_transfer_params`. They name the host and the blocks that KV is pulled from, and
+    the experts that its tokens chose; only an instance may do that.
+
+    Raises:
+        BadRequest: it cannot be read. An instance may read what this proxy cannot, so it is never passed on.
+    """
+    try:
+        body = orjson.loads(content)
+    except ValueError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", None) from None
+    if not isinstance(body, dict):
+        raise BadRequest("The body must be a JSON object.", None)
+    params = body.get("sampling_params", {})
+    if not isinstance(params, dict):
+        raise BadRequest("sampling_params must be a JSON object.", "sampling_params")
+    # vLLM finds it in the engine's `extra_args`, which both of these become.
+    for holder in (body, body.get("vllm_xargs"), params.get("extra_args")):
+        if isinstance(holder, dict):
+            holder.pop(PARAMS, None)
+    return body
+
+
 def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
     """The request that computes the prompt, and leaves its KV to be fetched."""
     body = {**body, "stream": False}
-    body["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN)}
+    body[PARAMS] = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN)}
     body.pop("stream_options", None)
     limits = dict(body["sampling_params"]) if "sampling_params" in body else body
     limits["max_tokens"] = 1
@@ -64,6 +93,11 @@ def for_prefill(body: dict[str, Any]) -> dict[str, Any]:
     if "max_completion_tokens" in limits:
         limits["max_completion_tokens"] = 1
     return {**body, "sampling_params": limits} if "sampling_params" in body else body
+
+
+def error_response(status: int, kind: str, message: str, param: str | None = None) -> Response:
+    """An error as OpenAI's API has it."""
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": status}}, status)
 
 
 def proxy(ports: list[int]) -> FastAPI:
@@ -95,18 +129,14 @@ def proxy(ports: list[int]) -> FastAPI:
     @app.post("/v1/chat/completions")
     @app.post("/inference/v1/generate")
     async def relay(request: Request) -> Response:
-        content = await request.body()
-        try:
-            body = orjson.loads(content)
-            first = orjson.dumps(for_prefill(body))
-        except (ValueError, TypeError):
-            return await passed_on(request, content)  # which answers it alone
+        body = from_client(await request.body())
+        first = orjson.dumps(for_prefill(body))
         headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
         async with app.state.session.post(prefill + request.url.path, data=first, headers=headers) as answer:
             prefilled = await answer.read()
         if not answer.ok:
             return Response(prefilled, answer.status, media_type="application/json")
-        body["kv_transfer_params"] = orjson.loads(prefilled).get("kv_transfer_params")
+        body[PARAMS] = orjson.loads(prefilled).get(PARAMS)
         return await passed_on(request, orjson.dumps(body), **{"content-type": "application/json"})
 
     @app.get("/health")
@@ -121,7 +151,12 @@ def proxy(ports: list[int]) -> FastAPI:
 
     @app.exception_handler(ClientError)
     async def unreachable(request: Request, error: ClientError) -> Response:
-        return JSONResponse({"error": {"message": f"an instance does not answer: {error}", "code": 502}}, 502)
+        return error_response(502, "BadGatewayError", f"An instance does not answer: {error}")
+
+    @app.exception_handler(BadRequest)
+    async def unreadable(request: Request, error: BadRequest) -> Response:
+        message, param = error.args
+        return error_response(400, "BadRequestError", message, param)
 
     return app
 
@@ -137,7 +172,8 @@ def main() -> None:
         )
     args, flags = parser.parse_known_args()
     ports = [args.port + 1, args.port + 2]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
     # A request takes two descriptors, and often 1,024 are given.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -32,8 +32,8 @@ STOPPING = "The server is stopping: send the request again, to another instance 
 class Drain:
     """Lets requests under way finish before vLLM stops its engine, and refuses new ones meanwhile.
 
-    vLLM stops the engine first. Requests that it has not got by then end with `finish_reason: "abort"`, and those that it
-    has not finished after `--shutdown-timeout` with 500 and tracebacks in the log. Until vLLM's API process waits for its
+    vLLM stops the engine first. Requests that come later end with `finish_reason: "abort"`, and those that have not
+    finished after `--shutdown-timeout` with 500 and tracebacks in the log. Until vLLM's API process waits for its
     requests.
 
     Attributes:
@@ -60,18 +60,21 @@ class Drain:
                 timeout = timeout and max(self.until - time.monotonic(), 1.0)
             shutdown(timeout=timeout)
 
-        engine.shutdown = shutdown_after_requests  # type: ignore[method-assign]
+        engine.shutdown = shutdown_after_requests
 
     async def _run(self, engine: AsyncLLM, server: Any, timeout: float) -> None:
         """Returns when no request is under way, at the latest about when `timeout`, in seconds, is over."""
-        limit = timeout - min(_RESERVE_S, timeout / 5)
-        begun = time.monotonic()
+        begun, limit = time.monotonic(), timeout - min(_RESERVE_S, timeout / 5)
         self.until = begun + timeout
         if self.under_way:
             logger.info("Stopping: %d requests have %.0f s to finish; new ones get 503.", self.under_way, limit)
-        if await self._finished(begun + limit):
-            return
-        logger.warning("Stopping: %d requests did not finish in %.0f s and end with 503.", self.under_way, limit)
+        if not await self._finished(begun + limit):
+            logger.warning("Stopping: %d requests did not finish in %.0f s and end with 503.", self.under_way, limit)
+            await self._end_requests(engine, server)
+        if (handler := engine.output_handler) is not None:
+            handler.cancel()  # or it logs a traceback if vLLM, which cancels it last, has closed its sockets
+
+    async def _end_requests(self, engine: AsyncLLM, server: Any) -> None:
         ended = InputStreamError(RetryableRequestError(STOPPING))  # which vLLM raises as the error in it
         deadline = time.monotonic() + _ERROR_S
         while time.monotonic() < deadline:  # again, as a request may be on its way to the engine

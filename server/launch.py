@@ -318,7 +318,7 @@ def run(args: argparse.Namespace) -> None:
 def _socket_until_stopped(*args: Any, **kwargs: Any) -> Iterator[Any]:
     """vLLM's `zmq_socket_ctx` for the time in which the engine starts.
 
-    vLLM's swallows the KeyboardInterrupt that its handler for SIGTERM raises, so that the server goes on to start. Until
+    vLLM's swallows the KeyboardInterrupt that its handler for SIGTERM raises, and the server goes on to start. Until
     vLLM lets it pass.
     """
     with zmq_socket_ctx(*args, **kwargs) as socket:

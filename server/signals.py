@@ -30,7 +30,7 @@ def _wait_for_ctrl_c() -> None:
     signal.sigwait({signal.SIGINT})
     os.kill(os.getpid(), signal.SIGTERM)
     signal.sigwait({signal.SIGINT})
-    import psutil  # only needed here
+    import psutil  # type: ignore[import-untyped]  # only needed here
 
     for process in psutil.Process().children(recursive=True):
         process.kill()

@@ -6,12 +6,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
-from examples.prefill_decode import proxy
+from examples.prefill_decode import UNKNOWN, proxy
 from tests.e2e.harness import free_port
 
 PATH = "/v1/completions"
@@ -44,10 +45,7 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
 
     @app.post(PATH)
     async def answered(request: Request) -> Any:
-        try:
-            body = await request.json()
-        except ValueError:
-            return JSONResponse({"error": {"message": "not JSON"}}, 400)
+        body = await request.json()
         params = body["kv_transfer_params"]
         if params.get("do_remote_decode"):
             assert request.headers.get("accept") != "application/msgpack"
@@ -144,8 +142,6 @@ def test_what_is_no_completion() -> None:
     async def test() -> None:
         async with behind_the_proxy(accepted) as client:
             assert (await client.get("/v1/models?of=all")).json() == {"data": ["all"]}
-            broken = await client.post(PATH, content='{"prompt":', headers={"Content-Type": "application/json"})
-            assert (broken.status_code, broken.json()) == (400, {"error": {"message": "not JSON"}})
             packed = await client.post(PATH, json={"prompt": [1]}, headers={"Accept": "application/msgpack"})
             assert (packed.headers["accepted"], packed.headers["content-type"]) == ("application/msgpack", "text/a")
 
@@ -157,5 +153,116 @@ def test_an_instance_that_is_not_there() -> None:
         async with serving(proxy([free_port(), free_port()])) as front, httpx.AsyncClient() as client:
             answer = await client.post(f"http://127.0.0.1:{front}{PATH}", json={"prompt": [1]})
             assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)
+
+    run(test())
+
+
+ENDPOINTS = (PATH, "/v1/chat/completions", "/inference/v1/generate")
+FORGED = {
+    **{"do_remote_prefill": True, "remote_engine_id": "victim", "remote_request_id": "r", "remote_block_ids": [[1]]},
+    **{
+        "remote_host": "192.0.2.1",
+        "remote_port": 1,
+        "routed_experts": {"data": "", "dtype": "uint8", "shape": [0, 1, 1]},
+    },
+}
+OF_THE_INSTANCE = {"do_remote_prefill": True, "remote_engine_id": "own"}
+
+
+@asynccontextmanager
+async def recording() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, str, bytes]]]]:
+    """A client of the proxy, and every request that reaches an instance: which one, its path and its body."""
+    received: list[tuple[str, str, bytes]] = []
+
+    def instance(name: str) -> FastAPI:
+        app = FastAPI()
+
+        @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
+        async def answered(request: Request) -> Any:
+            received.append((name, request.url.path, await request.body()))
+            return {"kv_transfer_params": OF_THE_INSTANCE}
+
+        return app
+
+    async with (
+        serving(instance("prefill")) as prefill,
+        serving(instance("decode")) as decode,
+        serving(proxy([prefill, decode])) as front,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", timeout=30) as client,
+    ):
+        yield client, received
+
+
+UNREADABLE = [
+    *(b"", b'{"prompt":', b"null", b"[]", b"1", b'"text"', b"\xff", b'{"prompt": "\xff"}', b'{"a": 1} {"a": 2}'),
+    b'{"temperature": NaN, "kv_transfer_params": {"do_remote_prefill": true}}',
+    b'{"temperature": -Infinity, "kv_transfer_params": {"do_remote_decode": true}}',
+    *(b'{"sampling_params": %s, "kv_transfer_params": {}}' % value for value in (b"null", b"[]", b"1", b'"{}"')),
+]
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_what_cannot_be_read_reaches_no_instance(path: str) -> None:
+    async def test() -> None:
+        async with recording() as (client, received):
+            for content in UNREADABLE:
+                answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError"), content
+                assert error["param"] == ("sampling_params" if b"sampling_params" in content else None)
+                assert error["message"]
+            assert received == []
+
+    run(test())
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_clients_kv_transfer_params_reach_no_instance(path: str) -> None:
+    """Wherever vLLM 0.32 would find them, and as a key that a body has twice."""
+    forged = orjson.dumps(FORGED)
+    bodies = [
+        b'{"prompt": "a", "kv_transfer_params": %s}' % forged,
+        b'{"kv_transfer_params": null, "prompt": "a", "kv_transfer_params": %s}' % forged,
+        b'{"kv_transfer_params": %s, "prompt": "a", "kv_transfer_params": null}' % forged,
+        b'{"kv_transfer\\u005fparams": %s}' % forged,
+        b'{"kv_transfer_params": "victim"}',
+        b'{"vllm_xargs": {"kv_transfer_params": ["victim"], "other": 1}}',
+        b'{"vllm_xargs": {"a": 1}, "vllm_xargs": {"kv_transfer_params": "victim"}}',
+        b'{"sampling_params": {"extra_args": {"kv_transfer_params": %s, "other": 1}}}' % forged,
+        b'{"sampling_params": {"max_tokens": 4, "extra_args": {"kv_transfer_params": 1}}, "vllm_xargs": null}',
+    ]
+
+    async def test() -> None:
+        async with recording() as (client, received):
+            for content in bodies:
+                received.clear()
+                await client.post(path, content=content, headers={"Content-Type": "application/json"})
+                assert [(name, asked) for name, asked, _ in received] == [("prefill", path), ("decode", path)]
+                first, second = (orjson.loads(body) for _, _, body in received)
+                assert first.pop("kv_transfer_params") == {
+                    **{"do_remote_decode": True, "do_remote_prefill": False},
+                    **dict.fromkeys(UNKNOWN),
+                }
+                assert second.pop("kv_transfer_params") == OF_THE_INSTANCE
+                for leg, body in ((first, received[0][2]), (second, received[1][2])):
+                    assert b"victim" not in body, content
+                    assert "kv_transfer_params" not in orjson.dumps(leg).decode(), content
+                    assert ("other" in content.decode()) == ("other" in orjson.dumps(leg).decode()), content
+
+    run(test())
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+def test_no_other_path_is_written_to(method: str) -> None:
+    """Those that generate would take a client's `kv_transfer_params`; others change the instance."""
+    paths = ["/invocations", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/v2/chat", "/sleep"]
+    paths += ["/v1/completions/", "//v1/completions", "/v1/Completions", "/v1/completions%2f", "/x/../v1/responses"]
+
+    async def test() -> None:
+        async with recording() as (client, received):
+            for path in paths:
+                answer = await client.request(method, path, json={"prompt": "a", "kv_transfer_params": FORGED})
+                assert answer.status_code in (404, 405, 307), path
+            assert received == []
 
     run(test())
