@@ -1,11 +1,12 @@
 """The command `routed-experts`."""
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.complaint import complain
+from routed_experts.server.complaint import CommandError, complain
 from routed_experts.server.progress import say
 from routed_experts.server.signals import stop_on_signals
 
@@ -16,9 +17,9 @@ NO_VLLM = (
 USAGE = """\
 usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts tiny-model DIR
-       routed-experts compare MODEL --answers FILE.jsonl | --url URL
-       routed-experts stats FILE.jsonl
-       routed-experts view FILE
+       routed-experts compare MODEL --answers FILE... | --url URL
+       routed-experts stats FILE...
+       routed-experts view FILE...
        routed-experts --version
 
 serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
@@ -29,9 +30,14 @@ serve       vLLM's OpenAI-compatible server, which also returns the experts that
 tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
 compare     scores the tokens of answers with a Hugging Face forward pass of the same checkpoint and says for each layer
             where the two chose other experts, and whether rounding can have decided; --help lists its flags.
+            Exit status: 0 where they are the same, 1 where they differ, 2 where they cannot be compared.
 stats       says for each layer how evenly its experts shared the work in saved answers; --help lists its flags.
 view        shows saved answers in a browser, as the page /routed_experts of a running server does.
+
+FILE is JSON, one answer a line or not, or streams as curl prints them; - is standard input.
 """
+INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
+NO_READER = 128 + 13  # and SIGPIPE
 
 
 def serve(argv: list[str]) -> int:
@@ -67,14 +73,14 @@ def compare(argv: list[str]) -> int:
 
 
 def stats(argv: list[str]) -> int:
-    """`routed-experts stats FILE.jsonl`"""
+    """`routed-experts stats FILE…`"""
     from routed_experts.server.stats import main
 
     return main(argv)
 
 
 def view(argv: list[str]) -> int:
-    """`routed-experts view FILE`"""
+    """`routed-experts view FILE…`"""
     from routed_experts.server.view import main
 
     return main(argv)
@@ -92,7 +98,40 @@ WITHOUT_VLLM = ("stats", "view")
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console command; returns its exit status."""
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return run(sys.argv[1:] if argv is None else argv)
+        finally:
+            _flush()
+    except CommandError as error:
+        return complain(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return NO_READER
+
+
+def _flush() -> None:
+    """Writes what is left of the output. What cannot be written is dropped: the interpreter would try once more.
+
+    Raises:
+        CommandError, BrokenPipeError: it cannot be written.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise CommandError(f"Standard output cannot be written: {error.strerror}.") from error
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command; returns its exit status.
+
+    Raises:
+        CommandError: it cannot be carried out.
+    """
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command == "--version":
         print(f"routed-experts-server {VERSION}")
@@ -101,10 +140,17 @@ def main(argv: list[str] | None = None) -> int:
         print(USAGE, end="")
         return 0
     if command not in COMMANDS:
-        return complain(f"{command} is not a command.\n\n{USAGE}")
+        raise CommandError(f"{command} is not a command.\n\n{USAGE}")
     if command not in WITHOUT_VLLM and find_spec("vllm") is None:
-        return complain(NO_VLLM)
-    return COMMANDS[command](rest)
+        raise CommandError(NO_VLLM)
+    try:
+        return COMMANDS[command](rest)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a folder without permission
+        if command == "serve":  # whose errors come from anywhere in a server
+            raise
+        raise CommandError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.") from error
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@ between the scores says whether rounding can have decided.
 """
 
 import argparse
+import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN
-from routed_experts.protocol.collect import Routing, RoutingError, collect
-from routed_experts.server.complaint import complain
+from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.server.complaint import CommandError
 from routed_experts.server.progress import say
-from routed_experts.server.reference import CompareError, Ids, Reference, Scores
+from routed_experts.server.reference import Ids, Reference, Scores
+from routed_experts.server.saved import ModelInfo, SavedAnswer, add_flags, info_of, opened, read
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")
@@ -89,14 +92,10 @@ class Comparison:
         """Scores the tokens of `routing` and compares each of its rows.
 
         Raises:
-            CompareError: it lacks token ids, or is not of this checkpoint.
+            RoutingError: it lacks token ids.
         """
         if routing.prompt_token_ids is None or routing.token_ids is None:
-            raise CompareError("An answer has no token ids: ask with return_token_ids.")
-        if routing.rows.max(initial=0) >= self.reference.num_experts:
-            raise CompareError(
-                f"An id is {routing.rows.max()}, and the checkpoint has {self.reference.num_experts} experts."
-            )
+            raise RoutingError("it has no token ids: ask with return_token_ids")
         self.answers += 1
         self.missing += routing.missing
         known = np.flatnonzero((routing.rows != UNKNOWN).all(axis=(1, 2)))
@@ -132,7 +131,6 @@ class Comparison:
 def table(report: dict[str, Any]) -> str:
     """`report` for people."""
     head = [
-        "layer",
         "decoder layer",
         "rows",
         "equal",
@@ -143,9 +141,9 @@ def table(report: dict[str, Any]) -> str:
         "max gap",
     ]
     lines = [head]
-    for entry in (*report["layers"], {"layer": "all", "layer_id": "", **report["total"]}):
+    for entry in (*report["layers"], {"layer_id": "all", **report["total"]}):
         gaps = ["" if entry[name] is None else f"{entry[name]:.2g}" for name in ("gap_median", "gap_max")]
-        counts = ("layer", "layer_id", "rows", "equal_rows", "differing_slots", "near_ties", "other_rows")
+        counts = ("layer_id", "rows", "equal_rows", "differing_slots", "near_ties", "other_rows")
         lines.append([*(str(entry[name]) for name in counts), *gaps])
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
@@ -161,41 +159,44 @@ def table(report: dict[str, Any]) -> str:
 # ---- where answers come from ----
 
 
-def collected(answer: str | dict[str, Any], shape: tuple[int, int], where: str) -> list[Routing]:
-    """The choices of an answer; `shape` is (L, K).
+def base_of(url: str) -> str:
+    """The address of a server, as people write it: `localhost:8000` and `http://localhost:8000/v1` are the same.
 
     Raises:
-        CompareError: it is not an answer with routing; names `where` it came from.
+        CommandError: it is no address of a server.
     """
-    try:
-        return collect(answer, num_layers=shape[0], top_k=shape[1])
-    except (RoutingError, ValueError) as error:
-        raise CompareError(f"{where}: {error}") from error
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise CommandError(f"--url {url} is not the address of a server: give one such as http://localhost:8000.")
+    return base
 
 
-def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> dict[str, Any]:
+def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAnswer:
     """One answer of the server at `url` to `prompt`.
 
     Raises:
-        CompareError: the server cannot be reached or refuses.
+        CommandError: the server cannot be reached or refuses.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
     def call(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers)
+        request = urllib.request.Request(url + path, data=data, headers=headers)
         with urllib.request.urlopen(request, timeout=600) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
 
     try:
-        body = {"model": call("/v1/routed_experts")["model"], "prompt": prompt, "max_tokens": max_tokens}
+        info = call("/v1/routed_experts")
+        body = {"model": info["model"], "prompt": prompt, "max_tokens": max_tokens}
         body |= {"return_routed_experts": True, "routed_experts_layers": "moe", "return_token_ids": True}
-        return call("/v1/completions", body)
+        return SavedAnswer(url, [call("/v1/completions", body)], ModelInfo.of(info))
     except urllib.error.HTTPError as error:
-        raise CompareError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
-    except (OSError, ValueError) as error:
-        raise CompareError(f"{url}: {error}") from error
+        raise CommandError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise CommandError(f"{url} cannot be asked: {getattr(error, 'reason', error)}.") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"{url} is not a server with routed experts: its /v1/routed_experts is not ours.") from error
 
 
 # ---- the command ----
@@ -205,14 +206,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="routed-experts compare",
         description="Compares the experts in answers with those of a Hugging Face forward pass of the same checkpoint. "
-        "Exits with 1 where they differ by more than near-ties.",
+        "Exit status: 0 where they are the same, 1 where they differ by more than near-ties, 2 where they cannot be "
+        "compared.",
     )
     parser.add_argument("model", help="checkpoint: a folder or a name on the Hugging Face hub")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--answers",
-        type=Path,
-        help="file with an answer of the server in each line, asked with return_routed_experts and return_token_ids",
+        nargs="+",
+        metavar="FILE",
+        help="answers of the server, asked with return_routed_experts and return_token_ids; - for standard input",
     )
     source.add_argument("--url", help="of a running server, which is asked now")
     parser.add_argument("--prompts", type=Path, help="with --url: a file with a prompt in each line")
@@ -227,44 +230,93 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         "(default: the square root of the precision's epsilon, 0.00035 in float32, 0.088 in bfloat16)",
     )
     parser.add_argument("--json", type=Path, help="also write the findings to this file; - for standard output only")
+    add_flags(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts compare`; returns the exit status."""
+    """Runs `routed-experts compare`; returns the exit status.
+
+    Raises:
+        CommandError: it cannot be carried out.
+    """
     args = parse(argv)
-    try:
+    to_stdout = args.json is not None and str(args.json) == "-"
+    with _writable(None if to_stdout else args.json):
         report = compare(args)
-    except CompareError as error:
-        return complain(error)
-    text = json.dumps(report, indent=1)
-    if args.json and str(args.json) != "-":
-        args.json.write_text(text + "\n", encoding="utf-8")
-    print(text if str(args.json) == "-" else table(report))
+        text = json.dumps(report, indent=1)
+        if args.json and not to_stdout:
+            args.json.write_text(text + "\n", encoding="utf-8")
+    print(text if to_stdout else table(report))
     return 1 if report["total"]["other_rows"] else 0
 
 
+@contextmanager
+def _writable(path: Path | None) -> Iterator[None]:
+    """Opens the file before the work begins, so that it does not fail after it; no empty file is left behind."""
+    if path is None:
+        yield
+        return
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise CommandError(f"--json {path} cannot be written: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        if is_new and path.is_file() and not path.stat().st_size:
+            path.unlink()
+
+
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """The findings for the command line `args`."""
+    """The findings for the command line `args`.
+
+    Raises:
+        CommandError: there is nothing to compare, or it cannot be compared.
+    """
     from tqdm import tqdm
 
-    sources = _lines(args.answers or args.prompts) if args.answers or args.prompts else list(enumerate(PROMPTS, 1))
+    sources: list[Any] = list(read(opened(args.answers), info_of(args))) if args.answers else _prompts(args.prompts)
+    url = base_of(args.url) if args.url else ""
     say(f"Loading {args.model}.")
     reference = Reference(args.model, args.dtype, args.device)
     comparison = Comparison(reference)
-    shape = (len(reference.layer_ids), reference.top_k)
-    for number, line in tqdm(sources, desc="comparing", unit=" answers", disable=None):
-        answer = line if args.answers else ask(args.url, line, args.max_tokens, args.api_key)
-        for routing in collected(answer, shape, f"{args.answers}, line {number}" if args.answers else args.url):
-            comparison.add(routing)
+    for source in tqdm(sources, desc="comparing", unit=" answers", disable=None):
+        answer = ask(url, source, args.max_tokens, args.api_key) if url else source
+        try:
+            _check_layers(answer.info, reference)
+            for routing in answer.routings(_info_of(reference)):
+                comparison.add(routing)
+        except (RoutingError, ValueError) as error:
+            raise CommandError(f"{answer.where}: {error}.") from error
     near_tie = reference.epsilon**0.5 if args.near_tie is None else args.near_tie
-    return {"model": args.model, "dtype": args.dtype, "device": args.device, **comparison.report(near_tie)}
+    report = comparison.report(near_tie)
+    if not report["total"]["rows"]:
+        missing = report["missing_rows"]
+        raise CommandError(f"Nothing could be compared: all {missing} rows of {report['answers']} answers are unknown.")
+    return {"model": args.model, "dtype": args.dtype, "device": args.device, **report}
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
-    """The lines of a file that are not empty, with their numbers."""
+def _info_of(reference: Reference) -> ModelInfo:
+    layer_ids = tuple(reference.layer_ids)
+    return ModelInfo(len(layer_ids), reference.top_k, reference.num_experts, layer_ids)
+
+
+def _check_layers(info: ModelInfo, reference: Reference) -> None:
+    if info.layer_ids not in (None, tuple(reference.layer_ids)):
+        ids = list(info.layer_ids or ())
+        raise RoutingError(f"its MoE layers are decoder layers {ids}, and the checkpoint's are {reference.layer_ids}")
+
+
+def _prompts(path: Path | None) -> list[str]:
+    """The lines of a file that are not empty."""
+    if path is None:
+        return list(PROMPTS)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise CompareError(str(error)) from error
-    return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
+    if not lines:
+        raise CommandError(f"{path} has no prompts.")
+    return lines

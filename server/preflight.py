@@ -8,13 +8,11 @@ from typing import Any
 
 import torch
 
+from routed_experts.server.complaint import CommandError as CommandError  # launch imports it from here
+
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WITHOUT_FILES = ("dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer", "modelexpress")
 """Load formats that need no weights in the model's folder."""
-
-
-class CommandError(Exception):
-    """A command line that cannot be carried out. The message says what to change."""
 
 
 def check_model_folder(model: str) -> None:

@@ -8,16 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.server.complaint import CommandError
+from routed_experts.server.preflight import check_model_folder, sentence_of
 from routed_experts.server.progress import hush_transformers
 
 Ids = NDArray[np.integer[Any]]
 Scores = NDArray[np.float32]
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
-
-
-class CompareError(Exception):
-    """What is to be compared cannot be."""
 
 
 class Reference:
@@ -31,14 +29,16 @@ class Reference:
     """
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
+        """
+        Raises:
+            CommandError: the model or the device cannot be used.
+        """
         import torch
-        from transformers import AutoModelForCausalLM
 
-        hush_transformers()
-        spread = {"device_map": "auto"} if device == "auto" else {}
-        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **spread).eval()
-        self._model = loaded if spread else loaded.to(device)
-        self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), _stored_dtype(model))))
+        check_model_folder(model)
+        _check_device(device)
+        self._model, stored = _load(model, getattr(torch, dtype), device)
+        self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))
         self.layer_ids: list[int] = []
         self.top_k = self.num_experts = 0
         self._take: Callable[[str, Ids, Scores], None] = self._learn
@@ -47,7 +47,7 @@ class Reference:
                 module.register_forward_hook(partial(self._watch, name), with_kwargs=True)
         self._forward([0])
         if not self.layer_ids:
-            raise CompareError(f"No router of {model} shows which experts it chose; transformers has some that do not.")
+            raise CommandError(f"No router of {model} shows which experts it chose; transformers has some that do not.")
 
     def score(self, tokens: Sequence[int], take: Callable[[int, Ids, Scores], None]) -> None:
         """Runs `tokens`; `take` gets each layer's place, its experts [tokens, K] and their scores [tokens, experts]."""
@@ -59,8 +59,11 @@ class Reference:
         import torch
 
         device = self._model.get_input_embeddings().weight.device
-        with torch.no_grad():  # without the head, whose logits are large
-            self._model.base_model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False)
+        try:
+            with torch.no_grad():  # without the head, whose logits are large
+                self._model.base_model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False)
+        except (RuntimeError, IndexError) as error:  # memory; a token that the checkpoint does not have
+            raise CommandError(f"{len(tokens)} tokens cannot be scored: {_first_line(error)}") from error
 
     def _learn(self, name: str, chosen: Ids, scores: Scores) -> None:
         numbers = _LAYER_NUMBER.findall(f".{name}.")
@@ -83,9 +86,31 @@ class Reference:
         self._take(name, chosen[0].reshape(-1, chosen[0].shape[-1]).cpu().numpy(), scores.cpu().numpy())
 
 
-def _stored_dtype(model: str) -> Any:
+def _check_device(device: str) -> None:
     import torch
-    from transformers import AutoConfig
 
-    stored = getattr(AutoConfig.from_pretrained(model), "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else torch.float32
+    try:
+        if device != "auto":
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError(f"--device {device} cannot be used: {_first_line(error)}") from error
+
+
+def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
+    """The model on its device, and the type that its checkpoint is stored in."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hush_transformers()
+    spread = {"device_map": "auto"} if device == "auto" else {}
+    try:
+        stored = getattr(AutoConfig.from_pretrained(model), "dtype", None)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **spread).eval()
+        placed = loaded if spread else loaded.to(device)
+    except Exception as error:  # transformers, safetensors and the hub's client each have classes of their own
+        raise CommandError(f"{model} cannot be loaded: {sentence_of(error, model)}") from error
+    return placed, stored if isinstance(stored, torch.dtype) else torch.float32
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -4,68 +4,75 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.collect import Routing, collect
+from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.protocol.histogram import count_experts
 from routed_experts.protocol.load import ExpertLoad, expert_load
-from routed_experts.server.complaint import complain
+from routed_experts.server.complaint import CommandError
+from routed_experts.server.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, opened, read
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
 TOP = 4  # times the even share, at which a bar is full
+WITHOUT_LAYER_IDS = (
+    "MoE layers are counted from 0; decoder layers need the object of GET /v1/routed_experts in the file."
+)
 _WIDTH = 100  # of the table where it does not go to a terminal
 
 Counts = NDArray[np.int64]
 
 
-class StatsError(Exception):
-    """A file that cannot be counted. The message says what to change."""
-
-
 @dataclass
 class Tally:
-    """What the answers of a file add up to.
+    """What answers add up to.
 
     Attributes:
-        counts: [L, E], E being as many as were seen or said; None before the first answer.
-        rows: counted, those with ids that are not known included.
+        counts: [L, E], E being as many as were seen or stated; None before the first answer.
+        layer_ids: decoder layer of each of the L layers; None as long as no answer states it.
+        rows: counted, including those with ids that are not known.
     """
 
-    num_experts: int = 0
     counts: Counts | None = None
+    layer_ids: tuple[int, ...] | None = None
     answers: int = 0
     rows: int = 0
     missing: int = 0
-    _seen: list[int] = field(default_factory=list)
 
-    def add_answer(self, answer: dict[str, Any]) -> None:
+    def add(self, answer: SavedAnswer) -> None:
         """Counts the rows of an answer, or its histograms where it has no rows.
 
         Raises:
-            StatsError: it has neither, or is of another model than those before.
+            ValueError, KeyError, TypeError: it has neither, or is of another model than those before.
         """
+        info = answer.info
         histograms = list(_histograms(answer))
         if histograms and not _has_rows(answer):
             for histogram in histograms:
-                self._add(np.asarray(histogram["counts"], dtype=np.int64), histogram["rows"], histogram["missing"])
+                self._add(
+                    np.asarray(histogram["counts"], dtype=np.int64), histogram["rows"], histogram["missing"], info
+                )
         else:
-            for rows, missing in _rows_once(collect(answer)):
-                experts = max(self.num_experts, int(rows.max(initial=-1)) + 1)
-                self._add(count_experts(rows, experts), len(rows), missing)
+            for rows, missing in _rows_once(answer.routings()):
+                counts = count_experts(rows, info.num_experts or int(rows.max(initial=-1)) + 1)
+                self._add(counts, len(rows), missing, info)
         self.answers += 1
 
-    def _add(self, counts: Counts, rows: int, missing: int) -> None:
+    def _add(self, counts: Counts, rows: int, missing: int, info: ModelInfo) -> None:
         before = np.zeros((len(counts), 0), dtype=np.int64) if self.counts is None else self.counts
         if len(before) != len(counts):
-            raise StatsError(f"{len(counts)} layers, and {len(before)} before: count one model's answers at a time")
-        experts = max(before.shape[1], counts.shape[1], self.num_experts)
+            raise RoutingError(f"{len(counts)} layers, and {len(before)} before: count one model's answers at a time")
+        if None not in (info.layer_ids, self.layer_ids) and info.layer_ids != self.layer_ids:
+            raise RoutingError(
+                f"decoder layers {info.layer_ids}, and {self.layer_ids} before: count one model's answers at a time"
+            )
+        self.layer_ids = self.layer_ids or info.layer_ids
+        experts = max(before.shape[1], counts.shape[1], info.num_experts or 0)
         self.counts = _widened(before, experts) + _widened(counts, experts)
         self.rows += rows
         self.missing += missing
@@ -75,16 +82,17 @@ def _widened(counts: Counts, experts: int) -> Counts:
     return np.pad(counts, ((0, 0), (0, experts - counts.shape[1])))
 
 
-def _has_rows(answer: dict[str, Any]) -> bool:
-    return any("routed_experts" in choice for choice in answer.get("choices") or ())
+def _has_rows(answer: SavedAnswer) -> bool:
+    return any("routed_experts" in choice for part in answer.parts for choice in choices_of(part))
 
 
-def _histograms(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    prompts = answer.get("prompt_routed_experts_histogram")
-    yield from prompts if isinstance(prompts, list) else [prompts] if prompts else []
-    for choice in answer.get("choices") or ():
-        if "routed_experts_histogram" in choice:
-            yield choice["routed_experts_histogram"]
+def _histograms(answer: SavedAnswer) -> Iterator[Mapping[str, Any]]:
+    for part in answer.parts:
+        prompts = part.get("prompt_routed_experts_histogram")
+        yield from prompts if isinstance(prompts, list) else [prompts] if prompts else []
+        for choice in choices_of(part):
+            if "routed_experts_histogram" in choice:
+                yield choice["routed_experts_histogram"]
 
 
 def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], int]]:
@@ -101,45 +109,29 @@ def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], int
         yield rows, int((rows < 0).any(axis=(1, 2)).sum())
 
 
-def tally(path: Path, num_experts: int = 0) -> Tally:
-    """The sum over a file with an answer in each line.
+def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
+    """The sum over the answers in files.
 
     Raises:
-        StatsError: it cannot be read, or a line is not an answer with routing.
+        CommandError: a file cannot be read, or holds something else.
     """
-    found = Tally(num_experts)
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    _add_line(found, line, f"{path}, line {number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise StatsError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
-    if found.counts is None:
-        raise StatsError(f"{path} has no rows: it should hold an answer of the server in each line.")
+    found = Tally()
+    for answer in read(opened(paths), given):
+        try:
+            found.add(answer)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(f"{answer.where}: {error}.") from error
     return found
-
-
-def _add_line(found: Tally, line: str, where: str) -> None:
-    try:
-        answer = json.loads(line)
-    except ValueError as error:
-        raise StatsError(f"{where} is not JSON: each line should hold an answer of the server.") from error
-    if not isinstance(answer, dict):
-        raise StatsError(f"{where} is not an answer of the server: it should be a JSON object.")
-    try:
-        found.add_answer(answer)
-    except (StatsError, ValueError, KeyError, TypeError) as error:
-        raise StatsError(f"{where}: {error}.") from error
 
 
 def table(found: Tally, width: int, bars: str = BARS) -> str:
     """The load of each layer for people, at most `width` characters wide."""
     load = _load(found)
-    head = ["layer", "entropy", "balance", "imbalance", "busiest", "unused"]
+    name = "MoE layer" if found.layer_ids is None else "decoder layer"
+    head = [name, "entropy", "balance", "imbalance", "busiest", "unused"]
     lines = [
         [
-            str(layer),
+            str(_layer_id(found, layer)),
             f"{load.entropy[layer]:.2f}",
             f"{100 * load.balance[layer]:.1f} %",
             f"{load.imbalance[layer]:.2f}",
@@ -164,8 +156,13 @@ def table(found: Tally, width: int, bars: str = BARS) -> str:
             f"{found.answers} answers, {found.rows} rows, {found.missing} of them not known to the server.",
             f"Entropy in bits; balance is its share of what it can be at most with {experts} experts; imbalance is the",
             f"busiest expert's load in even shares. Load: {each}, full at {TOP} even shares.",
+            *([] if found.layer_ids else [WITHOUT_LAYER_IDS]),
         ]
     )
+
+
+def _layer_id(found: Tally, layer: int) -> int:
+    return layer if found.layer_ids is None else found.layer_ids[layer]
 
 
 def _picture(load: NDArray[np.float64], room: int, bars: str) -> str:
@@ -192,6 +189,7 @@ def report(found: Tally) -> dict[str, Any]:
         "layers": [
             {
                 "layer": layer,
+                "layer_id": found.layer_ids[layer] if found.layer_ids else None,
                 "entropy": float(load.entropy[layer]),
                 "balance": float(load.balance[layer]),
                 "imbalance": float(load.imbalance[layer]),
@@ -211,22 +209,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "file",
-        type=Path,
-        help="file with an answer of the server in each line, asked with return_routed_experts or "
-        "routed_experts_histogram",
+        nargs="+",
+        help="answers of the server, asked with return_routed_experts or routed_experts_histogram; - for stdin",
     )
-    parser.add_argument("--num-experts", type=int, default=0, help="of a layer (default: as many as the answers show)")
+    add_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON, with all counts")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts stats`; returns the exit status."""
+    """Runs `routed-experts stats`; returns the exit status.
+
+    Raises:
+        CommandError: it cannot be carried out.
+    """
     args = parse(argv)
-    try:
-        found = tally(args.file, args.num_experts)
-    except StatsError as error:
-        return complain(error)
+    found = tally(args.file, info_of(args))
     if args.json:
         print(json.dumps(report(found)))
         return 0

@@ -1,31 +1,35 @@
 """`routed-experts view`: the page for answers in a file, without a model and without vLLM."""
 
 import argparse
+import io
+import json
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
-from routed_experts.server.complaint import complain
+from routed_experts.server.complaint import CommandError
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
+from routed_experts.server.saved import ModelInfo, add_flags, info_of, opened, read
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
 HOST = "127.0.0.1"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves the page and one file to browsers on this machine.
+    """Serves the page and the texts of files to browsers on this machine.
 
     Attributes:
-        told: what the page is told: the file's name, and how many experts a layer has where that was said.
+        told: what the page is told: the files' names, and what the command line says about the model.
     """
 
     daemon_threads = True
 
-    def __init__(self, file: Path, port: int, num_experts: int | None = None) -> None:
+    def __init__(self, texts: Mapping[str, str], port: int, given: ModelInfo | None = None) -> None:
+        """`texts` are the files' by their names, as `saved.read` takes them."""
         super().__init__((HOST, port), _Handler)
-        self.file = file
-        self.told = {"saved": file.name} | ({"experts": str(num_experts)} if num_experts else {})
+        self.texts = [text.encode() for text in texts.values()]
+        self.told = {"saved": json.dumps(list(texts)), "given": json.dumps(asdict(given or ModelInfo()))}
 
     @property
     def url(self) -> str:
@@ -41,11 +45,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(403, b"Open this page by the address that the command printed.", "text/plain")
             return
         path = self.path.partition("?")[0]
-        if path == SAVED_PATH:
-            try:
-                self._answer(200, self.server.file.read_bytes(), "text/plain; charset=utf-8")
-            except OSError as error:
-                self._answer(404, str(error).encode(), "text/plain")
+        folder, _, place = path.rpartition("/")
+        if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.texts):
+            self._answer(200, self.server.texts[int(place)], "text/plain; charset=utf-8")
             return
         if (found := page_file(path, self.server.told)) is None:
             self._answer(404, b"There is no such file.", "text/plain")
@@ -66,32 +68,57 @@ class _Handler(BaseHTTPRequestHandler):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="routed-experts view",
-        description="Opens the page with answers of the server from a file: JSON bodies on a line each, one JSON body, "
-        "or the text of a stream.",
+        description="Opens the page with answers of the server from files.",
     )
-    parser.add_argument("file", type=Path, help="answers that were asked for with return_routed_experts")
+    parser.add_argument(
+        "file", nargs="+", help="answers that were asked for with return_routed_experts; - for standard input"
+    )
     parser.add_argument("--port", type=int, default=0, help="of this machine (default: any that is free)")
-    parser.add_argument("--num-experts", type=int, help="of a layer (default: as many as the answers show)")
     parser.add_argument("--no-browser", action="store_true", help="print the address only")
+    add_flags(parser)
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts view` until it is interrupted; returns the exit status."""
+    """Runs `routed-experts view` until it is interrupted; returns the exit status.
+
+    Raises:
+        CommandError: it cannot be carried out.
+    """
     args = parse(argv)
+    given = info_of(args)
+    texts = read_texts(args.file, given)
     try:
-        args.file.open("rb").close()
-    except OSError as error:
-        return complain(f"{args.file} cannot be read: {error.strerror}.")
-    try:
-        server = ViewServer(args.file, args.port, args.num_experts)
+        server = ViewServer(texts, args.port, given)
     except (OSError, OverflowError) as error:
-        return complain(f"Port {args.port} cannot be used ({error}): choose another with --port, or leave it out.")
-    print(f"Showing {args.file} at {server.url} until Ctrl + C.", flush=True)
-    if not args.no_browser:
-        webbrowser.open(server.url)
+        raise CommandError(
+            f"Port {args.port} cannot be used ({error}): choose another with --port, or leave it out."
+        ) from error
     try:
+        print(f"Showing {', '.join(texts)} at {server.url} until Ctrl + C.", flush=True)
+        if not args.no_browser:
+            webbrowser.open(server.url)
         server.serve_forever()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # how it is ended
         print()
     return 0
+
+
+def read_texts(paths: Sequence[str], given: ModelInfo) -> dict[str, str]:
+    """The texts of files, by their names.
+
+    Raises:
+        CommandError: one of them cannot be read, or holds something else than answers with rows.
+    """
+    texts = {}
+    for name, file in opened(paths):
+        try:
+            texts[name] = file.read()
+        except UnicodeDecodeError as error:
+            raise CommandError(f"{name} cannot be read: it is not UTF-8 text.") from error
+    for answer in read(((name, io.StringIO(text)) for name, text in texts.items()), given):
+        try:
+            answer.routings()
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(f"{answer.where}: {error}.") from error
+    return texts

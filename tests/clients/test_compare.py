@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.codec import encode
-from routed_experts.server import compare
+from routed_experts.server import cli, compare
 from routed_experts.server.reference import Reference
 from tests.e2e.harness import Oracle, Server, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
@@ -53,7 +53,7 @@ class Run:
     def __init__(self, model: Path, folder: Path, answers: list[Any], *flags: str) -> None:
         file, out = folder / "answers.jsonl", folder / "findings.json"
         file.write_text("\n\n".join(json.dumps(answer) for answer in answers))
-        self.status = compare.main([str(model), "--answers", str(file), "--json", str(out), *flags])
+        self.status = cli.main(["compare", str(model), "--answers", str(file), "--json", str(out), *flags])
         self.findings: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
 
 
@@ -149,17 +149,39 @@ def test_answers_that_cannot_be_compared(
     out_of_range = answer_of(np.where(whole == 3, 99, whole), tokens)
     for answers, message in [
         ([without_ids], "no token ids: ask with return_token_ids"),
-        ([answer_of(whole[:, :4], tokens)], "rows of shape (4, 4), not (5, 4)"),
-        ([out_of_range], "An id is 99, and the checkpoint has 16 experts"),
+        ([answer_of(whole[:, :4], tokens)], "rows of 4 layers, and the model has 5"),
+        ([answer_of(whole[..., :3], tokens)], "rows of 3 experts, and the model has 4"),
+        ([out_of_range], "an id is 99, and the model has 16 experts"),
+        ([{"layer_ids": [0, 1, 2, 3, 4]}, answer_of(whole, tokens)], "line 3: its MoE layers are decoder layers [0, 1"),
+        (
+            [answer_of(np.full_like(whole, -1), tokens)],
+            "Nothing could be compared: all 26 rows of 1 answers are unknown",
+        ),
+        ([], "answers.jsonl has no answers"),
         ([{"error": {"message": "no"}}], "line 1: the server answered with an error: no"),
         ([answer_of(whole, tokens), {"choices": []}], "line 3: the answer has no choices"),
     ]:
         assert Run(tiny_model, tmp_path, answers).status == 2
         assert message in capsys.readouterr().err
-    assert compare.main([str(tiny_model), "--answers", str(tmp_path / "none.jsonl")]) == 2
-    assert "No such file" in capsys.readouterr().err
-    assert compare.main([str(tiny_model), "--url", "http://127.0.0.1:9"]) == 2
-    assert "http://127.0.0.1:9" in capsys.readouterr().err
+    assert not (tmp_path / "findings.json").exists()
+
+
+def test_every_decoder_layer_and_raw_rows(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
+    """Zeros in the dense layer, as vLLM's own rows have them; the checkpoint says where the MoE layers are."""
+    rows = rows_of(oracle, tokens)
+    every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
+    raw = answer_of(rows, tokens)
+    raw["prompt_routed_experts"] = encode(rows[:P], fmt="raw", dtype="int32", start=0)
+    raw["choices"][0]["routed_experts"] = encode(rows[P : P + G - 1], fmt="raw", dtype="int32", start=P)
+    run = Run(tiny_model, tmp_path, [answer_of(every, tokens), raw], "--rows-dtype", "int32")
+    assert (run.status, run.findings["answers"], run.findings["total"]["differing_slots"]) == (0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    "url", ["host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"]
+)
+def test_addresses_as_people_write_them(url: str) -> None:
+    assert compare.base_of(url) == "http://host:8000"
 
 
 def shape_named(name: str) -> Shape:
@@ -182,8 +204,8 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
 
 def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(shape_named("llama4"), tmp_path)
-    (tmp_path / "answers.jsonl").write_text("{}")
-    assert compare.main([str(tmp_path), "--answers", str(tmp_path / "answers.jsonl")]) == 2
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    assert cli.main(["compare", str(tmp_path), "--answers", str(tmp_path / "answers.jsonl")]) == 2
     assert "No router" in capsys.readouterr().err
 
 

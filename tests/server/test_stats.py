@@ -10,7 +10,7 @@ import pytest
 from routed_experts.protocol.histogram import count_experts, histogram
 from routed_experts.protocol.load import expert_load
 from routed_experts.server import cli
-from tests.protocol.answers import EXPERTS, LAYERS, Told, answer, rows_of
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of
 
 
 def written(path: Path, *answers: Any) -> Path:
@@ -75,6 +75,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["stats", str(file)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == [
+        "MoE",
         "layer",
         "entropy",
         "balance",
@@ -92,14 +93,52 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert len(line) <= 100
         assert bars[int(row.argmax()) // 2] == max(bars)  # a column is two of the 60 experts
     assert lines[LAYERS] == "1 answers, 309 rows, 0 of them not known to the server."
+    assert lines[-1].startswith("MoE layers are counted from 0")
+
+
+INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": [1, 3, 4]}
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_decoder_layers_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, is_own: bool) -> None:
+    """Where the answer, or the object of `GET /v1/routed_experts` before it, states them."""
+    body = answer(Told(rows_of(30, 1), [rows_of(9, 2)]))
+    file = written(tmp_path, *([{**body, "routed_experts_info": INFO}] if is_own else [INFO, body]))
+    assert cli.main(["stats", str(file)]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.startswith("decoder layer  entropy")
+    assert [line.split()[0] for line in lines[:LAYERS]] == ["1", "3", "4"]
+    assert "counted from 0" not in lines[-1]
+    assert cli.main(["stats", str(file), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(layer["layer"], layer["layer_id"]) for layer in report["layers"]] == [(0, 1), (1, 3), (2, 4)]
+    assert report["num_experts"] == EXPERTS
+
+
+def test_other_decoder_layers_are_another_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    body = answer(Told(rows_of(9), [rows_of(3)]))
+    file = written(tmp_path, INFO, body, {**INFO, "layer_ids": [0, 1, 2]}, body)
+    assert cli.main(["stats", str(file)]) == 2
+    assert "line 4: decoder layers (0, 1, 2), and (1, 3, 4) before" in capsys.readouterr().err
+
+
+def test_streams_with_histograms(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompt, rows = rows_of(20, 1), rows_of(9, 2)
+    chunks = [
+        {"choices": [{"index": 0, "text": "a"}], "prompt_routed_experts_histogram": histogram(prompt, EXPERTS)},
+        {"choices": [{"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows, EXPERTS)}]},
+    ]
+    file = tmp_path / "stream"
+    file.write_text("".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n")
+    counts, _ = counts_said(capsys, file)
+    assert np.array_equal(counts, count_experts(np.concatenate([prompt, rows]), EXPERTS))
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "has no rows: it should hold an answer of the server in each line."),
-        ("{]", "line 1 is not JSON: each line should hold an answer of the server."),
-        ("[]", "line 1 is not an answer of the server: it should be a JSON object."),
+        ("", "has no answers."),
+        ("[3]", "line 1 is not an answer of the server: it should be a JSON object."),
         ('{"error": {"message": "too long"}}', "line 1: the server answered with an error: too long."),
         ('{"choices": []}', "line 1: the answer has no choices."),
     ],

@@ -1,0 +1,146 @@
+"""The reader of saved answers, on every kind of file: what it finds is what was written."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from routed_experts.server.complaint import CommandError
+from routed_experts.server.saved import ModelInfo, opened, read
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
+
+ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
+OTHER = Told(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
+ROWS = [ONE.whole(), OTHER.whole()]
+INFO = {"model": "m", "num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": [1, 2, 4]}
+RAW = ModelInfo(num_layers=LAYERS, top_k=TOP_K, rows_dtype="int32")
+
+
+def sse(*chunks: Any, end: str = "\n\n") -> str:
+    return "".join(f"data: {text}{end}" for text in (*map(json.dumps, chunks), "[DONE]"))
+
+
+def body(told: Told) -> str:
+    return json.dumps(answer(told))
+
+
+FILES = {
+    "lines": f"{body(ONE)}\n\n{body(OTHER)}\n",
+    "no end of line between or after": body(ONE) + body(OTHER),
+    "windows": f"\ufeff{body(ONE)}\r\n{body(OTHER)}\r\n",
+    "pretty-printed": "\n".join(json.dumps(answer(told), indent=2) for told in (ONE, OTHER)),
+    "an array": json.dumps([answer(ONE), answer(OTHER)]),
+    "an array over lines": json.dumps([answer(ONE), answer(OTHER)], indent=1),
+    "streams": sse(*stream(ONE)) + sse(*stream(OTHER, per_chunk=3, piece=4)),
+    "streams with carriage returns": sse(*stream(ONE), end="\r\n\r\n") + sse(*stream(OTHER), end="\r\n\r\n"),
+    "a stream with comments": ": ping\n\nevent: x\n" + sse(*stream(ONE)) + ": ping\n" + sse(*stream(OTHER)),
+    "a stream, then a body": sse(*stream(ONE)) + "\n" + body(OTHER),
+    "a body over lines, then a stream": json.dumps(answer(ONE), indent=2) + "\n" + sse(*stream(OTHER)),
+}
+
+
+def found(path: Path, *texts: str, given: ModelInfo | None = None) -> list[Any]:
+    files = []
+    for place, text in enumerate(texts):
+        files.append(str(path / f"{place}.jsonl"))
+        Path(files[-1]).write_text(text, encoding="utf-8", newline="")
+    return list(read(opened(files), given or ModelInfo()))
+
+
+@pytest.mark.parametrize("text", FILES.values(), ids=FILES.keys())
+def test_every_kind_of_file(tmp_path: Path, text: str) -> None:
+    answers = found(tmp_path, text)
+    for rows, (routing,) in zip(ROWS, (one.routings() for one in answers), strict=True):
+        assert np.array_equal(routing.rows, rows)
+
+
+@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_every_form(tmp_path: Path, fmt: Any, layout: str) -> None:
+    told = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], fmt=fmt, layout=layout, dtype="int32")
+    answers = found(tmp_path, json.dumps(answer(told)), given=RAW)
+    assert all(np.array_equal(one.rows, told.whole(i)) for i, one in enumerate(answers[0].routings()))
+
+
+def test_lines_are_counted(tmp_path: Path) -> None:
+    """Across values of several lines, arrays, streams and files."""
+    pretty = json.dumps(answer(ONE), indent=2)
+    text = f"\n{pretty}\n[{body(ONE)},\n{body(ONE)}]\n\n{sse(*stream(ONE))}{body(ONE)}"
+    line = 2 + pretty.count("\n") + 1
+    after = line + 3 + sse(*stream(ONE)).count("\n")
+    places = [one.where.rpartition("/")[2] for one in found(tmp_path, text, body(OTHER))]
+    lines = [2, line, line, line + 3, after]
+    assert places == [*(f"0.jsonl, line {number}" for number in lines), "1.jsonl, line 1"]
+
+
+def test_what_the_server_says_about_its_layers(tmp_path: Path) -> None:
+    """Applies to what follows, in later files too; an answer's own comes first, and the command line before all."""
+    own = {**answer(ONE), "routed_experts_info": {"layer_ids": [7, 8, 9]}}
+    texts = [body(ONE), f"{json.dumps(INFO, indent=1)}\n{sse(*stream(ONE))}{json.dumps(own)}", body(OTHER)]
+    answers = found(tmp_path, *texts, given=ModelInfo(num_experts=99))
+    assert [one.info.layer_ids for one in answers] == [None, (1, 2, 4), (7, 8, 9), (1, 2, 4)]
+    assert [one.info.num_experts for one in answers] == [99] * 4
+
+
+def test_dense_layers_are_left_out(tmp_path: Path) -> None:
+    """Of answers with a row for every decoder layer; but where these have experts, it is another model's."""
+    rows = np.zeros((20, 6, TOP_K), dtype=np.int16)
+    rows[:, INFO["layer_ids"]] = rows_of(20, 1)
+    rows[3] = -1
+    every = Told(rows, [rows[:5]])
+    (one,) = found(tmp_path, f"{json.dumps(INFO)}\n{body(every)}")
+    (routing,) = one.routings()
+    assert np.array_equal(routing.rows, every.whole()[:, [1, 2, 4]])
+    rows[4, 0, 0] = 1
+    (one,) = found(tmp_path, f"{json.dumps(INFO)}\n{body(every)}")
+    with pytest.raises(ValueError, match="rows of 6 layers, and the model has 3 MoE layers"):
+        one.routings()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "0.jsonl has no answers."),
+        ("\n\n", "0.jsonl has no answers."),
+        ("[]", "0.jsonl has no answers."),
+        (json.dumps(INFO), "0.jsonl has no answers."),
+        ("{]", "0.jsonl, line 1 is not JSON, or was cut short: Expecting property name"),
+        (f'{body(ONE)}\n{{"a": 1,\n\n "b', "0.jsonl, line 2 is not JSON, or was cut short: Unterminated string"),
+        ("[" * 100_000, "0.jsonl, line 1 is not JSON, or was cut short"),
+        ("3", "0.jsonl, line 1 is not an answer of the server: it should be a JSON object."),
+        (f"{body(ONE)}\n[[]]", "0.jsonl, line 2 is not an answer of the server"),
+        ("data: [1]\n\ndata: [DONE]\n", "0.jsonl, line 1 is not an answer of the server"),
+        ("data: {]\n", "0.jsonl, line 1: an event is not JSON"),
+        (f"\n{sse(*stream(ONE))[:-14]}", "0.jsonl, line 2: the stream that begins here was cut short"),
+        (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", "0.jsonl, line 1: the stream that begins here was cut short"),
+        (json.dumps({**INFO, "num_experts": "many"}), "0.jsonl, line 1: num_experts is 'many'."),
+        (json.dumps({**INFO, "layer_ids": [2, 1, 0]}), "0.jsonl, line 1: layer_ids are [2, 1, 0]."),
+        (json.dumps({**INFO, "num_layers": 4}), "0.jsonl, line 1: num_layers is 4, and layer_ids are [1, 2, 4]."),
+        (json.dumps({"choices": [], "routed_experts_info": [1]}), "0.jsonl, line 1: routed_experts_info is [1]."),
+    ],
+)
+def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(CommandError) as error:
+        found(tmp_path, text)
+    assert str(error.value).startswith(f"{tmp_path}/{sentence}")
+
+
+def test_an_empty_file_among_others(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"1\.jsonl has no answers"):
+        found(tmp_path, body(ONE), "", body(OTHER))
+
+
+@pytest.mark.parametrize("told", [ONE, Told(rows_of(9, layers=2), [rows_of(3, layers=2)])])
+def test_rows_of_another_model(tmp_path: Path, told: Told) -> None:
+    info = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS // 2}
+    (one,) = found(tmp_path, f"{json.dumps({**answer(told), 'routed_experts_info': info})}")
+    with pytest.raises(ValueError, match="the model has"):
+        one.routings()
+
+
+def test_raw_rows_need_their_shape(tmp_path: Path) -> None:
+    (one,) = found(tmp_path, body(Told(rows_of(9), [rows_of(3)], fmt="raw")))
+    with pytest.raises(ValueError, match="--num-layers, --top-k and --rows-dtype"):
+        one.routings()
