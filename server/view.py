@@ -29,7 +29,8 @@ class ViewServer(ThreadingHTTPServer):
         """`texts` are the files' by their names, as `saved.read` takes them."""
         super().__init__((HOST, port), _Handler)
         self.texts = [text.encode() for text in texts.values()]
-        self.told = {"saved": json.dumps(list(texts)), "given": json.dumps(asdict(given or ModelInfo()))}
+        known = {name: value for name, value in asdict(given or ModelInfo()).items() if value is not None}
+        self.told = {"saved": json.dumps(list(texts)), "given": json.dumps(known)}
 
     @property
     def url(self) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from routed_experts.server.saved import ModelInfo
 from routed_experts.server.view import ViewServer
 from tests.contract.served import serving
 from tests.e2e.harness import Server
@@ -46,14 +47,13 @@ def api(tiny_model: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def viewed(tmp_path: Path) -> Iterator[Viewed]:
+def viewed() -> Iterator[Viewed]:
     """Serves a file with answers, as `routed-experts view` does; gives the page's address."""
     with ExitStack() as stack:
 
-        def view(*answers: Any, text: str | None = None, num_experts: int | None = None) -> str:
-            file = tmp_path / "answers.jsonl"
-            file.write_text("".join(json.dumps(one) + "\n" for one in answers) if text is None else text)
-            server = stack.enter_context(ViewServer(file, 0, num_experts))
+        def view(*answers: Any, text: str | None = None, given: ModelInfo | None = None) -> str:
+            text = "".join(json.dumps(one) + "\n" for one in answers) if text is None else text
+            server = stack.enter_context(ViewServer({"answers.jsonl": text}, 0, given))
             Thread(target=server.serve_forever, daemon=True).start()
             stack.callback(server.shutdown)
             return server.url

@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
         saved = {"long": [answer(rows_of(4000, 60, 10, 512), 400)], "two": two_that_part(299, 60, at=110)}
         for what, answers in saved.items():
             for name, theme in SHOWN[what]:
-                view(tab, Path(directory) / f"{what}.jsonl", answers, SIZES[name], theme)
+                view(tab, what, answers, SIZES[name], theme)
                 take(tab, folder / f"page-{what}-{name}-{theme}.png")
 
 
@@ -52,9 +52,9 @@ def ask(tab: Tab) -> None:
     tab.click("#tokens-a [data-i='80']")
 
 
-def view(tab: Tab, file: Path, answers: list[dict[str, Any]], size: tuple[int, int], theme: str) -> None:
-    file.write_text("".join(json.dumps(one) + "\n" for one in answers))
-    with ViewServer(file, 0) as server:
+def view(tab: Tab, name: str, answers: list[dict[str, Any]], size: tuple[int, int], theme: str) -> None:
+    text = "".join(json.dumps(one) + "\n" for one in answers)
+    with ViewServer({f"{name}.jsonl": text}, 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         tab.open(server.url, *size, theme=theme)
         tab.wait(ENDED, 60)

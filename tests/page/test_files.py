@@ -1,5 +1,6 @@
 """What is served as the page, and to whom. No browser."""
 
+import json
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from routed_experts.server.page import page_files
 from tests.command_lines import shell_words
 from tests.contract.served import serving
 from tests.e2e.harness import Server
+from tests.page.answers import answer, rows_of
 
 Viewed = Callable[..., str]
 
@@ -45,13 +47,15 @@ def test_the_server_serves_it(api: Server) -> None:
 def test_view_serves_it(viewed: Viewed) -> None:
     url = viewed({"choices": []})
     check_page(url)
-    assert httpx.get(f"{url}/saved", timeout=60).text == '{"choices": []}\n'
+    assert httpx.get(f"{url}/saved/0", timeout=60).text == '{"choices": []}\n'
+    for place in ("", "/", "/1", "/-1", "/x", "/²"):
+        assert httpx.get(f"{url}/saved{place}", timeout=60).status_code == 404
 
 
 def test_the_documented_commands(tmp_path: Path, documented: list[str]) -> None:
     """The first opens a browser, which says here what it would open; the second does not."""
     (text,) = documented
-    (tmp_path / "answers.jsonl").write_text("{}\n")
+    (tmp_path / "answers.jsonl").write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
     said = [said_by(command, tmp_path) for command in shell_words(text)]
     assert [len(lines) for lines in said] == [2, 1]
     for line in said[0] + said[1]:
@@ -84,7 +88,7 @@ def said_by(command: list[str], folder: Path) -> list[str]:
 def test_view_answers_to_its_own_address_only(viewed: Viewed) -> None:
     """A site elsewhere can have its name lead here, and would read the file."""
     url = viewed({"choices": []})
-    response = httpx.get(f"{url}/saved", headers={"Host": "elsewhere.example"}, timeout=60)
+    response = httpx.get(f"{url}/saved/0", headers={"Host": "elsewhere.example"}, timeout=60)
     assert response.status_code == 403
     assert "choices" not in response.text
 
@@ -114,9 +118,11 @@ def test_view_needs_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert capsys.readouterr().err == f"routed-experts: {tmp_path}/nothing cannot be read: No such file or directory.\n"
 
 
-def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], viewed: Viewed) -> None:
+def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], tmp_path: Path, viewed: Viewed) -> None:
     port = httpx.URL(viewed({"choices": []})).port
-    assert cli.main(["view", sys.executable, "--no-browser", "--port", str(port)]) == 2
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
+    assert cli.main(["view", str(file), "--no-browser", "--port", str(port)]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert f"Port {port} cannot be used" in sentence
     assert "--port" in sentence

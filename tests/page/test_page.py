@@ -3,13 +3,17 @@
 import json
 import time
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import collect
+from routed_experts.server.saved import ModelInfo, opened, read
+from routed_experts.server.tiny_model import make_tokenizer
 from tests.contract.served import serving
 from tests.e2e.harness import ASK, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
@@ -65,11 +69,8 @@ def test_an_answer_streams_in(tab: Tab, api: Server, kind: str) -> None:
     rows = np.concatenate([said.prompt_rows, said.rows])
     count = len(said.prompt) + len(said.tokens)
     assert tab.js("document.querySelectorAll('#tokens-a .token').length") == count
-    shown: list[str] = tab.js("[...document.querySelectorAll('#tokens-a .token')].map(e => e.textContent)")
-    assert "".join(shown[len(said.prompt) :]).replace("·", "") == said.text  # which stands for tokens without text
-    tab.wait("!document.querySelector('#tokens-a .number')")  # the prompt's texts are asked for in addition
-    shown = tab.js("[...document.querySelectorAll('#tokens-a .prompt')].map(e => e.textContent)")
-    assert PROMPT in "".join(shown).replace("⏎", "")
+    tab.wait("!document.querySelector('#tokens-a .number')")  # the texts are asked for in addition
+    assert [text.replace("⏎", "") for text in token_texts(tab)] == texts_of([*said.prompt, *said.tokens])
     assert f"{len(said.prompt)} prompt and 40 generated tokens, {len(rows)} rows of 8 layers" in tab.text("#summary")
     assert shows(tab, rows[-1])  # the last row is selected while the answer grows
     tab.click("#tokens-a [data-i='3']")
@@ -101,9 +102,9 @@ def test_stop_ends_the_request(tab: Tab, api: Server) -> None:
         tab.wait("document.querySelectorAll('#tokens-a .token').length > 60")
         tab.click("#stop")
         tab.wait(ENDED)
-        if "ended by stop" in tab.text("#summary"):
+        if "ended by abort" in tab.text("#summary"):
             break
-    assert "ended by stop" in tab.text("#summary")
+    assert "ended by abort" in tab.text("#summary")
     assert tab.js("document.querySelector('#error').hidden")
 
 
@@ -117,7 +118,7 @@ def test_keys_on_the_map(tab: Tab, viewed: Viewed) -> None:
     for key, by_token, by_layer in steps:
         tab.key(key, max(abs(by_layer), abs(by_token) if abs(by_token) < 50 else 1))
         token, layer = token + by_token, layer + by_layer
-        ends = f"; layer {layer}: {', '.join(map(str, rows[token, layer]))}"
+        ends = f"; MoE layer {layer}: {', '.join(map(str, rows[token, layer]))}"
         tab.wait(f"document.querySelector('#map-status').textContent.endsWith('{ends}')")
         assert status(tab).startswith(f"Token {token} ")
         tab.wait(f"document.querySelector('#live').textContent === {json.dumps(status(tab))}")
@@ -133,21 +134,21 @@ def test_keys_on_the_map(tab: Tab, viewed: Viewed) -> None:
 def test_clicks(tab: Tab, viewed: Viewed) -> None:
     """On the map, the load, the balance and a token's experts."""
     rows = rows_of(59, 6, 4, 32)
-    tab.open(viewed(answer(rows, 10), num_experts=32))
+    tab.open(viewed(answer(rows, 10), given=ModelInfo(num_experts=32)))
     tab.wait(ENDED)
     wide = tab.js("(document.querySelector('#map').clientWidth - 42) / 60")
     wide = min(max(wide, 2), 18)
     tab.click("#map", GUTTER + 33.5 * wide, 20 + 2.5 * 26)
     tab.wait(f"document.querySelector('{SELECTED}')?.dataset.i === '33'")
     assert shows(tab, rows[33])
-    assert f"; layer 2: {', '.join(map(str, rows[33, 2]))}" in status(tab)
+    assert f"; MoE layer 2: {', '.join(map(str, rows[33, 2]))}" in status(tab)
     step = tab.js("(document.querySelector('#load').clientWidth - 42) / 32")
     tab.click("#load", GUTTER + 7.5 * step, 6 + 4.5 * 18)
-    tab.wait("document.querySelector('#load-status').textContent.startsWith('Layer 4')")
+    tab.wait("document.querySelector('#load-status').textContent.startsWith('MoE layer 4')")
     count = int((rows[:, 4] == 7).sum())
     assert f"Expert 7: {count * 32 / (59 * 4):.2f} {TIMES} ({count} tokens)." in tab.text("#load-status")
     tab.click("#detail tbody tr:nth-child(2) .chip")
-    tab.wait("document.querySelector('#load-status').textContent.startsWith('Layer 1')")
+    tab.wait("document.querySelector('#load-status').textContent.startsWith('MoE layer 1')")
     assert f"Expert {rows[33, 1, 0]}:" in tab.text("#load-status")
     tab.js("document.querySelector('#load').focus()")
     tab.key("ArrowRight")
@@ -159,7 +160,7 @@ def test_clicks(tab: Tab, viewed: Viewed) -> None:
 def test_balance(tab: Tab, viewed: Viewed) -> None:
     """The entropy of the load so far, or of the last tokens, as a share of the most that it can be."""
     rows = rows_of(99, 3, 2, 8)
-    tab.open(viewed(answer(rows, 10), num_experts=8))
+    tab.open(viewed(answer(rows, 10), given=ModelInfo(num_experts=8)))
     tab.wait(ENDED)
 
     def evenness(part: np.ndarray) -> list[float]:
@@ -171,7 +172,7 @@ def test_balance(tab: Tab, viewed: Viewed) -> None:
         tab.choose("#window", span)
         values = evenness(part)
         tab.wait(f"document.querySelector('#balance-status').textContent.includes('{100 * np.mean(values):.1f} %')")
-        assert f"layer 0 {100 * values[0]:.1f} %" in tab.text("#balance-status")
+        assert f"MoE layer 0 {100 * values[0]:.1f} %" in tab.text("#balance-status")
         assert f"between {100 * min(values):.1f} % and {100 * max(values):.1f} %" in tab.text("#balance-status")
 
 
@@ -183,7 +184,7 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     differ = (one != other) & ~(one[..., None] == other[..., None, :]).any(-1)
     share = 100 * differ.any(-1).mean()
     sentence = tab.text("#parting-text")
-    assert "The tokens part at position 71. The experts part at position 70, in decoder layer 2" in sentence
+    assert "The tokens part at position 71. The experts part at position 70, in MoE layer 2" in sentence
     assert f"{share:.1f} % of 119 {TIMES} 24 cells differ" in sentence
     tab.click("#go")
     assert shows(tab, one[70])
@@ -228,34 +229,186 @@ def test_a_saved_stream(tab: Tab, api: Server, viewed: Viewed) -> None:
     assert shows(tab, routing.rows[11])
 
 
-def test_what_is_saved_can_be_read(tab: Tab, api: Server, viewed: Viewed, tmp_path: Path) -> None:
-    """By the page, and by everything that reads answers."""
-    tab.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
-    tab.open(f"{api.url}/routed_experts")
-    ask(tab, tokens=12)
-    tab.wait(ENDED)
+def save(tab: Tab, folder: Path) -> Path:
+    """The file that Save writes."""
+    tab.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+    file = folder / "answer.jsonl"
+    file.unlink(missing_ok=True)
     tab.click("#save")
-    file = tmp_path / "answer.jsonl"
     deadline = time.monotonic() + 60
     while not (file.exists() and file.stat().st_size):
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return file
+
+
+def test_what_is_saved_can_be_read(tab: Tab, api: Server, viewed: Viewed, tmp_path: Path) -> None:
+    """By the page, and by everything that reads answers."""
+    tab.open(f"{api.url}/routed_experts")
+    ask(tab, tokens=12)
+    tab.wait(ENDED)
+    file = save(tab, tmp_path)
     said = {"messages": [{"role": "user", "content": PROMPT}]}
     (expected,) = answers_of(api.chat(**said, max_tokens=12, **ASK))
-    (routing,) = collect(json.loads(file.read_text()))
+    (saved,) = read(opened([str(file)]), ModelInfo())
+    (routing,) = saved.routings()
     assert np.array_equal(routing.rows, np.concatenate([expected.prompt_rows, expected.rows]))
     assert list(routing.token_ids or ()) == expected.tokens
+    info = api.info()
+    assert saved.info == ModelInfo(info["num_layers"], info["top_k"], info["num_experts"], tuple(info["layer_ids"]))
     tab.give_file("#file", file)
     tab.wait("document.querySelectorAll('#pick-a option').length === 3")
     tab.wait("document.querySelector('#parting-text').textContent.includes('So are the experts')")
+
+
+SHOWN = """[...document.querySelectorAll('#tokens-a .token'), ...document.querySelectorAll('#detail th'),
+    ...document.querySelectorAll('#summary')].map(e => e.className + e.textContent)"""
+INFO = {"num_layers": 3, "top_k": 2, "num_experts": 40, "layer_ids": [1, 2, 5]}
+
+
+def without_texts(body: dict[str, Any]) -> dict[str, Any]:
+    (choice,) = body["choices"]
+    del body["routed_experts_page"], choice["logprobs"]
+    return body
+
+
+def joined(body: dict[str, Any]) -> dict[str, Any]:
+    """In the joined layout, without ids: nothing says where the prompt ends."""
+    (choice,) = without_texts(body)["choices"]
+    rows = collect(body)[0].rows
+    del body["prompt_token_ids"], body["prompt_routed_experts"], choice["token_ids"]
+    return {**body, "choices": [{**choice, "routed_experts": encode(rows, fmt="object", dtype="int16", start=0)}]}
+
+
+@pytest.mark.parametrize("change", [lambda body: body, without_texts, joined], ids=["texts", "ids", "neither"])
+@pytest.mark.parametrize("info", [{}, {"routed_experts_info": INFO}], ids=["alone", "with layers"])
+@pytest.mark.parametrize("reason", ["length", None])
+def test_saving_and_opening_change_nothing(
+    tab: Tab, viewed: Viewed, tmp_path: Path, change: Any, info: dict[str, Any], reason: str | None
+) -> None:
+    body = change(answer(rows_of(29, 3, 2, 32), 12)) | info
+    body["choices"][0]["finish_reason"] = reason
+    seen, lines = [], []
+    for text in (json.dumps(body), None):
+        tab.open(viewed(text=text or lines[-1]))
+        tab.wait("/ended by|not finished/.test(document.querySelector('#summary').textContent)")
+        tab.wait("document.querySelectorAll('#tokens-a .token').length === 30")
+        seen.append(tab.js(SHOWN))
+        lines.append(save(tab, tmp_path).read_text())
+    assert seen[0] == seen[1]
+    assert lines[0] == lines[1]
+    saved = json.loads(lines[0])
+    assert saved["choices"][0].get("token_ids") == body["choices"][0].get("token_ids")
+    assert saved["choices"][0]["finish_reason"] == reason
+    assert saved["routed_experts_info"] == (INFO if info else {"num_layers": 3, "top_k": 2})
+
+
+def texts_of(ids: list[int]) -> list[str]:
+    tokenizer = make_tokenizer()
+    return [tokenizer.decode([i]) for i in ids]
+
+
+def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path, viewed: Viewed) -> None:
+    """Each has its own text, or its number where the text of a saved chunk belongs to several."""
+    body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 24, "stream": True, **ASK}
+    with serving(tiny_model, "--stream-interval", "5") as server:
+        with server.client() as client:
+            stream = client.post("/v1/completions", json=body).text
+        (routing,) = collect(stream)
+        texts = texts_of([*(routing.prompt_token_ids or ()), *(routing.token_ids or ())])
+        assert stream.count('"token_ids"') < 12
+        tab.open(f"{server.url}/routed_experts")
+        ask(tab, prompt="Hello there", tokens=24, kind="completion")
+        tab.wait(ENDED)
+        tab.wait("!document.querySelector('#tokens-a .number')")
+        assert token_texts(tab) == texts
+    tab.open(viewed(text=stream))
+    tab.wait(ENDED)
+    shown = token_texts(tab)
+    numbers = [f"#{i}" for i in (*(routing.prompt_token_ids or ()), *(routing.token_ids or ()))]
+    assert len(shown) == len(texts)
+    assert all(one in (text, number) for one, text, number in zip(shown, texts, numbers, strict=True))
+    assert shown[11] == texts[11], "the first chunk brings one token"
+
+
+def token_texts(tab: Tab) -> list[str]:
+    shown: list[str] = tab.js("[...document.querySelectorAll('#tokens-a .token')].map(e => e.textContent)")
+    return shown
+
+
+def chunk(ids: list[int], text: str, **fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "token_ids": ids, "text": text, **fields}]}
+
+
+def test_texts_of_a_saved_stream(tab: Tab, viewed: Viewed) -> None:
+    """A chunk's text is its token's, until some was held back; log-probabilities say them all."""
+    rows = rows_of(7, 2, 2, 8)
+    first = {"prompt_token_ids": [1, 2], "prompt_routed_experts": encode(rows[:2], fmt="npy", dtype="int16", start=0)}
+    last = {"finish_reason": "stop", "routed_experts": encode(rows[2:], fmt="npy", dtype="int16", start=2)}
+    parts = [([3], "a"), ([4], "b"), ([5], ""), ([6], "cd"), ([7, 8], "ef")]
+    chunks = [chunk(ids, text) for ids, text in parts]
+    chunks[0]["choices"][0]["prompt_token_ids"] = first.pop("prompt_token_ids")
+    chunks[0] |= first
+    chunks[-1]["choices"][0] |= last
+    for expected in ("#1 #2 a b #5 #6 #7 #8", "#1 #2 a b c d e f"):
+        text = "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n"
+        tab.open(viewed(text=text))
+        tab.wait(ENDED)
+        assert token_texts(tab) == expected.split()
+        for one, tokens in zip(chunks, ("a", "b", "c", "d", "ef"), strict=True):
+            one["choices"][0]["logprobs"] = {"tokens": list(tokens)}
+
+
+def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
+    """By the object of `GET /v1/routed_experts` before a stream or a body, also over dense layers."""
+    rows = np.zeros((29, 7, 2), dtype=np.int16)
+    rows[:, INFO["layer_ids"]] = rows_of(29, 3, 2, 32)
+    tab.open(viewed(text=f"{json.dumps(INFO, indent=1)}\n{json.dumps(answer(rows, 12), indent=1)}"))
+    tab.wait(ENDED)
+    assert f"29 rows of 3 layers {TIMES} 2 of 40 experts" in tab.text("#summary")
+    tab.click("#tokens-a [data-i='14']")
+    assert shows(tab, rows[14, INFO["layer_ids"]])
+    assert tab.js("[...document.querySelectorAll('#detail th')].map(e => e.textContent)") == [
+        *("Decoder layer", "Experts"),
+        *("1", "2", "5"),
+    ]
+    assert "; decoder layer 1: " in status(tab)
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_raw_rows_by_flags(tab: Tab, api: Server, viewed: Viewed, layout: str) -> None:
+    form = {"routed_experts_layout": layout, "routed_experts_format": "raw", "routed_experts_dtype": "int32"}
+    body = api.complete(prompt="Hello there", max_tokens=6, **ASK, **form)
+    info = api.info()
+    given = ModelInfo(info["num_layers"], info["top_k"], rows_dtype="int32")
+    (saved,) = read([("", StringIO(json.dumps(body)))], given)
+    tab.open(viewed(body, given=given))
+    tab.wait(ENDED)
+    assert shows(tab, saved.routings()[0].rows[11])
+
+
+def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
+    """Several streams, arrays, bodies over lines or after one another: an answer each."""
+    body = answer(rows_of(9, 2, 2, 8), 3)
+    body["choices"][0]["text"] = 'a "quoted\\" } text\n'
+    stream = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
+    pretty = json.dumps(body, indent=2)
+    text = f"{stream}: ping\n\n{stream}{pretty}\n{json.dumps([body, body])}{json.dumps(body)}\n\n{pretty}"
+    tab.open(viewed(text=text))
+    tab.wait(ENDED)
+    names = tab.js("[...document.querySelectorAll('#pick-a option')].slice(1).map(e => e.textContent)")
+    found = [answer.where for answer in read([("answers.jsonl", StringIO(text))], ModelInfo())]
+    assert len(found) == 7
+    assert names == found
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
         ("", "answers.jsonl has no answers."),
-        ("no json", "answers.jsonl, line 1: not JSON."),
-        ('{"a": 1}', "answers.jsonl: not an answer, as it has no choices."),
+        ("no json", "answers.jsonl, line 1: not JSON, or cut short."),
+        ('{"a": 1}', "answers.jsonl, line 1: not an answer, as it has no choices."),
+        ('{"error": {"message": "too long"}}', "answers.jsonl, line 1: too long"),
         ('{"choices": [{}]}', "no routed_experts: the request must ask with return_routed_experts."),
         ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw form does not say its shape"),
         ('{"choices": [{"routed_experts": {"data": "AAAA", "shape": [1, 1, 1], "dtype": "uint8"}}]}', "not as many"),
@@ -337,7 +490,7 @@ def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
     tab.wait("document.querySelectorAll('#table tbody tr').length === 6")
     assert tab.js("typeof hacked") == "undefined"
     assert tab.js("document.querySelectorAll('main img, main script, main b').length") == 0
-    assert tab.js("[...document.querySelectorAll('#tokens-a .token')].map(e => e.textContent)") == texts
+    assert token_texts(tab) == texts
 
 
 def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:

@@ -1,7 +1,10 @@
 // An answer as it grows: its tokens, the rows that are known, and what has been counted of them.
 
 export class Answer {
-  /** `shape` = {layers, topK, experts, layerIds}; `start` is the position of the first row. */
+  /**
+   * `shape` = {layers, topK, experts, layerIds, knowsLayers, knowsExperts, model}: whether layers are decoder layers, and
+   * experts as many as there are, or what the rows show. `start` is the position of the first row.
+   */
   constructor(name, shape, start = 0) {
     Object.assign(this, shape, { name, start });
     this.size = shape.layers * shape.topK; // ids of a row
@@ -45,6 +48,11 @@ export class Answer {
   load(layer, expert) {
     const slots = this.slots[layer];
     return slots ? (this.counts[layer * this.experts + expert] * this.experts) / slots : 0;
+  }
+
+  /** A layer in words. */
+  layerName(layer) {
+    return `${this.knowsLayers ? "decoder" : "MoE"} layer ${this.layerIds[layer]}`;
   }
 
   text(position) {

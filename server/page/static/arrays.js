@@ -2,6 +2,7 @@
 
 const TYPES = { uint8: Uint8Array, int16: Int16Array, uint16: Uint16Array, int32: Int32Array };
 const NPY = { "|u1": "uint8", "<i2": "int16", "<u2": "uint16", "<i4": "int32" };
+const NPY_MAGIC = "k05VTVBZ"; // base64 of \x93NUMPY
 
 function bytesOf(base64) {
   const text = atob(base64);
@@ -10,18 +11,27 @@ function bytesOf(base64) {
   return bytes;
 }
 
-/** {rows: Int16Array, shape: [n, L, K], start: number | null} of an array in the forms object, npy or list. */
-export function decode(value) {
+/**
+ * {rows: Int16Array, shape: [n, L, K], start: number | null} of an array in any form. `raw` = {num_layers, top_k,
+ * rows_dtype} is needed for the form that does not say them.
+ */
+export function decode(value, raw = {}) {
   if (Array.isArray(value)) {
     const shape = [value.length, value[0]?.length ?? 0, value[0]?.[0]?.length ?? 0];
     return checked(value.flat(2), shape, null);
   }
   if (typeof value === "string") {
-    const bytes = bytesOf(value);
-    if (bytes[0] !== 0x93) throw new Error("The raw form does not say its shape: ask for the form object, npy or list.");
-    return fromNpy(bytes);
+    return value.startsWith(NPY_MAGIC) ? fromNpy(bytesOf(value)) : fromRaw(bytesOf(value), raw);
   }
   return checked(new TYPES[value.dtype](bytesOf(value.data).buffer), value.shape, value.start);
+}
+
+function fromRaw(bytes, { num_layers: layers, top_k: topK, rows_dtype: dtype }) {
+  if (!layers || !topK || !dtype) {
+    throw new Error("The raw form does not say its shape: ask for the form object, or use routed-experts view with --num-layers, --top-k and --rows-dtype.");
+  }
+  const ids = new TYPES[dtype](bytes.buffer);
+  return checked(ids, [ids.length / (layers * topK), layers, topK], null);
 }
 
 function fromNpy(bytes) {
@@ -35,7 +45,7 @@ function fromNpy(bytes) {
 }
 
 function checked(ids, shape, start) {
-  if (ids.length !== shape[0] * shape[1] * shape[2]) throw new Error("An array has not as many ids as its shape says.");
+  if (!Number.isInteger(shape[0]) || ids.length !== shape[0] * shape[1] * shape[2]) throw new Error("An array has not as many ids as its shape says.");
   return { rows: ids instanceof Int16Array ? ids : Int16Array.from(ids), shape, start };
 }
 

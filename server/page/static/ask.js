@@ -1,8 +1,8 @@
 // Asks the server and feeds what comes into an answer.
 
 import { decode } from "./arrays.js";
-import { events, postJson } from "./stream.js";
-import { readable } from "./tokens.js";
+import { Names } from "./names.js";
+import { events } from "./stream.js";
 
 /** `question` = {kind, prompt, maxTokens, temperature, seed}. Resolves when the answer is whole. */
 export async function ask(question, model, answer, signal, changed) {
@@ -11,45 +11,33 @@ export async function ask(question, model, answer, signal, changed) {
   if (question.seed !== null) body.seed = question.seed;
   Object.assign(body, { return_routed_experts: true, routed_experts_layers: "moe", return_token_ids: true });
   const path = question.kind === "chat" ? "v1/chat/completions" : "v1/completions";
+  const names = new Names(model, changed);
   for await (const chunk of events(path, body, signal)) {
-    take(chunk, answer, () => name(answer, model, said, changed));
+    take(chunk, answer, names);
     changed();
   }
   answer.finished ??= "no reason given";
 }
 
-function take(chunk, answer, named) {
+/** A chunk's text is not used: which of its tokens it belongs to is not known, nor whether some was held back. */
+function take(chunk, answer, names) {
   const choice = chunk.choices?.[0];
   const prompt = chunk.prompt_token_ids ?? choice?.prompt_token_ids;
   if (prompt && answer.promptLength === null) {
     answer.promptLength = prompt.length;
-    answer.tokens = prompt.map((id) => ({ id, text: null }));
-    named();
+    addTokens(answer, prompt, names);
   }
   if (chunk.prompt_routed_experts) answer.addRows(decode(chunk.prompt_routed_experts).rows);
   if (!choice) return;
   if (choice.routed_experts) answer.addRows(decode(choice.routed_experts).rows);
-  const { text, delta } = choice;
-  addTokens(answer, choice.token_ids ?? [], text ?? delta?.content ?? delta?.reasoning ?? delta?.reasoning_content ?? "");
+  addTokens(answer, choice.token_ids ?? [], names);
   if (choice.finish_reason) answer.finished = choice.finish_reason;
 }
 
-/** The text of several tokens at once cannot be told apart: the first has it. */
-function addTokens(answer, ids, text) {
-  ids.forEach((id, i) => answer.tokens.push({ id, text: i ? "" : text }));
-  const last = answer.tokens.at(-1);
-  if (!ids.length && text && last && answer.tokens.length > answer.promptLength) last.text = (last.text ?? "") + text;
-}
-
-/** Finds the texts of the prompt's tokens; without them their numbers are shown. */
-async function name(answer, model, said, changed) {
-  try {
-    const { tokens, token_strs: texts } = await postJson("tokenize", { model, ...said, return_token_strs: true });
-    if (!texts || tokens.length !== answer.promptLength || tokens.some((id, i) => id !== answer.tokens[i].id)) return;
-    readable(texts).forEach((text, i) => (answer.tokens[i].text = text));
-    answer.renamed = true;
-    changed();
-  } catch {
-    // The server may not have the endpoint.
+function addTokens(answer, ids, names) {
+  for (const id of ids) {
+    const token = { id, text: null };
+    answer.tokens.push(token);
+    names.give(token);
   }
 }

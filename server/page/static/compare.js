@@ -5,6 +5,9 @@ export class Comparison {
     if (a.layers !== b.layers || a.topK !== b.topK) {
       throw new Error("The two answers are of different models: their rows have different shapes.");
     }
+    if (a.knowsLayers && b.knowsLayers && String(a.layerIds) !== String(b.layerIds)) {
+      throw new Error("The two answers are of different models: their rows are of different decoder layers.");
+    }
     Object.assign(this, { a, b });
     this.start = Math.max(a.start, b.start);
     this.length = 0; // rows compared
@@ -53,7 +56,7 @@ export class Comparison {
     const both = Math.min(one.length, other.length);
     for (; this.firstToken === null && this.tokensCompared < both; this.tokensCompared++) {
       const i = this.tokensCompared;
-      const same = one[i].id != null && other[i].id != null ? one[i].id === other[i].id : one[i].text === other[i].text;
+      const same = isSame(one[i].id, other[i].id) ?? isSame(one[i].text, other[i].text) ?? true;
       if (!same) this.firstToken = i;
     }
   }
@@ -66,7 +69,7 @@ export class Comparison {
   }
 
   /** The findings as a sentence. */
-  sentence(layerIds) {
+  sentence() {
     if (!this.length) return "The two answers have no positions in common yet.";
     const share = (100 * this.differing) / (this.length * this.a.layers);
     const { first, firstToken } = this;
@@ -74,10 +77,13 @@ export class Comparison {
     if (firstToken !== null) words.push(`The tokens part at position ${firstToken}.`);
     else words.push("The tokens are the same as far as both go.");
     if (!first) return `${words[0]} So are the experts, in all ${this.length} positions and ${this.a.layers} layers.`;
-    words.push(`The experts part at position ${first.position}, in decoder layer ${layerIds[first.layer]};`);
+    words.push(`The experts part at position ${first.position}, in ${this.a.layerName(first.layer)};`);
     words.push(`${share.toFixed(1)} % of ${this.length} × ${this.a.layers} cells differ.`);
     const most = this.byLayer.indexOf(Math.max(...this.byLayer));
-    words.push(`Most do in decoder layer ${layerIds[most]} (${((100 * this.byLayer[most]) / this.length).toFixed(0)} %).`);
+    words.push(`Most do in ${this.a.layerName(most)} (${((100 * this.byLayer[most]) / this.length).toFixed(0)} %).`);
     return words.join(" ");
   }
 }
+
+/** Null where one of the two is not known. */
+const isSame = (one, other) => (one === null || other === null ? null : one === other);

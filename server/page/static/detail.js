@@ -20,7 +20,7 @@ export class Detail {
     this.table.replaceChildren();
     this.table.style.setProperty("--digits", String(a.experts - 1).length);
     const head = this.table.createTHead().insertRow();
-    for (const title of ["Layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
+    for (const title of [a.knowsLayers ? "Decoder layer" : "MoE layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
       const cell = document.createElement("th");
       cell.scope = "col";
       cell.textContent = title;

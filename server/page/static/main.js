@@ -9,12 +9,12 @@ import { Detail } from "./detail.js";
 import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
 import { Player } from "./player.js";
-import { line, read } from "./saved.js";
+import { UNFINISHED, line, read } from "./saved.js";
 import { ServerError, getJson, useKey } from "./stream.js";
 import { MapTable } from "./table.js";
 import { TokenText, describe } from "./text.js";
 import { watchTheme } from "./theme.js";
-import { visible } from "./tokens.js";
+import { capital, visible } from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
 const PAGE = 50; // tokens that the page keys go
@@ -98,7 +98,7 @@ function draw(now) {
   write("summary", summary(a, b ? "A: " : "") + (b ? ` ${summary(b, "B: ")}` : ""));
   $("parting").hidden = !b;
   if (b) {
-    write("parting-text", comparison.sentence(a.layerIds));
+    write("parting-text", comparison.sentence());
     $("go").hidden = !comparison.first;
   }
   write("detail-token", describe(a, token));
@@ -117,14 +117,14 @@ function summary(answer, name) {
   const generated = answer.promptLength === null ? null : answer.tokens.length - answer.promptLength;
   const tokens = generated === null ? `${answer.tokens.length} tokens` : `${answer.promptLength} prompt and ${generated} generated tokens`;
   const missing = answer.missing ? `, ${answer.missing} of them not known` : "";
-  const end = answer.finished === null ? "growing" : `ended by ${answer.finished}`;
+  const end = answer.finished === null ? "growing" : answer.finished === UNFINISHED ? UNFINISHED : `ended by ${answer.finished}`;
   return `${name}${tokens}, ${answer.length} rows${missing} of ${answer.layers} layers × ${answer.topK} of ${answer.experts} experts, ${end}.`;
 }
 
 function cellInWords({ token, layer }) {
   const { a, b, comparison } = view;
   const ids = (answer) => Array.from(answer.cell(token, layer), (id) => (id < 0 ? "not known" : id)).join(", ") || "no row";
-  const words = `${describe(a, token)}; layer ${a.layerIds[layer]}: `;
+  const words = `${describe(a, token)}; ${a.layerName(layer)}: `;
   if (!b) return `${words}${ids(a)}`;
   const others = comparison.cells[(token - comparison.start) * a.layers + layer];
   const differs = token >= comparison.start && token < comparison.end ? ` (${others} differ)` : "";
@@ -136,7 +136,7 @@ function loadInWords() {
   const loads = Array.from({ length: a.experts }, (_, i) => a.load(layer, i));
   const most = loads.reduce((best, load, i) => (load > loads[best] ? i : best), 0);
   const never = loads.filter((load) => !load).length;
-  const words = `Layer ${a.layerIds[layer]}: expert ${most} is the busiest with ${loads[most].toFixed(1)} × the even share; ${never} of ${a.experts} were never chosen.`;
+  const words = `${capital(a.layerName(layer))}: expert ${most} is the busiest with ${loads[most].toFixed(1)} × the even share; ${never} of ${a.experts} were never chosen.`;
   return expert === null ? words : `${words} Expert ${expert}: ${loads[expert].toFixed(2)} × (${a.counts[layer * a.experts + expert]} tokens).`;
 }
 
@@ -147,7 +147,7 @@ function balanceInWords() {
   const percent = (value) => `${(100 * value).toFixed(1)} %`;
   const { low, mean, high } = balanceA.lines;
   const beside = balanceB && row < balanceB.length ? ` B (dotted): ${percent(balanceB.lines.mean[row])}.` : "";
-  return `At token ${row + a.start}: mean of the layers ${percent(mean[row])} (solid), layer ${a.layerIds[layer]} ${percent(balanceA.at(row, layer))} (dashed), all between ${percent(low[row])} and ${percent(high[row])} (band).${beside}`;
+  return `At token ${row + a.start}: mean of the layers ${percent(mean[row])} (solid), ${a.layerName(layer)} ${percent(balanceA.at(row, layer))} (dashed), all between ${percent(low[row])} and ${percent(high[row])} (band).${beside}`;
 }
 
 // ---- what is selected ----
@@ -273,9 +273,16 @@ function pick() {
   if (chosen($("pick-a")) !== null) show(chosen($("pick-a")), chosen($("pick-b")));
 }
 
-/** Shows the answers in the text of a file. */
-function open(text, file) {
-  const whole = read(text, file);
+/** Shows the answers in the texts of files: [{name, text}]. */
+function open(files, given) {
+  const whole = [];
+  let about = {};
+  for (const { name, text } of files) {
+    const found = read(text, name, about, given);
+    about = found.about;
+    whole.push(...found.answers);
+  }
+  if (!whole.length) throw new Error(`${files.map(({ name }) => name).join(", ")} has no answers.`);
   const first = view.answers.length;
   for (const one of whole) add(player(one));
   view.token = whole[0].promptLength ?? 0;
@@ -286,23 +293,30 @@ function open(text, file) {
 
 function player(whole) {
   const [layers, topK] = whole.shape;
-  const isServed = info && info.num_layers === layers && info.top_k === topK;
+  const isServed = info && info.model === whole.model && info.num_layers === layers && info.top_k === topK;
+  const known = { ...(isServed ? info : {}), ...whole.info };
   const highest = whole.rows.reduce((most, id) => Math.max(most, id), 0);
-  const said = isServed ? info.num_experts : Number(document.documentElement.dataset.experts ?? 0);
-  const experts = Math.max(highest + 1, said);
-  const layerIds = isServed ? info.layer_ids : Array.from({ length: layers }, (_, i) => i);
-  const made = new Player(whole, { layers, topK, experts, layerIds }, changed);
+  const shape = {
+    layers,
+    topK,
+    experts: known.num_experts ?? highest + 1,
+    layerIds: known.layer_ids ?? Array.from({ length: layers }, (_, i) => i),
+    knowsLayers: Boolean(known.layer_ids),
+    knowsExperts: Boolean(known.num_experts),
+    model: whole.model,
+  };
+  if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows of ${layers} layers, and the model has ${shape.layerIds.length}.`);
+  if (highest >= shape.experts) throw new Error(`${whole.name}: an id is ${highest}, and the model has ${shape.experts} experts.`);
+  const made = new Player(whole, shape, changed);
   return { player: made, answer: made.answer };
 }
 
 async function openFiles(files) {
   hideError();
-  for (const file of files) {
-    try {
-      open(await file.text(), file.name);
-    } catch (error) {
-      showError(error);
-    }
+  try {
+    open(await Promise.all(Array.from(files, async (file) => ({ name: file.name, text: await file.text() }))));
+  } catch (error) {
+    showError(error);
   }
 }
 
@@ -344,7 +358,8 @@ async function send() {
     temperature: Number($("temperature").value),
     seed: $("seed").value === "" ? null : Number($("seed").value),
   };
-  const shape = { layers: info.num_layers, topK: info.top_k, experts: info.num_experts, layerIds: info.layer_ids };
+  const { num_layers: layers, top_k: topK, num_experts: experts, layer_ids: layerIds, model } = info;
+  const shape = { layers, topK, experts, layerIds, knowsLayers: true, knowsExperts: true, model };
   const answer = new Answer(`${++asked}: ${shortened(question.prompt)}`, shape);
   const beside = chosen($("pick-b"));
   add({ answer, player: null });
@@ -356,7 +371,7 @@ async function send() {
     await ask(question, info.model, answer, request.signal, changed);
     say(`The answer is whole: ${summary(answer, "")}`);
   } catch (error) {
-    answer.finished ??= error.name === "AbortError" ? "stop" : "an error";
+    answer.finished ??= error.name === "AbortError" ? "abort" : UNFINISHED;
     if (error.name !== "AbortError") showError(error);
   } finally {
     if (running === request) running = null;
@@ -389,7 +404,7 @@ function hideError() {
 /** Starts with what the server told the page: that it has a file to show, wants a key, or captures nothing. */
 async function start() {
   const told = document.documentElement.dataset;
-  if (told.saved) return openSaved(told.saved);
+  if (told.saved) return openSaved(JSON.parse(told.saved), JSON.parse(told.given));
   if (told.capture === "off") {
     $("notice").textContent = "This server does not capture routed experts. Saved answers can be opened all the same.";
     $("notice").hidden = false;
@@ -417,12 +432,13 @@ async function connect() {
   if (matchMedia("(min-width: 700px)").matches) $("prompt").focus();
 }
 
-async function openSaved(name) {
-  $("model").textContent = name;
-  $("empty-how").textContent = "Open answers that were saved: one JSON answer on each line.";
+async function openSaved(names, given) {
+  $("model").textContent = names.join(", ");
+  $("empty-how").textContent = "Open answers that were saved.";
   try {
-    const response = await fetch("routed_experts/saved");
-    open(await response.text(), name);
+    const text = async (_, i) => (await fetch(`routed_experts/saved/${i}`)).text();
+    const texts = await Promise.all(names.map(text));
+    open(texts.map((text, i) => ({ name: names[i], text })), given);
   } catch (error) {
     showError(error);
   }

@@ -5,7 +5,7 @@ import { Answer } from "./answer.js";
 const ROWS_A_FRAME = 128;
 
 export class Player {
-  /** `whole` is what `saved.read` gives; `shape` = {layers, topK, experts, layerIds}. */
+  /** `whole` is what `saved.read` gives; `shape` = that of an `Answer`. */
   constructor(whole, shape, changed) {
     Object.assign(this, { whole, changed });
     this.answer = new Answer(whole.name, shape, whole.start);
@@ -36,7 +36,7 @@ export class Player {
     const all = whole.rows.length / answer.size;
     const isLast = tokens >= whole.tokens.length;
     const rows = Math.min(all, isLast ? all : Math.max(Math.floor(tokens) - 1 - whole.start, 0), answer.length + ROWS_A_FRAME);
-    for (let i = answer.tokens.length; i < Math.floor(tokens); i++) answer.tokens.push({ ...whole.tokens[i] });
+    for (let i = answer.tokens.length; i < Math.floor(tokens); i++) answer.tokens.push(whole.tokens[i]);
     if (rows > answer.length) answer.addRows(whole.rows.subarray(answer.length * answer.size, rows * answer.size));
     if (isLast && rows === all) answer.finished = whole.finished;
     return !this.isOver;

@@ -1,90 +1,171 @@
-// Answers from files: JSON bodies on a line each, one JSON document, or the text of a stream.
+// Answers from files: JSON bodies (on a line each, over lines, in arrays) and streams as curl prints them.
 
 import { decode, encode } from "./arrays.js";
 
-/** The choices in a file: [{name, tokens, promptLength, rows, shape: [L, K], start, finished}]. */
-export function read(text, file) {
-  const found = bodies(text, file).flatMap(({ body, where }) => {
-    if (!Array.isArray(body?.choices)) throw new Error(`${where}: not an answer, as it has no choices.`);
-    return body.choices.map((choice, i) => {
-      try {
-        return choiceOf(body, choice, i, where);
-      } catch (error) {
-        throw new Error(`${where}: ${error.message}`);
+/**
+ * The choices in a file: [{name, model, tokens, promptLength, rows, shape: [L, K], start, finished, info}].
+ *
+ * `about` is what the file before says about its model; `given` what somebody says who knows better. `info` is what is
+ * known: some of num_layers, top_k, num_experts, layer_ids.
+ */
+export function read(text, file, about = {}, given = {}) {
+  const answers = [];
+  for (const { parts, where } of documents(text, file)) {
+    const [first] = parts;
+    if (first?.layer_ids && !first.choices) {
+      about = first;
+      continue;
+    }
+    if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(`${where}: ${first?.error?.message ?? "not an answer, as it has no choices."}`);
+    try {
+      answers.push(...choicesOf(parts, where, { ...about, ...first.routed_experts_info, ...given }));
+    } catch (error) {
+      throw new Error(`${where}: ${error.message}`);
+    }
+  }
+  return { answers, about };
+}
+
+/** The JSON values of a file; the chunks of a stream are the parts of one. */
+function* documents(text, file) {
+  let line = 1;
+  let stream = null;
+  for (let at = 0, end; at < text.length; at = end) {
+    const where = `${file}, line ${line}`;
+    const lineEnd = text.indexOf("\n", at) + 1 || text.length;
+    const head = text.slice(at, Math.min(at + 6, lineEnd)).trimStart();
+    if (/^(data:|event:|id:|retry:|:)/.test(head)) {
+      end = lineEnd;
+      const data = head.startsWith("data:") ? text.slice(at, end).trim().slice(5).trim() : "";
+      stream ??= { parts: [], where };
+      if (data && data !== "[DONE]") stream.parts.push(parse(data, where));
+      if (data === "[DONE]") {
+        if (stream.parts.length) yield stream;
+        stream = null;
       }
-    });
+    } else if (/\S/.test(text[at])) {
+      if (stream?.parts.length) yield stream;
+      stream = null;
+      end = endOfValue(text, at);
+      const value = parse(text.slice(at, end), where);
+      for (const one of Array.isArray(value) ? value : [value]) yield { parts: [one], where };
+    } else end = at + 1;
+    for (let i = text.indexOf("\n", at); i >= 0 && i < end; i = text.indexOf("\n", i + 1)) line++;
+  }
+  if (stream?.parts.length) yield stream; // one that was broken off
+}
+
+/** The place after the JSON value that begins at a place. */
+function endOfValue(text, from) {
+  let depth = 0;
+  for (let at = from; at < text.length; at++) {
+    const character = text[at];
+    if (character === '"') at = endOfString(text, at);
+    else if (character === "{" || character === "[") depth++;
+    else if (character === "}" || character === "]") {
+      depth--;
+      if (depth <= 0) return at + 1;
+    } else if (!depth && character === "\n") return at;
+  }
+  return text.length;
+}
+
+/** The place of the quotation mark that ends a string. */
+function endOfString(text, from) {
+  for (let at = from; ; ) {
+    at = text.indexOf('"', at + 1);
+    if (at < 0) return text.length;
+    let before = at;
+    while (text[before - 1] === "\\") before--;
+    if ((at - before) % 2 === 0) return at;
+  }
+}
+
+function parse(text, where) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    throw new Error(`${where}: not JSON, or cut short.`);
+  }
+}
+
+function choicesOf(parts, where, info) {
+  const choices = new Map(); // by index
+  const prompts = new Map(); // arrays of a prompt's rows, by the index of the choice that came with them
+  for (const part of parts) takePart(part, choices, prompts, info);
+  const perPrompt = Math.max(Math.floor(choices.size / Math.max(prompts.size, 1)), 1);
+  const carriers = [...prompts.keys()].sort((a, b) => a - b);
+  const page = parts[0].routed_experts_page ?? {};
+  return [...choices.values()].map((choice, place) => {
+    const prompt = prompts.get(carriers[Math.floor(place / perPrompt)]) ?? [];
+    const name = choices.size > 1 ? `${where}, choice ${choice.index}` : where;
+    return { name, model: parts[0].model, info, ...choiceOf(choice, prompt, page, info) };
   });
-  if (!found.length) throw new Error(`${file} has no answers.`);
-  return found;
 }
 
-function bodies(text, file) {
-  if (text.trimStart().startsWith("data:")) return streams(text, file);
-  try {
-    const body = JSON.parse(text);
-    return (Array.isArray(body) ? body : [body]).map((one) => ({ body: one, where: file }));
-  } catch {
-    return text.split("\n").flatMap((line, i) => (line.trim() ? [{ body: parse(line, `${file}, line ${i + 1}`), where: `${file}, line ${i + 1}` }] : []));
-  }
-}
-
-function parse(line, where) {
-  try {
-    return JSON.parse(line);
-  } catch {
-    throw new Error(`${where}: not JSON.`);
-  }
-}
-
-/** A stream made a body, with a piece for each chunk. */
-function streams(text, file) {
-  const found = [];
-  let choices = new Map();
-  let prompts = [];
-  for (const line of text.split("\n")) {
-    const data = line.startsWith("data:") ? line.slice(5).trim() : "";
-    if (data === "[DONE]") {
-      found.push({ body: { choices: [...choices.values()], pieces: prompts }, where: file });
-      [choices, prompts] = [new Map(), []];
-    } else if (data) takeChunk(parse(data, file), choices, prompts);
-  }
-  return found;
-}
-
-function takeChunk(chunk, choices, prompts) {
-  if (chunk.prompt_routed_experts) prompts.push(chunk.prompt_routed_experts);
-  for (const part of chunk.choices ?? []) {
-    if (!choices.has(part.index)) choices.set(part.index, { index: part.index, pieces: [], token_ids: [], parts: [] });
-    const choice = choices.get(part.index);
-    if (part.routed_experts) choice.pieces.push(part.routed_experts);
-    choice.prompt_token_ids ??= part.prompt_token_ids ?? chunk.prompt_token_ids;
-    choice.parts.push({ ids: part.token_ids ?? [], text: part.text ?? part.delta?.content ?? "" });
-    choice.finish_reason = part.finish_reason ?? choice.finish_reason;
-  }
-}
-
-function choiceOf(body, choice, place, where) {
-  const many = Array.isArray(body.prompt_routed_experts) && isListOfArrays(body.prompt_routed_experts) ? body.prompt_routed_experts : null;
-  const prompt = many ? many[Math.floor((place * many.length) / body.choices.length)] : body.prompt_routed_experts;
-  const prompts = (body.pieces ?? (prompt == null ? [] : [prompt])).map(decode);
-  const own = (choice.pieces ?? (choice.routed_experts == null ? [] : [choice.routed_experts])).map(decode);
-  const arrays = [...prompts, ...own].filter((array) => array.shape[0]);
-  if (!arrays.length) throw new Error("no routed_experts: the request must ask with return_routed_experts.");
-  const shape = arrays[0].shape.slice(1);
-  if (arrays.some((array) => array.shape[1] !== shape[0] || array.shape[2] !== shape[1])) throw new Error("arrays of different shapes.");
-  const start = arrays[0].start ?? 0;
-  const promptIds = choice.prompt_token_ids ?? body.prompt_token_ids;
-  const promptRows = prompts.reduce((sum, array) => sum + array.shape[0], 0);
-  const rows = join(arrays.map((array) => array.rows));
-  const promptLength = promptIds?.length ?? (prompts.length ? start + promptRows : null);
-  const count = rows.length / (shape[0] * shape[1]);
-  const tokens = tokensOf(body, choice, promptIds, promptLength, start + count + 1);
-  const index = body.choices.length > 1 ? `, choice ${choice.index ?? place}` : "";
-  return { name: `${where}${index}`, tokens, promptLength, rows, shape, start, finished: choice.finish_reason ?? "not finished" };
+function takePart(part, choices, prompts, info) {
+  const list = part.choices ?? [];
+  list.forEach((one, place) => {
+    const index = one.index ?? place;
+    if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isOneByOne: true });
+    const choice = choices.get(index);
+    if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, info));
+    choice.promptIds ??= one.prompt_token_ids ?? part.prompt_token_ids ?? null;
+    choice.finish = one.finish_reason ?? choice.finish;
+    takeTokens(one, choice);
+  });
+  const value = part.prompt_routed_experts;
+  if (value == null) return;
+  const arrays = Array.isArray(value) && isListOfArrays(value) ? value : [value];
+  arrays.forEach((array, i) => {
+    const carrier = list[Math.floor((i * list.length) / arrays.length)]?.index ?? i;
+    if (!prompts.has(carrier)) prompts.set(carrier, []);
+    prompts.get(carrier).push(decode(array, info));
+  });
 }
 
 /** Of several prompts, and not one array as nested lists. */
 const isListOfArrays = (value) => !Array.isArray(value[0]) || Array.isArray(value[0]?.[0]?.[0]);
+
+/**
+ * Tokens with their texts: those of log-probabilities, or a chunk's, where it brings one token and no chunk before it
+ * held back some text, whose place would not be known.
+ */
+function takeTokens(one, choice) {
+  const texts = one.logprobs?.tokens ?? one.logprobs?.content?.map(({ token }) => token) ?? null;
+  const ids = one.token_ids ?? null;
+  if (!ids && !texts) return;
+  const { delta } = one;
+  const text = one.text ?? delta?.content ?? delta?.reasoning ?? delta?.reasoning_content ?? "";
+  const count = (ids ?? texts).length;
+  if (count) choice.isOneByOne &&= count === 1 && text !== "";
+  choice.tokens ??= [];
+  for (let i = 0; i < count; i++) choice.tokens.push({ id: ids?.[i] ?? null, text: texts?.[i] ?? (choice.isOneByOne ? text : null) });
+}
+
+function choiceOf(choice, prompts, page, info) {
+  const arrays = [...prompts, ...choice.arrays];
+  if (!arrays.length) throw new Error("no routed_experts: the request must ask with return_routed_experts.");
+  const filled = arrays.filter((array) => array.shape[0]);
+  const all = (filled[0] ?? arrays[0]).shape.slice(1);
+  if (filled.some((array) => array.shape[1] !== all[0] || array.shape[2] !== all[1])) throw new Error("arrays of different shapes.");
+  const { rows, shape } = moeLayers(join(filled.map((array) => array.rows)), all, info.layer_ids);
+  const count = shape[0] * shape[1] ? rows.length / (shape[0] * shape[1]) : 0;
+  const tokens = page.tokens ? page.tokens.map((text, i) => ({ id: choice.tokens?.[i]?.id ?? null, text })) : choice.tokens;
+  const isWhole = tokens && choice.finish && choice.finish !== "abort"; // then the last token alone has no row
+  const { promptIds } = choice;
+  const start = arrays[0].start ?? (promptIds && isWhole ? Math.max(promptIds.length + tokens.length - 1 - count, 0) : 0);
+  const promptRows = prompts.reduce((sum, array) => sum + array.shape[0], 0);
+  const end = start + count;
+  const promptLength = promptIds?.length ?? (prompts.length ? start + promptRows : isWhole ? Math.max(end + 1 - tokens.length, 0) : null);
+  const prompt = Array.from({ length: promptLength ?? 0 }, (_, i) => ({ id: promptIds?.[i] ?? null, text: page.prompt_tokens?.[i] ?? null }));
+  const unnamed = (length) => Array.from({ length: Math.max(length, 0) }, () => ({ id: null, text: null }));
+  const generated = promptLength === null ? unnamed(end + 1) : (tokens ?? unnamed(end + 1 - promptLength));
+  return { tokens: [...prompt, ...generated], promptLength, rows, shape, start, finished: choice.finish ?? UNFINISHED };
+}
+
+/** In place of a finish reason. */
+export const UNFINISHED = "not finished";
 
 function join(arrays) {
   const all = new Int16Array(arrays.reduce((sum, array) => sum + array.length, 0));
@@ -96,33 +177,44 @@ function join(arrays) {
   return all;
 }
 
-function tokensOf(body, choice, promptIds, promptLength, end) {
-  const promptTexts = body.routed_experts_page?.prompt_tokens;
-  const prompt = Array.from({ length: promptLength ?? 0 }, (_, i) => ({ id: promptIds?.[i] ?? null, text: promptTexts?.[i] ?? null }));
-  return [...prompt, ...generated(choice, Math.max(end - prompt.length, 0))];
+/** Rows without the dense layers that answers with all decoder layers have. */
+function moeLayers(rows, shape, ids) {
+  const [layers, topK] = shape;
+  if (!ids || !rows.length || ids.length === layers) return { rows, shape };
+  if (Math.max(...ids) >= layers) throw new Error(`rows of ${layers} layers, and the model has ${ids.length} MoE layers.`);
+  const kept = join(
+    Array.from({ length: rows.length / topK }, (_, i) => i)
+      .filter((i) => ids.includes(i % layers))
+      .map((i) => rows.subarray(i * topK, (i + 1) * topK)),
+  );
+  return { rows: kept, shape: [ids.length, topK] };
 }
 
-function generated(choice, count) {
-  if (choice.parts) return choice.parts.flatMap(({ ids, text }) => ids.map((id, i) => ({ id, text: i ? "" : text })));
-  const texts = choice.logprobs?.tokens ?? choice.logprobs?.content?.map((entry) => entry.token);
-  const ids = choice.token_ids;
-  return Array.from({ length: ids?.length ?? texts?.length ?? count }, (_, i) => ({ id: ids?.[i] ?? null, text: texts?.[i] ?? null }));
-}
-
-/** An answer as a line that `read` reads. */
+/** An answer as a line that `read` reads, and everything else that reads answers. */
 export function line(answer) {
-  const { layers, topK, start, tokens, size } = answer;
-  const prompt = answer.promptLength ?? 0;
-  const split = Math.min(Math.max(prompt - start, 0), answer.length);
+  const { layers, topK, start, tokens, size, model, promptLength } = answer;
+  const split = Math.min(Math.max((promptLength ?? 0) - start, 0), answer.length);
   const part = (from, to) => encode(answer.rows.subarray(from * size, to * size), [to - from, layers, topK], start + from);
-  const [before, after] = [tokens.slice(0, prompt), tokens.slice(prompt)];
-  const texts = after.map(({ text }) => text ?? "");
-  const choice = { index: 0, text: texts.join(""), token_ids: after.map(({ id }) => id), logprobs: { tokens: texts } };
-  return `${JSON.stringify({
-    object: "text_completion",
-    prompt_token_ids: before.map(({ id }) => id),
-    prompt_routed_experts: part(0, split),
-    choices: [{ ...choice, finish_reason: answer.finished, routed_experts: part(split, answer.length) }],
-    routed_experts_page: { prompt_tokens: before.map(({ text }) => text) },
-  })}\n`;
+  const [before, after] = [tokens.slice(0, promptLength ?? 0), tokens.slice(promptLength ?? 0)];
+  const texts = (part) => part.map(({ text }) => text);
+  const choice = { index: 0, text: texts(after).join(""), routed_experts: part(split, answer.length) };
+  const body = { object: "text_completion", model, choices: [choice], routed_experts_info: infoOf(answer) };
+  choice.finish_reason = answer.finished === UNFINISHED ? null : answer.finished;
+  if (promptLength !== null) {
+    Object.assign(choice, { prompt_token_ids: idsOf(before), token_ids: idsOf(after) });
+    body.prompt_routed_experts = part(0, split);
+    body.routed_experts_page = { prompt_tokens: texts(before), tokens: texts(after) };
+  }
+  return `${JSON.stringify(body)}\n`;
 }
+
+/** Undefined, which JSON leaves out, where they are not known. */
+const idsOf = (tokens) => (tokens.every(({ id }) => id !== null) ? tokens.map(({ id }) => id) : undefined);
+
+/** What is known about the model, in the names of GET /v1/routed_experts. */
+const infoOf = ({ layers, topK, experts, layerIds, knowsExperts, knowsLayers }) => ({
+  num_layers: layers,
+  top_k: topK,
+  num_experts: knowsExperts ? experts : undefined,
+  layer_ids: knowsLayers ? layerIds : undefined,
+});

@@ -1,6 +1,6 @@
 // The map as a table, some tokens at a time.
 
-import { visible } from "./tokens.js";
+import { capital, visible } from "./tokens.js";
 
 const ROWS = 25;
 
@@ -26,7 +26,7 @@ export class MapTable {
     this.range.textContent = `tokens ${this.first} to ${end - 1} of ${last + 1}`;
     this.table.replaceChildren();
     const head = this.table.createTHead().insertRow();
-    for (const title of ["Position", "Token", ...a.layerIds.map((id) => `Layer ${id}`)]) head.append(header(title, "col"));
+    for (const title of ["Position", "Token", ...a.layerIds.map((_, i) => capital(a.layerName(i)))]) head.append(header(title, "col"));
     const body = this.table.createTBody();
     for (let i = this.first; i < end; i++) this.#row(body.insertRow(), a, i);
   }

@@ -20,6 +20,7 @@ export class TokenText {
   reset(answer) {
     this.answer = answer;
     this.shown = [];
+    this.unnamed = []; // positions of tokens without a text, which can come late
     this.selected = null;
     this.block = null;
     this.parted = null;
@@ -28,16 +29,12 @@ export class TokenText {
     this.element.replaceChildren();
   }
 
-  /** Shows tokens that are new; names of tokens can come late. */
+  /** Shows tokens and texts that are new. */
   draw(token, { isStreaming, firstToken }) {
     const { answer, element } = this;
-    if (answer.renamed) {
-      answer.renamed = false;
-      this.reset(answer);
-    }
     const isMore = this.shown.length < answer.tokens.length;
     while (this.shown.length < answer.tokens.length) this.#append(this.#make(this.shown.length));
-    this.#refreshLast();
+    this.unnamed = this.unnamed.filter((i) => answer.tokens[i].text === null || this.#fill(this.shown[i], i));
     element.setAttribute("aria-busy", String(isStreaming));
     this.#mark(token);
     if (firstToken !== this.parted && this.shown[firstToken]) {
@@ -66,6 +63,7 @@ export class TokenText {
     span.className = i < this.answer.promptLength ? "token prompt" : "token";
     this.#fill(span, i);
     this.shown.push(span);
+    if (this.answer.tokens[i].text === null) this.unnamed.push(i);
     return span;
   }
 
@@ -74,12 +72,6 @@ export class TokenText {
     const isNumber = text === null && id !== null;
     span.textContent = isNumber ? `#${id}` : (text || "·").replaceAll("\n", "⏎\n");
     span.classList.toggle("number", isNumber);
-  }
-
-  /** The last token's text can still grow. */
-  #refreshLast() {
-    const last = this.shown.length - 1;
-    if (last >= 0 && !this.answer.finished) this.#fill(this.shown[last], last);
   }
 
   #mark(token) {
