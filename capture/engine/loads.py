@@ -226,7 +226,8 @@ class Loads:
         if asked != request.request_id or child is None or num_local + count > capacity:
             # Where the load begins is not known, so that no row of the request's blocks is.
             self._forgot("loads KV that it was not asked for", capacity)
-            self.handed.forget(request.request_id)
+            if self.handed is not None:
+                self.handed.forget(request.request_id)
             self._add(Load(self._slots(table, 0, capacity), None), np.zeros(capacity, dtype=np.bool_))
             return
         if not self._writes_behind_hit:
