@@ -413,25 +413,34 @@ def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags
             wait_until_idle(server)
 
 
+FEW_SECONDS = (*lease(6), "--kv-cache-memory-bytes", str(4 << 20))
+
+
 @pytest.mark.slow
-def test_leases_that_end(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """Of a few seconds only: before the decode leg comes, when others have the blocks, and during its pull."""
-    flags = (*lease(6), "--kv-cache-memory-bytes", str(4 << 20))
-    with running(tiny_model, tmp_path / "log", *flags) as legs:
-        prompts = [prompt_of(170, seed=980 + index) for index in range(3)]
-        (answer,) = answers_of(legs.second(prompts[2], 9, tagged(legs.first(prompts[2]))))
-        check(untagged(answer, slice(0, 169)), oracle)
-        before = tagged(legs.first(prompts[0]))
+def test_kv_that_was_given_up(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
+    """The prefill server waits a few seconds only, and other prompts have its blocks by the time of the decode leg."""
+    with running(tiny_model, tmp_path / "log", *FEW_SECONDS) as legs:
+        prompt = prompt_of(170, seed=980)
+        params = tagged(legs.first(prompt))
         time.sleep(8)
         for seed in range(60):
             legs.prefill.complete(prompt=prompt_of(400, seed=2000 + seed), max_tokens=1)
-        check(answers_of(legs.second(prompts[0], 9, before))[0], oracle)
-        during = tagged(legs.first(prompts[1]))
+        check(answers_of(legs.second(prompt, 9, params))[0], oracle)
+
+
+@pytest.mark.slow
+def test_a_pull_that_outlives_the_lease(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
+    """The prefill server is stopped meanwhile, and does not see heartbeats."""
+    with running(tiny_model, tmp_path / "log", *FEW_SECONDS) as legs:
+        known, prompt = prompt_of(170, seed=981), prompt_of(170, seed=982)
+        (answer,) = answers_of(legs.second(known, 9, tagged(legs.first(known))))
+        check(untagged(answer, slice(0, 169)), oracle)
+        params = tagged(legs.first(prompt))
         leg = legs.process_of(legs.prefill)
         everyone = [leg, *leg.children(recursive=True)]
         for process in everyone:
             process.suspend()
-        pulling = Running(legs.decode, prompt=prompts[1], max_tokens=9, kv_transfer_params=during)
+        pulling = Running(legs.decode, prompt=prompt, max_tokens=9, kv_transfer_params=params)
         time.sleep(8)
         assert pulling.num_tokens == 0
         for process in everyone:
