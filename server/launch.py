@@ -113,7 +113,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise CommandError(f"The arguments cannot be read: {error}.") from None
     if args.model_tag is not None:  # as vLLM's own command does, but before the configuration is checked
         args.model = args.model_tag
-    configure_logging_from_args(args)
+    try:
+        configure_logging_from_args(args)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CommandError(f"The log's configuration cannot be read: {error}.") from error
     return args
 
 
@@ -198,7 +201,10 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
         say(f"Making the tiny model in {directory}; this takes some seconds.")
         from routed_experts.server.tiny_model import make_tiny_model  # imports transformers
 
-        make_tiny_model(directory)
+        try:
+            make_tiny_model(directory)
+        except OSError as error:
+            raise CommandError(f"The tiny model cannot be written to {directory}: {error.strerror}.") from error
     args.model_tag = args.model = str(directory)
     args.served_model_name = args.served_model_name or [TINY_MODEL_NAME]
     if args.dtype == "auto":
@@ -299,7 +305,7 @@ def run(args: argparse.Namespace) -> None:
     command = ServeSubcommand()
     try:
         command.validate(args)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # vLLM has classes of its own for this
         raise CommandError(sentence_of(error, args.model)) from error
     engine_utils.zmq_socket_ctx = _socket_until_stopped
     try:
@@ -308,6 +314,8 @@ def run(args: argparse.Namespace) -> None:
         return
     except ProbeError as error:
         raise CommandError(str(error)) from error
+    except OSError as error:  # a socket that cannot be bound, a tokenizer that is not there
+        raise CommandError(f"The server cannot run: {error}.") from error
     except RuntimeError as error:
         if not str(error).startswith(_ENGINE_FAILED):
             raise

@@ -1,6 +1,7 @@
 """What is wrong with a model, a port or a flag, said in a sentence before the engine's processes are started."""
 
 import errno
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _first_sentence(text: str) -> str:
     """What a message says, without what pydantic and others put around it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 2 and re.match(r"\d+ validation errors? for ", lines[0]) and "Value error, " not in text:
+        lines = [f"{lines[1]}: {lines[2]}"]
     said = next((line.partition("Value error, ")[2] for line in lines if "Value error, " in line), "")
     sentence = (said or (lines[0] if lines else "vLLM refuses these arguments without saying why")).partition(
         " [type="

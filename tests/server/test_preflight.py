@@ -132,6 +132,18 @@ def test_those_are_vllms_own_words() -> None:
     assert launch._ENGINE_FAILED in Path(utils.__file__).read_text()
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--log-config-file", "/nowhere"), "The log's configuration cannot be read"),
+        (("--tensor-parallel-size", "0"), "tensor_parallel_size: Input should be greater than 0."),
+    ],
+)
+def test_values_that_vllm_refuses(tiny_model: Path, flags: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(launch.CommandError, match=sentence):
+        launch.check(launch.parse([str(tiny_model), *flags]), capture=False)
+
+
 def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         cli.main(["serve", "--help"])

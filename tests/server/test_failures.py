@@ -1,0 +1,163 @@
+"""Every command as a process of its own, where it cannot do what it should: a sentence and a status, no traceback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Event, Thread
+
+import numpy as np
+import pytest
+import torch
+
+from tests.clients.test_compare import G, P, answer_of
+from tests.e2e.harness import prompt_of
+
+PROGRAM = "routed_experts.server.cli"
+
+
+@contextmanager
+def started(*argv: str, options: tuple[str, ...] = (), **streams: int) -> Iterator["subprocess.Popen[str]"]:
+    process = subprocess.Popen(
+        [sys.executable, *options, "-m", PROGRAM, *argv],
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        # Shells have what they run in the background ignore interrupts, and these tests may be that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},  # type: ignore[arg-type]
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with answers of rows that a router could have chosen, of unknown rows, and nothing."""
+    folder = tmp_path_factory.mktemp("files")
+    rows = np.random.default_rng(0).random((P + G - 1, 5, 16)).argsort(axis=2)[:, :, :4].astype(np.int16)
+    tokens = prompt_of(P + G, seed=11)
+    (folder / "answer").write_text(json.dumps(answer_of(rows, tokens)))
+    (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1), tokens)))
+    (folder / "empty").touch()
+    (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
+    return folder
+
+
+COMPARE = "compare MODEL --answers FILES/answer"
+NO_CUDA = "--device cuda cannot be used"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("nonsense", "nonsense is not a command"),
+        ("stats FILES/none", "none cannot be read: No such file"),
+        ("stats FILES", "cannot be read: Is a directory"),
+        ("stats FILES/empty", "empty has no answers"),
+        ("stats FILES/answer -", "standard input has no answers"),
+        ("stats FILES/binary", "binary cannot be read: it is not UTF-8 text"),
+        ("view FILES/none --no-browser", "none cannot be read: No such file"),
+        ("view FILES/empty --no-browser", "empty has no answers"),
+        ("view - --no-browser", "standard input has no answers"),
+        ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
+        ("tiny-model FILES/empty", "File exists"),
+        ("tiny-model /proc/none", "No such file or directory"),
+        ("compare /nowhere/model --answers FILES/answer", "The folder /nowhere/model does not exist"),
+        ("compare FILES --answers FILES/answer", "has no config.json"),
+        ("compare some/model --answers FILES/answer", "the Hugging Face hub cannot be reached"),
+        ("compare MODEL --answers FILES/empty", "empty has no answers"),
+        ("compare MODEL --answers FILES/unknown", "Nothing could be compared"),
+        ("compare MODEL --answers -", "standard input has no answers"),
+        (f"{COMPARE} --device nonsense", "--device nonsense cannot be used"),
+        pytest.param(
+            f"{COMPARE} --device cuda", NO_CUDA, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
+        ),
+        ("compare some/model --answers FILES/answer --json /proc/none", "--json /proc/none cannot be written"),
+        ("compare MODEL --url 127.0.0.1:9", "http://127.0.0.1:9 cannot be asked: "),
+        ("compare MODEL --url ftp://host", "is not the address of a server"),
+        ("serve /nowhere/model", "The folder /nowhere/model does not exist"),
+        ("serve some/model", "the Hugging Face hub cannot be reached"),
+        ("serve MODEL --chat-template /nowhere.jinja", "/nowhere.jinja"),
+    ],
+)
+def test_a_sentence_and_no_traceback(tiny_model: Path, files: Path, command: str, sentence: str) -> None:
+    words = command.replace("FILES", str(files)).replace("MODEL", str(tiny_model)).split()
+    with started(*words) as process:
+        out, err = process.communicate(timeout=300)
+    assert (process.returncode, "Traceback" in out + err) == (2, False), err
+    assert sentence in next(line for line in reversed(err.splitlines()) if line.startswith("routed-experts: "))
+
+
+@pytest.mark.parametrize(
+    ("command", "status"), [("stats FILES/answer", 141), ("stats FILES/answer --json", 141), ("--help", 141)]
+)
+def test_a_reader_that_leaves(files: Path, command: str, status: int) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with started(*command.replace("FILES", str(files)).split(), stdout=write) as process:
+        os.close(write)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (status, "")
+
+
+def test_a_disk_that_is_full(files: Path) -> None:
+    with open("/dev/full", "w") as full, started("stats", str(files / "answer"), stdout=full.fileno()) as process:
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert err.endswith("No space left on device.\n"), err
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("stats -", "numpy._core.multiarray"),
+        ("stats -", "routed_experts.server.saved"),
+        ("view FILES/answer --no-browser", "numpy"),
+        ("tiny-model FILES/model", "torch.nn"),
+        ("tiny-model FILES/model", "tokenizers"),
+        ("compare MODEL --answers FILES/answer", "torch.nn"),
+        ("compare MODEL --answers FILES/answer", "transformers.modeling_utils"),
+        ("serve MODEL", "torch.nn"),
+        ("serve MODEL", "vllm.config"),
+    ],
+)
+def test_an_interrupt_while_imports_run(tiny_model: Path, files: Path, command: str, module: str) -> None:
+    """Python reports each import as it ends; then comes the interrupt."""
+    words = command.replace("FILES", str(files)).replace("MODEL", str(tiny_model)).split()
+    with started(*words, options=("-X", "importtime"), stdin=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.rpartition("|")[2].strip() == module:
+                process.send_signal(signal.SIGINT)
+                break
+        said = [line for line in process.stderr if not line.startswith("import time:")]
+        assert (process.wait(120), [line for line in said if "Traceback" in line]) == (130, [])
+
+
+def test_an_interrupt_while_a_server_is_asked(tiny_model: Path) -> None:
+    """After the model was loaded."""
+    asked, over = Event(), Event()
+
+    class Silent(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.set()
+            over.wait(60)
+
+    with HTTPServer(("127.0.0.1", 0), Silent) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with started("compare", str(tiny_model), "--url", f"127.0.0.1:{server.server_port}") as process:
+            assert asked.wait(120)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        over.set()
+        server.shutdown()
+    assert (process.returncode, out, "Traceback" in err) == (130, "", False)
