@@ -42,8 +42,6 @@ from routed_experts.server.encoding import LostRowsError
 from routed_experts.server.handoff import HandoffError
 from routed_experts.server.launch import CommandError
 from routed_experts.server.probe import ProbeError
-from routed_experts.server.reference import CompareError
-from routed_experts.server.stats import StatsError
 from routed_experts.server.stream import StreamLimitError
 
 ROOT = Path(__file__).parents[2]
@@ -303,7 +301,7 @@ def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: di
 
 # ---- errors ----
 
-AT_START = {CompareError, CommandError, ProbeError, StatsError, UnsupportedConfig}
+AT_START = {CommandError, ProbeError, UnsupportedConfig}
 """The process ends with the sentence."""
 ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""

@@ -13,7 +13,7 @@ from routed_experts.server import cli, launch, preflight
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 SAID = {
-    *("CommandError", "UnsupportedConfig", "ProbeError", "CompareError", "StatsError"),
+    *("CommandError", "UnsupportedConfig", "ProbeError"),
     *("VLLMValidationError", "VLLMNotFoundError", "FieldError", "LostRowsError", "StreamLimitError"),
     *("CodecError", "RoutingError", "EventError", "ArgumentTypeError"),
 }

@@ -121,7 +121,12 @@ def test_lost_rows_that_the_type_cannot_say_are_the_servers_error(rows: int, acc
 def test_answers_without_rows() -> None:
     plain = answer_of([output(1, choice(1, None, finish="abort"))])[0].response
     response = asyncio.run(respond(plain, request()))
-    expected = {"id": "r", "choices": [{"index": 0, "text": plain.choices[0].text}], "prompt_logprobs": {"7": -0.5}}
+    expected = {
+        "id": "r",
+        "choices": [{"index": 0, "text": plain.choices[0].text}],
+        "prompt_logprobs": {"7": -0.5},
+        "kv_transfer_params": None,
+    }
     assert orjson.loads(response.body) == expected
     packed = asyncio.run(respond(plain, request("application/msgpack")))
     assert msgspec.msgpack.decode(packed.body) == orjson.loads(response.body)

@@ -53,6 +53,7 @@ class Response(BaseModel):
     id: str = "r"
     choices: list[Choice]
     prompt_logprobs: dict[int, float] = {7: -0.5}  # vLLM's keys there are numbers
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 def answer_of(
