@@ -29,10 +29,8 @@ SETTINGS = settings(
     deadline=None,
     database=None,
     derandomize=not COUNT,
-    phases=[
-        Phase.explicit,
-        Phase.generate,
-    ],  # an engine that has ended fails every other request too: there is nothing to shrink
+    # An engine that has ended fails every other request too: there is nothing to shrink.
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 LIMIT_S = 30
@@ -46,7 +44,8 @@ LEFT_OUT += ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_
 @pytest.fixture(scope="module", params=KINDS)
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     flags = ("--enable-scale-out", "--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
-    flags = (*flags, *flags_of(request.param))
+    layers = json.dumps({"num_hidden_layers": L + 1})  # as the layers that the executor names
+    flags = (*flags, "--hf-overrides", layers, *flags_of(request.param))
     with served(tiny_model, KINDS[request.param][0], *flags) as server, server.client() as opened:
         before = server.state_left()  # of other tests' servers in this process
         yield opened
