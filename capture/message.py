@@ -3,6 +3,7 @@
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -24,6 +25,7 @@ _HEADER_TYPE = np.dtype(np.int32)
 _WORDS = _HEADER_TYPE.itemsize // np.dtype(np.int16).itemsize
 _NO_ROWS, _ALONE = -1, -2
 """In place of the number of an output's packed rows: it has none at all, or they are in an array of their own."""
+_NOTHING = (_NO_ROWS, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,33 +101,35 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
     """Prepares the rows of a message: `PlacedRows` on `outputs` become arrays that vLLM can send.
 
     Gives what goes on an output before all others (`ROWS_OUTPUT_ID`); None if none of them has rows. It is a header of
-    int32: the number of outputs, L and K, and for each output the number of its packed rows, the position of its first
-    row, and how many rows are not known. The small arrays follow: at hundreds of requests with a row each, an array
-    costs much more to encode and decode than its contents. Large arrays stay on their outputs, and are not copied.
+    int32: the number of outputs, L and K; for each output the number of its packed rows; for each the position of its
+    first row; for each how many of its rows are not known. The small arrays follow: at hundreds of requests with a row
+    each, an array costs much more to encode and decode than its contents. Large arrays stay on their outputs, and are
+    not copied.
     """
-    placed = [
-        (index, output.routed_experts) for index, output in enumerate(outputs) if output.routed_experts is not None
-    ]
-    if not placed:
-        return None
-    table = np.full((len(outputs), 3), _NO_ROWS, dtype=_HEADER_TYPE)
-    small: list[tuple[int, Rows]] = []
-    for index, (start, rows) in placed:
+    counts, starts, unknown = [_NO_ROWS] * len(outputs), [0] * len(outputs), [0] * len(outputs)
+    shape: tuple[int, ...] | None = None
+    small: list[Rows] = []
+    for index, output in enumerate(outputs):
+        if output.routed_experts is None:
+            continue
+        starts[index], rows = output.routed_experts
+        shape = rows.shape[1:]
         if rows.nbytes > SMALL_ARRAY_BYTES:
-            outputs[index].routed_experts = rows
-            table[index] = _ALONE, start, count_unknown(rows)
+            counts[index], unknown[index] = _ALONE, count_unknown(rows)
+            output.routed_experts = rows
         else:
-            outputs[index].routed_experts = None
-            small.append((index, rows))
-            table[index] = len(rows), start, 0
-    header = np.array([len(outputs), *placed[0][1].rows.shape[1:]], dtype=_HEADER_TYPE)
-    first = (header.size + table.size) * _WORDS
-    packed = np.concatenate([np.empty(first, dtype=np.int16), *(rows.reshape(-1) for _, rows in small)])
-    if packed[first:].min(initial=0) < 0:
-        for index, rows in small:
-            table[index, 2] = count_unknown(rows)
-    packed[:first].view(_HEADER_TYPE)[:] = np.concatenate([header, table.reshape(-1)])
-    return packed
+            counts[index] = len(rows)
+            small.append(rows)
+            output.routed_experts = None
+    if shape is None:
+        return None
+    body = np.concatenate(small).reshape(-1) if small else np.empty(0, dtype=np.int16)
+    if body.min(initial=0) < 0:
+        packed = [index for index, count in enumerate(counts) if count >= 0]
+        for index, rows in zip(packed, small, strict=True):
+            unknown[index] = count_unknown(rows)
+    header = np.array([len(outputs), *shape, *counts, *starts, *unknown], dtype=_HEADER_TYPE)
+    return np.concatenate([header.view(np.int16), body])
 
 
 class Unpacker:
@@ -133,7 +137,7 @@ class Unpacker:
 
     def __init__(self) -> None:
         self._message: object = None
-        self._entries: Iterator[list[int]] = iter(())
+        self._entries: Iterator[tuple[int, int, int]] = repeat(_NOTHING)
         self._rows: Rows | None = None
         self._first = 0
 
@@ -147,12 +151,11 @@ class Unpacker:
             message: tells messages apart, so that what is left of one is never taken for another's.
         """
         if message != self._message:
-            self._message, self._entries = message, iter(())
+            self._message, self._entries = message, repeat(_NOTHING)
         if outputs and outputs[0].request_id == ROWS_OUTPUT_ID:
             self._begin(outputs.pop(0).routed_experts)
-        for output in outputs:
+        for output, (count, start, num_unknown) in zip(outputs, self._entries, strict=False):
             alone, output.routed_experts = output.routed_experts, None
-            count, start, num_unknown = next(self._entries, _NOTHING)
             if count >= 0:
                 assert self._rows is not None
                 end = self._first + count
@@ -164,8 +167,5 @@ class Unpacker:
     def _begin(self, packed: NDArray[np.int16]) -> None:
         num_outputs, num_layers, top_k = packed[: 3 * _WORDS].view(_HEADER_TYPE).tolist()
         table, body = np.split(packed[3 * _WORDS :], [3 * num_outputs * _WORDS])
-        self._entries = iter(table.view(_HEADER_TYPE).reshape(-1, 3).tolist())
+        self._entries = chain(zip(*table.view(_HEADER_TYPE).reshape(3, -1).tolist(), strict=True), repeat(_NOTHING))
         self._rows, self._first = body.reshape(-1, num_layers, top_k), 0
-
-
-_NOTHING = [_NO_ROWS, 0, 0]

@@ -538,7 +538,7 @@ def test_rows_of_one_output_that_are_lost_leave_a_gap_there_alone() -> None:
     frontend = Frontend()
     queues = [frontend.add(request_id) for request_id in "ab"]
     frontend.step(*(output(request_id, 1, first=0, rows=3) for request_id in "ab"))
-    large = np.arange(100, dtype=np.int16).repeat(L * K * 30).reshape(100, L, 30 * K)
+    large = rows_of(3, 1403)
     sent = message(
         EngineCoreOutput("a", [1], routed_experts=PlacedRows(3, rows_of(3, 4))),
         EngineCoreOutput("b", [1], routed_experts=PlacedRows(3, large)),
@@ -546,10 +546,10 @@ def test_rows_of_one_output_that_are_lost_leave_a_gap_there_alone() -> None:
     assert sent[2].routed_experts is large
     sent[2].routed_experts = None
     frontend.processor.process_outputs(sent)
-    frontend.step(*(output(request_id, 1, first=4 if request_id == "a" else 103) for request_id in "ab"))
+    frontend.step(*(output(request_id, 1, first=4 if request_id == "a" else 1403) for request_id in "ab"))
     one, other = (feed_of(take(queue)) for queue in queues)
     assert taken(one, 5) == [0, 1, 2, 3, 4]
-    assert taken(other, 104) == [0, 1, 2, *[-1] * 100, 103]
+    assert taken(other, 1404) == [0, 1, 2, *[-1] * 1400, 1403]
 
 
 def test_rows_without_the_output_that_places_them_are_dropped() -> None:
