@@ -125,11 +125,12 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
         return None
     body = np.concatenate(small).reshape(-1) if small else np.empty(0, dtype=np.int16)
     if body.min(initial=0) < 0:
-        packed = [index for index, count in enumerate(counts) if count >= 0]
-        for index, rows in zip(packed, small, strict=True):
+        of_small = [index for index, count in enumerate(counts) if count >= 0]
+        for index, rows in zip(of_small, small, strict=True):
             unknown[index] = count_unknown(rows)
     header = np.array([len(outputs), *shape, *counts, *starts, *unknown], dtype=_HEADER_TYPE)
-    return np.concatenate([header.view(np.int16), body])
+    packed: NDArray[np.int16] = np.concatenate([header.view(np.int16), body])
+    return packed
 
 
 class Unpacker:
