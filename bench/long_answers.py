@@ -142,7 +142,7 @@ class Edge:
         async for output in collected.collect_from(self._long_outputs(body["generated"], at_once=True)):
             final = output
         assert final.outputs
-        return await respond(WholeAnswer(_Completion(), collected, encoder_of(options), EXPERTS, False), request)
+        return await respond(WholeAnswer(_Completion(), collected, encoder_of(options), False), request)
 
     async def short(self, request: Request) -> Response:
         """A stream of so many tokens, slowly."""
@@ -180,7 +180,7 @@ class Edge:
             await asyncio.sleep(SHORT_GAP_S)
 
     def _stream(self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-        aligner = StreamAligner(options, encoder_of(options), EXPERTS, 1, str)
+        aligner = StreamAligner(options, encoder_of(options), 1, str)
         return aligner.rewrite(_chunks(aligner.watch(outputs)))
 
 

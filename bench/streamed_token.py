@@ -69,7 +69,7 @@ class Stream:
         """Microseconds of a token above a stream without rows: of all, and of what can be told apart."""
 
         def whole() -> AsyncIterator[str]:
-            aligner = StreamAligner(OPTIONS, encoder_of(OPTIONS), EXPERTS, 1, str)
+            aligner = StreamAligner(OPTIONS, encoder_of(OPTIONS), 1, str)
             return aligner.rewrite(self._chunks(aligner.watch(self._outputs(RowFeed()))))
 
         off = await self._timed(lambda: self._chunks(self._outputs(None)))

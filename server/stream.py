@@ -90,7 +90,6 @@ class StreamAligner:
     Args:
         options: what the request asks for.
         encoder: how it wants its arrays.
-        num_experts: of a layer, for histograms.
         num_choices: `n`, choices for each prompt.
         error_event: the text of the event that ends a stream that failed.
         preface_chunks: chunks that the generator sends before the first one that brings tokens.
@@ -102,7 +101,6 @@ class StreamAligner:
         self,
         options: RoutingOptions,
         encoder: Encoder,
-        num_experts: int,
         num_choices: int,
         error_event: Callable[[Exception], str],
         preface_chunks: int = 0,
@@ -111,7 +109,6 @@ class StreamAligner:
     ) -> None:
         self._options = options
         self._encoder = encoder
-        self._num_experts = num_experts
         self._num_choices = num_choices
         self._error_event = error_event
         self._preface_chunks = preface_chunks

@@ -192,7 +192,6 @@ class RoutedServing:
         return StreamAligner(
             options,
             self.encoder(options),
-            self.captured.num_experts,
             num_choices,
             self._error_event,
             preface_chunks,
@@ -216,7 +215,7 @@ class RoutedServing:
         if options_of(request) is None:
             response.kv_transfer_params = handoff.to_wire(response.kv_transfer_params)
             return response
-        return WholeAnswer(response, rows, self.encoder(rows.options), self.captured.num_experts, is_list)
+        return WholeAnswer(response, rows, self.encoder(rows.options), is_list)
 
     def _error_event(self, error: Exception) -> str:
         said = isinstance(error, LostRowsError | StreamLimitError)

@@ -108,14 +108,12 @@ class WholeAnswer:
     Attributes:
         response: a pydantic model with `choices`.
         encoder: how the request wants its arrays.
-        num_experts: of a layer.
         is_list: whether the request gave a list of prompts.
     """
 
     response: Any
     rows: CollectedRows
     encoder: Encoder
-    num_experts: int
     is_list: bool
 
     @property

@@ -64,7 +64,7 @@ def test_a_requests_id_cannot_write_a_line_of_the_log(caplog: pytest.LogCaptureF
 
         output_again = output(3, choice(5, RowFeed()))
         output_again.request_id = FORGED
-        aligner = StreamAligner(RoutingOptions(), Encoder("object", "int16", (2, 3), 9), 9, 1, str)
+        aligner = StreamAligner(RoutingOptions(), Encoder("object", "int16", (2, 3), 9), 1, str)
         async for _ in aligner.watch(outputs()):
             pass
 

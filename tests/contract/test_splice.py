@@ -73,7 +73,7 @@ def rewritten(chunk: str, form: Any, histogram: bool) -> tuple[list[str], np.nda
 
     async def run() -> list[str]:
         options = RoutingOptions(format=form, histogram=histogram)
-        aligner = StreamAligner(options, Encoder(form, "int16", (48, 8), 128), 128, 1, str)
+        aligner = StreamAligner(options, Encoder(form, "int16", (48, 8), 128), 1, str)
 
         async def chunks() -> AsyncIterator[str]:
             async for _ in aligner.watch(outputs()):

@@ -55,7 +55,7 @@ class Answer:
         feed = RowFeed()
         feed.push(0, rows_of(PROMPT))
         if self._stream:
-            aligner = StreamAligner(self.options, self.encoder, EXPERTS, 1, str)
+            aligner = StreamAligner(self.options, self.encoder, 1, str)
             async for line in aligner.rewrite(self._chunks(aligner.watch(self._outputs(feed)))):
                 yield line
             return
@@ -63,7 +63,7 @@ class Answer:
             feed.push(PROMPT + token, rows_of(1))
         rows = CollectedRows(self.options, (L, K))
         rows.collect(output(PROMPT, choice(TOKENS, feed)))
-        answer = WholeAnswer(Response(choices=[Choice(index=0)]), rows, self.encoder, EXPERTS, is_list=False)
+        answer = WholeAnswer(Response(choices=[Choice(index=0)]), rows, self.encoder, is_list=False)
         del feed, rows
         async for part in (await respond(answer, request(self._accept))).body_iterator:
             yield part

@@ -66,9 +66,7 @@ def aligner_of(
 ) -> StreamAligner:
     asked = RoutingOptions(**options)
     encoder = Encoder(asked.format, dtype, (L, K), EXPERTS)
-    return StreamAligner(
-        asked, encoder, EXPERTS, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes
-    )
+    return StreamAligner(asked, encoder, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes)
 
 
 def generator(

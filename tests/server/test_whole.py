@@ -65,7 +65,7 @@ def answer_of(
         rows.collect(each)
     count = sum(len(each.outputs) for each in outputs)
     response = Response(choices=[Choice(index=index) for index in range(count)])
-    return WholeAnswer(response, rows, Encoder(asked.format, dtype, (L, K), EXPERTS), EXPERTS, is_list), rows
+    return WholeAnswer(response, rows, Encoder(asked.format, dtype, (L, K), EXPERTS), is_list), rows
 
 
 def body_of(outputs: list[RequestOutput], **options: Any) -> dict[str, Any]:
