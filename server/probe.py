@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 from starlette.middleware import Middleware
 
 from routed_experts.capture.engine.connectors import MISSING, on_load
+from routed_experts.capture.handoff import PARAM as ROWS_PARAM
 from routed_experts.capture.message import SMALL_ARRAY_BYTES
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import OPT_IN, PROMPT_START
+from routed_experts.server import handoff
 from routed_experts.server.captured_engine import CapturedEngine
 from routed_experts.server.encoding import LINE_BYTES
 from routed_experts.server.other_doors import CLOSED, INVOCATIONS
@@ -78,7 +80,8 @@ async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: 
 
 
 class FrontDoor:
-    """The application with all routes and vLLM's own middleware, called without a socket, which is not open yet.
+    """The application with all routes and the middleware of vLLM and this server, called without a socket, which is not
+    open yet.
 
     Other middleware is left out: an operator's may refuse this client, and HTTP metrics need not count it.
     """
@@ -86,7 +89,7 @@ class FrontDoor:
     def __init__(self, app: FastAPI, args: Namespace, model: str) -> None:
         front = copy.copy(app)
         front.root_path = ""  # paths are as behind a proxy, which strips it
-        front.user_middleware = [layer for layer in app.user_middleware if _is_vllms(layer)]
+        front.user_middleware = [layer for layer in app.user_middleware if _is_known(layer)]
         front.middleware_stack = None  # built anew
         keys = api_keys(args)
         self._client = httpx.AsyncClient(
@@ -136,9 +139,9 @@ def _generate(prompt: list[int], **sampling: Any) -> dict[str, Any]:
     return {"token_ids": prompt, "sampling_params": sampling}
 
 
-def _is_vllms(layer: Middleware) -> bool:
+def _is_known(layer: Middleware) -> bool:
     function = layer.kwargs.get("dispatch", layer.cls)
-    return str(getattr(function, "__module__", "")).startswith("vllm.")
+    return str(getattr(function, "__module__", "")).startswith(("vllm.", "routed_experts."))
 
 
 async def _endpoints(door: FrontDoor, args: Namespace, max_model_len: int) -> dict[str, Body]:
@@ -162,10 +165,11 @@ async def _check_endpoints(door: FrontDoor, endpoints: dict[str, Body], captured
         )
     too_late = captured.engine.vllm_config.model_config.max_model_len + 1
     for path, body in endpoints.items():
-        asked = {OPT_IN: True, PROMPT_START: too_late, **body([1], max_tokens=1)}
-        await _check_refusal(door, path, PROMPT_START, **asked)
+        asked = {OPT_IN: True, **body([1], max_tokens=1)}
+        await _check_refusal(door, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
+        await _check_refusal(door, path, handoff.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
         if path != _GENERATE:
-            await _check_refusal(door, path, OPT_IN, use_beam_search=True, **{OPT_IN: True}, **body([1], max_tokens=1))
+            await _check_refusal(door, path, OPT_IN, **asked, use_beam_search=True)
     for path in CLOSED:
         await _check_refusal(door, path, OPT_IN, **{OPT_IN: True})
 

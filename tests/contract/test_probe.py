@@ -227,6 +227,7 @@ NOT_OF_EVERY_REQUEST = {
     "_update_requests_with_invalid_blocks": "follows failed loads of KV connectors",
     "_connector_finished": "hands rows over with the KV of KV connectors",
     "set_pause_state": "called by /resume",
+    "finish_requests": "keeps the order of outputs where a pause ends requests",
     "has_requests": "asks for one more step while a thread reads a prompt's rows and nothing else is left to do",
     "compile_or_warm_up_model": "records CUDA graphs",
     # of the connector's place
