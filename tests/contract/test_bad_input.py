@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, L, Tokens, _digest
 from tests.contract.connectors import KINDS, flags_of
 from tests.contract.hostile import PULL, VALID, Hostile, check_response
-from tests.contract.served import ServedExecutor, served
+from tests.contract.served import DECODER_LAYERS, ServedExecutor, served
 from tests.e2e.harness import prompt_of
 
 COUNT = int(os.environ.get("BAD_INPUT_REQUESTS", "0"))
@@ -44,7 +44,7 @@ LEFT_OUT += ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_
 @pytest.fixture(scope="module", params=KINDS)
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     flags = ("--enable-scale-out", "--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
-    layers = json.dumps({"num_hidden_layers": L + 1})  # as the layers that the executor names
+    layers = json.dumps({"num_hidden_layers": DECODER_LAYERS})
     flags = (*flags, "--hf-overrides", layers, *flags_of(request.param))
     with served(tiny_model, KINDS[request.param][0], *flags) as server, server.client() as opened:
         before = server.state_left()  # of other tests' servers in this process

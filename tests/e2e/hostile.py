@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from routed_experts.server.tiny_model import make_tiny_model
 from tests.contract.hostile import Hostile, check_response
-from tests.e2e.harness import ASK, SMALL_KV, Oracle, Server, answers_of, check, prompt_of, serving
+from tests.e2e.harness import ASK, ON_GPU, SMALL_KV, Oracle, Server, answers_of, check, prompt_of, serving
+from tests.e2e.offload_on_cpu import kv_transfer_config
 
 LIMIT_S = 60
 FLAGS = (*SMALL_KV, "--block-size", "32", "--max-num-batched-tokens", "64", "--max-num-seqs", "16")
@@ -76,7 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kv-offloading-size", type=float, help="GiB; on a CPU with the worker of the tests")
     args, flags = parser.parse_known_args(argv)
+    if args.kv_offloading_size and ON_GPU:
+        flags += ["--kv-offloading-size", str(args.kv_offloading_size)]
+    elif args.kv_offloading_size:  # vLLM refuses it there
+        flags += ["--kv-transfer-config", json.dumps(kv_transfer_config(int(args.kv_offloading_size * (1 << 30))))]
     with TemporaryDirectory() as directory:
         model = Path(directory) / "tiny"
         make_tiny_model(model)
