@@ -140,7 +140,7 @@ def run(argv: list[str]) -> int:
         print(USAGE, end="")
         return 0
     if command not in COMMANDS:
-        raise CommandError(f"{command} is not a command.\n\n{USAGE}")
+        return complain(f"{command} is not a command.\n\n{USAGE}")
     if command not in WITHOUT_VLLM and find_spec("vllm") is None:
         raise CommandError(NO_VLLM)
     try:

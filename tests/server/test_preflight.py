@@ -136,7 +136,7 @@ def test_those_are_vllms_own_words() -> None:
     ("flags", "sentence"),
     [
         (("--log-config-file", "/nowhere"), "The log's configuration cannot be read"),
-        (("--tensor-parallel-size", "0"), "tensor_parallel_size: Input should be greater than 0."),
+        (("--tensor-parallel-size", "0"), "tensor_parallel_size: Input should be greater than or equal to 1."),
     ],
 )
 def test_values_that_vllm_refuses(tiny_model: Path, flags: tuple[str, ...], sentence: str) -> None:
