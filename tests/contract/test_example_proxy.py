@@ -255,7 +255,7 @@ def test_a_clients_kv_transfer_params_reach_no_instance(path: str) -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 def test_no_other_path_is_written_to(method: str) -> None:
     """Those that generate would take a client's `kv_transfer_params`; others change the instance."""
-    paths = ["/invocations", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/v2/chat", "/sleep"]
+    paths = ["/invocations", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/cohere/v2/chat", "/sleep"]
     paths += ["/v1/completions/", "//v1/completions", "/v1/Completions", "/v1/completions%2f", "/x/../v1/responses"]
 
     async def test() -> None:
