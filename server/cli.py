@@ -42,7 +42,6 @@ NO_READER = 128 + 13  # and SIGPIPE
 
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
-    stop_on_signals()
     say("Loading vLLM, which takes some seconds; its log follows.")
     from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
 
@@ -97,10 +96,15 @@ WITHOUT_VLLM = ("stats", "view")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console command; returns its exit status."""
+    """Entry point of the console command; returns its exit status. A program that calls it with arguments keeps its
+    own signal handlers."""
+    if argv is None:
+        argv = sys.argv[1:]
+        if argv[:1] == ["serve"]:
+            stop_on_signals()
     try:
         try:
-            return run(sys.argv[1:] if argv is None else argv)
+            return run(argv)
         finally:
             _flush()
     except CommandError as error:

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import signal
+import threading
 import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
@@ -255,3 +257,12 @@ def test_what_vllms_parser_refuses_is_a_sentence(capsys: pytest.CaptureFixture[s
     code, _, err = run(capsys, "serve", "--served-model-name", "mine")
     assert code == 2
     assert "`model` should be provided" in err
+
+
+def test_a_program_that_calls_it_keeps_its_signals(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the command's own process is stopped in the server's way (`tests/e2e/test_stopping.py`)."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    assert cli.main(["serve", "--port", "0", "/no/such/folder"]) == 2
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+    assert "ctrl-c" not in {thread.name for thread in threading.enumerate()}
