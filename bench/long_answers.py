@@ -110,6 +110,7 @@ class _Choice(BaseModel):
 class _Completion(BaseModel):
     id: str = "cmpl-1"
     choices: list[_Choice] = [_Choice()]
+    kv_transfer_params: None = None
 
 
 class Edge:
