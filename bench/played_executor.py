@@ -96,7 +96,9 @@ class PlayedExecutor(Executor):
         if ids and self._is_captured:
             offsets = np.cumsum([0, *counts], dtype=np.int64)
             slots = np.concatenate([self._slots(each, starts[each], n) for each, n in zip(ids, counts, strict=True)])
-            attach(output, StepRows(self._rows[: offsets[-1]].copy(), slots, offsets))
+            # By position, so that the same prompt has the same rows each time.
+            positions = np.concatenate([np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)])
+            attach(output, StepRows(self._rows[positions % len(self._rows)], slots, offsets))
         time.sleep(max(ends - time.perf_counter(), 0))
         return output
 

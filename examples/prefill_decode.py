@@ -79,6 +79,10 @@ def from_client(content: bytes) -> dict[str, Any]:
     for holder in (body, body.get("vllm_xargs"), params.get("extra_args")):
         if isinstance(holder, dict):
             holder.pop(PARAMS, None)
+    try:
+        orjson.dumps(body)
+    except TypeError as error:  # nested deeper than it can be written again
+        raise BadRequest(f"The body cannot be passed on: {error}", None) from None
     return body
 
 

@@ -55,9 +55,12 @@ class Drain:
         def shutdown_after_requests(timeout: float | None = None) -> None:
             server = getattr(state, "server", None)
             if self.until is None and server is not None and loop.is_running() and not _in_event_loop():
-                asyncio.run_coroutine_threadsafe(self._run(engine, server, timeout or 0), loop).result()
-                assert self.until is not None
-                timeout = timeout and max(self.until - time.monotonic(), 1.0)
+                try:
+                    asyncio.run_coroutine_threadsafe(self._run(engine, server, timeout or 0), loop).result()
+                except Exception:
+                    logger.exception("Stopping: requests under way could not be waited for.")
+                if self.until is not None:
+                    timeout = timeout and max(self.until - time.monotonic(), 1.0)
             shutdown(timeout=timeout)
 
         engine.shutdown = shutdown_after_requests
@@ -126,7 +129,8 @@ class DrainMiddleware:
 def _only_reads(scope: Scope) -> bool:
     if scope["type"] == "lifespan":
         return True
-    return scope.get("method") in ("GET", "HEAD", "OPTIONS") and scope["path"] not in _HEALTH
+    path = scope["path"].removeprefix(scope.get("root_path", ""))  # a proxy may or may not strip --root-path
+    return scope.get("method") in ("GET", "HEAD", "OPTIONS") and path not in _HEALTH
 
 
 def _in_event_loop() -> bool:

@@ -11,6 +11,7 @@ import httpx
 import numpy as np
 from fastapi import FastAPI
 from numpy.typing import NDArray
+from starlette.datastructures import State
 from starlette.middleware import Middleware
 
 from routed_experts.capture.engine.connectors import MISSING, on_load
@@ -87,7 +88,11 @@ class FrontDoor:
     """
 
     def __init__(self, app: FastAPI, args: Namespace, model: str) -> None:
+        # With VLLM_SERVER_DEV_MODE, vLLM logs as errors what it refuses, which the probe asks for on purpose.
+        quiet = copy.copy(args)
+        quiet.log_error_stack = False
         front = copy.copy(app)
+        front.state = State({**app.state._state, "args": quiet})
         front.root_path = ""  # paths are as behind a proxy, which strips it
         front.user_middleware = [layer for layer in app.user_middleware if _is_known(layer)]
         front.middleware_stack = None  # built anew
@@ -152,7 +157,10 @@ async def _endpoints(door: FrontDoor, args: Namespace, max_model_len: int) -> di
     # vLLM's own answer, which tells whether there is a tokenizer, and a chat template that takes such a message.
     tokenized = await door.post("/tokenize", messages=_MESSAGES)
     if tokenized.status_code == 200 and tokenized.json()["count"] + _NEW_TOKENS < max_model_len:
-        found[_CHAT] = _chat
+        # Some models render their chats otherwise (gpt-oss's are of its own tokens, which a small vocabulary lacks).
+        plain = await door.post(_CHAT, **_chat([], max_tokens=1))
+        if plain.status_code == 200:
+            found[_CHAT] = _chat
     return found
 
 

@@ -19,6 +19,10 @@ from routed_experts.server.complaint import CommandError
 
 STDIN = "-"
 INFO = "routed_experts_info"
+DENSE_NEED = (
+    "its rows have dense layers too (routed_experts_layers: all), and nothing tells which: put the object of "
+    "GET /v1/routed_experts into a file before it"
+)
 RAW_NEEDS = (
     "its rows have the form raw, which does not carry its shape: give --num-layers, --top-k and --rows-dtype, "
     "or ask for the form object"
@@ -134,6 +138,9 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
     rows = routing.rows
     if not len(rows):
         return routing
+    # No router chooses an expert twice for a token: this is a dense layer. With one expert a token, none can be told.
+    if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
+        raise RoutingError(DENSE_NEED)
     for count, expected, what in ((rows.shape[1], info.num_layers, "layers"), (rows.shape[2], info.top_k, "experts")):
         if expected not in (None, count):
             raise RoutingError(f"rows of {count} {what}, and the model has {expected}")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routed_experts.protocol.collect import RoutingError
 from routed_experts.server.complaint import CommandError
 from routed_experts.server.saved import ModelInfo, opened, read
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
@@ -82,6 +83,14 @@ def test_what_the_server_says_about_its_layers(tmp_path: Path) -> None:
     answers = found(tmp_path, *texts, given=ModelInfo(num_experts=99))
     assert [one.info.layer_ids for one in answers] == [None, (1, 2, 4), (7, 8, 9), (1, 2, 4)]
     assert [one.info.num_experts for one in answers] == [99] * 4
+
+
+def test_dense_layers_that_nothing_names_are_not_counted(tmp_path: Path) -> None:
+    rows = rows_of(20, 1)
+    rows[:, 1] = 0
+    (one,) = found(tmp_path, json.dumps(answer(Told(rows, [rows[:9]]))))
+    with pytest.raises(RoutingError, match="dense layers"):
+        one.routings()
 
 
 def test_dense_layers_are_left_out(tmp_path: Path) -> None:
