@@ -77,6 +77,12 @@ def lease_of(config: KVTransferConfig) -> float | None:
     return None
 
 
+def reads_back(config: KVTransferConfig) -> bool:
+    """Whether prefill instances read KV of decode instances too (NIXL's `bidirectional_kv_xfer`)."""
+    extra = (child.get("kv_connector_extra_config") or {} for child in children_of(config))
+    return any(each.get("bidirectional_kv_xfer", False) for each in extra)
+
+
 def children_of(config: KVTransferConfig) -> list[Mapping[str, Any]]:
     """The configuration of each connector, those within a `MultiConnector` in their order."""
     if config.kv_connector == MULTI:

@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, lease_of, used_by
+from routed_experts.capture.engine.connectors import MULTI, RECOMPUTE, Kind, lease_of, reads_back, used_by
 from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.offloading import Forgot, Keep, OffloadedRows, Reload
 from routed_experts.capture.handoff import WireRows
@@ -95,6 +95,7 @@ class Loads:
         self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
         self._loads: list[Load | Reload] = []
+        self._reads_back = reads_back(config)
         lease_s = lease_of(config)
         self.handed = HandedRows(lease_s) if lease_s is not None else None
         self._rowless: set[int] = set()  # blocks some of whose rows were not computed here, as of the step to come
@@ -192,15 +193,23 @@ class Loads:
     def _may_pull(self, request: Request, end: int) -> bool:
         """Whether a request may pull KV up to position `end`.
 
-        NIXL's worker ends the engine where the prefill instance has less than that, or other KV cache groups.
+        NIXL's worker ends the engine where the prefill instance has less than that, or other KV cache groups. What a
+        prefill leg is told to read, its scheduler waits for without fetching it, unless the configuration asks for it.
         """
         if self.handed is None:
             return True
         params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill") and not self._reads_back:
+            return False
         groups, num_tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
-        if groups and len(groups) != len(self._kv_cache_manager.kv_cache_config.transfer_groups):
+        transferred = self._kv_cache_manager.kv_cache_config.transfer_group_ids
+        if groups and len(groups) != len(transferred):
             return False
         if num_tokens is not None and -(-num_tokens // self._block_size) < -(-end // self._block_size):
+            return False
+        # Other groups may hold less than every token. From an instance with larger blocks the prompt is computed again.
+        group = transferred.index(self._kv_group) if self._kv_group in transferred else None
+        if groups and group is not None and len(groups[group]) * self._block_size < end:
             return False
         return request.request_id not in self._tracked or not self.handed.is_lost(request.request_id)
 

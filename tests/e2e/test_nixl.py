@@ -240,11 +240,21 @@ def test_params_that_would_end_the_engine_are_refused(legs: Legs, name: str, val
     assert (response.status_code, response.json()["error"]["param"]) == (400, f"kv_transfer_params.{name}")
 
 
-def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle) -> None:
-    """NIXL's worker would end the engine: there are fewer blocks than it needs."""
-    params = legs.first(prompt_of(40, seed=987))
+@pytest.mark.parametrize(
+    "said", [{}, {"remote_num_tokens": None}, {"remote_num_tokens": 1000000}], ids=["true", "absent", "more"]
+)
+def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle, said: dict[str, Any]) -> None:
+    """NIXL's worker would end the engine: it needs more blocks, whatever number of tokens is given."""
+    params = {**legs.first(prompt_of(40, seed=987)), **said}
     del params["routed_experts"]
-    check(answers_of(legs.second(prompt_of(150, seed=986), 4, params))[0], oracle)
+    check(answers_of(legs.second(prompt_of(150, seed=986 - 10 * len(str(said))), 4, params))[0], oracle)
+
+
+def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Oracle) -> None:
+    """Without `bidirectional_kv_xfer`, vLLM waits for KV that nobody fetches."""
+    params = {**legs.first(prompt_of(40, seed=700)), "do_remote_prefill": False, "do_remote_decode": True}
+    del params["routed_experts"]
+    check(answers_of(legs.second(prompt_of(40, seed=700), 4, params))[0], oracle)
 
 
 @pytest.fixture
