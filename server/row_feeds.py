@@ -57,7 +57,6 @@ class RowFeed:
     Attributes:
         num_unknown: how many of the rows that came are not known, those in gaps included.
         num_lost: how many rows did not arrive.
-        lender: the choice whose prompt's rows these begin with; None where they are its own.
     """
 
     __slots__ = (
@@ -66,22 +65,19 @@ class RowFeed:
         "_end",
         "_first",
         "_joined",
+        "_offers",
         "_request_id",
         "_room",
         "_shape",
-        "lender",
         "num_lost",
         "num_unknown",
     )
 
     def __init__(self, request_id: str = "") -> None:
         self.num_unknown = self.num_lost = 0
-        self.lender: str | None = None
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
-        self._clear()
-
-    def _clear(self) -> None:
+        self._offers: dict[str, RowFeed] = {}  # by other choices, their prompts' rows, until the first of its own come
         self._arrays: list[Rows] = []  # not empty ones, each beginning where the one before it ends
         self._first = self._end = -1  # positions of the first row in them and behind the last; -1 before any came
         self._joined = 0  # how many of the first arrays are large enough
@@ -89,7 +85,7 @@ class RowFeed:
 
     @property
     def end(self) -> int:
-        """Position behind the last row that has arrived; -1 before any."""
+        """Position behind the last row that has arrived, prompts of other choices left out; -1 before any."""
         return self._end
 
     def push(self, start: int, rows: Rows, num_unknown: int = 0) -> None:
@@ -100,6 +96,8 @@ class RowFeed:
             num_unknown: how many of them are not known.
         """
         if start != self._end:
+            if self._end < 0 and self._offers:
+                self._accept(start)
             if self._end < 0:
                 self._first = self._end = start
                 self._shape = rows.shape[1:]
@@ -113,16 +111,27 @@ class RowFeed:
 
     def push_prompt(self, sender: str, is_own: bool, start: int, rows: Rows, num_unknown: int) -> None:
         """As `push`, of rows of the prompt that the engine sent before the first token of the choice `sender`, this one
-        or another of the same prompt. Its own go before those of others; these are all from one other."""
+        or another of the same prompt. Its own go before those of others.
+
+        Engines that have some of the choices each send the prompt, in parts of their own. Those of each are kept apart:
+        this choice comes after the whole prompt of its own engine, and maybe after a part of another's.
+        """
         if is_own:
-            if self.lender is not None:
-                self._clear()
-                self.lender = None
+            self._offers.clear()
+            self.push(start, rows, num_unknown)
         elif self._end < 0:
-            self.lender = sender
-        elif self.lender != sender:
-            return
-        self.push(start, rows, num_unknown)
+            self._offers.setdefault(sender, RowFeed(self._request_id)).push(start, rows, num_unknown)
+
+    def _accept(self, end: int) -> None:
+        """Begins with the prompt of another choice: one that is complete up to position `end`, else the longest."""
+        best = max(self._offers.values(), key=lambda offer: (offer.end == end, offer.end))
+        self._offers.clear()
+        self._first = self._end = best._first
+        self._shape = best._shape
+        self.num_unknown += best.num_unknown
+        self.num_lost += best.num_lost
+        for rows in best._arrays:
+            self._append(rows)
 
     def _append(self, rows: Rows) -> None:
         arrays = self._arrays
@@ -169,6 +178,8 @@ class RowFeed:
         Args:
             shape: (L, K), once no more can arrive: rows that are missing up to `end` are -1 then.
         """
+        if self._end < 0 and self._offers:  # no row of its own has come
+            self._accept(end)
         arrays = self._arrays
         self._joined, self._room = 0, None
         if self._first == first < self._end <= end and len(arrays) == 1:  # nearly always

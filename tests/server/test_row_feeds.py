@@ -620,6 +620,17 @@ def test_a_prompt_that_comes_in_parts(lost: int | None) -> None:
     assert {index: taken(feed, 3 + index) for index, feed in feeds.items()} == {0: expected, 1: [*expected, 3]}
 
 
+def test_a_choice_has_the_prompt_that_is_whole() -> None:
+    """Two engines have some of the choices each; one has sent a part of the prompt, and the other all of it."""
+    frontend = Frontend()
+    queue = frontend.add("a", n=3)
+    frontend.step(prompt_part("1_a", 0, 1, 100))
+    frontend.step(prompt_part("0_a", 0, 3, 0), first_token("0_a"), first_token("2_a"))
+    frontend.step(prompt_part("1_a", 1, 3, 100), first_token("1_a"))
+    feeds = {choice.index: choice.routed_experts for choice in take(queue).outputs}
+    assert [taken(feeds[index], 3) for index in range(3)] == [[0, 1, 2], [100, 101, 102], [0, 1, 2]]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (2, 0, 3, 1)])
 def test_parts_of_two_engines_are_not_mixed(order: tuple[int, ...]) -> None:
     """Each choice has its own prompt's where it brought them, and those of one other where it did not."""
