@@ -4,6 +4,7 @@ They use what a client sends as dict keys, as indices and in arithmetic, in the 
 where an exception ends the engine. Read for vLLM 0.32; until vLLM checks it itself.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,8 @@ def _is_blocks(value: Any) -> bool:
     )
 
 
+_FEW_DIGITS = re.compile("[0-9]{1,9}")
+
 Check = tuple[Callable[[Any], bool], str]
 
 _TEXT: Check = (lambda value: isinstance(value, str), "must be a string")
@@ -63,6 +66,16 @@ NIXL: Mapping[str, Check] = {
     "remote_blocks_expiry_time": _TIME,
     "remote_block_ids": _BLOCKS,
 }
+_DIGITS: Check = (
+    lambda value: _is_int(value) or (isinstance(value, str) and bool(_FEW_DIGITS.fullmatch(value))),
+    "must be an integer that is not negative",
+)
+_MORIIO: Mapping[str, Check] = {
+    **_LEGS,
+    **dict.fromkeys(("transfer_id", "remote_host"), _TEXT),
+    **dict.fromkeys(("remote_handshake_port", "remote_notify_port", "remote_dp_rank"), _DIGITS),
+    **dict.fromkeys(("remote_dp_size", "remote_dp_size_local", "remote_tp_size", "tp_size"), _DIGITS),
+}
 _MOONCAKE: Mapping[str, Check] = {**_LEGS, "remote_bootstrap_addr": _TEXT, "transfer_id": _TEXT}
 
 READ_BY: dict[str, tuple[Mapping[str, Check], tuple[str, ...]]] = {
@@ -75,16 +88,15 @@ READ_BY: dict[str, tuple[Mapping[str, Check], tuple[str, ...]]] = {
         ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"),
     ),
     "NixlPushConnector": (NIXL, ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")),
+    # Which fields a pull needs depends on its mode and on the request's id, which may hold the address.
+    "MoRIIOConnector": (_MORIIO, ()),
     "MooncakeConnector": (_MOONCAKE, ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")),
 }
 """By connector: the fields that it reads, and those that `do_remote_prefill` needs."""
 
-_OBJECTS = {
-    "remote_prefiller": ("kv_request_id",),
-    "remote_decoder": ("kv_request_id",),
-    "remote_kv_source": ("kv_request_id",),
-}
-"""Objects that tiers of the OffloadingConnector read, and the strings in them."""
+_OBJECTS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
+"""Objects that tiers of the OffloadingConnector read."""
+_IN_OBJECTS: Mapping[str, Check] = {"kv_request_id": _TEXT, "remote_host": _TEXT, "remote_port": _DIGITS}
 
 
 def hands_rows_over(config: KVTransferConfig | None) -> bool:
@@ -110,14 +122,14 @@ def check(params: Any, config: KVTransferConfig | None) -> None:
                 raise TransferParamsError(rule, name)
         if params.get("do_remote_prefill"):
             _check_pull(params, child, needed)
-    for name, texts in _OBJECTS.items():
+    for name in _OBJECTS:
         if (value := params.get(name)) is None:
             continue
         if not isinstance(value, dict):
             raise TransferParamsError("must be an object", name)
-        for text in texts:
-            if value.get(text) is not None and not isinstance(value[text], str):
-                raise TransferParamsError("must be a string", name, text)
+        for inner, (is_right, rule) in _IN_OBJECTS.items():
+            if value.get(inner) is not None and not is_right(value[inner]):
+                raise TransferParamsError(rule, name, inner)
 
 
 def _check_pull(params: Mapping[str, Any], child: Mapping[str, Any], needed: tuple[str, ...]) -> None:

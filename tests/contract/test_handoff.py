@@ -10,11 +10,13 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
+from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.engine.handed import HandedRows
 from routed_experts.capture.engine.loads import Load
 from routed_experts.capture.host_cache import HostCache
@@ -592,3 +594,16 @@ def test_workers_do_not_get_rows(pair: Pair) -> None:
     assert pair.missing(name) == []
     assert len(params[handoff.PARAM]["data"]) > 100_000
     assert max(sent) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("transfer_id", []), ("remote_host", 1), ("remote_notify_port", "x"), ("remote_dp_size", -1), ("tp_size", {})],
+)
+def test_what_moriio_reads_is_checked(name: str, value: Any) -> None:
+    """Its scheduler makes keys and numbers of these."""
+    config = KVTransferConfig(kv_connector="MoRIIOConnector", kv_role="kv_both")
+    with pytest.raises(transfer_params.TransferParamsError) as raised:
+        transfer_params.check({"do_remote_prefill": True, name: value}, config)
+    assert raised.value.param == f"kv_transfer_params.{name}"
+    transfer_params.check({"do_remote_prefill": True, "transfer_id": "tx", "remote_notify_port": "61005"}, config)

@@ -254,6 +254,8 @@ PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine
         ("do_remote_decode", {}),
         ("remote_prefiller", "text"),
         ("remote_kv_source", {"kv_request_id": []}),
+        ("remote_prefiller", {"remote_host": ["a"]}),
+        ("remote_kv_source", {"remote_port": {"a": 1}}),
     ],
 )
 @pytest.mark.parametrize("path", SHORT)
