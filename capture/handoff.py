@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import Rows
+from routed_experts.capture.rows import UNKNOWN, Rows
 
 PARAM = "routed_experts"
 """Key in `kv_transfer_params`: rows that came with KV, or True where a prefill leg wants rows to go with its KV. Nobody
@@ -95,6 +95,8 @@ def decode(value: Any) -> tuple[WireRows, float] | None:
     if len(data) != size or size > MAX_BYTES or max(shape) > MAX_BYTES:
         return None
     rows: WireRows = np.frombuffer(data, _DTYPES[name]).reshape(shape)
+    if rows.min(initial=0) < UNKNOWN:
+        return None
     return rows, float(until)
 
 

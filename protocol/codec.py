@@ -6,6 +6,7 @@ Imports numpy and the standard library only, so that any client can use it witho
 import base64
 import binascii
 import io
+import threading
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
 
@@ -29,6 +30,10 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 _SLICE = 3 << 18
 """Bytes that are encoded at once; a multiple of 3, as base64 puts three bytes into four characters."""
+
+_NPY_HEADERS = threading.Lock()
+"""Until Python 3.11 is left: its parser, which numpy reads a header with, fails at times in two threads at once
+(https://github.com/python/cpython/issues/106905)."""
 
 
 class RowsObject(TypedDict):
@@ -150,7 +155,8 @@ def _decode(
         raise CodecError(f"not an array of expert ids: {type(value).__name__}")
     data = _binary(value)
     if data.startswith(b"\x93NUMPY"):
-        return _ids(np.load(io.BytesIO(data), allow_pickle=False))
+        with _NPY_HEADERS:
+            return _ids(np.load(io.BytesIO(data), allow_pickle=False))
     if num_layers is None or top_k is None:
         raise CodecError("the raw form does not carry its shape: give num_layers and top_k")
     return _ids(np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k))

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN, count_missing
 from routed_experts.server.handoff import put_rows
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -105,6 +105,7 @@ class RowFeed:
                 self._append(self._lost(self._end, start - self._end))
             else:
                 rows = rows[self._end - start :]
+                num_unknown = count_missing(rows)
         if len(rows):
             self.num_unknown += num_unknown
             self._append(rows)

@@ -20,6 +20,7 @@ from routed_experts.capture.engine.connectors import (
     ON_LOAD_FLAG,
     ON_LOAD_VARIABLE,
     RECOMPUTE,
+    num_transfers,
     on_load,
     used_by,
 )
@@ -72,6 +73,12 @@ REFUSALS = (
         "It is not known when this KV connector changes KV, whose routing would then be another: remove "
         "--kv-transfer-config, or choose --kv-transfer-config with one or several (MultiConnector) of "
         f"{', '.join(CONNECTORS)}, or add --no-enable-return-routed-experts.",
+    ),
+    Refusal(
+        "several KV connectors between instances",
+        lambda c: c.kv_transfer_config is not None and num_transfers(c.kv_transfer_config) > 1,
+        "Two KV connectors that pull from other instances answer under the same names, which ends vLLM's engine: keep "
+        "one of them in --kv-transfer-config, or add --no-enable-return-routed-experts.",
     ),
     Refusal(
         "unknown policy for loads",

@@ -68,6 +68,11 @@ def used_by(config: KVTransferConfig) -> list[Connector | None]:
     return [_known(child) for child in children_of(config)]
 
 
+def num_transfers(config: KVTransferConfig) -> int:
+    """How many of the connectors bring KV of other instances."""
+    return sum(known is not None and known.kind is Kind.TRANSFER for known in used_by(config))
+
+
 def lease_of(config: KVTransferConfig) -> float | None:
     """Seconds for which the KV of a prompt waits for another instance; None if it is not known."""
     for child in children_of(config):

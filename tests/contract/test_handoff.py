@@ -474,6 +474,7 @@ WITHOUT_TIME = {key: value for key, value in GOOD.items() if key != "until"}
         {},
         {**GOOD, "data": "AAAA"},  # what JSON can say
         {**GOOD, "data": bytes(11)},
+        {**GOOD, "data": b"\xfe\xff" * 6},  # -2
         {**GOOD, "dtype": "float16"},
         {**GOOD, "dtype": ["int16"]},
         {**GOOD, "shape": [3, 2]},

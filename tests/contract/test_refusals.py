@@ -62,6 +62,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("diffusion model", {"diffusion_config": {"canvas_length": 32}}),
     (UNKNOWN_CONNECTOR, kv_transfer("DecodeBenchConnector")),
     (UNKNOWN_CONNECTOR, several("NixlConnector", "DecodeBenchConnector")),
+    ("several KV connectors between instances", several("NixlConnector", "NixlPushConnector")),
     (
         "pipeline parallelism under an external launcher",
         {"distributed_executor_backend": "external_launcher", "pipeline_parallel_size": 2},

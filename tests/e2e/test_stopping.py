@@ -107,7 +107,7 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
     """On SIGTERM to the first process, as container engines send it."""
     flags = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
     with serving(tiny_model, tmp_path / "log", *flags) as server:
-        with under_way(server, 16, max_tokens=300) as requests:
+        with under_way(server, 16, max_tokens=1000) as requests:
             os.kill(server.process.pid, signal.SIGTERM)
             wait_until_draining(server)
             with server.client() as client:
@@ -124,7 +124,7 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
             (answer,) = answers_of_stream(list(read_events(iter(request.lines))))
         else:
             (answer,) = answers_of(orjson.loads(request.lines[0]))
-        assert (answer.finish_reason, len(answer.tokens)) == ("length", 300)
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", 1000)
         check(answer, oracle)
 
 

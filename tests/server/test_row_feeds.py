@@ -590,6 +590,13 @@ def test_rows_that_overlap_are_not_doubled() -> None:
     assert positions(feed.take(0, 9)) == [0, 1, 2, 3, 4, 15, 16, 17]
 
 
+def test_unknown_rows_that_overlap_are_counted_once() -> None:
+    feed = RowFeed()
+    feed.push(0, np.full((3, L, K), -1, np.int16), num_unknown=3)
+    feed.push(1, np.concatenate([np.full((2, L, K), -1, np.int16), rows_of(3, 5)]), num_unknown=2)
+    assert feed.num_unknown == 3
+
+
 def test_a_gap_over_what_was_taken() -> None:
     feed = RowFeed()
     feed.push(0, rows_of(0, 2))
