@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from routed_experts.server.progress import say
+from routed_experts.server.cli.console import say
 
 Run = dict[str, float]
 

@@ -11,7 +11,7 @@ from bench.compare import Case, Host, interleave, start_all, table
 from bench.host_step import host_step_table
 from bench.offloading import reload_table
 from bench.scheduler import long_prompt_table, queue_table
-from routed_experts.server.tiny_model import make_tiny_model
+from routed_experts.server.cli.tiny_model import make_tiny_model
 
 CASES = [Case("batch 1", 1, 64, 64), Case("batch 16", 16, 64, 64)]
 

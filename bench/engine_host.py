@@ -20,7 +20,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.server.row_feeds import RowFeed, RowFeeds, opt_in
+from routed_experts.server.outputs.row_buffer import RowFeed, RowFeeds, opt_in
 
 VARIANTS = ("off", "vllm", "ours")
 

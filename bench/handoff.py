@@ -16,9 +16,9 @@ from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L
 from bench.streamed_token import fastest
 from routed_experts.capture import handoff
-from routed_experts.capture.engine.loads import Load
+from routed_experts.capture.engine.kv_transfer.tracker import Load
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.server.handoff import from_wire, to_wire
+from routed_experts.server.outputs.kv_handoff import from_wire, to_wire
 
 PROMPTS = (2048, 16384, 32768, 131072)
 BLOCK = 16

@@ -25,7 +25,7 @@ from bench.http_load import Clients, Load, Request
 from bench.http_server import PLAYED, PLAYED_SLOTS, PLAYED_STEP_MS, Server, start
 from bench.http_table import Run, commit_and_device, table
 from bench.shapes import QWEN3_30B_A3B, TINY, TOKEN_CHARS, kv_bytes, write_model
-from routed_experts.server.progress import say
+from routed_experts.server.cli.console import say
 
 ROOT = Path(__file__).parent.parent
 WINDOW_S = 1.0

@@ -31,12 +31,11 @@ from tqdm import tqdm
 from bench.http_table import commit_and_device, described
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutingOptions, parse_options
-from routed_experts.server.encoding import Encoder
-from routed_experts.server.responses import MSGPACK, respond
-from routed_experts.server.row_feeds import RowFeed
-from routed_experts.server.stream import StreamAligner
+from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.response import MSGPACK, CollectedRows, WholeAnswer, respond
+from routed_experts.server.http.streaming import StreamAligner
+from routed_experts.server.outputs.row_buffer import RowFeed
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
-from routed_experts.server.whole import CollectedRows, WholeAnswer
 
 L, K, EXPERTS = 48, 8, 128
 SHORT_GAP_S = 0.02

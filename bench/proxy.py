@@ -21,7 +21,7 @@ from fastapi.responses import Response, StreamingResponse
 from bench.http_server import cpu_seconds, free_port
 from bench.http_table import commit_and_device, described
 from bench.long_answers import K, L
-from routed_experts.server.encoding import LINE_BYTES
+from routed_experts.server.http.encoding import LINE_BYTES
 
 PROMPTS = (128, 1536, 16384)
 PATH = "/v1/completions"

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from bench.http_server import MODEL_NAME, start
 from bench.http_table import commit_and_device, described
 from bench.shapes import TINY, write_model
-from routed_experts.server.progress import say
+from routed_experts.server.cli.console import say
 
 COUNTERS = ("routed_experts_requests_tracked", "routed_experts_feeds_open", "vllm:num_requests_running")
 WARM_UP = 0.25  # of the time, whose memory does not count: pools and caches fill

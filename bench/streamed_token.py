@@ -15,8 +15,8 @@ import numpy as np
 from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L, encoder_of, output_of
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.row_feeds import RowFeed
-from routed_experts.server.stream import StreamAligner
+from routed_experts.server.http.streaming import StreamAligner
+from routed_experts.server.outputs.row_buffer import RowFeed
 from routed_experts.server.vllm_api import RequestOutput
 
 OPTIONS = RoutingOptions()

@@ -26,7 +26,7 @@ def environment_of_others() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from routed_experts.server.tiny_model import make_tiny_model
+    from routed_experts.server.cli.tiny_model import make_tiny_model
 
     directory = tmp_path_factory.mktemp("model") / "tiny"
     make_tiny_model(directory)

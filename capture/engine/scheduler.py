@@ -21,18 +21,18 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
-from routed_experts.capture.engine import transfer_params
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.connectors import describe, on_load
-from routed_experts.capture.engine.handed import HandedRows
-from routed_experts.capture.engine.loads import Load, Loads, LocalHit
-from routed_experts.capture.engine.offloading import Keep, Reload
-from routed_experts.capture.engine.outbox import Outbox
+from routed_experts.capture.engine.kv_transfer import transfer_params
+from routed_experts.capture.engine.kv_transfer.connectors import describe, on_load
+from routed_experts.capture.engine.kv_transfer.offloading import Keep, Reload
+from routed_experts.capture.engine.kv_transfer.remote_prefill import HandedRows
+from routed_experts.capture.engine.kv_transfer.tracker import Load, Loads, LocalHit
+from routed_experts.capture.engine.output_queue import Outbox
 from routed_experts.capture.engine.transport import detach
-from routed_experts.capture.gather import Gatherer
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.prompt_reader import Gatherer
 from routed_experts.capture.rows import UNKNOWN, Rows
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
 from routed_experts.capture.stats import STATS_OUTPUT_ID, StatsRecorder

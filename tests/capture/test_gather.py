@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from routed_experts.capture.gather import Gatherer
+from routed_experts.capture.prompt_reader import Gatherer
 from routed_experts.capture.rows import Rows
 
 BLOCK = 4

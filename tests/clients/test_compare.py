@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.codec import encode
-from routed_experts.server import cli, compare
-from routed_experts.server.reference import Reference
+from routed_experts.server.cli import compare
+from routed_experts.server.cli.main import main
+from routed_experts.server.cli.reference import Reference
 from tests.e2e.harness import Oracle, Server, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 
@@ -53,7 +54,7 @@ class Run:
     def __init__(self, model: Path, folder: Path, answers: list[Any], *flags: str) -> None:
         file, out = folder / "answers.jsonl", folder / "findings.json"
         file.write_text("\n\n".join(json.dumps(answer) for answer in answers))
-        self.status = cli.main(["compare", str(model), "--answers", str(file), "--json", str(out), *flags])
+        self.status = main(["compare", str(model), "--answers", str(file), "--json", str(out), *flags])
         self.findings: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
 
 
@@ -205,7 +206,7 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
 def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_model(shape_named("llama4"), tmp_path)
     (tmp_path / "answers.jsonl").write_text("{}\n")
-    assert cli.main(["compare", str(tmp_path), "--answers", str(tmp_path / "answers.jsonl")]) == 2
+    assert main(["compare", str(tmp_path), "--answers", str(tmp_path / "answers.jsonl")]) == 2
     assert "No router" in capsys.readouterr().err
 
 
@@ -213,7 +214,15 @@ def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.Captur
 def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
-    command = [sys.executable, "-m", "routed_experts.server.cli", "compare", str(server.model), "--url", server.url]
+    command = [
+        sys.executable,
+        "-m",
+        "routed_experts.server.cli",
+        "compare",
+        str(server.model),
+        "--url",
+        server.url,
+    ]
     command += ["--prompts", str(prompts), "--max-tokens", "10", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -27,8 +27,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine import transfer_params
-from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
+from routed_experts.capture.engine.kv_transfer import transfer_params
+from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
 from routed_experts.capture.handoff import PARAM
 from routed_experts.capture.rows import UNKNOWN
 from tests.contract.arithmetic import (

@@ -35,8 +35,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.server import launch
-from routed_experts.server.launch import cli_env_setup
+from routed_experts.server.cli import serve
+from routed_experts.server.cli.serve import cli_env_setup
 from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, Core, K, L
 from tests.e2e.harness import Server, free_port
 from tests.e2e.harness import serving as serving_processes
@@ -145,10 +145,10 @@ Command = Callable[[list[str]], Namespace]
 
 def ours(argv: list[str]) -> Namespace:
     """What `routed-experts serve` makes of a command line."""
-    launch.allow_plugin()
-    args = launch.parse(argv)
-    if launch.take_capture_flag(args):
-        launch.fill_in(args)
+    serve.allow_plugin()
+    args = serve.parse(argv)
+    if serve.take_capture_flag(args):
+        serve.fill_in(args)
     return args
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from routed_experts.server.row_feeds import FedRequestState, RowFeed
-from routed_experts.server.stream import StreamAligner
-from routed_experts.server.whole import CollectedRows
+from routed_experts.server.http.response import CollectedRows
+from routed_experts.server.http.streaming import StreamAligner
+from routed_experts.server.outputs.row_buffer import FedRequestState, RowFeed
 from tests.contract.served import serving
 from tests.contract.test_api import check
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events

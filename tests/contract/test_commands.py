@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from routed_experts.server import cli, launch
+from routed_experts.server.cli import main, serve
 from tests.command_lines import flags_of, module_parser, parser_of, program_parser, shell_words
 from tests.contract.served import vllms
 from tests.documentation import ROOT, Block, blocks, spans
@@ -105,12 +105,12 @@ def read(argv: list[str]) -> None:
 
 
 def read_ours(argv: list[str]) -> None:
-    assert argv[0] in cli.COMMANDS
+    assert argv[0] in main.COMMANDS
     if argv[0] == "serve":
         if not any(word.startswith("--help") for word in argv):
-            launch.parse(launch.take_version_flag(argv[1:]))
+            serve.parse(serve.take_version_flag(argv[1:]))
     elif argv[1:] and argv[0] != "tiny-model":
-        parser_of(lambda: cli.main(argv))
+        parser_of(lambda: main.main(argv))
 
 
 def read_make(argv: list[str]) -> None:
@@ -189,7 +189,7 @@ def test_programs_say_how_they_are_run(path: Path) -> None:
 def parsers() -> list[ArgumentParser]:
     """Of all that the documentation has commands of."""
     modules = [f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
-    ours = [parser_of(partial(cli.main, argv)) for argv in OURS]
+    ours = [parser_of(partial(main.main, argv)) for argv in OURS]
     programs = [program_parser(ROOT / "examples/prefill_decode.py", "model")]
     return [
         *ours,
@@ -217,7 +217,7 @@ def flags(text: str) -> list[str]:
 def test_flags_exist() -> None:
     pytest_flags = {"--numprocesses"}
     known = pytest_flags.union(*(flags_of(parser) for parser in parsers()), *OTHERS_FLAGS.values())
-    known |= {launch.ALLOW_UNTESTED_FLAG, "--help"}
+    known |= {serve.ALLOW_UNTESTED_FLAG, "--help"}
     assert [f"{where}: {flag}" for where, text in SPANS for flag in flags(text) if flag not in known] == []
 
 

@@ -16,9 +16,9 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
-from routed_experts.capture.engine import transfer_params
-from routed_experts.capture.engine.handed import HandedRows
-from routed_experts.capture.engine.loads import Load
+from routed_experts.capture.engine.kv_transfer import transfer_params
+from routed_experts.capture.engine.kv_transfer.remote_prefill import HandedRows
+from routed_experts.capture.engine.kv_transfer.tracker import Load
 from routed_experts.capture.host_cache import HostCache
 from tests.contract.arithmetic import BLOCK, VOCAB, Client, K, L, engine
 from tests.contract.loads import (
@@ -218,7 +218,7 @@ def leased(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("routed_experts.capture.engine.handed.time", clock)
+    monkeypatch.setattr("routed_experts.capture.engine.kv_transfer.remote_prefill.time", clock)
     return clock
 
 

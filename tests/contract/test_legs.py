@@ -18,7 +18,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
-from routed_experts.server import handoff
+from routed_experts.server.outputs import kv_handoff
 from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, L, Tokens
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
 from tests.contract.served import InProcessClient, ServedExecutor, served
@@ -360,9 +360,9 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("is_large", [False, True])
 def test_large_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
     threads = []
-    read = handoff.from_wire
-    monkeypatch.setattr(handoff, "LARGE_TEXT", 0 if is_large else 1 << 30)
-    monkeypatch.setattr(handoff, "from_wire", lambda *args: threads.append(current_thread().name) or read(*args))
+    read = kv_handoff.from_wire
+    monkeypatch.setattr(kv_handoff, "LARGE_TEXT", 0 if is_large else 1 << 30)
+    monkeypatch.setattr(kv_handoff, "from_wire", lambda *args: threads.append(current_thread().name) or read(*args))
     body = {**ASK, "prompt": f"in a thread {is_large}" * 5, "max_tokens": 2}
     body |= {"kv_transfer_params": legs.first(COMPLETIONS, body)["kv_transfer_params"]}
     assert not (answers_of(legs.decode._post(COMPLETIONS, body), 0)[0].prompt_rows == -1).any()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from routed_experts.capture.engine.loads import Loads
+from routed_experts.capture.engine.kv_transfer.tracker import Loads
 from tests.contract.arithmetic import BLOCK, Client
 from tests.contract.loads import (
     NAME,

@@ -9,8 +9,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-from routed_experts.capture.engine.connectors import ON_LOAD_VARIABLE
-from routed_experts.capture.engine.offloading import Keep, OffloadedRows, Reload
+from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
+from routed_experts.capture.engine.kv_transfer.offloading import Keep, OffloadedRows, Reload
 from routed_experts.capture.handoff import PARAM
 from tests.contract.arithmetic import BLOCK, Core
 from tests.contract.loads import NAME as STORE

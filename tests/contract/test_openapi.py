@@ -19,11 +19,11 @@ from fastapi.routing import APIRoute
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
-from routed_experts.server import launch
-from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
+from routed_experts.server.cli import serve
+from routed_experts.server.http.request import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
+from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.openapi import examples
 from routed_experts.server.openapi import spec as spec_file
-from routed_experts.server.routes import generate_router, router
 from routed_experts.server.vllm_api import VLLM_VERSION
 
 FILE = Path(__file__).parents[2] / "openapi.yaml"
@@ -48,8 +48,8 @@ def served() -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_PLUGINS", "")
-        launch.allow_plugin()
-        args = launch.parse(["model", "--enable-scale-out"])
+        serve.allow_plugin()
+        args = serve.parse(["model", "--enable-scale-out"])
         app: FastAPI = build_app(args, ("generate",))
     return app.openapi()
 

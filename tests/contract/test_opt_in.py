@@ -20,7 +20,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from routed_experts.capture.engine.scheduler import opt_in_of
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.models import parse_options
-from routed_experts.server.fields import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
+from routed_experts.server.http.request import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
 
 FORGED = OptIn(0, bytes(range(16)), shared=False).encode()
 VALUES = [

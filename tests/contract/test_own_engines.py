@@ -30,7 +30,7 @@ from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.engine.scheduler import SchedulerCapture
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.engine.worker import WorkerCapture
-from routed_experts.server import endpoint_plugin
+from routed_experts.server.http import entry_point
 from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, Tokens
 from tests.contract.served import InProcessClient, ServedExecutor
 from tests.e2e.harness import prompt_of
@@ -558,8 +558,8 @@ def test_what_fails_in_this_package_fails_for_those_who_ask(tiny_model: Path, mi
 
 def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would log what it raises before, and serve without it."""
-    monkeypatch.setitem(sys.modules, "routed_experts.server.plugin", None)
-    plugin = endpoint_plugin.make()
+    monkeypatch.setitem(sys.modules, "routed_experts.server.http.plugin", None)
+    plugin = entry_point.make()
     assert set(plugin.required_tasks) == {"generate"}
     with pytest.raises(UnsupportedConfig, match=r"cannot be loaded: .*server\.plugin.*VLLM_PLUGINS"):
         plugin.attach_router(FastAPI())

@@ -26,11 +26,13 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from routed_experts.capture.engine.scheduler import SchedulerCapture, SchedulerConnector
 from routed_experts.capture.engine.worker import WorkerCapture
-from routed_experts.server import fields, plugin, probe, vllm_api, vllm_serving
-from routed_experts.server.captured_engine import CapturedEngine
-from routed_experts.server.other_doors import CLOSED, INVOCATIONS
-from routed_experts.server.probe import ProbeError
-from routed_experts.server.row_feeds import FedRequestState
+from routed_experts.server import vllm_api
+from routed_experts.server.http import plugin, request, selftest
+from routed_experts.server.http import serving as http_serving
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.selftest import ProbeError
+from routed_experts.server.http.unsupported_routes import CLOSED, INVOCATIONS
+from routed_experts.server.outputs.row_buffer import FedRequestState
 from tests.contract.served import serving, serving_weights
 from tests.contract.test_seams import calls_on
 from tests.e2e.harness import ASK, SMALL_KV, answers_of, prompt_of
@@ -56,10 +58,10 @@ class Again:
         """The probe that the server starts with."""
         self._loop, self._given = asyncio.get_running_loop(), given
         self.app, self.captured, *_ = given
-        await probe.probe(*given)
+        await selftest.probe(*given)
 
     def __call__(self) -> None:
-        asyncio.run_coroutine_threadsafe(probe.probe(*self._given), self._loop).result(120)
+        asyncio.run_coroutine_threadsafe(selftest.probe(*self._given), self._loop).result(120)
 
 
 def hits() -> float:
@@ -117,7 +119,7 @@ def test_servers_that_start(tiny_model: Path, flags: tuple[str, ...], monkeypatc
     passed: list[str] = []
 
     async def probed(*given: Any) -> None:
-        await probe.probe(*given)
+        await selftest.probe(*given)
         passed.append("probe")
 
     monkeypatch.setattr(plugin, "probe", probed)
@@ -149,11 +151,11 @@ def test_requests_of_the_probe_leave_nothing(again: Again) -> None:
 # ---- in the API process ----
 
 API: list[tuple[type, type]] = [
-    (vllm_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
-    (vllm_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
-    (vllm_serving.RoutedServingTokens, vllm_api.ServingTokens),
-    (fields.RoutedCompletionRequest, vllm_api.CompletionRequest),
-    (fields.RoutedChatRequest, vllm_api.ChatCompletionRequest),
+    (http_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
+    (http_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+    (http_serving.RoutedServingTokens, vllm_api.ServingTokens),
+    (request.RoutedCompletionRequest, vllm_api.CompletionRequest),
+    (request.RoutedChatRequest, vllm_api.ChatCompletionRequest),
     (FedRequestState, vllm_api.RequestState),
 ]
 
@@ -244,7 +246,7 @@ WORKER = [name for name in overrides(WorkerCapture, Worker) if name not in NOT_O
 @contextmanager
 def nothing_starts() -> Iterator[None]:
     """Where a server must not start; a request that would never be answered is given up soon."""
-    with patch.object(probe, "_LIMIT_S", 20.0), pytest.raises((ProbeError, AttributeError, RuntimeError)):
+    with patch.object(selftest, "_LIMIT_S", 20.0), pytest.raises((ProbeError, AttributeError, RuntimeError)):
         yield
 
 

@@ -33,8 +33,8 @@ from routed_experts.capture.engine.config import (
     check_engine_config,
     full_attention_group,
 )
-from routed_experts.capture.engine.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
-from routed_experts.server import launch
+from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, used_by
+from routed_experts.server.cli import serve
 
 UNKNOWN_CONNECTOR = "KV connector that is not known"
 POLICY = "unknown policy for loads"
@@ -233,7 +233,7 @@ def test_every_refusal_is_tried() -> None:
 
 def test_refusals_say_what_to_change() -> None:
     parser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers(dest="subparser"))
-    launch.add_flags(parser)
+    serve.add_flags(parser)
     known = set(parser._option_string_actions)  # hidden ones too
     for message in (BOUNDED_REPLAY, *(refusal.message for refusal in REFUSALS)):
         assert re.search(r"\b(add|remove|set|choose)\b.* --[a-z]", message), message

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine import outbox
+from routed_experts.capture.engine import output_queue
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.message import prompt_output_id
 from routed_experts.capture.rows import Rows
@@ -326,7 +326,7 @@ def test_a_read_holds_up_its_own_prompt_only(
         patience.append(seconds)
         return futures.wait(reads, seconds)
 
-    monkeypatch.setattr(outbox, "wait", wait)
+    monkeypatch.setattr(output_queue, "wait", wait)
     busy = Busy(core)
     ids = client.add("g", prompt, n=3, max_tokens=6)
     before = len(client.received["running"].tokens)

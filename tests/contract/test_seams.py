@@ -30,24 +30,25 @@ from vllm.v1.worker.gpu_worker import Worker
 from routed_experts.capture import rows
 from routed_experts.capture.engine import scheduler, worker
 from routed_experts.capture.engine.config import UnsupportedConfig
-from routed_experts.capture.engine.transfer_params import TransferParamsError
+from routed_experts.capture.engine.kv_transfer.transfer_params import TransferParamsError
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.models import FieldError
 from routed_experts.protocol.sse import EventError
-from routed_experts.server import fields, vllm_api, vllm_serving
-from routed_experts.server.encoding import LostRowsError
-from routed_experts.server.handoff import HandoffError
-from routed_experts.server.launch import CommandError
-from routed_experts.server.probe import ProbeError
-from routed_experts.server.stream import StreamLimitError
+from routed_experts.server import vllm_api
+from routed_experts.server.cli.serve import CommandError
+from routed_experts.server.http import request, serving
+from routed_experts.server.http.encoding import LostRowsError
+from routed_experts.server.http.selftest import ProbeError
+from routed_experts.server.http.streaming import StreamLimitError
+from routed_experts.server.outputs.kv_handoff import HandoffError
 
 ROOT = Path(__file__).parents[2]
 VLLM = Path(vllm.__file__).parent
 PACKAGES = ("protocol", "server", "capture")
-MAY_IMPORT_VLLM = ("capture/engine/", "server/vllm_api.py", "server/launch.py", "server/general_plugin.py")
+MAY_IMPORT_VLLM = ("capture/engine/", "server/vllm_api.py", "server/cli/serve.py", "server/inprocess/plugin.py")
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -120,7 +121,8 @@ def test_the_clients_modules_need_numpy_only(tmp_path: Path) -> None:
 import sys
 sys.path.append({str(tmp_path)!r})
 import numpy as np
-from routed_experts.protocol import batch, collect, histogram
+from routed_experts.protocol import batch, collect
+from routed_experts.protocol import expert_load
 from routed_experts.protocol.codec import decode, encode
 rows = np.arange(24, dtype=np.int16).reshape(3, 2, 4)
 sent = encode(rows, fmt="object", dtype="int16", start=0)
@@ -128,7 +130,7 @@ assert (decode(sent) == rows).all()
 answer = {{"choices": [{{"index": 0, "routed_experts": sent, "finish_reason": "stop"}}]}}
 (routing,) = collect.collect(answer)
 assert batch.align([routing], 5, last=-1).shape == (1, 5, 2, 4)
-assert histogram.histogram(rows, 24)["rows"] == 3
+assert expert_load.histogram(rows, 24)["rows"] == 3
 heavy = {{"torch", "vllm", "pydantic", "fastapi", "orjson", "transformers"}} & set(sys.modules)
 assert not heavy, heavy
 """
@@ -150,15 +152,15 @@ assert "vllm" not in sys.modules
 @pytest.mark.parametrize(
     ("cls", "base"),
     [
-        (vllm_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
-        (vllm_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
-        (vllm_serving.RoutedServingTokens, vllm_api.ServingTokens),
+        (serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
+        (serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+        (serving.RoutedServingTokens, vllm_api.ServingTokens),
     ],
 )
 def test_adopting_twice_is_harmless(cls: Any, base: type) -> None:
     instance = object.__new__(base)
     for _ in range(2):
-        vllm_serving.adopt(instance, cls, None, 1)
+        serving.adopt(instance, cls, None, 1)
         assert type(instance) is cls
         assert instance.captured is None  # type: ignore[attr-defined]
 
@@ -169,18 +171,18 @@ def test_adopting_another_class_is_refused() -> None:
 
     for other in (Derived, vllm_api.OpenAIServingCompletion):
         with pytest.raises(TypeError, match="is not the class that RoutedServingChat extends"):
-            vllm_serving.adopt(object.__new__(other), vllm_serving.RoutedServingChat, None, 1)
+            serving.adopt(object.__new__(other), serving.RoutedServingChat, None, 1)
 
 
 # ---- what is overridden ----
 
 NEW_METHODS = {"routed_experts_info"}
 OVERRIDING = [
-    (vllm_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
-    (vllm_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
-    (vllm_serving.RoutedServingTokens, vllm_api.ServingTokens),
-    (fields.RoutedCompletionRequest, vllm_api.CompletionRequest),
-    (fields.RoutedChatRequest, vllm_api.ChatCompletionRequest),
+    (serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
+    (serving.RoutedServingChat, vllm_api.OpenAIServingChat),
+    (serving.RoutedServingTokens, vllm_api.ServingTokens),
+    (request.RoutedCompletionRequest, vllm_api.CompletionRequest),
+    (request.RoutedChatRequest, vllm_api.ChatCompletionRequest),
     (scheduler.SchedulerCapture, Scheduler),
     (scheduler.SchedulerCapture, AsyncScheduler),
     (worker.WorkerCapture, Worker),

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.encoding import Encoder
-from routed_experts.server.row_feeds import RowFeed
-from routed_experts.server.stream import StreamAligner
+from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.response import CollectedRows
+from routed_experts.server.http.streaming import StreamAligner
+from routed_experts.server.outputs.row_buffer import RowFeed
 from routed_experts.server.vllm_api import RequestOutput
-from routed_experts.server.whole import CollectedRows
 from tests.contract.served import serving
 from tests.e2e.harness import Server
 from tests.server.test_whole import choice, output

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from routed_experts.capture.engine.config import REFUSALS
-from routed_experts.capture.engine.connectors import CONNECTORS
+from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from routed_experts.capture.engine.config import BOUNDED_REPLAY, REFUSALS
-from routed_experts.server import cli, launch, preflight
+from routed_experts.server.cli import main, preflight, serve
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def sentences() -> Iterator[tuple[str, str]]:
     for refusal in REFUSALS:
         yield "capture/engine/config.py", refusal.message
     yield "capture/engine/config.py", BOUNDED_REPLAY
-    for text in (cli.NO_VLLM, launch.ENGINE_DID_NOT_START, preflight.NO_HUB, preflight.NO_SUCH_MODEL):
+    for text in (main.NO_VLLM, serve.ENGINE_DID_NOT_START, preflight.NO_HUB, preflight.NO_SUCH_MODEL):
         yield "server", re.sub(r"\{\w+\}", "…", text)
 
 
@@ -54,7 +54,7 @@ EVERY = sorted(
 
 def test_there_are_sentences() -> None:
     assert len(EVERY) > 80
-    assert {"server/launch.py", "protocol/collect.py", "capture/engine/binding.py"} <= {where for where, _ in EVERY}
+    assert {"server/cli/serve.py", "protocol/collect.py", "capture/engine/binding.py"} <= {where for where, _ in EVERY}
 
 
 @pytest.mark.parametrize(("where", "text"), EVERY, ids=[text[:60] for _, text in EVERY])

@@ -24,7 +24,7 @@ import psutil
 import pytest
 import yaml
 
-from routed_experts.server import launch
+from routed_experts.server.cli import serve
 from tests.e2e.harness import Server, answers_of_stream, free_port
 from tests.packaging.tiny_wheels import LIBRARIES, write_wheels
 
@@ -339,11 +339,11 @@ def test_compose_file_fits_the_image() -> None:
 
 def test_whatever_runs_the_image_waits_for_the_server() -> None:
     """Longer than the server takes at most, which is the time of its flag and what ends vLLM's processes after it."""
-    longest = launch.SHUTDOWN_TIMEOUT_S + 5
+    longest = serve.SHUTDOWN_TIMEOUT_S + 5
     grace = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]["server"]["stop_grace_period"]
     assert int(grace.removesuffix("s")) >= longest
     readme = (ROOT / "docker/README.md").read_text()
     runs = readme.count("docker run --rm")
     assert runs == readme.count(f"docker run --rm --init --stop-timeout {longest} ") > 3
     for page in (readme, (ROOT / "docs/troubleshooting.md").read_text()):
-        assert f"({launch.SHUTDOWN_TIMEOUT_S} s" in page
+        assert f"({serve.SHUTDOWN_TIMEOUT_S} s" in page

@@ -15,7 +15,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.platforms.cpu import CpuPlatform
 
-from routed_experts.server.cli import main
+from routed_experts.server.cli.main import main
 
 
 class _Done:

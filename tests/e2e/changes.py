@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from routed_experts.server.tiny_model import make_tiny_model
+from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answers_of_stream, read_events, scores_of
 
 _FILE = "model.safetensors"

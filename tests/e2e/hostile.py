@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from routed_experts.server.tiny_model import make_tiny_model
+from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.contract.hostile import Hostile, check_response
 from tests.e2e.harness import ASK, ON_GPU, SMALL_KV, Oracle, Server, answers_of, check, prompt_of, serving
 from tests.e2e.offload_on_cpu import kv_transfer_config

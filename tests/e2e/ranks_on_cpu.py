@@ -14,7 +14,7 @@ import torch.distributed
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-from routed_experts.server.cli import main
+from routed_experts.server.cli.main import main
 
 
 def _all_gatherv(self: CpuCommunicator, tensors: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from vllm.platforms.cpu import CpuPlatform
 
-from routed_experts.server.cli import main
+from routed_experts.server.cli.main import main
 
 _init = ray.init
 

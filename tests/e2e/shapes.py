@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from routed_experts.server.tiny_model import make_tokenizer
+from routed_experts.server.cli.tiny_model import make_tokenizer
 from tests.e2e.harness import Oracle, Wrong
 
 _SEED = 20261121

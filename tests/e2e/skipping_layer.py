@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from routed_experts.server.cli import main
+from routed_experts.server.cli.main import main
 
 MOST_TOKENS = 7
 _set_capture_fn = BaseRouter.set_capture_fn

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from routed_experts.server.tiny_model import make_tiny_model
+from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import (

@@ -53,7 +53,11 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 
 @contextmanager
 def left_without_state(
-    model: Path, log: Path, *flags: str, env: dict[str, str] | None = None, module: str = "routed_experts.server.cli"
+    model: Path,
+    log: Path,
+    *flags: str,
+    env: dict[str, str] | None = None,
+    module: str = "routed_experts.server.cli",
 ) -> Iterator[Server]:
     """A server that must hold no request state, and must have logged no error, when its tests are done."""
     with serving(model, log, *flags, env=env, module=module) as server:

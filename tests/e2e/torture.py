@@ -677,7 +677,7 @@ def torture(model: Path, log: Path, profile: str, requests: int, seed: int = 1) 
 
 
 def main() -> int:
-    from routed_experts.server.tiny_model import make_tiny_model
+    from routed_experts.server.cli.tiny_model import make_tiny_model
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=5000)

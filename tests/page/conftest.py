@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from routed_experts.server.saved import ModelInfo
-from routed_experts.server.view import ViewServer
+from routed_experts.server.cli.saved import ModelInfo
+from routed_experts.server.cli.view import ViewServer
 from tests.contract.served import serving
 from tests.e2e.harness import Server
 from tests.page.browser import CHROMIUM, Tab, browser

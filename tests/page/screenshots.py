@@ -10,8 +10,8 @@ from typing import Any
 
 from PIL import Image
 
-from routed_experts.server.tiny_model import make_tiny_model
-from routed_experts.server.view import ViewServer
+from routed_experts.server.cli.tiny_model import make_tiny_model
+from routed_experts.server.cli.view import ViewServer
 from tests.contract.served import serving_weights
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab, browser

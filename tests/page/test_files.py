@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from routed_experts.server import cli
+from routed_experts.server.cli.main import main
 from routed_experts.server.page import page_files
 from tests.command_lines import shell_words
 from tests.contract.served import serving
@@ -114,7 +114,7 @@ def test_without_the_page(tiny_model: Path) -> None:
 
 
 def test_view_needs_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["view", str(tmp_path / "nothing"), "--no-browser"]) == 2
+    assert main(["view", str(tmp_path / "nothing"), "--no-browser"]) == 2
     assert capsys.readouterr().err == f"routed-experts: {tmp_path}/nothing cannot be read: No such file or directory.\n"
 
 
@@ -122,7 +122,7 @@ def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     port = httpx.URL(viewed({"choices": []})).port
     file = tmp_path / "answers.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
-    assert cli.main(["view", str(file), "--no-browser", "--port", str(port)]) == 2
+    assert main(["view", str(file), "--no-browser", "--port", str(port)]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert f"Port {port} cannot be used" in sentence
     assert "--port" in sentence

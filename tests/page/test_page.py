@@ -12,8 +12,8 @@ import pytest
 
 from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import collect
-from routed_experts.server.saved import ModelInfo, opened, read
-from routed_experts.server.tiny_model import make_tokenizer
+from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.server.cli.tiny_model import make_tokenizer
 from tests.contract.served import serving
 from tests.e2e.harness import ASK, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part

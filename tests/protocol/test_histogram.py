@@ -5,9 +5,9 @@ import doctest
 import numpy as np
 import pytest
 
-from routed_experts.protocol import histogram as module
+from routed_experts.protocol import expert_load as module
 from routed_experts.protocol.codec import CodecError
-from routed_experts.protocol.histogram import count_experts, histogram
+from routed_experts.protocol.expert_load import count_experts, histogram
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
 
 

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from routed_experts.protocol import load as module
-from routed_experts.protocol.histogram import count_experts, histogram
-from routed_experts.protocol.load import expert_load
+from routed_experts.protocol import expert_load as module
+from routed_experts.protocol.expert_load import count_experts, expert_load, histogram
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from routed_experts.server.plugin import address, what_to_do
+from routed_experts.server.http.plugin import address, what_to_do
 
 
 def args(**given: Any) -> Namespace:

@@ -13,9 +13,11 @@ import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.capture.engine import connectors, versions
-from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME, cli, launch
-from routed_experts.server.launch import CommandError
+from routed_experts.capture.engine import versions
+from routed_experts.capture.engine.kv_transfer import connectors
+from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
+from routed_experts.server.cli import main, serve
+from routed_experts.server.cli.serve import CommandError
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -23,12 +25,12 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 @pytest.fixture
 def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """What is installed, for a test to change; ours is in it."""
-    installed = [EntryPoint(PLUGIN_NAME, "routed_experts.server.endpoint_plugin:make", PLUGIN_GROUP)]
+    installed = [EntryPoint(PLUGIN_NAME, "routed_experts.server.http.entry_point:make", PLUGIN_GROUP)]
 
     def entry_points(**params: Any) -> EntryPoints:
         return EntryPoints(installed).select(**params)
 
-    monkeypatch.setattr(launch, "entry_points", entry_points)
+    monkeypatch.setattr(serve, "entry_points", entry_points)
     unset_plugins(monkeypatch)
     return installed
 
@@ -41,12 +43,12 @@ def unset_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
 def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> str:
     if given is not None:
         monkeypatch.setenv("VLLM_PLUGINS", given)
-    launch.allow_plugin()
+    serve.allow_plugin()
     return os.environ["VLLM_PLUGINS"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = cli.main(list(argv))
+    code = main.main(list(argv))
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -87,17 +89,17 @@ def test_the_installed_package_registers_the_plugin(monkeypatch: pytest.MonkeyPa
 def test_a_plugin_that_is_not_registered(plugins: list[EntryPoint]) -> None:
     plugins.clear()
     with pytest.raises(CommandError, match="not installed properly"):
-        launch.allow_plugin()
+        serve.allow_plugin()
 
 
 @pytest.mark.parametrize(
-    "target", ["routed_experts.server.no_such_module:Plugin", "routed_experts.server.endpoint_plugin:no_such_factory"]
+    "target", ["routed_experts.server.no_such_module:Plugin", "routed_experts.server.http.entry_point:no_such_factory"]
 )
 def test_a_plugin_that_cannot_be_loaded(plugins: list[EntryPoint], target: str) -> None:
     """vLLM would log it and serve without."""
     plugins[:] = [EntryPoint(PLUGIN_NAME, target, PLUGIN_GROUP)]
     with pytest.raises(CommandError, match="cannot be loaded"):
-        launch.allow_plugin()
+        serve.allow_plugin()
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +113,7 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("argv", [(), ("-h",), ("--help",), ("help",)])
 def test_help(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
     code, out, err = run(capsys, *argv)
-    assert (code, out, err) == (0, cli.USAGE, "")
+    assert (code, out, err) == (0, main.USAGE, "")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,19 +129,19 @@ def test_tiny_model_takes_a_folder(capsys: pytest.CaptureFixture[str], argv: tup
 
 def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert launch.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
+    assert serve.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert launch.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
+    assert serve.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
 
 
 def parsed(*argv: str) -> argparse.Namespace:
-    return launch.parse(["model", *argv])
+    return serve.parse(["model", *argv])
 
 
 def filled_in(*argv: str) -> argparse.Namespace:
     args = parsed(*argv)
-    launch.fill_in(args)
+    serve.fill_in(args)
     return args
 
 
@@ -159,8 +161,8 @@ def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
 )
 def test_a_headless_node_has_them_too(tiny_model: Path, argv: tuple[str, ...]) -> None:
     """What vLLM starts there, it makes of the same arguments. The slow tests start it."""
-    args = launch.parse([str(tiny_model), "--headless", "--dtype", "float32", *argv])
-    launch.fill_in(args)
+    args = serve.parse([str(tiny_model), "--headless", "--dtype", "float32", *argv])
+    serve.fill_in(args)
     parallel = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True).parallel_config
     assert (parallel.data_parallel_rank or parallel.node_rank) == 1
     assert parallel.worker_cls in WORKERS.values()
@@ -188,7 +190,7 @@ def test_refusals_are_sentences_and_not_tracebacks(
 )
 def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], capture: bool) -> None:
     args = parsed(*argv)
-    assert launch.take_capture_flag(args) is capture
+    assert serve.take_capture_flag(args) is capture
     assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
 
 
@@ -242,14 +244,14 @@ def test_all_processes_know_what_to_do_about_loads(
 
 
 def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:
-    args = launch.parse([])
+    args = serve.parse([])
     assert args.model_tag is None
-    launch.use_tiny_model(args, tiny_model)
+    serve.use_tiny_model(args, tiny_model)
     assert args.model == args.model_tag == str(tiny_model)
     assert args.served_model_name == ["tiny-moe"]
     assert args.dtype == "float32"
-    given = launch.parse(["--dtype", "bfloat16", "--kv-cache-memory-bytes", "123456"])
-    launch.use_tiny_model(given, tiny_model)
+    given = serve.parse(["--dtype", "bfloat16", "--kv-cache-memory-bytes", "123456"])
+    serve.use_tiny_model(given, tiny_model)
     assert (given.dtype, given.kv_cache_memory_bytes) == ("bfloat16", 123456)
 
 
@@ -262,7 +264,7 @@ def test_what_vllms_parser_refuses_is_a_sentence(capsys: pytest.CaptureFixture[s
 def test_a_program_that_calls_it_keeps_its_signals(capsys: pytest.CaptureFixture[str]) -> None:
     """Only the command's own process is stopped in the server's way (`tests/e2e/test_stopping.py`)."""
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    assert cli.main(["serve", "--port", "0", "/no/such/folder"]) == 2
+    assert main.main(["serve", "--port", "0", "/no/such/folder"]) == 2
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     assert "ctrl-c" not in {thread.name for thread in threading.enumerate()}

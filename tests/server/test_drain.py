@@ -2,7 +2,7 @@
 
 import pytest
 
-from routed_experts.server.drain import _only_reads
+from routed_experts.server.http.drain import _only_reads
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from routed_experts.protocol import codec
-from routed_experts.server.encoding import LINE_BYTES, Encoder, LostRowsError
+from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 
 SHAPES = [(48, 8, 128), (5, 4, 16), (2, 3, 300)]  # L, K, experts
 COUNTS = [0, 1, 2, 3, 100, 1000]

@@ -120,7 +120,7 @@ def test_a_disk_that_is_full(files: Path) -> None:
     ("command", "module"),
     [  # `serve` stops with 0, as for any Ctrl-C
         ("stats -", "numpy._core.multiarray"),
-        ("stats -", "routed_experts.server.saved"),
+        ("stats -", "routed_experts.server.cli.saved"),
         ("view FILES/answer --no-browser", "numpy"),
         ("tiny-model FILES/model", "torch.nn"),
         ("tiny-model FILES/model", "tokenizers"),

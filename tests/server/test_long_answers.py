@@ -12,12 +12,11 @@ import pytest
 from fastapi import Request
 
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.encoding import Encoder
-from routed_experts.server.responses import respond
-from routed_experts.server.row_feeds import RowFeed
-from routed_experts.server.stream import StreamAligner
+from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.response import CollectedRows, WholeAnswer, respond
+from routed_experts.server.http.streaming import StreamAligner
+from routed_experts.server.outputs.row_buffer import RowFeed
 from routed_experts.server.vllm_api import RequestOutput
-from routed_experts.server.whole import CollectedRows, WholeAnswer
 from tests.server.test_whole import Choice, Response, choice, output
 from tests.server.turns import another_task
 

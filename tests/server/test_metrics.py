@@ -17,8 +17,8 @@ import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from routed_experts.capture.stats import EngineStats
-from routed_experts.server.metrics import EngineMetrics, watch_feeds
-from routed_experts.server.responses import respond
+from routed_experts.server.http.metrics import EngineMetrics, watch_feeds
+from routed_experts.server.http.response import respond
 from tests.server.test_responses import body_of, long_answer, request
 from tests.server.test_row_feeds import Frontend, output
 from tests.server.test_stream import Engine, aligner_of, rows_of, stream
@@ -117,7 +117,7 @@ def test_numbers_of_engines_are_added_up() -> None:
 
 def test_open_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()  # servers of other tests in this process count theirs
-    monkeypatch.setattr("routed_experts.server.metrics.FEEDS_OPEN", Gauge("feeds_open", "", registry=registry))
+    monkeypatch.setattr("routed_experts.server.http.metrics.FEEDS_OPEN", Gauge("feeds_open", "", registry=registry))
 
     async def run() -> tuple[float | None, float | None]:
         frontend = Frontend()
@@ -136,8 +136,8 @@ def test_open_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 OF_A_PROCESS = """
 from routed_experts.capture.stats import EngineStats
-from routed_experts.server import metrics
-from routed_experts.server.encoding import Sent
+from routed_experts.server.http import metrics
+from routed_experts.server.http.encoding import Sent
 metrics.count_answer(Sent(rows=10, missing=1, num_bytes=100), lost=0)
 metrics.FEEDS_OPEN.set(2)
 if {first}:

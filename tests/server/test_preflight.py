@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from routed_experts.server import cli, launch, preflight
+from routed_experts.server.cli import preflight, serve
+from routed_experts.server.cli.main import main
 from tests.e2e.harness import free_port
 
 
@@ -28,7 +29,7 @@ def checkpoint(tiny_model: Path, tmp_path: Path) -> Path:
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The one sentence that `serve` ends in."""
     flags = () if "--port" in argv else ("--port", str(free_port()))
-    assert cli.main(["serve", *argv, *flags]) == 2
+    assert main(["serve", *argv, *flags]) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
     sentence = said.splitlines()[-1]
@@ -107,7 +108,7 @@ def test_flags_that_cannot_be(
 @pytest.mark.parametrize("argv", [("--no-such-flag",), ("--dtype", "float99"), ("--routed-experts-default", "[]")])
 def test_flags_that_do_not_exist(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as left:
-        cli.main(["serve", "model", *argv])
+        main(["serve", "model", *argv])
     assert left.value.code == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
@@ -120,16 +121,16 @@ def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def cmd(args: object) -> None:
         raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
 
-    monkeypatch.setattr(launch.ServeSubcommand, "cmd", staticmethod(cmd))
-    monkeypatch.setattr(launch.ServeSubcommand, "validate", lambda self, args: None)
-    with pytest.raises(launch.CommandError, match="The engine did not start; its own error stands above"):
-        launch.run(launch.parse(["model"]))
+    monkeypatch.setattr(serve.ServeSubcommand, "cmd", staticmethod(cmd))
+    monkeypatch.setattr(serve.ServeSubcommand, "validate", lambda self, args: None)
+    with pytest.raises(serve.CommandError, match="The engine did not start; its own error stands above"):
+        serve.run(serve.parse(["model"]))
 
 
 def test_those_are_vllms_own_words() -> None:
     from vllm.v1.engine import utils
 
-    assert launch._ENGINE_FAILED in Path(utils.__file__).read_text()
+    assert serve._ENGINE_FAILED in Path(utils.__file__).read_text()
 
 
 @pytest.mark.parametrize(
@@ -140,13 +141,13 @@ def test_those_are_vllms_own_words() -> None:
     ],
 )
 def test_values_that_vllm_refuses(tiny_model: Path, flags: tuple[str, ...], sentence: str) -> None:
-    with pytest.raises(launch.CommandError, match=sentence):
-        launch.check(launch.parse([str(tiny_model), *flags]), capture=False)
+    with pytest.raises(serve.CommandError, match=sentence):
+        serve.check(serve.parse([str(tiny_model), *flags]), capture=False)
 
 
 def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        cli.main(["serve", "--help"])
+        main(["serve", "--help"])
     assert left.value.code == 0
     said = capsys.readouterr().out
     assert "routed-experts serve [MODEL] [options]" in said
@@ -162,7 +163,7 @@ def test_a_checkpoint_counts_once(checkpoint: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     assert config["dtype"] == "float32"
     files = preflight._files(checkpoint, preflight._WEIGHTS)
-    args = launch.parse([str(checkpoint), "--dtype", "bfloat16"])
-    launch.take_capture_flag(args)
-    half = launch.AsyncEngineArgs.from_cli_args(args).create_engine_config()
+    args = serve.parse([str(checkpoint), "--dtype", "bfloat16"])
+    serve.take_capture_flag(args)
+    half = serve.AsyncEngineArgs.from_cli_args(args).create_engine_config()
     assert preflight._loaded_bytes(half, files) == size // 2

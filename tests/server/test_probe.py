@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from routed_experts.server.probe import ProbeError, agreement, check_rows
+from routed_experts.server.http.selftest import ProbeError, agreement, check_rows
 
 SHAPE = (3, 2)
 EXPERTS = 8

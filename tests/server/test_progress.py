@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.compare import Case, Host, interleave
-from routed_experts.server import cli
+from routed_experts.server.cli.main import main
 from tests.clients.test_compare import answer_of, rows_of
 from tests.e2e.harness import Oracle, prompt_of
 
@@ -56,12 +56,12 @@ def stderr(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> S
 
 
 def test_making_the_model(stderr: Stderr, tmp_path: Path) -> None:
-    stderr.check(lambda: cli.main(["tiny-model", str(tmp_path)]), f"Making the tiny model in {tmp_path}")
+    stderr.check(lambda: main(["tiny-model", str(tmp_path)]), f"Making the tiny model in {tmp_path}")
 
 
 def test_starting(stderr: Stderr, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("routed_experts.server.launch.serve", lambda argv: None)
-    stderr.check(lambda: cli.main(["serve"]), "Loading vLLM")
+    monkeypatch.setattr("routed_experts.server.cli.serve.serve", lambda argv: None)
+    stderr.check(lambda: main(["serve"]), "Loading vLLM")
 
 
 @pytest.mark.parametrize("stderr", [True], ids=["terminal"], indirect=True)  # elsewhere: tests/clients/test_compare.py
@@ -70,7 +70,7 @@ def test_comparing(stderr: Stderr, tiny_model: Path, oracle: Oracle, tmp_path: P
     file = tmp_path / "answers.jsonl"
     file.write_text(f"{json.dumps(answer_of(rows_of(oracle, tokens), tokens))}\n" * 2)
     command = ["compare", str(tiny_model), "--answers", str(file)]
-    stderr.check(lambda: cli.main(command), f"Loading {tiny_model}", "comparing: 100%", "2/2")
+    stderr.check(lambda: main(command), f"Loading {tiny_model}", "comparing: 100%", "2/2")
 
 
 class Played(Host):

@@ -11,9 +11,8 @@ import pytest
 from fastapi import Request
 from fastapi.responses import Response as HttpResponse
 
-from routed_experts.server import responses
-from routed_experts.server.responses import respond, wants_msgpack
-from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.http.response import respond, wants_msgpack
+from routed_experts.server.outputs.row_buffer import RowFeed
 from tests.server.test_whole import K, L, answer_of, choice, output
 from tests.server.turns import another_task
 
@@ -130,4 +129,4 @@ def test_answers_without_rows() -> None:
     assert orjson.loads(response.body) == expected
     packed = asyncio.run(respond(plain, request("application/msgpack")))
     assert msgspec.msgpack.decode(packed.body) == orjson.loads(response.body)
-    assert packed.headers["content-type"] == responses.MSGPACK
+    assert packed.headers["content-type"] == response.MSGPACK

@@ -17,7 +17,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.message import OPT_IN_ARG, ROWS_OUTPUT_ID, OptIn, PlacedRows, pack, prompt_output_id
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
-from routed_experts.server.row_feeds import RowFeed, RowFeeds, opt_in
+from routed_experts.server.outputs.row_buffer import RowFeed, RowFeeds, opt_in
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.test_stream import aligner_of, stream
 

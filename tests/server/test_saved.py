@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.collect import RoutingError
-from routed_experts.server.complaint import CommandError
-from routed_experts.server.saved import ModelInfo, opened, read
+from routed_experts.server.cli.console import CommandError
+from routed_experts.server.cli.saved import ModelInfo, opened, read
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol.histogram import count_experts, histogram
-from routed_experts.protocol.load import expert_load
-from routed_experts.server import cli
+from routed_experts.protocol.expert_load import count_experts, expert_load, histogram
+from routed_experts.server.cli.main import main
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of
 
 
@@ -20,7 +19,7 @@ def written(path: Path, *answers: Any) -> Path:
 
 
 def counts_said(capsys: pytest.CaptureFixture[str], file: Path, *flags: str) -> tuple[np.ndarray, dict[str, Any]]:
-    assert cli.main(["stats", str(file), "--json", "--num-experts", str(EXPERTS), *flags]) == 0
+    assert main(["stats", str(file), "--json", "--num-experts", str(EXPERTS), *flags]) == 0
     report = json.loads(capsys.readouterr().out)
     return np.array([layer["counts"] for layer in report["layers"]]), report
 
@@ -66,13 +65,13 @@ def test_the_documented_command(
     (command,) = documented
     written(tmp_path, answer(Told(rows_of(20, 1), [rows_of(9, 2)])))
     monkeypatch.chdir(tmp_path)
-    assert cli.main(command.split()[1:]) == 0
+    assert main(command.split()[1:]) == 0
     assert "1 answers, 29 rows" in capsys.readouterr().out
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = written(tmp_path, answer(Told(rows_of(300, 1), [rows_of(9, 2)])))
-    assert cli.main(["stats", str(file)]) == 0
+    assert main(["stats", str(file)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == [
         "MoE",
@@ -104,12 +103,12 @@ def test_decoder_layers_are_named(capsys: pytest.CaptureFixture[str], tmp_path: 
     """Where the answer, or the object of `GET /v1/routed_experts` before it, states them."""
     body = answer(Told(rows_of(30, 1), [rows_of(9, 2)]))
     file = written(tmp_path, *([{**body, "routed_experts_info": INFO}] if is_own else [INFO, body]))
-    assert cli.main(["stats", str(file)]) == 0
+    assert main(["stats", str(file)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.startswith("decoder layer  entropy")
     assert [line.split()[0] for line in lines[:LAYERS]] == ["1", "3", "4"]
     assert "counted from 0" not in lines[-1]
-    assert cli.main(["stats", str(file), "--json"]) == 0
+    assert main(["stats", str(file), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(layer["layer"], layer["layer_id"]) for layer in report["layers"]] == [(0, 1), (1, 3), (2, 4)]
     assert report["num_experts"] == EXPERTS
@@ -118,7 +117,7 @@ def test_decoder_layers_are_named(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_other_decoder_layers_are_another_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     body = answer(Told(rows_of(9), [rows_of(3)]))
     file = written(tmp_path, INFO, body, {**INFO, "layer_ids": [0, 1, 2]}, body)
-    assert cli.main(["stats", str(file)]) == 2
+    assert main(["stats", str(file)]) == 2
     assert "line 4: decoder layers (0, 1, 2), and (1, 3, 4) before" in capsys.readouterr().err
 
 
@@ -148,7 +147,7 @@ def test_files_that_cannot_be_counted(
 ) -> None:
     file = tmp_path / "answers.jsonl"
     file.write_text(text)
-    assert cli.main(["stats", str(file)]) == 2
+    assert main(["stats", str(file)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"routed-experts: {file}")
     assert said.endswith(sentence)
@@ -156,10 +155,10 @@ def test_files_that_cannot_be_counted(
 
 def test_answers_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bodies = [answer(Told(rows_of(9, layers=layers), [rows_of(3, layers=layers)])) for layers in (2, 3)]
-    assert cli.main(["stats", str(written(tmp_path, *bodies))]) == 2
+    assert main(["stats", str(written(tmp_path, *bodies))]) == 2
     assert "line 2: 3 layers, and 2 before: count one model's answers at a time." in capsys.readouterr().err
 
 
 def test_no_such_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert cli.main(["stats", str(tmp_path / "nothing")]) == 2
+    assert main(["stats", str(tmp_path / "nothing")]) == 2
     assert capsys.readouterr().err.endswith("nothing cannot be read: No such file or directory.\n")

@@ -12,9 +12,9 @@ import pytest
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.encoding import Encoder
-from routed_experts.server.row_feeds import RowFeed
-from routed_experts.server.stream import StreamAligner
+from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.streaming import StreamAligner
+from routed_experts.server.outputs.row_buffer import RowFeed
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 from tests.server.turns import another_task
 

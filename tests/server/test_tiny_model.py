@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from routed_experts.server import launch
-from routed_experts.server.tiny_model import make_tiny_model
+from routed_experts.server.cli import serve
+from routed_experts.server.cli.tiny_model import make_tiny_model
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -15,7 +15,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def use(directory: Path) -> None:
-    launch.use_tiny_model(
+    serve.use_tiny_model(
         argparse.Namespace(served_model_name=None, dtype="auto", kv_cache_memory_bytes=None, enforce_eager=False),
         directory,
     )

@@ -14,10 +14,10 @@ from pydantic import BaseModel
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.encoding import Encoder, LostRowsError
-from routed_experts.server.row_feeds import RowFeed
+from routed_experts.server.http.encoding import Encoder, LostRowsError
+from routed_experts.server.http.response import CollectedRows, WholeAnswer
+from routed_experts.server.outputs.row_buffer import RowFeed
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
-from routed_experts.server.whole import CollectedRows, WholeAnswer
 
 L, K, EXPERTS = 2, 3, 30000
 

@@ -1,0 +1,108 @@
+"""How often each expert was chosen, and how evenly experts share the work. Imports numpy only."""
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from routed_experts.protocol.codec import UNKNOWN, CodecError, count_missing
+
+_SLICE = 4096
+"""Rows that are counted at once: their ids are widened to eight bytes each."""
+
+
+class Histogram(TypedDict):
+    """Counts in place of rows, as they go over the wire.
+
+    `counts` is [L][num_experts]; `missing` of the `rows` hold ids that are not known and not counted.
+    """
+
+    counts: list[list[int]]
+    rows: int
+    missing: int
+
+
+def count_experts(rows: NDArray[np.integer[Any]], num_experts: int) -> NDArray[np.int64]:
+    """How many of `rows` ([n, L, K]) chose each expert: [L, num_experts]. Ids that are not known are left out.
+
+    >>> count_experts(np.array([[[0, 2]], [[2, 1]], [[-1, -1]]]), num_experts=4).tolist()
+    [[1, 1, 2, 0]]
+
+    Raises:
+        CodecError: an id is not an expert's.
+    """
+    layers = rows.shape[1]
+    width = num_experts + 1  # one more, for -1
+    counts = np.zeros(layers * width, dtype=np.int64)
+    if rows.min(initial=0) < UNKNOWN or rows.max(initial=0) >= num_experts:
+        raise CodecError(f"ids from {rows.min()} to {rows.max()}, and {num_experts} experts")
+    offsets = (np.arange(layers) * width + 1)[:, None]
+    for first in range(0, len(rows), _SLICE):
+        counts += np.bincount((rows[first : first + _SLICE] + offsets).ravel(), minlength=counts.size)
+    return counts.reshape(layers, width)[:, 1:]
+
+
+def histogram(rows: NDArray[np.integer[Any]], num_experts: int) -> Histogram:
+    """The histogram of `rows` ([n, L, K]) in the form of the wire.
+
+    Raises:
+        CodecError: an id is not an expert's.
+    """
+    return {
+        "counts": count_experts(rows, num_experts).tolist(),
+        "rows": len(rows),
+        "missing": count_missing(rows),
+    }
+
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """The load of L layers with E experts.
+
+    Attributes:
+        counts: [L, E] how often each expert was chosen.
+        load: [L, E] the same as multiples of what each would have if all shared evenly; 0 where nothing was counted.
+        entropy: [L] of the shares, in bits.
+        balance: [L] the entropy as a share of the most that it can be with so many choices: 1 where all share evenly.
+        imbalance: [L] the load of the busiest expert.
+        busiest: [L] its id.
+        unused: [L] experts that were never chosen.
+    """
+
+    counts: NDArray[np.int64]
+    load: Floats
+    entropy: Floats
+    balance: Floats
+    imbalance: Floats
+    busiest: NDArray[np.intp]
+    unused: NDArray[np.intp]
+
+
+def expert_load(counts: ArrayLike) -> ExpertLoad:
+    """What `counts` [L, E], of `count_experts` or of an answer's histogram, say about each layer.
+
+    >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]])
+    >>> found.load.tolist()
+    [[2.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    >>> found.entropy.tolist(), found.balance.tolist(), found.imbalance.tolist(), found.unused.tolist()
+    ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
+    """
+    whole = np.asarray(counts, dtype=np.int64)
+    totals = whole.sum(axis=1, keepdims=True)
+    shares = whole / np.maximum(totals, 1)
+    entropy = -(shares * np.log2(shares, out=np.zeros_like(shares), where=shares > 0)).sum(axis=1) + 0.0
+    most = np.log2(np.clip(totals[:, 0], 1, whole.shape[1]))
+    load = shares * whole.shape[1]
+    return ExpertLoad(
+        counts=whole,
+        load=load,
+        entropy=entropy,
+        balance=np.divide(entropy, most, out=np.ones_like(entropy), where=most > 0),
+        imbalance=load.max(axis=1),
+        busiest=load.argmax(axis=1),
+        unused=(whole == 0).sum(axis=1),
+    )

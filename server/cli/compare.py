@@ -1,0 +1,321 @@
+"""`routed-experts compare`: are the experts in answers those of a Hugging Face forward pass of the same checkpoint?
+
+The same tokens are scored once more, in a precision and on a device of the user's choice. Where the two differ, the gap
+between the scores says whether rounding can have decided.
+"""
+
+import argparse
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.server.cli.console import CommandError, say
+from routed_experts.server.cli.reference import Ids, Reference, Scores
+from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, info_of, opened, read
+
+DTYPES = ("float32", "bfloat16", "float16")
+PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")
+
+
+@dataclass
+class LayerCount:
+    """What was found in one layer.
+
+    Attributes:
+        gaps: for each row that differs, how far apart the scores are of the experts that only one side chose, in
+            standard deviations of all experts' scores for that token.
+    """
+
+    rows: int = 0
+    differing_slots: int = 0
+    gaps: list[float] = field(default_factory=list)
+
+    def add(self, ours: Ids, theirs: Ids, scores: Scores) -> None:
+        """Compares rows [n, K] of the answer with those of the checkpoint, and `scores` [n, experts]."""
+        only_ours, only_theirs = _only(ours, theirs, scores.shape)
+        self.rows += len(ours)
+        self.differing_slots += int(only_theirs.sum())
+        for row in np.flatnonzero(only_theirs.any(axis=1)):
+            gap = scores[row, only_theirs[row]].max() - scores[row, only_ours[row]].min()
+            self.gaps.append(float(abs(gap) / max(float(scores[row].std()), 1e-30)))
+
+    def summary(self, near_tie: float) -> dict[str, Any]:
+        near = sum(gap <= near_tie for gap in self.gaps)
+        return {
+            "rows": self.rows,
+            "equal_rows": self.rows - len(self.gaps),
+            "differing_slots": self.differing_slots,
+            "near_ties": near,
+            "other_rows": len(self.gaps) - near,
+            "gap_median": float(np.median(self.gaps)) if self.gaps else None,
+            "gap_max": max(self.gaps, default=None),
+        }
+
+
+def _only(ours: Ids, theirs: Ids, shape: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which experts only one side chose, [n, experts] each."""
+    chosen = np.zeros((2, *shape), dtype=np.bool_)
+    for mask, ids in zip(chosen, (ours, theirs), strict=True):
+        np.put_along_axis(mask, ids.astype(np.int64), True, axis=1)
+    return chosen[0] & ~chosen[1], chosen[1] & ~chosen[0]
+
+
+@dataclass
+class Comparison:
+    """Counts for each layer, over all answers.
+
+    Attributes:
+        missing: rows that the server could not know; they are not compared.
+    """
+
+    reference: Reference
+    layers: list[LayerCount] = field(default_factory=list)
+    answers: int = 0
+    missing: int = 0
+
+    def __post_init__(self) -> None:
+        self.layers = [LayerCount() for _ in self.reference.layer_ids]
+
+    def add(self, routing: Routing) -> None:
+        """Scores the tokens of `routing` and compares each of its rows.
+
+        Raises:
+            RoutingError: it lacks token ids.
+        """
+        if routing.prompt_token_ids is None or routing.token_ids is None:
+            raise RoutingError("it has no token ids: ask with return_token_ids")
+        self.answers += 1
+        self.missing += routing.missing
+        known = np.flatnonzero((routing.rows != UNKNOWN).all(axis=(1, 2)))
+        tokens = (*routing.prompt_token_ids, *routing.token_ids)[: routing.end]
+        if not len(known):
+            return
+        positions = known + routing.start
+
+        def take(place: int, chosen: Ids, scores: Scores) -> None:
+            self.layers[place].add(routing.rows[known, place], chosen[positions], scores[positions])
+
+        self.reference.score(tokens, take)
+
+    def report(self, near_tie: float) -> dict[str, Any]:
+        """The findings as JSON has them."""
+        whole = LayerCount(
+            rows=sum(layer.rows for layer in self.layers),
+            differing_slots=sum(layer.differing_slots for layer in self.layers),
+            gaps=[gap for layer in self.layers for gap in layer.gaps],
+        )
+        return {
+            "answers": self.answers,
+            "missing_rows": self.missing,
+            "near_tie": near_tie,
+            "layers": [
+                {"layer": place, "layer_id": layer_id, **layer.summary(near_tie)}
+                for place, (layer_id, layer) in enumerate(zip(self.reference.layer_ids, self.layers, strict=True))
+            ],
+            "total": whole.summary(near_tie),
+        }
+
+
+def table(report: dict[str, Any]) -> str:
+    """`report` for people."""
+    head = [
+        "decoder layer",
+        "rows",
+        "equal",
+        "slots differ",
+        "near-ties",
+        "other rows",
+        "median gap",
+        "max gap",
+    ]
+    lines = [head]
+    for entry in (*report["layers"], {"layer_id": "all", **report["total"]}):
+        gaps = ["" if entry[name] is None else f"{entry[name]:.2g}" for name in ("gap_median", "gap_max")]
+        counts = ("layer_id", "rows", "equal_rows", "differing_slots", "near_ties", "other_rows")
+        lines.append([*(str(entry[name]) for name in counts), *gaps])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    return "\n".join(
+        [
+            *rows,
+            f"{report['answers']} answers; {report['missing_rows']} rows that the server could not know are left out.",
+            f"Gaps are in standard deviations of a token's scores; up to {report['near_tie']:.2g} is a near-tie.",
+        ]
+    )
+
+
+# ---- where answers come from ----
+
+
+def base_of(url: str) -> str:
+    """The address of a server, as people write it: `localhost:8000` and `http://localhost:8000/v1` are the same.
+
+    Raises:
+        CommandError: it is no address of a server.
+    """
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise CommandError(f"--url {url} is not the address of a server: give one such as http://localhost:8000.")
+    return base
+
+
+def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAnswer:
+    """One answer of the server at `url` to `prompt`.
+
+    Raises:
+        CommandError: the server cannot be reached or refuses.
+    """
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+
+    def call(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url + path, data=data, headers=headers)
+        with urllib.request.urlopen(request, timeout=600) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+
+    try:
+        info = call("/v1/routed_experts")
+        body = {"model": info["model"], "prompt": prompt, "max_tokens": max_tokens}
+        body |= {"return_routed_experts": True, "routed_experts_layers": "moe", "return_token_ids": True}
+        return SavedAnswer(url, [call("/v1/completions", body)], ModelInfo.of(info))
+    except urllib.error.HTTPError as error:
+        raise CommandError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise CommandError(f"{url} cannot be asked: {getattr(error, 'reason', error)}.") from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CommandError(f"{url} is not a server with routed experts: its /v1/routed_experts is not ours.") from error
+
+
+# ---- the command ----
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="routed-experts compare",
+        description="Compares the experts in answers with those of a Hugging Face forward pass of the same checkpoint. "
+        "Exit status: 0 where they are the same, 1 where they differ by more than near-ties, 2 where they cannot be "
+        "compared.",
+    )
+    parser.add_argument("model", help="checkpoint: a folder or a name on the Hugging Face hub")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--answers",
+        nargs="+",
+        metavar="FILE",
+        help="answers of the server, asked with return_routed_experts and return_token_ids; - for standard input",
+    )
+    source.add_argument("--url", help="of a running server, which is asked now")
+    parser.add_argument("--prompts", type=Path, help="with --url: a file with a prompt in each line")
+    parser.add_argument("--max-tokens", type=int, default=64, help="with --url: of each answer (default 64)")
+    parser.add_argument("--api-key", help="with --url")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the forward pass (default float32)")
+    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, or auto for several at once")
+    parser.add_argument(
+        "--near-tie",
+        type=float,
+        help="largest gap, in standard deviations of a token's scores, that counts as a near-tie "
+        "(default: the square root of the precision's epsilon, 0.00035 in float32, 0.088 in bfloat16)",
+    )
+    parser.add_argument("--json", type=Path, help="also write the findings to this file; - for standard output only")
+    add_flags(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `routed-experts compare`; returns the exit status.
+
+    Raises:
+        CommandError: it cannot be carried out.
+    """
+    args = parse(argv)
+    to_stdout = args.json is not None and str(args.json) == "-"
+    with _writable(None if to_stdout else args.json):
+        report = compare(args)
+        text = json.dumps(report, indent=1)
+        if args.json and not to_stdout:
+            args.json.write_text(text + "\n", encoding="utf-8")
+    print(text if to_stdout else table(report))
+    return 1 if report["total"]["other_rows"] else 0
+
+
+@contextmanager
+def _writable(path: Path | None) -> Iterator[None]:
+    """Opens the file before the work begins, so that it does not fail after it; no empty file is left behind."""
+    if path is None:
+        yield
+        return
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise CommandError(f"--json {path} cannot be written: {error.strerror}.") from error
+    try:
+        yield
+    finally:
+        if is_new and path.is_file() and not path.stat().st_size:
+            path.unlink()
+
+
+def compare(args: argparse.Namespace) -> dict[str, Any]:
+    """The findings for the command line `args`.
+
+    Raises:
+        CommandError: there is nothing to compare, or it cannot be compared.
+    """
+    from tqdm import tqdm
+
+    sources: list[Any] = list(read(opened(args.answers), info_of(args))) if args.answers else _prompts(args.prompts)
+    url = base_of(args.url) if args.url else ""
+    say(f"Loading {args.model}.")
+    reference = Reference(args.model, args.dtype, args.device)
+    comparison = Comparison(reference)
+    for source in tqdm(sources, desc="comparing", unit=" answers", disable=None):
+        answer = ask(url, source, args.max_tokens, args.api_key) if url else source
+        try:
+            _check_layers(answer.info, reference)
+            for routing in answer.routings(_info_of(reference)):
+                comparison.add(routing)
+        except (RoutingError, ValueError) as error:
+            raise CommandError(f"{answer.where}: {error}.") from error
+    near_tie = reference.epsilon**0.5 if args.near_tie is None else args.near_tie
+    report = comparison.report(near_tie)
+    if not report["total"]["rows"]:
+        missing = report["missing_rows"]
+        raise CommandError(f"Nothing could be compared: all {missing} rows of {report['answers']} answers are unknown.")
+    return {"model": args.model, "dtype": args.dtype, "device": args.device, **report}
+
+
+def _info_of(reference: Reference) -> ModelInfo:
+    layer_ids = tuple(reference.layer_ids)
+    return ModelInfo(len(layer_ids), reference.top_k, reference.num_experts, layer_ids)
+
+
+def _check_layers(info: ModelInfo, reference: Reference) -> None:
+    if info.layer_ids not in (None, tuple(reference.layer_ids)):
+        ids = list(info.layer_ids or ())
+        raise RoutingError(f"its MoE layers are decoder layers {ids}, and the checkpoint's are {reference.layer_ids}")
+
+
+def _prompts(path: Path | None) -> list[str]:
+    """The lines of a file that are not empty."""
+    if path is None:
+        return list(PROMPTS)
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
+    if not lines:
+        raise CommandError(f"{path} has no prompts.")
+    return lines

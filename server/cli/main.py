@@ -1,0 +1,156 @@
+"""The command `routed-experts`."""
+
+import os
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+
+from routed_experts.protocol.version import VERSION
+from routed_experts.server.cli.console import CommandError, complain, say
+from routed_experts.server.cli.signals import stop_on_signals
+
+NO_VLLM = (
+    "vLLM is not installed: install this package again with its extra for GPUs, pip install '.[cuda]', "
+    "or for CPUs, pip install '.[cpu]'."
+)
+USAGE = """\
+usage: routed-experts serve [MODEL] [any flag of vllm serve]
+       routed-experts tiny-model DIR
+       routed-experts compare MODEL --answers FILE... | --url URL
+       routed-experts stats FILE...
+       routed-experts view FILE...
+       routed-experts --version
+
+serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
+            Without MODEL it serves a tiny model that it makes on the spot.
+            --no-enable-return-routed-experts serves without the capture.
+            --allow-untested-vllm also runs on a vLLM on which not all tests of GPUs have passed yet.
+            --help=all lists every flag of vLLM's.
+tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
+compare     scores the tokens of answers with a Hugging Face forward pass of the same checkpoint and says for each layer
+            where the two chose other experts, and whether rounding can have decided; --help lists its flags.
+            Exit status: 0 where they are the same, 1 where they differ, 2 where they cannot be compared.
+stats       says for each layer how evenly its experts shared the work in saved answers; --help lists its flags.
+view        shows saved answers in a browser, as the page /routed_experts of a running server does.
+
+FILE is JSON, one answer a line or not, or streams as curl prints them; - is standard input.
+"""
+INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
+NO_READER = 128 + 13  # and SIGPIPE
+
+
+def serve(argv: list[str]) -> int:
+    """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
+    say("Loading vLLM, which takes some seconds; its log follows.")
+    from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
+
+    try:
+        check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
+    except UnsupportedConfig as error:
+        return complain(error)
+    from routed_experts.server.cli import serve as command  # imports what another version of vLLM may not have
+
+    return command.main(argv)
+
+
+def tiny_model(argv: list[str]) -> int:
+    """`routed-experts tiny-model DIR`"""
+    if len(argv) != 1 or argv[0].startswith("-"):
+        return complain("tiny-model takes one argument, the folder to write the model to.")
+    say(f"Making the tiny model in {argv[0]}; this takes some seconds.")
+    from routed_experts.server.cli.tiny_model import main  # imports transformers
+
+    return main(argv[0])
+
+
+def compare(argv: list[str]) -> int:
+    """`routed-experts compare MODEL …`"""
+    from routed_experts.server.cli.compare import main
+
+    return main(argv)
+
+
+def stats(argv: list[str]) -> int:
+    """`routed-experts stats FILE…`"""
+    from routed_experts.server.cli.stats import main
+
+    return main(argv)
+
+
+def view(argv: list[str]) -> int:
+    """`routed-experts view FILE…`"""
+    from routed_experts.server.cli.view import main
+
+    return main(argv)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "serve": serve,
+    "tiny-model": tiny_model,
+    "compare": compare,
+    "stats": stats,
+    "view": view,
+}
+WITHOUT_VLLM = ("stats", "view")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console command; returns its exit status. A program that calls it with arguments keeps its
+    own signal handlers."""
+    if argv is None:
+        argv = sys.argv[1:]
+        if argv[:1] == ["serve"]:
+            stop_on_signals()
+    try:
+        try:
+            return run(argv)
+        finally:
+            _flush()
+    except CommandError as error:
+        return complain(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return NO_READER
+
+
+def _flush() -> None:
+    """Writes what is left of the output. What cannot be written is dropped: the interpreter would try once more.
+
+    Raises:
+        CommandError, BrokenPipeError: it cannot be written.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise CommandError(f"Standard output cannot be written: {error.strerror}.") from error
+
+
+def run(argv: list[str]) -> int:
+    """Runs a command; returns its exit status.
+
+    Raises:
+        CommandError: it cannot be carried out.
+    """
+    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
+    if command == "--version":
+        print(f"routed-experts-server {VERSION}")
+        return 0
+    if command in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if command not in COMMANDS:
+        return complain(f"{command} is not a command.\n\n{USAGE}")
+    if command not in WITHOUT_VLLM and find_spec("vllm") is None:
+        raise CommandError(NO_VLLM)
+    try:
+        return COMMANDS[command](rest)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk, a folder without permission
+        if command == "serve":  # whose errors come from anywhere in a server
+            raise
+        raise CommandError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.") from error

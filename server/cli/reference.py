@@ -1,0 +1,115 @@
+"""A checkpoint in transformers that says which experts its routers choose, and by which scores."""
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.server.cli.console import CommandError, hush_transformers
+from routed_experts.server.cli.preflight import check_model_folder, sentence_of
+
+Ids = NDArray[np.integer[Any]]
+Scores = NDArray[np.float32]
+
+_LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+class Reference:
+    """A checkpoint in transformers, whose routers are watched.
+
+    Attributes:
+        layer_ids: decoder layer of each of the L routers.
+        top_k, num_experts: of the routers.
+        epsilon: of the coarser of two types: that of this forward pass, and that in which the checkpoint is stored,
+            which is what a server runs it in unless told otherwise.
+    """
+
+    def __init__(self, model: str, dtype: str, device: str) -> None:
+        """
+        Raises:
+            CommandError: the model or the device cannot be used.
+        """
+        import torch
+
+        check_model_folder(model)
+        _check_device(device)
+        self._model, stored = _load(model, getattr(torch, dtype), device)
+        self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))
+        self.layer_ids: list[int] = []
+        self.top_k = self.num_experts = 0
+        self._take: Callable[[str, Ids, Scores], None] = self._learn
+        for name, module in self._model.named_modules():
+            if hasattr(module, "top_k"):
+                module.register_forward_hook(partial(self._watch, name), with_kwargs=True)
+        self._forward([0])
+        if not self.layer_ids:
+            raise CommandError(f"No router of {model} shows which experts it chose; transformers has some that do not.")
+
+    def score(self, tokens: Sequence[int], take: Callable[[int, Ids, Scores], None]) -> None:
+        """Runs `tokens`; `take` gets each layer's place, its experts [tokens, K] and their scores [tokens, experts]."""
+        places = iter(range(len(self.layer_ids)))
+        self._take = lambda name, chosen, scores: take(next(places), chosen, scores)
+        self._forward(tokens)
+
+    def _forward(self, tokens: Sequence[int]) -> None:
+        import torch
+
+        device = self._model.get_input_embeddings().weight.device
+        try:
+            with torch.no_grad():  # without the head, whose logits are large
+                self._model.base_model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False)
+        except (RuntimeError, IndexError) as error:  # memory; a token that the checkpoint does not have
+            raise CommandError(f"{len(tokens)} tokens cannot be scored: {_first_line(error)}") from error
+
+    def _learn(self, name: str, chosen: Ids, scores: Scores) -> None:
+        numbers = _LAYER_NUMBER.findall(f".{name}.")
+        self.layer_ids.append(int(numbers[0]) if numbers else len(self.layer_ids))
+        self.top_k, self.num_experts = chosen.shape[1], scores.shape[1]
+
+    def _watch(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """A router returns its logits, weights and choice in an order of its own; blocks with `top_k` return others."""
+        parts = [part for part in output if hasattr(part, "dtype")] if isinstance(output, tuple) else []
+        chosen = [part for part in parts if not part.dtype.is_floating_point]
+        floats = [part for part in parts if part.dtype.is_floating_point]
+        if len(chosen) != 1 or not floats:
+            return
+        logits = max(floats, key=lambda part: part.shape[-1])
+        scores = logits.float().reshape(-1, logits.shape[-1])
+        given = (getattr(module, "e_score_correction_bias", None), *args[1:], *kwargs.values())
+        for bias in given:
+            if getattr(bias, "shape", None) == scores.shape[1:]:
+                scores = scores.sigmoid() + bias.float()
+        self._take(name, chosen[0].reshape(-1, chosen[0].shape[-1]).cpu().numpy(), scores.cpu().numpy())
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    try:
+        if device != "auto":
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise CommandError(f"--device {device} cannot be used: {_first_line(error)}") from error
+
+
+def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
+    """The model on its device, and the type that its checkpoint is stored in."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    hush_transformers()
+    spread = {"device_map": "auto"} if device == "auto" else {}
+    try:
+        stored = getattr(AutoConfig.from_pretrained(model), "dtype", None)
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **spread).eval()
+        placed = loaded if spread else loaded.to(device)
+    except Exception as error:  # transformers, safetensors and the hub's client each have classes of their own
+        raise CommandError(f"{model} cannot be loaded: {sentence_of(error, model)}") from error
+    return placed, stored if isinstance(stored, torch.dtype) else torch.float32
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,315 @@
+"""Saved answers, as `compare`, `stats` and `view` read them. Needs neither vLLM nor torch.
+
+A file holds JSON bodies (one on each line, pretty-printed, or in arrays), streams as curl prints them, or both. The
+object of `GET /v1/routed_experts` applies to all answers after it, including those in later files; an answer's own
+`routed_experts_info`, which the page writes, takes precedence.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TextIO
+
+import numpy as np
+
+from routed_experts.protocol.collect import Asked, Routing, RoutingError, collect
+from routed_experts.protocol.sse import EventError, EventReader
+from routed_experts.server.cli.console import CommandError
+
+STDIN = "-"
+INFO = "routed_experts_info"
+DENSE_NEED = (
+    "its rows have dense layers too (routed_experts_layers: all), and nothing tells which: put the object of "
+    "GET /v1/routed_experts into a file before it"
+)
+RAW_NEEDS = (
+    "its rows have the form raw, which does not carry its shape: give --num-layers, --top-k and --rows-dtype, "
+    "or ask for the form object"
+)
+_SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
+_NPY = "k05VTVBZ"  # base64 of \x93NUMPY
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """What is known about the model of an answer; None where it is not.
+
+    Attributes:
+        num_layers, top_k, num_experts, layer_ids: as in `GET /v1/routed_experts`.
+        rows_dtype: element type of rows in the form `raw`.
+    """
+
+    num_layers: int | None = None
+    top_k: int | None = None
+    num_experts: int | None = None
+    layer_ids: tuple[int, ...] | None = None
+    rows_dtype: str | None = None
+
+    @classmethod
+    def of(cls, document: Any) -> "ModelInfo":
+        """From the object of `GET /v1/routed_experts`, or a part of it.
+
+        Raises:
+            ValueError: a value that no server sends.
+        """
+        if not isinstance(document, Mapping):
+            raise ValueError(f"{INFO} is {document!r}")
+        numbers = {name: document.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        for name, value in numbers.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is {value!r}")
+        ids = document.get("layer_ids")
+        if ids is not None and not (
+            isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids) and ids == sorted(set(ids))
+        ):
+            raise ValueError(f"layer_ids are {ids!r}")
+        if ids is not None and numbers["num_layers"] not in (None, len(ids)):
+            raise ValueError(f"num_layers is {numbers['num_layers']}, and layer_ids are {ids!r}")
+        return cls(**numbers, layer_ids=None if ids is None else tuple(ids))
+
+    def over(self, other: "ModelInfo") -> "ModelInfo":
+        """This, and what `other` knows where this knows nothing."""
+        known = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(other, **{name: value for name, value in known.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class SavedAnswer:
+    """One answer, streamed or not.
+
+    Attributes:
+        where: file and line, for messages.
+        parts: the body, or the chunks of the stream.
+    """
+
+    where: str
+    parts: list[dict[str, Any]]
+    info: ModelInfo
+
+    def routings(self, model: ModelInfo | None = None) -> list[Routing]:
+        """The rows of each choice, in MoE layers only.
+
+        Args:
+            model: what is known about the model from elsewhere. It takes precedence.
+
+        Raises:
+            RoutingError: the answer is not complete, or not of this model.
+        """
+        info = self.info if model is None else model.over(self.info)
+        return [_checked(_moe_layers(routing, info), info) for routing in collect(self.parts, **self._asked(info))]
+
+    def _asked(self, info: ModelInfo) -> Asked:
+        if not any(_is_raw(value) for value in self._arrays()):
+            return {}
+        if info.num_layers is None or info.top_k is None or info.rows_dtype is None:
+            raise RoutingError(RAW_NEEDS)
+        return {"num_layers": info.num_layers, "top_k": info.top_k, "dtype": info.rows_dtype}
+
+    def _arrays(self) -> Iterator[Any]:
+        for part in self.parts:
+            prompts = part.get("prompt_routed_experts")
+            yield from prompts if isinstance(prompts, list) else [prompts]
+            yield from (choice.get("routed_experts") for choice in choices_of(part))
+
+
+def choices_of(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The choices of a body or of a chunk."""
+    choices = part.get("choices")
+    return [choice for choice in choices if isinstance(choice, Mapping)] if isinstance(choices, list) else []
+
+
+def _is_raw(value: Any) -> bool:
+    return isinstance(value, str) and not value.startswith(_NPY)
+
+
+def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
+    """`routing` without the dense layers that `routed_experts_layers: "all"` adds."""
+    rows, ids = routing.rows, info.layer_ids
+    if ids is None or not len(rows) or rows.shape[1] == len(ids):
+        return routing
+    dense = np.delete(rows, ids, axis=1) if max(ids) < rows.shape[1] else rows
+    if (dense > 0).any():
+        raise RoutingError(f"rows of {rows.shape[1]} layers, and the model has {len(ids)} MoE layers")
+    return replace(routing, rows=rows[:, ids])
+
+
+def _checked(routing: Routing, info: ModelInfo) -> Routing:
+    rows = routing.rows
+    if not len(rows):
+        return routing
+    # No router chooses an expert twice for a token: this is a dense layer. With one expert a token, none can be told.
+    if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
+        raise RoutingError(DENSE_NEED)
+    for count, expected, what in ((rows.shape[1], info.num_layers, "layers"), (rows.shape[2], info.top_k, "experts")):
+        if expected not in (None, count):
+            raise RoutingError(f"rows of {count} {what}, and the model has {expected}")
+    if info.num_experts is not None and rows.max() >= info.num_experts:
+        raise RoutingError(f"an id is {rows.max()}, and the model has {info.num_experts} experts")
+    return routing
+
+
+# ---- files ----
+
+
+def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
+    """Name and text of each file, one open at a time; `-` is standard input.
+
+    Raises:
+        CommandError: a file cannot be read.
+    """
+    for path in paths:
+        name = "standard input" if path == STDIN else path
+        try:
+            with open(0 if path == STDIN else path, encoding="utf-8-sig", closefd=path != STDIN) as file:
+                yield name, file
+        except OSError as error:
+            raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
+
+
+def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
+    """The answers in files, in order.
+
+    Args:
+        given: what the command line says about the model. It takes precedence.
+
+    Raises:
+        CommandError: a file cannot be read, is empty, or holds something else; there are no answers at all.
+    """
+    about, name, found = ModelInfo(), "", False
+    for name, file in files:
+        is_empty = True
+        for where, value in _values(name, file):
+            is_empty = False
+            parts = value.chunks if isinstance(value, _Stream) else [value]
+            if not all(isinstance(part, dict) for part in parts):
+                raise CommandError(f"{where} is not an answer of the server: it should be a JSON object.")
+            try:
+                if "layer_ids" in parts[0] and "choices" not in parts[0]:
+                    about = ModelInfo.of(parts[0])
+                    continue
+                own = ModelInfo.of(parts[0].get(INFO, {}))
+            except ValueError as error:
+                raise CommandError(f"{where}: {error}.") from error
+            found = True
+            yield SavedAnswer(where, parts, given.over(own.over(about)))
+        if is_empty:
+            raise CommandError(f"{name} has no answers.")
+    if not found:
+        raise CommandError(f"{name} has no answers.")
+
+
+@dataclass
+class _Stream:
+    chunks: list[Any]
+
+
+def _values(name: str, file: TextIO) -> Iterator[tuple[str, Any]]:
+    """Each answer or other JSON value in a file, and where it is; the elements of arrays one by one."""
+    text = _Text(file)
+    try:
+        while (line := text.peek()) is not None:
+            where = f"{name}, line {text.number}"
+            if line.lstrip().startswith(_SSE_FIELDS):
+                chunks = _stream(text)
+                if chunks:
+                    yield where, _Stream(chunks)
+            elif line.strip():
+                value = text.value()
+                yield from ((where, one) for one in value) if isinstance(value, list) else [(where, value)]
+            else:
+                text.skip_line()
+    except UnicodeDecodeError as error:
+        raise CommandError(f"{name} cannot be read: it is not UTF-8 text.") from error
+    except EventError as error:
+        raise CommandError(f"{where}: {error}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{where} is not JSON, or was cut short: {error}.") from error
+
+
+def _stream(text: "_Text") -> list[Any]:
+    """The chunks of the stream that begins here.
+
+    Raises:
+        EventError: an event is not JSON, or the stream does not end with `[DONE]`.
+    """
+    events = EventReader()
+    chunks: list[Any] = []
+    while not events.done and (line := text.peek()) is not None:
+        if line.strip() and not line.lstrip().startswith(_SSE_FIELDS):
+            break
+        chunks += events.feed(line.strip() + "\n")
+        text.skip_line()
+    if chunks and not events.done:
+        raise EventError("the stream that begins here was cut short: it does not end with [DONE]")
+    return chunks
+
+
+class _Text:
+    """A file's text by lines and JSON values. Only what a value on several lines needs is held at once."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._text, self._at = "", 0
+        self.number = 1
+
+    def peek(self) -> str | None:
+        """What is left of the current line; None at the end of the file."""
+        if self._at == len(self._text):
+            self._text, self._at = self._file.readline(), 0
+        return self._text[self._at : self._line_end()] or None
+
+    def skip_line(self) -> None:
+        self._go(self._line_end())
+
+    def value(self) -> Any:
+        """The JSON value that begins in the current line.
+
+        Raises:
+            ValueError: it is not JSON.
+        """
+        while self._text[self._at].isspace():
+            self._at += 1
+        try:
+            value, end = _DECODER.raw_decode(self._text, self._at)
+        except json.JSONDecodeError as error:
+            rest = self._file.read()
+            if not rest:
+                line = self.number + self._text.count("\n", self._at, error.pos)
+                raise ValueError(f"{error.msg} at line {line}") from error
+            self._text, self._at = self._text[self._at :] + rest, 0
+            return self.value()
+        self._go(end)
+        return value
+
+    def _line_end(self) -> int:
+        return self._text.find("\n", self._at) + 1 or len(self._text)
+
+    def _go(self, end: int) -> None:
+        self.number += self._text.count("\n", self._at, end)
+        self._at = end
+
+
+_DECODER = json.JSONDecoder()
+
+
+# ---- flags ----
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What files may not say about their model."""
+    parser.add_argument("--num-experts", type=_positive, help="experts of a layer")
+    parser.add_argument("--num-layers", type=_positive, help="MoE layers, for rows in the form raw")
+    parser.add_argument("--top-k", type=_positive, help="experts of a token and layer, for rows in the form raw")
+    parser.add_argument("--rows-dtype", choices=("int16", "uint8", "int32"), help="of rows in the form raw")
+
+
+def info_of(args: argparse.Namespace) -> ModelInfo:
+    """What `add_flags` were given."""
+    return ModelInfo(args.num_layers, args.top_k, args.num_experts, rows_dtype=args.rows_dtype)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)

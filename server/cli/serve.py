@@ -1,0 +1,335 @@
+"""`routed-experts serve`: vLLM's `serve` with our plugin, worker and scheduler filled in."""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.logger import configure_logging_from_args
+from vllm.platforms import current_platform
+from vllm.usage.usage_lib import UsageContext
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.utils.network_utils import zmq_socket_ctx
+from vllm.v1.engine import utils as engine_utils
+
+from routed_experts.capture.engine.classes import scheduler_name, worker_name
+from routed_experts.capture.engine.config import check_engine_config
+from routed_experts.capture.engine.kv_transfer.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
+from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UNTESTED_VARIABLE, UnsupportedConfig
+from routed_experts.protocol.models import FieldError, check_defaults
+from routed_experts.protocol.version import VERSION
+from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
+from routed_experts.server.cli.console import complain, say
+from routed_experts.server.cli.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
+from routed_experts.server.http.selftest import ProbeError
+from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
+
+try:
+    from vllm.entrypoints.common.startup import cli_env_setup
+except ImportError:  # vLLM 0.32: has it here
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+
+logger = get_logger(__name__)
+
+TINY_MODEL_NAME = "tiny-moe"
+_TINY_KV_CACHE_BYTES = 64 << 20
+SHUTDOWN_TIMEOUT_S = 25
+"""vLLM's default is 0, which breaks off what is under way. Kubernetes gives a pod 30 s to stop."""
+
+DESCRIPTION = """\
+Serves an OpenAI-compatible API that also returns the experts that every token was routed to.
+MODEL is a folder or a name on the Hugging Face hub; without it, a tiny model is made on the spot and served.
+"""
+EPILOG = """\
+Every flag of vllm serve works here too:
+  routed-experts serve --help=all            lists them
+  routed-experts serve --help=ModelConfig    those of a section
+  routed-experts serve --help=max-model-len  one of them
+"""
+_ENGINE_FAILED = "Engine core initialization failed"
+ENGINE_DID_NOT_START = (
+    "The engine did not start; its own error stands above. If memory ran out, lower --max-model-len, --max-num-seqs or "
+    "--gpu-memory-utilization, or spread the model over more GPUs with --tensor-parallel-size."
+)
+
+
+def main(argv: list[str]) -> int:
+    """Serves until the server is stopped; returns the command's exit status."""
+    try:
+        serve(argv)
+    except CommandError as error:
+        return complain(error)
+    return 0
+
+
+def serve(argv: list[str]) -> None:
+    """Serves until the server is stopped.
+
+    Raises:
+        CommandError: the arguments or the installation do not allow it.
+    """
+    args = parse(take_version_flag(argv))
+    logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
+    if not args.headless:
+        check_port(args.host, args.port)
+    if args.model_tag is None:
+        use_tiny_model(args, tiny_model_dir())
+    check_model_folder(args.model)
+    capture = take_capture_flag(args)
+    allow_plugin()
+    if capture:
+        fill_in(args)
+    check(args, capture)
+    run(args)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off.
+
+    Raises:
+        CommandError: vLLM's parser refuses them, such as a name for a model that is not given.
+    """
+    cli_env_setup()
+    parser = FlexibleArgumentParser(prog="routed-experts")
+    serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    serve.usage = "routed-experts serve [MODEL] [options]"
+    serve.description, serve.epilog = DESCRIPTION, EPILOG
+    serve.set_defaults(enable_return_routed_experts=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    add_flags(serve)
+    try:
+        args: argparse.Namespace = parser.parse_args(["serve", *argv])
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    except (OSError, TypeError) as error:
+        raise CommandError(f"The arguments cannot be read: {error}.") from None
+    if args.model_tag is not None:  # as vLLM's own command does, but before the configuration is checked
+        args.model = args.model_tag
+    try:
+        configure_logging_from_args(args)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CommandError(f"The log's configuration cannot be read: {error}.") from error
+    return args
+
+
+def take_version_flag(argv: list[str]) -> list[str]:
+    """`argv` without the flag that allows an untested vLLM, which vLLM's parser does not know.
+
+    Where it is given, all processes of the engine learn of it through their environment.
+    """
+    rest = [argument for argument in argv if argument != ALLOW_UNTESTED_FLAG]
+    if len(rest) < len(argv):
+        _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
+    return rest
+
+
+def _set_everywhere(variable: str, value: str) -> None:
+    """Sets a variable for all processes of the engine."""
+    os.environ[variable] = value
+    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")  # to Ray's workers, which inherit nothing
+    os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that vLLM does not have."""
+    group = parser.add_argument_group("routed experts", "What is returned of the experts that tokens were routed to.")
+    group.add_argument(
+        "--routed-experts-default",
+        type=_defaults,
+        default={},
+        metavar="JSON",
+        help="values of routing fields that requests leave out, for example '{\"return_routed_experts\": true}'",
+    )
+    group.add_argument(
+        "--routed-experts-max-response-bytes",
+        type=_positive,
+        default=MAX_RESPONSE_BYTES,
+        metavar="BYTES",
+        help="most bytes of routing in one answer (default: 1 GiB)",
+    )
+    group.add_argument(
+        "--routed-experts-page",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="serve a page at /routed_experts that shows the experts of an answer as it is made",
+    )
+    group.add_argument(
+        ON_LOAD_FLAG,
+        choices=(RECOMPUTE, MISSING),
+        help="what requests that ask for routing do about KV in a store, which comes without routing: compute it again "
+        "(default), or load it and return -1 for its tokens",
+    )
+
+
+def _defaults(text: str) -> dict[str, Any]:
+    try:
+        return check_defaults(json.loads(text))
+    except (json.JSONDecodeError, FieldError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of bytes")
+    return int(text)
+
+
+def take_capture_flag(args: argparse.Namespace) -> bool:
+    """Whether to capture. vLLM's flag of that name means this project's capture here, and is not handed on."""
+    capture = bool(args.enable_return_routed_experts)
+    args.enable_return_routed_experts = False
+    return capture
+
+
+def tiny_model_dir() -> Path:
+    """Where the tiny model of the default lives: the user's cache folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "routed-experts" / TINY_MODEL_NAME
+
+
+def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
+    """Serves the tiny model from `directory`, which is made if it, or a part of it, is not there."""
+    if not all((directory / name).exists() for name in ("config.json", "model.safetensors", "tokenizer.json")):
+        say(f"Making the tiny model in {directory}; this takes some seconds.")
+        from routed_experts.server.cli.tiny_model import make_tiny_model  # imports transformers
+
+        try:
+            make_tiny_model(directory)
+        except OSError as error:
+            raise CommandError(f"The tiny model cannot be written to {directory}: {error.strerror}.") from error
+    args.model_tag = args.model = str(directory)
+    args.served_model_name = args.served_model_name or [TINY_MODEL_NAME]
+    if args.dtype == "auto":
+        args.dtype = "float32"
+    if args.kv_cache_memory_bytes is None:
+        args.kv_cache_memory_bytes = _TINY_KV_CACHE_BYTES
+    if current_platform.is_cpu():
+        args.enforce_eager = True  # compiling takes longer than the tiny model ever runs
+
+
+def allow_plugin() -> None:
+    """Names our plugin in `VLLM_PLUGINS`, without which vLLM does not load it.
+
+    The variable filters every group of plugins, so where it was not set, all that is installed stays allowed.
+
+    Raises:
+        CommandError: the plugin cannot be imported. vLLM would log that and serve without it.
+    """
+    plugins = entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
+    if not plugins:
+        raise CommandError(
+            "The package is not installed properly (its plugin for vLLM is not registered): reinstall it."
+        )
+    try:
+        next(iter(plugins)).load()
+        import_module("routed_experts.server.http.plugin")  # whose names of vLLM's that module does not import
+    except Exception as error:
+        raise CommandError(f"The plugin for vLLM cannot be loaded: {error!r}") from error
+    given = os.environ.get("VLLM_PLUGINS")
+    names = given.split(",") if given is not None else sorted(_other_plugins())
+    os.environ["VLLM_PLUGINS"] = ",".join([*(name for name in names if name and name != PLUGIN_NAME), PLUGIN_NAME])
+
+
+def _other_plugins() -> set[str]:
+    """Every installed plugin of vLLM that loads without being named: endpoint plugins do not."""
+    every = entry_points()
+    groups = [group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP]
+    return {plugin.name for group in groups for plugin in every.select(group=group)}
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Names our scheduler and worker in vLLM's arguments.
+
+    Raises:
+        CommandError: the arguments name classes that the capture cannot be mixed into, or the device is not supported.
+    """
+    try:
+        args.worker_cls = worker_name(args.worker_cls)
+        args.scheduler_cls = scheduler_name(args.scheduler_cls)
+    except UnsupportedConfig as error:
+        raise CommandError(f"{error} --no-enable-return-routed-experts serves without the capture.") from None
+    if args.routed_experts_on_load is not None:
+        _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
+
+
+def check(args: argparse.Namespace, capture: bool = True) -> None:
+    """Refuses here, in a sentence, what the engine's processes would refuse later among their stack traces.
+
+    Raises:
+        CommandError: vLLM refuses the arguments, the model cannot be loaded, or its routing would not be exact.
+    """
+    try:
+        config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
+            usage_context=UsageContext.OPENAI_API_SERVER, headless=args.headless
+        )
+    except (ValueError, OSError) as error:
+        raise CommandError(sentence_of(error, args.model)) from error
+    whose = "this machine" if current_platform.is_cpu() else "all GPUs that it may use"
+    check_weights(config, memory_bytes(config), whose)
+    if not capture:
+        return
+    try:
+        check_engine_config(config)
+    except UnsupportedConfig as error:
+        raise CommandError(str(error)) from None
+
+
+def memory_bytes(config: VllmConfig) -> int | None:
+    """All memory that weights can be loaded to; None where it is not known, or they may lie elsewhere."""
+    if current_platform.is_cpu():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    parallel = config.parallel_config
+    offload = getattr(config, "offload_config", None)
+    if parallel.enable_expert_parallel or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 1):
+        return None
+    try:
+        return int(current_platform.get_device_total_memory()) * parallel.world_size
+    except Exception:  # noqa: BLE001 the engine will say what is wrong with the device
+        return None
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs vLLM's `serve` until it stops.
+
+    Raises:
+        CommandError: vLLM refuses the arguments, or its engine did not start.
+    """
+    command = ServeSubcommand()
+    try:
+        command.validate(args)
+    except Exception as error:  # vLLM has classes of its own for this
+        raise CommandError(sentence_of(error, args.model)) from error
+    engine_utils.zmq_socket_ctx = _socket_until_stopped
+    try:
+        command.cmd(args)
+    except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers
+        return
+    except ProbeError as error:
+        raise CommandError(str(error)) from error
+    except OSError as error:  # a socket that cannot be bound, a tokenizer that is not there
+        raise CommandError(f"The server cannot run: {error}.") from error
+    except RuntimeError as error:
+        if not str(error).startswith(_ENGINE_FAILED):
+            raise
+        raise CommandError(ENGINE_DID_NOT_START) from error
+
+
+@contextmanager
+def _socket_until_stopped(*args: Any, **kwargs: Any) -> Iterator[Any]:
+    """vLLM's `zmq_socket_ctx` for the time in which the engine starts.
+
+    vLLM's swallows the KeyboardInterrupt that its handler for SIGTERM raises, and the server goes on to start. Until
+    vLLM lets it pass.
+    """
+    with zmq_socket_ctx(*args, **kwargs) as socket:
+        try:
+            yield socket
+        except KeyboardInterrupt:
+            raise SystemExit(0) from None

@@ -1,0 +1,233 @@
+"""`routed-experts stats`: how evenly the experts of each layer shared the work in saved answers. Needs no vLLM."""
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.expert_load import ExpertLoad, count_experts, expert_load
+from routed_experts.server.cli.console import CommandError
+from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, opened, read
+
+BARS = " ▁▂▃▄▅▆▇█"
+PLAIN_BARS = " .:-=+*#@"
+TOP = 4  # times the even share, at which a bar is full
+WITHOUT_LAYER_IDS = (
+    "MoE layers are counted from 0; decoder layers need the object of GET /v1/routed_experts in the file."
+)
+_WIDTH = 100  # of the table where it does not go to a terminal
+
+Counts = NDArray[np.int64]
+
+
+@dataclass
+class Tally:
+    """What answers add up to.
+
+    Attributes:
+        counts: [L, E], E being as many as were seen or stated; None before the first answer.
+        layer_ids: decoder layer of each of the L layers; None as long as no answer states it.
+        rows: counted, including those with ids that are not known.
+    """
+
+    counts: Counts | None = None
+    layer_ids: tuple[int, ...] | None = None
+    answers: int = 0
+    rows: int = 0
+    missing: int = 0
+
+    def add(self, answer: SavedAnswer) -> None:
+        """Counts the rows of an answer, or its histograms where it has no rows.
+
+        Raises:
+            ValueError, KeyError, TypeError: it has neither, or is of another model than those before.
+        """
+        info = answer.info
+        histograms = list(_histograms(answer))
+        if histograms and not _has_rows(answer):
+            for histogram in histograms:
+                self._add(
+                    np.asarray(histogram["counts"], dtype=np.int64), histogram["rows"], histogram["missing"], info
+                )
+        else:
+            for rows, missing in _rows_once(answer.routings()):
+                counts = count_experts(rows, info.num_experts or int(rows.max(initial=-1)) + 1)
+                self._add(counts, len(rows), missing, info)
+        self.answers += 1
+
+    def _add(self, counts: Counts, rows: int, missing: int, info: ModelInfo) -> None:
+        before = np.zeros((len(counts), 0), dtype=np.int64) if self.counts is None else self.counts
+        if len(before) != len(counts):
+            raise RoutingError(f"{len(counts)} layers, and {len(before)} before: count one model's answers at a time")
+        if None not in (info.layer_ids, self.layer_ids) and info.layer_ids != self.layer_ids:
+            raise RoutingError(
+                f"decoder layers {info.layer_ids}, and {self.layer_ids} before: count one model's answers at a time"
+            )
+        self.layer_ids = self.layer_ids or info.layer_ids
+        experts = max(before.shape[1], counts.shape[1], info.num_experts or 0)
+        self.counts = _widened(before, experts) + _widened(counts, experts)
+        self.rows += rows
+        self.missing += missing
+
+
+def _widened(counts: Counts, experts: int) -> Counts:
+    return np.pad(counts, ((0, 0), (0, experts - counts.shape[1])))
+
+
+def _has_rows(answer: SavedAnswer) -> bool:
+    return any("routed_experts" in choice for part in answer.parts for choice in choices_of(part))
+
+
+def _histograms(answer: SavedAnswer) -> Iterator[Mapping[str, Any]]:
+    for part in answer.parts:
+        prompts = part.get("prompt_routed_experts_histogram")
+        yield from prompts if isinstance(prompts, list) else [prompts] if prompts else []
+        for choice in choices_of(part):
+            if "routed_experts_histogram" in choice:
+                yield choice["routed_experts_histogram"]
+
+
+def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], int]]:
+    """The rows of an answer's choices, those of a prompt once however many choices it has, and how many are missing."""
+    prompts: list[NDArray[np.int16]] = []
+    for routing in routings:
+        if routing.prompt_len is None:
+            rows = routing.rows
+        else:
+            rows = routing.generated_rows
+            if not any(np.array_equal(routing.prompt_rows, prompt) for prompt in prompts):
+                prompts.append(routing.prompt_rows)
+                rows = routing.rows
+        yield rows, int((rows < 0).any(axis=(1, 2)).sum())
+
+
+def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
+    """The sum over the answers in files.
+
+    Raises:
+        CommandError: a file cannot be read, or holds something else.
+    """
+    found = Tally()
+    for answer in read(opened(paths), given):
+        try:
+            found.add(answer)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CommandError(f"{answer.where}: {error}.") from error
+    return found
+
+
+def table(found: Tally, width: int, bars: str = BARS) -> str:
+    """The load of each layer for people, at most `width` characters wide."""
+    load = _load(found)
+    name = "MoE layer" if found.layer_ids is None else "decoder layer"
+    head = [name, "entropy", "balance", "imbalance", "busiest", "unused"]
+    lines = [
+        [
+            str(_layer_id(found, layer)),
+            f"{load.entropy[layer]:.2f}",
+            f"{100 * load.balance[layer]:.1f} %",
+            f"{load.imbalance[layer]:.2f}",
+            str(load.busiest[layer]),
+            str(load.unused[layer]),
+        ]
+        for layer in range(len(load.counts))
+    ]
+    widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]
+    room = max(width - sum(widths) - 2 * len(widths), 8)
+    pictures = ["load of each expert", *(_picture(row, room, bars) for row in load.load)]
+    rows = [
+        "  ".join([*(cell.rjust(size) for cell, size in zip(line, widths, strict=True)), picture]).rstrip()
+        for line, picture in zip([head, *lines], pictures, strict=True)
+    ]
+    experts = load.counts.shape[1]
+    columns = -(-experts // -(-experts // room))
+    each = f"a column is {-(-experts // columns)} experts" if columns < experts else "a column is an expert"
+    return "\n".join(
+        [
+            *rows,
+            f"{found.answers} answers, {found.rows} rows, {found.missing} of them not known to the server.",
+            f"Entropy in bits; balance is its share of what it can be at most with {experts} experts; imbalance is the",
+            f"busiest expert's load in even shares. Load: {each}, full at {TOP} even shares.",
+            *([] if found.layer_ids else [WITHOUT_LAYER_IDS]),
+        ]
+    )
+
+
+def _layer_id(found: Tally, layer: int) -> int:
+    return layer if found.layer_ids is None else found.layer_ids[layer]
+
+
+def _picture(load: NDArray[np.float64], room: int, bars: str) -> str:
+    """A character for each expert or for a few, of which the busiest counts."""
+    each = -(-len(load) // room)
+    padded = np.pad(load, (0, -len(load) % each)).reshape(-1, each).max(axis=1)
+    levels = np.ceil(np.minimum(padded / TOP, 1) * (len(bars) - 1)).astype(int)
+    return "".join(bars[level] for level in levels)
+
+
+def _load(found: Tally) -> ExpertLoad:
+    assert found.counts is not None
+    return expert_load(found.counts)
+
+
+def report(found: Tally) -> dict[str, Any]:
+    """The findings as JSON has them."""
+    load = _load(found)
+    return {
+        "answers": found.answers,
+        "rows": found.rows,
+        "missing": found.missing,
+        "num_experts": load.counts.shape[1],
+        "layers": [
+            {
+                "layer": layer,
+                "layer_id": found.layer_ids[layer] if found.layer_ids else None,
+                "entropy": float(load.entropy[layer]),
+                "balance": float(load.balance[layer]),
+                "imbalance": float(load.imbalance[layer]),
+                "busiest": int(load.busiest[layer]),
+                "unused": int(load.unused[layer]),
+                "counts": load.counts[layer].tolist(),
+            }
+            for layer in range(len(load.counts))
+        ],
+    }
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="routed-experts stats",
+        description="Says for each layer how evenly its experts shared the work in saved answers.",
+    )
+    parser.add_argument(
+        "file",
+        nargs="+",
+        help="answers of the server, asked with return_routed_experts or routed_experts_histogram; - for stdin",
+    )
+    add_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON, with all counts")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `routed-experts stats`; returns the exit status.
+
+    Raises:
+        CommandError: it cannot be carried out.
+    """
+    args = parse(argv)
+    found = tally(args.file, info_of(args))
+    if args.json:
+        print(json.dumps(report(found)))
+        return 0
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
+    can_draw = "utf" in (sys.stdout.encoding or "").lower()
+    print(table(found, width, BARS if can_draw else PLAIN_BARS))
+    return 0

@@ -1,0 +1,71 @@
+"""The engine of a server that captures, and what its rows mean."""
+
+from dataclasses import dataclass
+
+from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
+from routed_experts.protocol.version import VERSION
+from routed_experts.server.http.metrics import EngineMetrics
+from routed_experts.server.outputs.row_buffer import RowFeeds
+from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
+
+_BYTES_PER_ID = 2
+
+
+@dataclass(frozen=True)
+class CapturedEngine:
+    """A server without capture has none.
+
+    Attributes:
+        info: the answer of `GET /v1/routed_experts`.
+    """
+
+    engine: AsyncLLM
+    feeds: RowFeeds
+    info: RoutedExpertsInfo
+
+    @classmethod
+    async def start(cls, engine: AsyncLLM, model: str) -> "CapturedEngine":
+        """Starts to take rows off the engine's outputs, and asks its workers once what they mean."""
+        info = await _info(engine, model)
+        feeds = RowFeeds.install(engine.output_processor)
+        if feeds.every_request is not None:
+            feeds.every_request.is_on = False  # over HTTP, requests ask for themselves
+        feeds.on_stats = EngineMetrics(info.layer_ids, info.num_experts).update
+        return cls(engine, feeds, info)
+
+    @property
+    def num_experts(self) -> int:
+        """Of a layer."""
+        return self.info.num_experts
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(L, K)"""
+        return self.info.num_layers, self.info.top_k
+
+    @property
+    def layers(self) -> tuple[list[int], int]:
+        """The decoder layer of each of the L layers, and how many decoder layers the model has."""
+        return self.info.layer_ids, self.engine.model_config.get_total_num_hidden_layers()
+
+
+async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
+    worker, *_ = await engine.collective_rpc("routed_experts_info")
+    slots, num_layers, top_k = worker["kv_slots"], worker["num_layers"], worker["top_k"]
+    return RoutedExpertsInfo(
+        model=model,
+        num_layers=num_layers,
+        top_k=top_k,
+        num_experts=worker["num_experts"],
+        layer_ids=worker["layer_ids"],
+        version=VERSION,
+        vllm_version=VLLM_VERSION,
+        capture=CaptureInfo(
+            runner=worker["runner"],
+            device=worker["device"],
+            kv_slots=slots,
+            host_cache_bytes=slots * num_layers * top_k * _BYTES_PER_ID,
+            device_bytes=worker["device_bytes"],
+            pinned_bytes=worker["pinned_bytes"],
+        ),
+    )

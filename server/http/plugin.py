@@ -1,0 +1,148 @@
+"""The endpoint plugin that vLLM loads into its API process."""
+
+import asyncio
+import json
+import shlex
+from argparse import Namespace
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.datastructures import State
+
+from routed_experts.capture.engine.classes import is_capturing
+from routed_experts.protocol.codec import CodecError, resolve_dtype
+from routed_experts.protocol.models import FieldError, check_defaults
+from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME
+from routed_experts.server.http import unsupported_routes
+from routed_experts.server.http.drain import Drain, DrainMiddleware
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.metrics import watch_feeds
+from routed_experts.server.http.routes import generate_router, router
+from routed_experts.server.http.selftest import probe
+from routed_experts.server.http.serving import (
+    RoutedServing,
+    RoutedServingChat,
+    RoutedServingCompletion,
+    RoutedServingTokens,
+    adopt,
+)
+from routed_experts.server.inprocess.engine_hooks import asks_for_every_request
+from routed_experts.server.page import PAGE_PATH
+from routed_experts.server.page.routes import page_router, wants_key
+from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
+
+logger = get_logger(__name__)
+
+ADOPTED: dict[str, type[RoutedServing]] = {
+    "openai_serving_completion": RoutedServingCompletion,
+    "openai_serving_chat": RoutedServingChat,
+    "serving_tokens": RoutedServingTokens,
+}
+"""vLLM's serving objects by their names in the application's state, and what they become."""
+
+
+class RoutedExpertsPlugin:
+    """Puts our routes in the place of vLLM's, and our behaviour on its serving objects."""
+
+    name = PLUGIN_NAME
+    required_tasks = ("generate",)
+    _app: FastAPI
+
+    def attach_router(self, app: FastAPI) -> None:
+        self._app = app
+        app.include_router(router)
+        args = getattr(app.state, "args", None)
+        if getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False):
+            app.include_router(generate_router)
+        if getattr(args, "routed_experts_page", True):
+            app.include_router(page_router)
+        unsupported_routes.attach(app)
+        app.state.drain = Drain()
+        app.add_middleware(DrainMiddleware, drain=app.state.drain)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        """Runs before the port answers.
+
+        Raises:
+            ProbeError: the capture does not bring back what it should.
+        """
+        model = state.openai_serving_models.base_model_paths[0].name
+        captured: CapturedEngine | None = None
+        if isinstance(engine_client, AsyncLLM) and captures(engine_client):
+            captured = await CapturedEngine.start(engine_client, model)
+            state.feeds_watch = asyncio.create_task(watch_feeds(captured.feeds))  # kept: a task alone may be dropped
+        state.captured_engine = captured
+        defaults = defaults_of(args, captured)
+        adopt_all(state, captured, MAX_RESPONSE_BYTES)
+        if captured is not None:
+            await probe(self._app, captured, args, model)  # before what the operator says of other requests
+        state.routed_experts_defaults = defaults
+        state.asks_in_vllms_way = captured is not None and asks_for_every_request(captured.engine.vllm_config)
+        adopt_all(state, captured, getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES))
+        if isinstance(engine_client, AsyncLLM):
+            state.drain.guard(engine_client, state)
+        state.announcement = asyncio.create_task(announce(state, args, model))
+
+
+def adopt_all(state: State, captured: CapturedEngine | None, max_bytes: int) -> None:
+    """Puts our behavior on vLLM's serving objects; safe to repeat."""
+    for name, cls in ADOPTED.items():
+        if (serving := getattr(state, name, None)) is not None:
+            adopt(serving, cls, captured, max_bytes)
+
+
+def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:
+    """The server-wide defaults of routing fields; none where nothing is captured.
+
+    They come with `--routed-experts-default`, or, where vLLM's own command serves, as `routed_experts_default` of
+    `--additional-config`.
+
+    Raises:
+        FieldError: a field that does not exist, or a value that no request could have; or the model has more experts
+            than the default type can number.
+    """
+    if captured is None:
+        return {}
+    defaults: dict[str, Any] = getattr(args, "routed_experts_default", None) or {}
+    additional = captured.engine.vllm_config.additional_config
+    if isinstance(additional, dict) and not defaults:
+        defaults = check_defaults(additional.get("routed_experts_default", {}))
+    try:
+        resolve_dtype(defaults.get("routed_experts_dtype", "auto"), captured.num_experts)
+    except CodecError as error:
+        raise FieldError("routed_experts_dtype", f"--routed-experts-default: {error}") from None
+    return defaults
+
+
+def captures(engine: AsyncLLM) -> bool:
+    """Whether the engine's workers and scheduler are ours."""
+    return is_capturing(engine.vllm_config.parallel_config.worker_cls)
+
+
+async def announce(state: State, args: Namespace, model: str) -> None:
+    """Logs what to open and what to paste, once the server answers."""
+    while not getattr(getattr(state, "server", None), "started", False):
+        await asyncio.sleep(0.1)
+    captured: CapturedEngine | None = state.captured_engine
+    base = address(args)
+    if captured is None:
+        logger.info("Serving %s at %s without capturing routed experts.", model, base)
+        return
+    shape = (*captured.shape, captured.num_experts)
+    logger.info("Serving %s: %d MoE layers, top %d of %d experts.\n%s", model, *shape, what_to_do(args, base, model))
+
+
+def address(args: Namespace) -> str:
+    """Where a browser on this machine finds the server."""
+    scheme = "https" if args.ssl_certfile else "http"
+    host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
+
+
+def what_to_do(args: Namespace, base: str, model: str) -> str:
+    """What to open and what to paste."""
+    body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
+    curl = f"curl -N {base}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    open_page = f"  open   {base}{PAGE_PATH}\n" if getattr(args, "routed_experts_page", True) else ""
+    return f"{open_page}  paste  {curl}"

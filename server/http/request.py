@@ -1,0 +1,216 @@
+"""What a request says of routing: read from its body, checked, and told to the engine."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Self
+
+from fastapi import Request
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, ValidationError, model_validator
+
+from routed_experts.protocol.models import (
+    HISTOGRAM,
+    OPT_IN,
+    PROMPT_START,
+    FieldError,
+    RoutingFields,
+    RoutingOptions,
+    check_names,
+    parse_options,
+)
+from routed_experts.server.outputs.row_buffer import opt_in
+from routed_experts.server.vllm_api import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerateRequest,
+    SamplingParams,
+    VLLMClientError,
+    VLLMValidationError,
+)
+
+ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
+
+
+class RoutedRequest(RoutingFields):
+    """What all request models add to vLLM's."""
+
+    _routing: RoutingOptions | None = PrivateAttr(default=None)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refuse_odd_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Makes odd values of vLLM's fields the client's error, where vLLM answers with 500.
+
+        Some of its validators see a field before its type is checked, and take a type for granted. Integers that the
+        message to the engine cannot hold fail when it is sent.
+
+        Raises:
+            VLLMValidationError: with `parameter` set to the field's name, where it is known.
+        """
+        try:
+            request = handler(data)
+        except (ValueError, VLLMClientError):
+            raise
+        except Exception as error:
+            raise _odd_field(cls, data) or VLLMValidationError(f"The request cannot be read: {error}") from error
+        for name in request.model_fields_set & _MESSAGE_INTEGERS:
+            if (getattr(request, name) or 0).bit_length() > _MESSAGE_BITS:
+                raise VLLMValidationError(f"{name} is out of range", parameter=name)
+        return request
+
+    @property
+    def routing(self) -> RoutingOptions | None:
+        """The checked routing fields; None if the request does not ask for routing."""
+        return self._routing
+
+    @routing.setter
+    def routing(self, options: RoutingOptions | None) -> None:
+        self._routing = options
+
+    def opt_in(self, params: SamplingParams) -> SamplingParams:
+        """`params`, telling the engine to send this request's rows if it asks for them."""
+        if self.routing is not None:
+            opt_in(params, self.routing.prompt_start)
+        # vLLM's own field of that name is not used; it has its own check of it, which comes after a stream began.
+        params.routed_experts_prompt_start = 0
+        return params
+
+
+class RoutedCompletionRequest(RoutedRequest, CompletionRequest):
+    """A completion request that may ask for routing."""
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
+        return self.opt_in(super().to_sampling_params(*args, **kwargs))
+
+
+class RoutedChatRequest(RoutedRequest, ChatCompletionRequest):
+    """A chat completion request that may ask for routing."""
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
+        return self.opt_in(super().to_sampling_params(*args, **kwargs))
+
+
+class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
+    """A request with token ids that may ask for routing."""
+
+
+_MESSAGE_INTEGERS = {"top_k", "stream_interval"}
+"""Integers that vLLM sends to its engine as they are."""
+_MESSAGE_BITS = 63
+
+
+def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | None:
+    """The error of the first field of a body that is not of its type; None if all are."""
+    for name, field in model.model_fields.items():
+        if isinstance(data, dict) and name in data:
+            try:
+                TypeAdapter[Any](field.annotation or Any).validate_python(data[name])
+            except ValidationError as error:
+                return VLLMValidationError(f"{name}: {error.errors()[0]['msg']}", parameter=name)
+    return None
+
+
+async def routing_of(raw_request: Request) -> RoutingOptions | None:
+    """The request's routing options, checked before vLLM's model of the body is.
+
+    Raises:
+        VLLMValidationError: with `parameter` set to the field's name.
+    """
+    body = await _body(raw_request)
+    return None if body is None else _parse(body, raw_request)
+
+
+async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
+    """As `routing_of`, for vLLM's token-in, token-out endpoint, whose own way of asking is understood too.
+
+    Raises:
+        VLLMValidationError: with `parameter` set to the field's name.
+    """
+    body = await _body(raw_request)
+    if body is None:
+        return None
+    options = _parse(body, raw_request, _vllms_default(raw_request))
+    params = body.get("sampling_params")
+    params = params if isinstance(params, dict) else {}
+    _check_nested(params)
+    if options is None:
+        return None
+    start = params.get(PROMPT_START)
+    if start:  # 0 is what clients send that send every field
+        if type(start) is not int:  # vLLM would make an integer of some, where nobody here sees it
+            raise VLLMValidationError(f"{PROMPT_START} must be an integer", parameter=PROMPT_START)
+        if options.prompt_start_param in body and options.prompt_start != start:
+            raise VLLMValidationError(
+                f"{options.prompt_start_param} and sampling_params.{PROMPT_START} differ",
+                parameter=options.prompt_start_param,
+            )
+        if start < 0:
+            raise VLLMValidationError(f"{PROMPT_START} must not be negative", parameter=PROMPT_START)
+        options = replace(options, prompt_start=start, prompt_start_param=PROMPT_START, by_default=False)
+    return options.with_vllms_forms()
+
+
+async def refuse_routing(raw_request: Request) -> None:
+    """For endpoints that cannot return routing: a request that asks for it must not lose it silently.
+
+    Raises:
+        VLLMValidationError: the request asks for routing, or its routing fields are wrong.
+    """
+    try:
+        options = parse_options(await _body(raw_request) or {})
+    except FieldError as error:
+        raise VLLMValidationError(str(error), parameter=error.param) from None
+    if options is not None:
+        asked = OPT_IN if options.rows else HISTOGRAM
+        raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=asked)
+
+
+async def refuse_odd_values(raw_request: Request) -> None:
+    """For `/invocations`, where vLLM's own models read the body after it failed: they answer odd values with 500.
+
+    Raises:
+        VLLMValidationError: a value of the body is why it failed.
+    """
+    body = await _body(raw_request)
+    for model in (RoutedChatRequest, RoutedCompletionRequest):  # in vLLM's order
+        try:
+            model.model_validate(body)
+        except ValidationError:
+            continue
+        return
+
+
+def _check_nested(params: Mapping[str, Any]) -> None:
+    """Raises `VLLMValidationError` for routing fields in `sampling_params`, which has vLLM's one only."""
+    try:
+        check_names(params)
+    except FieldError as error:
+        raise VLLMValidationError(str(error), parameter=f"sampling_params.{error.param}") from None
+    for name in RoutingFields.model_fields.keys() & params.keys() - {PROMPT_START}:
+        raise VLLMValidationError(
+            f"{name} belongs at the top level of the request, not into sampling_params",
+            parameter=f"sampling_params.{name}",
+        )
+
+
+def _vllms_default(raw_request: Request) -> dict[str, Any]:
+    """Where vLLM's own flag was given to its own command, each request of that endpoint asks."""
+    return {OPT_IN: True} if getattr(raw_request.app.state, "asks_in_vllms_way", False) else {}
+
+
+def _parse(
+    body: Mapping[str, Any], raw_request: Request, defaults: Mapping[str, Any] | None = None
+) -> RoutingOptions | None:
+    defaults = {**(defaults or {}), **(getattr(raw_request.app.state, "routed_experts_defaults", None) or {})}
+    try:
+        return parse_options(body, defaults)
+    except FieldError as error:
+        raise VLLMValidationError(str(error), parameter=error.param) from None
+
+
+async def _body(raw_request: Request) -> dict[str, Any] | None:
+    """The JSON object of a request; None for others, which vLLM answers."""
+    try:
+        body = await raw_request.json()
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) else None

@@ -1,0 +1,278 @@
+"""Whole responses: rows from the engine's final outputs, and the HTTP response that carries them."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+import orjson
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel
+
+from routed_experts.capture.rows import count_unknown
+from routed_experts.protocol.expert_load import Histogram
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.http.encoding import Encoder, LostRowsError, Rows
+from routed_experts.server.http.metrics import count_answer
+from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
+from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.vllm_api import (
+    ErrorResponse,
+    RequestOutput,
+    create_error_response,
+    metrics_header,
+    with_sse_keep_alive,
+)
+
+
+@dataclass
+class CollectedRows:
+    """The rows of one response.
+
+    Attributes:
+        options: what the request asks for.
+        shape: (L, K)
+        prompts: rows of each prompt, P - start in all.
+        own_prompts: those of each choice, which are others where it began after the weights had changed.
+        choices: first position and rows of each choice, in the order of the response.
+        num_lost: how many rows did not arrive.
+    """
+
+    options: RoutingOptions
+    shape: tuple[int, int]
+    prompts: list[list[Rows]] = field(default_factory=list)
+    own_prompts: list[list[Rows]] = field(default_factory=list)
+    choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
+    num_lost: int = 0
+
+    def collect(self, output: RequestOutput) -> None:
+        """Takes the rows of a finished prompt."""
+        start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
+        prompts: list[tuple[int, list[Rows]]] = []
+        for choice in output.outputs:
+            feed, choice.routed_experts = choice.routed_experts, None
+            if not isinstance(feed, RowFeed):
+                feed = RowFeed(output.request_id)
+            end = max(prompt_len + len(choice.token_ids) - 1, start)
+            shape = self.shape if choice.finish_reason != "abort" else None
+            prompt = feed.take(start, min(prompt_len, end), shape)
+            lost = sum(map(count_unknown, prompt)) if feed.num_lost else 0
+            prompts.append((_count(prompt) - lost, prompt))
+            self.choices.append((prompt_len, feed.take(prompt_len, end, shape)))
+            self.num_lost += feed.num_lost
+        if prompts:
+            most, prompt = max(prompts, key=lambda each: each[0])
+            self.prompts.append(prompt)
+            self.own_prompts += [rows if arrived == most else prompt for arrived, rows in prompts]
+
+    async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
+        """`outputs`, with their rows taken off."""
+        async for output in outputs:
+            self.collect(output)
+            yield output
+
+    @property
+    def num_rows(self) -> int:
+        """Of all arrays that the response will have."""
+        return sum(_count(arrays) for arrays in self._sent()) if self.options.rows else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the rows that are encoded or counted: of each prompt, as often as the response has it."""
+        return sum(rows.nbytes for arrays in self._sent() for rows in arrays)
+
+    def _sent(self) -> Iterator[list[Rows]]:
+        is_joined = self.options.rows and self.options.layout == "joined"
+        yield from self.own_prompts if is_joined else self.prompts
+        yield from (rows for _, rows in self.choices)
+
+    def arrays(self) -> Iterator[tuple[int | None, int, list[Rows]]]:
+        """What the response has: the index of a choice or None for a prompt's, first position, rows."""
+        if not self.options.rows:
+            return
+        start = self.options.prompt_start
+        if self.options.layout == "joined":
+            for index, (prompt, (_, own)) in enumerate(zip(self.own_prompts, self.choices, strict=True)):
+                yield index, start, [*prompt, *own]
+            return
+        for index, (prompt_len, own) in enumerate(self.choices):
+            yield index, prompt_len, own
+        for prompt in self.prompts:
+            yield None, start, prompt
+
+    def histograms(self, encoder: Encoder) -> tuple[list[Histogram], list[Histogram]]:
+        """Those of the prompts, and those of the choices."""
+        return [*map(encoder.histogram, self.prompts)], [encoder.histogram(arrays) for _, arrays in self.choices]
+
+
+def _count(arrays: list[Rows]) -> int:
+    return sum(map(len, arrays))
+
+
+@dataclass(frozen=True)
+class WholeAnswer:
+    """vLLM's response, and the rows that go with it.
+
+    Attributes:
+        response: a pydantic model with `choices`.
+        encoder: how the request wants its arrays.
+        is_list: whether the request gave a list of prompts.
+    """
+
+    response: Any
+    rows: CollectedRows
+    encoder: Encoder
+    is_list: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all rows, those that are handed over included."""
+        return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
+
+    def prepare(self, packed: bool) -> Iterator[bytes]:
+        """The body of the HTTP answer, as JSON or in MessagePack, whose arrays are encoded as it is read.
+
+        Raises:
+            LostRowsError: a row is not known, and the type asked for cannot say so.
+        """
+        body = body_of(self.response)
+        body["kv_transfer_params"] = to_wire(body.get("kv_transfer_params"))
+        marks, arrays = Marks(), list(self.rows.arrays())
+        prompts: list[str] = []
+        for choice, _, rows in arrays:
+            self.encoder.check(rows)
+            if choice is None:
+                prompts.append(marks.next())
+            else:
+                body["choices"][choice]["routed_experts"] = marks.next()
+        if prompts:
+            body["prompt_routed_experts"] = self._one_or_list(prompts)
+        if self.rows.options.histogram:
+            of_prompts, of_choices = self.rows.histograms(self.encoder)
+            body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
+            for choice_body, counted in zip(body["choices"], of_choices, strict=True):
+                choice_body["routed_experts_histogram"] = counted
+        return self._parts(marks.split(encoded(body, packed), packed), arrays, packed)
+
+    def _parts(
+        self, texts: Iterator[tuple[bytes, int | None]], arrays: list[tuple[int | None, int, list[Rows]]], packed: bool
+    ) -> Iterator[bytes]:
+        encode = self.encoder.msgpack_parts if packed else self.encoder.json_parts
+        for text, index in texts:
+            yield text
+            if index is not None:
+                _, start, rows = arrays[index]
+                yield from encode(rows, start)
+
+    def _one_or_list(self, items: list[Any]) -> Any:
+        return items if self.is_list or len(items) > 1 else items[0]
+
+
+class Marks:
+    """Texts that stand in a body for arrays until it is encoded. Nobody can guess them."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_hex(16)
+        self._count = 0
+
+    def next(self) -> str:
+        """The next mark."""
+        self._count += 1
+        return f"{self._secret}:{self._count - 1:06}"
+
+    def split(self, data: bytes, packed: bool) -> Iterator[tuple[bytes, int | None]]:
+        """The texts between marks, each with the index of the mark that ends it; None for the last."""
+        lead, end = (b"\xd9\x27", 6) if packed else (b'"', 7)  # of a text of 39 bytes; a quote ends it in JSON
+        text, *rest = data.split(lead + self._secret.encode() + b":")
+        for piece in rest:
+            yield text, int(piece[:6])
+            text = piece[end:]
+        yield text, None
+
+
+def body_of(response: Any) -> dict[str, Any]:
+    """vLLM's response as a JSON object, without its own field for routing, null where it is not used."""
+    body: dict[str, Any] = response.model_dump()
+    for choice in body["choices"]:
+        choice.pop("routed_experts", None)
+    return body
+
+
+def encoded(body: dict[str, Any], packed: bool) -> bytes:
+    """`body` as JSON or in MessagePack."""
+    if packed:
+        return msgspec.msgpack.encode(msgspec.to_builtins(body, str_keys=True))
+    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+
+
+MSGPACK = "application/msgpack"
+_JSON = "application/json"
+_METRICS_HEADER = "endpoint-load-metrics-format"
+_AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10
+"""Answers with more bytes of rows are sent in parts, between which others get a turn. So many take about 2 ms; parts,
+and a thread to prepare them in, would take twice that."""
+
+
+async def respond(answer: Any, raw_request: Request) -> Response:
+    """The HTTP response that vLLM's route would send for `answer`, with the routing that belongs to it."""
+    if isinstance(answer, ErrorResponse):
+        return JSONResponse(answer.model_dump(), status_code=answer.error.code)
+    if not isinstance(answer, BaseModel | WholeAnswer):
+        interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
+        return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
+    packed = wants_msgpack(raw_request.headers.get("accept", ""))
+    headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))
+    if not isinstance(answer, WholeAnswer):
+        body = body_of(answer)
+        if packed:
+            return Response(encoded(body, packed), media_type=MSGPACK, headers=headers)
+        return JSONResponse(body, headers=headers)
+    try:
+        return await _with_rows(answer, packed, headers)
+    except LostRowsError as error:
+        failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
+        return JSONResponse(failure.model_dump(), status_code=failure.error.code)
+
+
+async def _with_rows(answer: WholeAnswer, packed: bool, headers: Any) -> Response:
+    media_type = MSGPACK if packed else _JSON
+    if answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
+        body = b"".join(answer.prepare(packed))
+        count_answer(answer.encoder.sent, answer.rows.num_lost)
+        return Response(body, media_type=media_type, headers=headers)
+    parts = await run_in_threadpool(answer.prepare, packed)
+    return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
+
+
+async def _in_turns(answer: WholeAnswer, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        for part in parts:
+            yield part
+            await asyncio.sleep(0)
+    finally:
+        count_answer(answer.encoder.sent, answer.rows.num_lost)
+
+
+def wants_msgpack(accept: str) -> bool:
+    """Whether the header `Accept` names MessagePack, and JSON not rather."""
+    weights = {_JSON: 0.0, MSGPACK: 0.0}
+    for item in accept.lower().split(","):
+        name, *params = (part.strip() for part in item.split(";"))
+        if name in weights:
+            weights[name] = _weight(params)
+    return weights[MSGPACK] > 0 and weights[MSGPACK] >= weights[_JSON]
+
+
+def _weight(params: list[str]) -> float:
+    for param in params:
+        if param.startswith("q="):
+            try:
+                return float(param[2:])
+            except ValueError:
+                return 0.0
+    return 1.0

@@ -1,0 +1,98 @@
+"""The routes: extended ones take the place of vLLM's, `/v1/routed_experts` is new."""
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.request import (
+    RoutedChatRequest,
+    RoutedCompletionRequest,
+    RoutedGenerateRequest,
+    generate_routing_of,
+    routing_of,
+)
+from routed_experts.server.http.response import respond
+from routed_experts.server.openapi import examples, schemas
+from routed_experts.server.vllm_api import (
+    VLLMNotFoundError,
+    load_aware_call,
+    validate_json_request,
+    with_cancellation,
+)
+
+router = APIRouter()
+"""What every server has."""
+
+generate_router = APIRouter()
+"""What a server has where vLLM's scale-out endpoints are on."""
+
+Routing = Annotated[RoutingOptions | None, Depends(routing_of)]
+GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
+
+
+@router.post(
+    "/v1/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.generate_responses(
+        schemas.RoutedCompletionResponse, examples.COMPLETION_ANSWER, examples.COMPLETION_STREAM
+    ),
+    openapi_extra=schemas.request_example(examples.COMPLETION_REQUEST),
+)
+@with_cancellation
+@load_aware_call
+async def create_completion(request: RoutedCompletionRequest, raw_request: Request, routing: Routing) -> Response:
+    """Text completion, as OpenAI's, with the routing of every token if asked for."""
+    serving = _serving(raw_request, "openai_serving_completion", "Completions API")
+    request.routing = routing
+    return await respond(await serving.create_completion(request, raw_request), raw_request)
+
+
+@router.post(
+    "/v1/chat/completions",
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.generate_responses(schemas.RoutedChatResponse, examples.CHAT_ANSWER, examples.CHAT_STREAM),
+    openapi_extra=schemas.request_example(examples.CHAT_REQUEST),
+)
+@with_cancellation
+@load_aware_call
+async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, routing: Routing) -> Response:
+    """Chat completion, as OpenAI's, with the routing of every token if asked for."""
+    serving = _serving(raw_request, "openai_serving_chat", "Chat Completions API")
+    request.routing = routing
+    return await respond(await serving.create_chat_completion(request, raw_request), raw_request)
+
+
+@generate_router.post(
+    "/inference/v1/generate",
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.generate_responses(
+        schemas.RoutedGenerateResponse, examples.GENERATE_ANSWER, examples.GENERATE_STREAM
+    ),
+    openapi_extra=schemas.request_example(examples.GENERATE_REQUEST),
+)
+@with_cancellation
+@load_aware_call
+async def generate(request: RoutedGenerateRequest, raw_request: Request, routing: GenerateRouting) -> Response:
+    """Token ids in, token ids out, with the routing of every token if asked for. Needs `--enable-scale-out`."""
+    serving = _serving(raw_request, "serving_tokens", "generate tokens API")
+    request.routing = routing
+    return await respond(await serving.serve_tokens(request, raw_request), raw_request)
+
+
+@router.get("/v1/routed_experts", responses=schemas.info_responses())
+async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
+    """What the arrays of routed experts mean for the served model."""
+    captured: CapturedEngine | None = raw_request.app.state.captured_engine
+    if captured is None:
+        raise VLLMNotFoundError("This server does not capture routed experts.")
+    return captured.info
+
+
+def _serving(raw_request: Request, name: str, api: str) -> Any:
+    serving = getattr(raw_request.app.state, name, None)
+    if serving is None:
+        raise NotImplementedError(f"The model does not support {api}")
+    return serving

@@ -1,0 +1,318 @@
+"""Requests that the server sends itself before its port answers, through the application as a client reaches it."""
+
+import asyncio
+import copy
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import numpy as np
+from fastapi import FastAPI
+from numpy.typing import NDArray
+from starlette.datastructures import State
+from starlette.middleware import Middleware
+
+from routed_experts.capture.engine.kv_transfer.connectors import MISSING, on_load
+from routed_experts.capture.handoff import PARAM as ROWS_PARAM
+from routed_experts.capture.message import SMALL_ARRAY_BYTES
+from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.collect import Routing, RoutingError, collect
+from routed_experts.protocol.models import OPT_IN, PROMPT_START
+from routed_experts.server.http.encoding import LINE_BYTES
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.unsupported_routes import CLOSED, INVOCATIONS
+from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.page.routes import api_keys
+from routed_experts.server.vllm_api import get_logger
+
+logger = get_logger(__name__)
+
+Rows = NDArray[np.int16]
+
+_NEW_TOKENS = 4
+_SHORT = 5
+"""Tokens of a prompt that comes in the same message as other rows."""
+_MOST_TOKENS = 256
+"""Most prompt tokens that are spent on rows that take more than one line of a stream."""
+_TOKEN_IDS = 1000
+"""Prompts have the first ids of the vocabulary only: those of images, which some models count, are the last."""
+_LIMIT_S = 600.0
+"""Seconds for a request. The first ones may compile kernels."""
+_AGREEMENT = 0.5
+"""How many of the ids of the same tokens must be the same, if they were computed in batches of other sizes: there
+rounding decides for a few. Rows of other tokens agree by chance."""
+
+_MESSAGES = [{"role": "user", "content": "Which experts?"}]
+
+Body = Callable[..., dict[str, Any]]
+"""Makes the body of a request from token ids of a prompt and sampling parameters."""
+
+
+class ProbeError(RuntimeError):
+    """The capture does not bring back what it should; the server must not start."""
+
+
+async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: str) -> None:
+    """Raises `ProbeError` unless every endpoint returns complete and possible routing, the same for the same tokens.
+
+    Args:
+        app: with its state, but without server-wide defaults for requests.
+        args: of vLLM's command.
+        model: name to ask for.
+    """
+    began = time.monotonic()
+    config = captured.engine.vllm_config
+    parallel = config.parallel_config
+    # Where something else balances the load, this process reaches the ranks of its own node only.
+    ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    async with FrontDoor(app, args, model) as door:
+        try:
+            endpoints = await _endpoints(door, args, config.model_config.max_model_len)
+            await _check_endpoints(door, endpoints, captured)
+            for rank in range(ranks):
+                await _Rank(door, endpoints, captured, rank if ranks > 1 else None).check()
+        except ProbeError as error:
+            if captured.engine.errored:  # what vLLM's routes say then is of no use before the server runs
+                raise ProbeError("The engine ended during the startup probe.") from error
+            raise
+    logger.info("The startup probe passed in %.1f s.", time.monotonic() - began)
+
+
+class FrontDoor:
+    """The application with all routes and the middleware of vLLM and this server, called without a socket, which is not
+    open yet.
+
+    Other middleware is left out: an operator's may refuse this client, and HTTP metrics need not count it.
+    """
+
+    def __init__(self, app: FastAPI, args: Namespace, model: str) -> None:
+        # With VLLM_SERVER_DEV_MODE, vLLM logs as errors what it refuses, which the probe asks for on purpose.
+        quiet = copy.copy(args)
+        quiet.log_error_stack = False
+        front = copy.copy(app)
+        front.state = State({**app.state._state, "args": quiet})
+        front.root_path = ""  # paths are as behind a proxy, which strips it
+        front.user_middleware = [layer for layer in app.user_middleware if _is_known(layer)]
+        front.middleware_stack = None  # built anew
+        keys = api_keys(args)
+        self._client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(front),
+            base_url="http://startup-probe",
+            headers={"Authorization": f"Bearer {keys[0]}"} if keys else {},
+        )
+        self._model = model
+
+    async def __aenter__(self) -> "FrontDoor":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._client.aclose()
+
+    async def get(self, path: str) -> httpx.Response:
+        """The response of `path`."""
+        return await self._send("GET", path)
+
+    async def post(self, path: str, rank: int | None = None, **body: Any) -> httpx.Response:
+        """The response of `path`, computed by a data parallel rank; None is any."""
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        return await self._send("POST", path, json={"model": self._model, **body}, headers=headers)
+
+    async def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            async with asyncio.timeout(_LIMIT_S):
+                return await self._client.request(method, path, timeout=None, **request)
+        except TimeoutError:
+            raise ProbeError(f"The startup probe's request to {path} took longer than {_LIMIT_S:.0f} s.") from None
+        except Exception as error:
+            raise ProbeError(f"The startup probe's request to {path} failed: {error!r}") from error
+
+
+_COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+
+
+def _completion(prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    return {"prompt": prompt, **sampling}
+
+
+def _chat(prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    return {"messages": _MESSAGES, **sampling}
+
+
+def _generate(prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    return {"token_ids": prompt, "sampling_params": sampling}
+
+
+def _is_known(layer: Middleware) -> bool:
+    function = layer.kwargs.get("dispatch", layer.cls)
+    return str(getattr(function, "__module__", "")).startswith(("vllm.", "routed_experts."))
+
+
+async def _endpoints(door: FrontDoor, args: Namespace, max_model_len: int) -> dict[str, Body]:
+    """The paths that return routing here, and what makes the bodies of requests."""
+    found: dict[str, Body] = {_COMPLETIONS: _completion}
+    if getattr(args, "tokens_only", False) or getattr(args, "enable_scale_out", False):
+        found[_GENERATE] = _generate
+    # vLLM's own answer, which tells whether there is a tokenizer, and a chat template that takes such a message.
+    tokenized = await door.post("/tokenize", messages=_MESSAGES)
+    if tokenized.status_code == 200 and tokenized.json()["count"] + _NEW_TOKENS < max_model_len:
+        # Some models render their chats otherwise (gpt-oss's are of its own tokens, which a small vocabulary lacks).
+        plain = await door.post(_CHAT, **_chat([], max_tokens=1))
+        if plain.status_code == 200:
+            found[_CHAT] = _chat
+    return found
+
+
+async def _check_endpoints(door: FrontDoor, endpoints: dict[str, Body], captured: CapturedEngine) -> None:
+    """Raises `ProbeError` unless each endpoint refuses what it cannot return."""
+    info = await door.get("/v1/routed_experts")
+    if info.status_code != 200 or info.json() != captured.info.model_dump(mode="json"):
+        raise ProbeError(
+            "The startup probe did not reach this server's routes: vLLM, or another plugin, replaced them."
+        )
+    too_late = captured.engine.vllm_config.model_config.max_model_len + 1
+    for path, body in endpoints.items():
+        asked = {OPT_IN: True, **body([1], max_tokens=1)}
+        await _check_refusal(door, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
+        await _check_refusal(door, path, kv_handoff.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
+        if path != _GENERATE:
+            await _check_refusal(door, path, OPT_IN, **asked, use_beam_search=True)
+    for path in CLOSED:
+        await _check_refusal(door, path, OPT_IN, **{OPT_IN: True})
+
+
+async def _check_refusal(door: FrontDoor, path: str, param: str, **body: Any) -> None:
+    response = await door.post(path, **body)
+    if response.status_code == 404:  # vLLM does not serve it
+        return
+    error = response.json().get("error") if response.status_code == 400 else None
+    if not isinstance(error, dict) or error.get("param") != param:
+        raise ProbeError(f"{path} accepted what it must refuse ({param}): vLLM does not call this server's checks.")
+
+
+class _Rank:
+    """What is asked of one data parallel rank.
+
+    Args:
+        rank: None where there is one only.
+    """
+
+    def __init__(self, door: FrontDoor, endpoints: dict[str, Body], captured: CapturedEngine, rank: int | None) -> None:
+        self._door = door
+        self._endpoints = endpoints
+        self._captured = captured
+        self._rank = rank
+        config = captured.engine.vllm_config
+        self._n = min(2, config.scheduler_config.max_num_seqs)
+        self._loads_lose_rows = config.kv_transfer_config is not None and on_load() == MISSING
+
+    async def check(self) -> None:
+        """Raises `ProbeError` unless all endpoints return the same for the same tokens, however they are asked."""
+        short, long = self._prompt(_SHORT), self._prompt(self._long())
+        several = {"n": self._n, "temperature": 1.0}
+        for path, body in self._endpoints.items():
+            (first,) = await self._ask(path, body(long))
+            # At once, so that they share steps; all but the last have the prompt in the prefix cache.
+            streamed, whole, _ = await asyncio.gather(
+                self._ask(path, body(long, **several), stream=True),
+                self._ask(path, body(long, **several)),
+                self._ask(INVOCATIONS if path == _COMPLETIONS else path, body(short)),
+            )
+            for choice in (*streamed, *whole):
+                self._compare(path, choice.prompt_rows, first.prompt_rows)
+            # What was generated, as a prompt: its rows are another request's.
+            choices = [first, *streamed, *whole]
+            again = (self._ask(_COMPLETIONS, _completion(_tokens(choice), max_tokens=1)) for choice in choices)
+            answers = await asyncio.gather(*again)
+            for choice, (answer,) in zip(choices, answers, strict=True):
+                rows = answer.rows[: choice.end]
+                self._compare(path, choice.prompt_rows, rows[: len(choice.prompt_rows)])
+                self._compare(path, choice.generated_rows, rows[len(choice.prompt_rows) :])
+
+    async def _ask(self, path: str, body: dict[str, Any], stream: bool = False) -> list[Routing]:
+        """The choices of an answer, each complete and possible."""
+        form = {"routed_experts_format": "object", "routed_experts_layout": "split", "return_token_ids": True}
+        sampling = body.get("sampling_params", body)
+        for name, value in {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}.items():
+            sampling.setdefault(name, value)
+        response = await self._door.post(path, self._rank, **{OPT_IN: True}, **form, **body, stream=stream)
+        if response.status_code != 200:
+            said = response.text
+            raise ProbeError(f"The startup probe's request to {path} got status {response.status_code}: {said:.500}")
+        n = sampling.get("n", 1)
+        try:
+            choices = collect(response.content, n=n)
+        except RoutingError as error:
+            raise ProbeError(f"The startup probe got an answer of {path} without its routing: {error}.") from error
+        prompt = tuple(body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ())
+        if len(choices) != n or any(choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices):
+            raise ProbeError(f"The startup probe got other choices or tokens from {path} than it asked for.")
+        for choice in choices:
+            self._check_rows(choice)
+        return choices
+
+    def _check_rows(self, choice: Routing) -> None:
+        rows, expected = choice.rows, len(_tokens(choice)) - 1
+        if self._loads_lose_rows:
+            lost = (rows == UNKNOWN).all(axis=(1, 2))
+            rows, expected = rows[~lost], expected - int(lost.sum())
+        check_rows(rows, expected, self._captured.shape, self._captured.num_experts)
+
+    def _compare(self, path: str, some: Rows, others: Rows) -> None:
+        if agreement(some, others) < _AGREEMENT:
+            raise ProbeError(
+                f"The startup probe got different experts for the same tokens from {path}: please report this."
+            )
+
+    def _long(self) -> int:
+        """Tokens of a prompt whose rows come in a message of their own, and of which another request hits a prefix."""
+        layers, top_k = self._captured.shape
+        row_bytes = 2 * layers * top_k
+        of_more_than_a_line = min(LINE_BYTES // row_bytes, _MOST_TOKENS)
+        block = self._captured.engine.vllm_config.cache_config.block_size
+        return max(SMALL_ARRAY_BYTES // row_bytes + 1, of_more_than_a_line, block + 2)
+
+    def _prompt(self, length: int) -> list[int]:
+        """Random, so that no store has its KV, without its rows, from an earlier start."""
+        model = self._captured.engine.vllm_config.model_config
+        length = max(min(length, model.max_model_len - _NEW_TOKENS - 1), 1)
+        ids: list[int] = np.random.default_rng().integers(min(model.get_vocab_size(), _TOKEN_IDS), size=length).tolist()
+        return ids
+
+
+def _tokens(choice: Routing) -> list[int]:
+    """Of the prompt and of the choice."""
+    return [*(choice.prompt_token_ids or ()), *(choice.token_ids or ())]
+
+
+def agreement(some: Rows, others: Rows) -> float:
+    """Which part of the ids of `some` [n, L, K] that are known is in the same row of `others`; 1 if there are none."""
+    if some.shape != others.shape:
+        return 0.0
+    known = (some != UNKNOWN) & (others != UNKNOWN)
+    found = (some[..., None] == others[..., None, :]).any(axis=3)
+    return float(found[known].mean()) if known.any() else 1.0
+
+
+def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:
+    """Raises `ProbeError`, saying what is wrong, unless `rows` are as many as expected and could be a router's."""
+    if rows.shape != (expected_rows, *shape):
+        raise ProbeError(
+            f"The startup probe got routing of shape {rows.shape}, not {(expected_rows, *shape)}: please report this."
+        )
+    if len(rows) and (rows == UNKNOWN).all():
+        raise ProbeError("The startup probe got no routing back: the engine's worker or scheduler is not ours.")
+    silent = np.flatnonzero((rows == UNKNOWN).any(axis=(0, 2)))
+    if len(silent):
+        raise ProbeError(
+            f"The MoE layers at rows {silent.tolist()} wrote no ids for some of the tokens: their kernel routes by "
+            "itself, if only in batches of some sizes. Choose another one with --moe-backend."
+        )
+    if not len(rows):
+        return
+    if rows.min() < 0 or rows.max() >= num_experts:
+        raise ProbeError(f"The startup probe got expert ids outside 0 to {num_experts - 1}: please report this.")
+    ordered = np.sort(rows, axis=2)
+    if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
+        raise ProbeError("The startup probe got the same expert twice for one token: please report this.")

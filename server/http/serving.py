@@ -1,0 +1,391 @@
+"""vLLM's serving classes, with routing put on what they answer."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+from fastapi.concurrency import run_in_threadpool
+
+from routed_experts.capture.handoff import PARAM
+from routed_experts.protocol import codec
+from routed_experts.protocol.models import HISTOGRAM, OPT_IN, RoutingOptions
+from routed_experts.server.http.encoding import Encoder, LostRowsError
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
+from routed_experts.server.http.response import CollectedRows, WholeAnswer
+from routed_experts.server.http.streaming import StreamAligner, StreamLimitError
+from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.vllm_api import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    ErrorResponse,
+    GenerateRequest,
+    OpenAIServingChat,
+    OpenAIServingCompletion,
+    RequestOutput,
+    ServingTokens,
+    VLLMValidationError,
+    get_logger,
+)
+
+logger = get_logger(__name__)
+
+_TRACE = "sampling_params.trace_decode_token_ids"
+
+
+def _reject(message: str, param: str) -> NoReturn:
+    raise VLLMValidationError(message, parameter=param)
+
+
+def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> None:
+    """Refuses a request that asks for routing it cannot have; if only the server's default asks, takes the routing off.
+
+    Raises:
+        VLLMValidationError: the request itself asks.
+    """
+    if not options.by_default:
+        _reject(message, param)
+    logger.info("A request gets no routing, which only the server-wide default asks for: %s", message)
+    request.routing = None
+
+
+def options_of(request: Any) -> RoutingOptions | None:
+    """How `request` wants its routing; None if it does not ask, or came through a route of vLLM's."""
+    return request.routing if isinstance(request, RoutedRequest) else None
+
+
+class RoutedServing:
+    """What all serving classes add to vLLM's.
+
+    Attributes:
+        captured: None where the capture is off.
+        max_bytes: most bytes of routing in one answer.
+    """
+
+    captured: CapturedEngine | None
+    max_bytes: int
+
+    def take_handover(self, request: Any) -> None:
+        """Checks `kv_transfer_params`, wherever a request has them, and takes rows out of them.
+
+        Called before vLLM's own handling: for a request that is refused there, or in `check`, vLLM hands these params
+        to the engine, so that the prefill instance lets its KV go.
+
+        Raises:
+            VLLMValidationError: with the field's name.
+        """
+        self._move_params(request)
+        params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
+        try:
+            params.check(params, config)
+        except params.TransferParamsError as error:
+            _reject(str(error), error.param)
+        if not params:
+            return
+        hands_over = self.captured is not None and params.hands_rows_over(config)
+        if PARAM in params:
+            if self.captured is not None and not hands_over:
+                _reject(
+                    f"{kv_handoff.FIELD}: this server has no KV connector that rows can come with", kv_handoff.FIELD
+                )
+            params = {key: value for key, value in params.items() if key != PARAM} | (
+                {PARAM: kv_handoff.Handover(params[PARAM])} if hands_over else {}
+            )
+            request.kv_transfer_params = params
+        elif hands_over and options_of(request) is not None and params.get("do_remote_decode"):
+            request.kv_transfer_params = {**params, PARAM: True}
+
+    def _move_params(self, request: Any) -> None:
+        """Puts params that came in vLLM's extra arguments where vLLM takes them from first."""
+        sampling, name = getattr(request, "sampling_params", None), "vllm_xargs"
+        extra = getattr(request, name, None)
+        if sampling is not None:
+            extra, name = sampling.extra_args, "sampling_params.extra_args"
+        if not isinstance(extra, dict) or extra.get(kv_handoff.PARAMS) is None:
+            return
+        if not isinstance(extra[kv_handoff.PARAMS], dict):
+            param = f"{name}.{kv_handoff.PARAMS}"
+            _reject(f"{param} must be an object", param)
+        params = extra.pop(kv_handoff.PARAMS)
+        if request.kv_transfer_params is None:
+            request.kv_transfer_params = params
+
+    def check(self, request: Any) -> None:
+        """Raises `VLLMValidationError` for a request whose routing this server cannot give."""
+        options = options_of(request)
+        if options is None:
+            return
+        asked = OPT_IN if options.rows else HISTOGRAM
+        if self.captured is None:
+            _reject(
+                "This server does not capture routed experts: start it without --no-enable-return-routed-experts.",
+                asked,
+            )
+        if getattr(request, "use_beam_search", False):
+            _cannot(request, options, "Routed experts cannot be returned with beam search.", asked)
+        try:
+            codec.resolve_dtype(options.dtype, self.captured.num_experts)
+        except codec.CodecError as error:
+            _reject(str(error), "routed_experts_dtype")
+
+    async def check_handover(self, request: Any, prompt_lens: list[int]) -> None:
+        """Raises `VLLMValidationError` for rows that are not those of the prompt."""
+        handed = (request.kv_transfer_params or {}).get(PARAM)
+        if self.captured is None or not isinstance(handed, kv_handoff.Handover):
+            return
+        about = self.captured.shape, self.captured.num_experts
+        try:
+            if handed.is_large:
+                await run_in_threadpool(handed.read, *about)
+            else:
+                handed.read(*about)
+        except kv_handoff.HandoffError as error:
+            _reject(str(error), kv_handoff.FIELD)
+        count, *_ = handed.shape or [0]
+        if len(prompt_lens) != 1 or count > prompt_lens[0]:
+            _reject(
+                f"{kv_handoff.FIELD} has rows of {count} tokens, but the prompts have {prompt_lens}", kv_handoff.FIELD
+            )
+
+    def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
+        """Raises `VLLMValidationError` for a start behind a prompt, and for an answer that would be too large."""
+        options = options_of(request)
+        if options is None:
+            return
+        for length in prompt_lens:
+            if options.prompt_start > length:
+                _cannot(
+                    request,
+                    options,
+                    f"{options.prompt_start_param} is {options.prompt_start}, but the prompt has {length} tokens",
+                    options.prompt_start_param,
+                )
+                return
+        if options.rows:
+            prompt_rows = sum(prompt_lens) - len(prompt_lens) * options.prompt_start
+            copies = num_choices if options.layout == "joined" else 1
+            own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
+            self.check_size(request, options, copies * prompt_rows + own_rows)
+
+    def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
+        """Raises `VLLMValidationError` if so many rows are more than one answer may hold."""
+        num_bytes = self.encoder(options).text_bytes(num_rows)
+        if num_bytes > self.max_bytes:
+            _cannot(
+                request,
+                options,
+                f"The routing of {num_rows} tokens would take {num_bytes} bytes, and this server sends at most "
+                f"{self.max_bytes} (--routed-experts-max-response-bytes): ask for fewer tokens, a later "
+                "routed_experts_prompt_start or a narrower routed_experts_dtype",
+                OPT_IN,
+            )
+
+    def encoder(self, options: RoutingOptions) -> Encoder:
+        """How the arrays of a request with `options` are encoded."""
+        assert self.captured is not None
+        dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
+        layers = self.captured.layers if options.layers == "all" else None
+        return Encoder(options.format, dtype, self.captured.shape, self.captured.num_experts, layers)
+
+    def aligner(
+        self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0, has_own_field: bool = False
+    ) -> StreamAligner:
+        """What puts rows on the chunks of a stream; see `StreamAligner`."""
+        assert self.captured is not None
+        return StreamAligner(
+            options,
+            self.encoder(options),
+            num_choices,
+            self._error_event,
+            preface_chunks,
+            self.max_bytes,
+            has_own_field,
+        )
+
+    def collected(self, options: RoutingOptions) -> CollectedRows:
+        """Where the rows of an answer that is not streamed are put together."""
+        assert self.captured is not None
+        return CollectedRows(options, self.captured.shape)
+
+    def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
+        """`response` with `rows`, a `WholeAnswer`; by itself if only the server's default asks for more than it allows.
+
+        Raises:
+            VLLMValidationError: the answer would be larger than the server allows.
+        """
+        assert self.captured is not None
+        self.check_size(request, rows.options, rows.num_rows)
+        if options_of(request) is None:
+            response.kv_transfer_params = kv_handoff.to_wire(response.kv_transfer_params)
+            return response
+        return WholeAnswer(response, rows, self.encoder(rows.options), is_list)
+
+    def _error_event(self, error: Exception) -> str:
+        said = isinstance(error, LostRowsError | StreamLimitError)
+        event: str = self.create_streaming_error_response(  # type: ignore[attr-defined]
+            str(error) if said else "The server failed to encode the routing of this answer.",
+            err_type="InternalServerError",
+            status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
+        )
+        return event
+
+
+class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
+    """`POST /v1/completions`."""
+
+    async def create_completion(
+        self, request: CompletionRequest, raw_request: Any = None
+    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
+        self.take_handover(request)
+        return await super().create_completion(request, raw_request)
+
+    async def render_completion_request(self, request: CompletionRequest) -> Any:
+        self.check(request)  # here, vLLM tells the prefill instance of a request that is refused
+        rendered = await super().render_completion_request(request)
+        if not isinstance(rendered, ErrorResponse):
+            lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
+            await self.check_handover(request, lengths)
+            self.check_prompts(request, lengths, request.n or 1, request.max_tokens)
+        return rendered
+
+    def completion_stream_generator(
+        self,
+        request: CompletionRequest,
+        engine_inputs: Any,
+        result_generator: AsyncIterator[tuple[int, RequestOutput]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncIterator[str]:
+        options = options_of(request)
+        make = super().completion_stream_generator
+        if options is None:
+            return make(request, engine_inputs, result_generator, *args, **kwargs)
+        aligner = self.aligner(options, num_choices=request.n or 1)
+        return aligner.rewrite(make(request, engine_inputs, aligner.watch(result_generator), *args, **kwargs))
+
+    def request_output_to_completion_response(
+        self, final_res_batch: list[RequestOutput], request: CompletionRequest, *args: Any, **kwargs: Any
+    ) -> Any:
+        options = options_of(request)
+        make = super().request_output_to_completion_response
+        if options is None:
+            return make(final_res_batch, request, *args, **kwargs)
+        rows = self.collected(options)
+        for output in final_res_batch:
+            rows.collect(output)
+        prompt = request.prompt
+        is_list = isinstance(prompt, list) and not (prompt and isinstance(prompt[0], int))
+        return self.whole(request, make(final_res_batch, request, *args, **kwargs), rows, is_list)
+
+
+class RoutedServingChat(RoutedServing, OpenAIServingChat):
+    """`POST /v1/chat/completions`."""
+
+    async def create_chat_completion(
+        self, request: ChatCompletionRequest, raw_request: Any = None
+    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
+        self.take_handover(request)
+        return await super().create_chat_completion(request, raw_request)
+
+    async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
+        self.check(request)
+        rendered = await super().render_chat_request(request)
+        if not isinstance(rendered, ErrorResponse):
+            lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
+            max_tokens = request.max_completion_tokens or request.max_tokens
+            await self.check_handover(request, lengths)
+            self.check_prompts(request, lengths, request.n or 1, max_tokens)
+        return rendered
+
+    def chat_completion_stream_generator(
+        self,
+        request: ChatCompletionRequest,
+        result_generator: AsyncIterator[RequestOutput],
+        request_id: str,
+        model_name: str,
+        conversation: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncIterator[str]:
+        options = options_of(request)
+        make = super().chat_completion_stream_generator
+        if options is None:
+            return make(request, result_generator, request_id, model_name, conversation, *args, **kwargs)
+        num_choices = request.n or 1
+        # A chunk with the role for each choice, and with `echo` one with the last message's text if it is the role's.
+        preface = num_choices
+        last = conversation[-1] if conversation else {}
+        if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
+            preface += num_choices
+        aligner = self.aligner(options, num_choices, preface)
+        watched = aligner.watch(result_generator)
+        return aligner.rewrite(make(request, watched, request_id, model_name, conversation, *args, **kwargs))
+
+    async def chat_completion_full_generator(
+        self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        options = options_of(request)
+        make = super().chat_completion_full_generator
+        if options is None:
+            return await make(request, result_generator, *args, **kwargs)
+        rows = self.collected(options)
+        response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
+        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
+
+
+class RoutedServingTokens(RoutedServing, ServingTokens):
+    """`POST /inference/v1/generate`."""
+
+    async def serve_tokens(self, request: GenerateRequest, raw_request: Any = None) -> Any:
+        self.take_handover(request)
+        return await self._with_kv_transfer_rejection_cleanup(
+            self._serve_tokens(request, raw_request), request, raw_request
+        )
+
+    async def _serve_tokens(self, request: GenerateRequest, raw_request: Any) -> Any:
+        self.check(request)
+        await self.check_handover(request, [len(request.token_ids)])
+        if isinstance(request, RoutedGenerateRequest):
+            params = request.sampling_params
+            # vLLM checks the tokens before it says so, with an error that its engine client turns into 500.
+            if params.trace_decode_token_ids is not None and not self.model_config.enable_trace_replay:
+                _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
+            max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
+            self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
+            request.sampling_params = request.opt_in(params)
+        return await super().serve_tokens(request, raw_request)
+
+    def serve_tokens_stream_generator(
+        self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str]:
+        options = options_of(request)
+        make = super().serve_tokens_stream_generator
+        if options is None:
+            return make(request, result_generator, *args, **kwargs)
+        aligner = self.aligner(options, request.sampling_params.n, has_own_field=True)
+        return aligner.rewrite(make(request, aligner.watch(result_generator), *args, **kwargs))
+
+    async def serve_tokens_full_generator(
+        self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
+    ) -> Any:
+        options = options_of(request)
+        make = super().serve_tokens_full_generator
+        if options is None:
+            return await make(request, result_generator, *args, **kwargs)
+        rows = self.collected(options)
+        response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
+        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
+
+
+def adopt(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None, max_bytes: int) -> None:
+    """Makes vLLM's serving object `serving` an instance of `cls`, a subclass of its class without state of its own.
+
+    vLLM makes the object from two dozen arguments; making it a second time would copy that list and break with it.
+    Until vLLM lets a plugin name its serving classes. Safe to repeat.
+    """
+    if not isinstance(serving, cls):
+        if type(serving) is not cls.__mro__[2]:
+            raise TypeError(f"{type(serving).__name__} is not the class that {cls.__name__} extends")
+        serving.__class__ = cls
+    serving.captured = captured
+    serving.max_bytes = max_bytes

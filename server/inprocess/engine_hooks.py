@@ -1,0 +1,104 @@
+"""Engines that a program builds itself, and asks for routed experts in vLLM's way: this capture takes vLLM's place."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from routed_experts.capture.engine.classes import scheduler_name, worker_name
+from routed_experts.capture.engine.config import check_engine_config
+from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.protocol.version import VERSION
+from routed_experts.server.inprocess.patching import GO_BACK, replace_once
+from routed_experts.server.outputs.arrays import EveryRequest
+from routed_experts.server.outputs.row_buffer import RowFeeds
+from routed_experts.server.vllm_api import (
+    AsyncLLM,
+    BeamSearchOfflineMixin,
+    BeamSearchOnlineMixin,
+    LLMEngine,
+    VLLMValidationError,
+    get_logger,
+)
+
+logger = get_logger(__name__)
+
+ASKED_IN_VLLMS_WAY = "routed_experts.every_request"
+"""Key in `VllmConfig.additional_config`, true for an engine all of whose requests are asked for their rows."""
+
+
+def take_over(args: Any) -> None:
+    """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture.
+
+    Raises:
+        UnsupportedConfig: the arguments name classes that the capture cannot be mixed into, or the device is not
+            supported.
+    """
+    try:
+        if not isinstance(args.additional_config, dict):
+            raise UnsupportedConfig("additional_config must be a dictionary.")
+        args.worker_cls = worker_name(args.worker_cls)
+        args.scheduler_cls = scheduler_name(args.scheduler_cls)
+    except UnsupportedConfig as error:
+        raise UnsupportedConfig(f"{error} {GO_BACK}") from None
+    args.additional_config = {**args.additional_config, ASKED_IN_VLLMS_WAY: True}
+    args.aux_output_config = replace(args.aux_output_config, enable_return_routed_experts=False)
+    _follow_engines()
+
+
+def check(config: Any) -> None:
+    """Raises `UnsupportedConfig` for a configuration that cannot give exact routing."""
+    try:
+        check_engine_config(config)
+    except UnsupportedConfig as error:
+        raise UnsupportedConfig(f"{error} {GO_BACK}") from None
+    _announce()
+
+
+@cache
+def _announce() -> None:
+    logger.info("routed-experts-server %s captures the routed experts. %s", VERSION, GO_BACK)
+
+
+def asks_for_every_request(config: Any) -> bool:
+    """Whether the engine of a `VllmConfig` was asked, in vLLM's way, to return the rows of all requests."""
+    return isinstance(config.additional_config, dict) and bool(config.additional_config.get(ASKED_IN_VLLMS_WAY))
+
+
+def _follow_engines() -> None:
+    """Has engines that are made from now on give out arrays, as vLLM's own capture does.
+
+    Both classes make their output processor themselves, so it cannot be given to them; beam search drops what its
+    requests return. Until vLLM lets a plugin see an engine that was made.
+    """
+    replace_once(LLMEngine, "__init__", _made)
+    replace_once(AsyncLLM, "__init__", _made)
+    replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)
+    replace_once(BeamSearchOnlineMixin, "beam_search", _beam_search_online)
+
+
+def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
+    init(engine, *args, **kwargs)
+    if asks_for_every_request(engine.vllm_config):
+        EveryRequest.install(engine)
+
+
+def _beam_search(search: Any, llm: Any, *args: Any, **kwargs: Any) -> Any:
+    if asks_for_every_request(llm.llm_engine.vllm_config):
+        _reject_beam_search()
+    return search(llm, *args, **kwargs)
+
+
+def _beam_search_online(search: Any, serving: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of vLLM's own routes; where ours are, `vllm_serving` has looked at what is asked for."""
+    engine = serving.engine_client
+    if isinstance(engine, AsyncLLM) and asks_for_every_request(engine.vllm_config):
+        every_request = RowFeeds.install(engine.output_processor).every_request
+        if every_request is not None and every_request.is_on:
+            _reject_beam_search()
+    return search(serving, *args, **kwargs)
+
+
+def _reject_beam_search() -> None:
+    raise VLLMValidationError(
+        "Routed experts cannot be returned with beam search: build the engine without enable_return_routed_experts."
+    )

@@ -1,0 +1,74 @@
+"""The plugin that vLLM loads into each of its processes: `enable_return_routed_experts` means this capture.
+
+It imports nothing of an engine until a program asks for routed experts, and runs beside any version of vLLM.
+"""
+
+import functools
+import logging
+import os
+from types import ModuleType
+from typing import Any
+
+from routed_experts.server import PLUGIN_NAME
+from routed_experts.server.inprocess.patching import GO_BACK, replace_once
+
+_SILENCE = f"To choose it without this warning, set VLLM_PLUGINS to the plugins to load, without {PLUGIN_NAME}."
+
+logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, which is configured
+
+
+def register() -> None:
+    """What vLLM calls, in every process; safe to repeat, and never raises for its version.
+
+    Replaces `EngineArgs.create_engine_config`: the argument, the flag and `aux_output_config` meet there, and a plugin
+    is given no engine's arguments. Until vLLM lets one choose who captures.
+    """
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+
+        replace_once(EngineArgs, "create_engine_config", _create_engine_config)
+    except (ImportError, AttributeError) as error:
+        logger.debug("This version of vLLM has no EngineArgs.create_engine_config: %r", error)
+
+
+def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any) -> Any:
+    engine_hooks = _engine_hooks() if _asks(args) else None
+    if engine_hooks is None:
+        return create(args, *positional, **named)
+    engine_hooks.take_over(args)
+    config = create(args, *positional, **named)
+    engine_hooks.check(config)
+    return config
+
+
+def _asks(args: Any) -> bool:
+    """Whether engine arguments ask for routed experts; before vLLM 0.31 they have no `aux_output_config`."""
+    asked = getattr(args, "aux_output_config", args)
+    return bool(getattr(asked, "enable_return_routed_experts", False))
+
+
+def _engine_hooks() -> ModuleType | None:
+    """The module that puts this capture in the place of vLLM's; None beside a version that is not supported.
+
+    Raises:
+        UnsupportedConfig: this capture cannot be loaded, or VLLM_PLUGINS names it beside such a version.
+    """
+    from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
+
+    try:
+        check_vllm_version()
+    except UnsupportedConfig as error:
+        if PLUGIN_NAME in os.environ.get("VLLM_PLUGINS", "").split(","):
+            raise UnsupportedConfig(f"{error} {GO_BACK}") from None
+        _warn_once(f"{error} vLLM's own capture is used instead. {_SILENCE}")
+        return None
+    try:
+        from routed_experts.server.inprocess import engine_hooks
+    except Exception as error:
+        raise UnsupportedConfig(f"The capture of routed experts cannot be loaded: {error!r}. {GO_BACK}") from error
+    return engine_hooks
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -1,0 +1,236 @@
+"""Rows as vLLM's own capture returns them: an array on each finished output of an engine in this process."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from copy import copy
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.protocol.batch import spread_layers
+from routed_experts.server.outputs.row_buffer import FedRequestState, RowFeed, RowFeeds, Rows
+from routed_experts.server.vllm_api import (
+    AsyncLLM,
+    CompletionOutput,
+    EngineCoreRequest,
+    LLMEngine,
+    RequestOutput,
+    RequestOutputCollector,
+    RequestOutputKind,
+    SamplingParams,
+    VLLMValidationError,
+    get_logger,
+)
+
+logger = get_logger(__name__)
+
+Array = NDArray[np.integer[Any]]
+"""[n, H, K] for the H decoder layers of the model: uint8 up to 256 experts, else uint16."""
+
+_ENDED = ("stop", "length", "repetition")
+"""How requests end whose tokens all have rows, but the last."""
+
+
+class ArrayForm:
+    """How vLLM's own capture lays out the rows of a model: with all decoder layers, zeros in those without experts.
+
+    Args:
+        model: vLLM's `ModelConfig`.
+
+    Attributes:
+        shape: (L, K) of the workers' rows, once they have said so.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
+        self._num_layers = int(model.get_total_num_hidden_layers())
+        self._layer_ids: list[int] | None = None
+        self.shape = (0, 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the workers have said which layers their rows are of."""
+        return self._layer_ids is not None
+
+    def learn(self, worker: dict[str, Any]) -> None:
+        """Takes what a worker says of its rows."""
+        self.shape = worker["num_layers"], worker["top_k"]
+        self._layer_ids = worker["layer_ids"]
+
+    def array(self, arrays: list[Rows]) -> Array:
+        """The rows of `arrays` in one, which is the caller's own. Where some are not known it is int16, because vLLM's
+        type has no -1."""
+        assert self._layer_ids is not None
+        rows = np.concatenate([np.empty((0, *self.shape), np.int16), *arrays])
+        is_known = rows.min(initial=0) >= 0
+        rows = rows.astype(self._dtype) if is_known else rows
+        if self._layer_ids == list(range(self._num_layers)):
+            return rows
+        return spread_layers(rows, self._layer_ids, self._num_layers)
+
+
+class ArrayFeed(RowFeed):
+    """The rows of one choice, which become an array on its outputs.
+
+    Args:
+        start: position of the first of the prompt's rows that were asked for.
+        prompt_len: tokens of the prompt.
+        kind: which outputs the request gets: of all tokens so far, of new ones, or the last one only.
+    """
+
+    def __init__(self, form: ArrayForm, request_id: str, start: int, prompt_len: int, kind: RequestOutputKind) -> None:
+        super().__init__(request_id)
+        self._form = form
+        self._next_row = start
+        self._prompt_len = prompt_len
+        self._kind = kind
+        self._num_tokens = 0
+
+    def array_of(self, choice: CompletionOutput) -> Array | None:
+        """What an output of the choice carries: with `DELTA`, the rows that became known with its tokens; otherwise all
+        of them, once the choice has finished. None before, and where it ended before it had any."""
+        is_delta = self._kind == RequestOutputKind.DELTA
+        if not is_delta and choice.finish_reason is None:
+            return None
+        self._num_tokens = len(choice.token_ids) + (self._num_tokens if is_delta else 0)
+        end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
+        arrays = self.take(self._next_row, end, self._form.shape if choice.finish_reason in _ENDED else None)
+        if self.end < 0 and not arrays:
+            return None
+        first, self._next_row = self._next_row, self._next_row + sum(map(len, arrays))
+        array = self._form.array(arrays)
+        if array.dtype == np.int16:
+            logger.error(
+                "Request %r: of its rows from %d on, some are not known and are -1, in an array of int16.",
+                self._request_id,
+                first,
+            )
+        return array
+
+
+class ArrayCollector(RequestOutputCollector):
+    """vLLM's hand-over from an engine to the task that reads a request, whose outputs carry arrays when they are read.
+
+    Outputs that a slow reader leaves are merged before, when they still carry the one feed of their choice.
+    """
+
+    arrays: "EveryRequest"
+
+    async def get(self) -> Any:
+        await self.arrays.ready()
+        output = await super().get()
+        self.arrays.fill([output])
+        return output
+
+    def get_nowait(self) -> Any:
+        if not (self.arrays.is_ready() or isinstance(self.output, Exception)):
+            return None
+        output = super().get_nowait()
+        if output is not None:
+            self.arrays.fill([output])
+        return output
+
+
+class EveryRequest:
+    """Asks for the rows of each request of an engine that does not ask by itself, and gives them out as arrays.
+
+    Attributes:
+        is_on: off where requests ask for themselves, over HTTP.
+    """
+
+    def __init__(self, engine: LLMEngine | AsyncLLM) -> None:
+        processor = engine.output_processor
+        self.is_on = True
+        self.form = ArrayForm(engine.model_config)
+        self._states = processor.request_states
+        self._add: Callable[..., None] = processor.add_request
+        self._ask: Callable[[], Awaitable[list[Any]]] | None = None
+        self._asked: asyncio.Future[None] | None = None
+        if isinstance(engine, AsyncLLM):
+            core = engine.engine_core  # and not the engine, which is to end when its program lets go of it
+            self._ask = lambda: core.collective_rpc_async("routed_experts_info")
+        else:
+            self.form.learn(engine.collective_rpc("routed_experts_info")[0])
+
+    @classmethod
+    def install(cls, engine: LLMEngine | AsyncLLM) -> "EveryRequest":
+        """Replaces `add_request` of the engine's output processor, which each request goes through on its way to the
+        engine, and which makes the record that its outputs are made from."""
+        processor = engine.output_processor
+        every = cls(engine)
+        RowFeeds.install(processor).every_request = every
+        processor.add_request = every.add_request
+        return every
+
+    async def ready(self) -> None:
+        """Waits until the workers have said what their rows are."""
+        if not self.is_ready():
+            assert self._asked is not None
+            await asyncio.shield(self._asked)  # a reader that leaves takes it from nobody else
+
+    def is_ready(self) -> bool:
+        """Whether the workers have said what their rows are; they are asked, if they were not."""
+        if self._asked is not None and self._asked.done():
+            self._asked.result()  # raises what went wrong
+        if not self.form.is_known and self._asked is None:
+            self._asked = asyncio.ensure_future(self._learn())
+        return self.form.is_known
+
+    async def _learn(self) -> None:
+        assert self._ask is not None
+        worker, *_ = await self._ask()
+        self.form.learn(worker)
+        self._ask = None
+
+    def add_request(
+        self,
+        request: EngineCoreRequest,
+        prompt: str | None,
+        parent_req: Any = None,
+        request_index: int = 0,
+        queue: RequestOutputCollector | None = None,
+    ) -> None:
+        """vLLM's `add_request`, of a request that asks for its rows.
+
+        Raises:
+            VLLMValidationError: its prompt comes bit by bit, which has no rows by position.
+        """
+        params = request.sampling_params
+        if not self.is_on or params is None or _asks(params):
+            self._add(request, prompt, parent_req, request_index, queue)
+            return
+        if request.resumable:
+            raise VLLMValidationError("Routed experts cannot be returned for a prompt that is streamed in.")
+        start: int = params.routed_experts_prompt_start
+        # A copy: several requests, and the program, may have these parameters.
+        request.sampling_params = params = copy(params)
+        asked = OptIn(start, _prompt_id(parent_req), shared=parent_req is not None)
+        params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
+        self._add(request, prompt, parent_req, request_index, queue)
+        state = self._states[request.request_id]
+        feed = ArrayFeed(self.form, request.request_id, start, state.prompt_len, params.output_kind)
+        FedRequestState.give(state, feed)
+        if queue is not None:
+            queue.__class__ = ArrayCollector
+            queue.arrays = self
+
+    def fill(self, outputs: Iterable[Any]) -> None:
+        """Puts arrays in the place of feeds."""
+        for output in outputs:
+            if isinstance(output, RequestOutput):
+                for choice in output.outputs:
+                    if isinstance(choice.routed_experts, ArrayFeed):
+                        choice.routed_experts = choice.routed_experts.array_of(choice)
+
+
+def _asks(params: SamplingParams) -> bool:
+    return OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) is not None
+
+
+def _prompt_id(parent: Any) -> bytes:
+    """Random; the same for all requests of one prompt (`n` > 1)."""
+    new = os.urandom(16)
+    return new if parent is None else vars(parent).setdefault("routed_experts_prompt_id", new)
