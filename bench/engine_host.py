@@ -20,7 +20,7 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from routed_experts.capture import SCHEDULER, WORKERS
-from routed_experts.server.outputs.row_buffer import RowFeed, RowFeeds, opt_in
+from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 
 VARIANTS = ("off", "vllm", "ours")
 
@@ -46,7 +46,7 @@ class Load:
         self._random = random.Random(1)
         self._next_id = 0
         if variant == "ours":
-            RowFeeds.install(engine.output_processor)
+            RowBuffers.install(engine.output_processor)
 
     async def request(self, prompt_len: int, new_tokens: int, routing: bool, seed: int | None = None) -> list[float]:
         """Arrival times of the tokens of one request, in seconds; checks that its rows came if it asked for them.
@@ -72,7 +72,7 @@ class Load:
             now = time.perf_counter()
             times += [now] * len(output.outputs[0].token_ids)
             carried = output.outputs[0].routed_experts
-            if isinstance(carried, RowFeed):
+            if isinstance(carried, RowBuffer):
                 rows += sum(map(len, carried.take(rows, prompt_len + len(times) - 1)))
             elif carried is not None:
                 rows += len(carried)

@@ -16,7 +16,7 @@ from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L
 from bench.streamed_token import fastest
 from routed_experts.capture import handoff
-from routed_experts.capture.engine.kv_transfer.tracker import Load
+from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.server.outputs.kv_handoff import from_wire, to_wire
 
@@ -42,7 +42,7 @@ def row_of(tokens: int, repeats: int) -> str:
     answer = step(lambda: orjson.dumps({"kv_transfer_params": to_wire({handoff.PARAM: handed})}))
     request = step(lambda: orjson.dumps(orjson.loads(answer)))
     taken = step(lambda: from_wire(orjson.loads(request)["kv_transfer_params"][handoff.PARAM], (L, K), EXPERTS))
-    step(lambda: Load(slots, handoff.decode(taken)[0]).apply(cache))
+    step(lambda: KVLoad(slots, handoff.decode(taken)[0]).apply(cache))
     assert np.array_equal(handoff.decode(taken)[0], rows)
     return f"| {tokens:,} | {len(answer) / 1e6:.1f} MB | {' | '.join(times)} |"
 

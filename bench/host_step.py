@@ -46,7 +46,7 @@ def host_step_table(
 
 
 def _launch(capturer: Capturer, slots: torch.Tensor, offsets: NDArray[np.int64]) -> None:
-    capturer.begin_step(len(slots))
+    capturer.reset_rows(len(slots))
     capturer.submit(slots, offsets)
 
 

@@ -32,9 +32,9 @@ from bench.http_table import commit_and_device, described
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutingOptions, parse_options
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.response import MSGPACK, CollectedRows, WholeAnswer, respond
-from routed_experts.server.http.streaming import StreamAligner
-from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond
+from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
 L, K, EXPERTS = 48, 8, 128
@@ -142,7 +142,7 @@ class Edge:
         async for output in collected.collect_from(self._long_outputs(body["generated"], at_once=True)):
             final = output
         assert final.outputs
-        return await respond(WholeAnswer(_Completion(), collected, encoder_of(options), False), request)
+        return await respond(RoutedResponse(_Completion(), collected, encoder_of(options), False), request)
 
     async def short(self, request: Request) -> Response:
         """A stream of so many tokens, slowly."""
@@ -159,28 +159,28 @@ class Edge:
 
     async def _long_outputs(self, generated: int, at_once: bool = False) -> AsyncIterator[RequestOutput]:
         """The prompt's rows in one piece, and `generated` that come one by one; one output for all or one a token."""
-        feed, prompt_len = RowFeed(), len(self._rows) - generated
-        feed.push(0, self._rows[:prompt_len])  # the engine's message, which vLLM does not copy either
+        buffer, prompt_len = RowBuffer(), len(self._rows) - generated
+        buffer.push(0, self._rows[:prompt_len])  # the engine's message, which vLLM does not copy either
         if not at_once:
-            yield output_of(prompt_len, feed, 1)
+            yield output_of(prompt_len, buffer, 1)
         for token, row in enumerate(self._rows[prompt_len:], 1):
-            feed.push(prompt_len + token - 1, row[np.newaxis].copy())
+            buffer.push(prompt_len + token - 1, row[np.newaxis].copy())
             if not at_once:
-                yield output_of(prompt_len, feed, 1, "length" if token == generated else None)
+                yield output_of(prompt_len, buffer, 1, "length" if token == generated else None)
             await asyncio.sleep(0)
         if at_once:
-            yield output_of(prompt_len, feed, generated + 1, "length")
+            yield output_of(prompt_len, buffer, generated + 1, "length")
 
     async def _short_outputs(self, tokens: int) -> AsyncIterator[RequestOutput]:
-        feed = RowFeed()
-        feed.push(0, self._rows[:16].copy())
+        buffer = RowBuffer()
+        buffer.push(0, self._rows[:16].copy())
         for token in range(tokens):
-            yield output_of(16, feed, 1, "length" if token == tokens - 1 else None)
-            feed.push(16 + token, self._rows[token : token + 1].copy())
+            yield output_of(16, buffer, 1, "length" if token == tokens - 1 else None)
+            buffer.push(16 + token, self._rows[token : token + 1].copy())
             await asyncio.sleep(SHORT_GAP_S)
 
     def _stream(self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-        aligner = StreamAligner(options, encoder_of(options), 1, str)
+        aligner = SSERewriter(options, encoder_of(options), 1, str)
         return aligner.rewrite(_chunks(aligner.watch(outputs)))
 
 
@@ -188,8 +188,8 @@ def encoder_of(options: RoutingOptions) -> Encoder:
     return Encoder(options.format, "int16", (L, K), EXPERTS)
 
 
-def output_of(prompt_len: int, feed: RowFeed | None, tokens: int, finish: str | None = None) -> RequestOutput:
-    choice = CompletionOutput(0, "a", [1] * tokens, None, None, routed_experts=feed, finish_reason=finish)  # type: ignore[arg-type]
+def output_of(prompt_len: int, buffer: RowBuffer | None, tokens: int, finish: str | None = None) -> RequestOutput:
+    choice = CompletionOutput(0, "a", [1] * tokens, None, None, routed_experts=buffer, finish_reason=finish)  # type: ignore[arg-type]
     return RequestOutput("r", None, list(range(prompt_len)), None, [choice], finished=finish is not None)
 
 

@@ -99,7 +99,7 @@ class Steps:
             connector = self.scheduler.aux_output_connector
             for name in ("build_connector_meta", "receive", "take_output", "add_stats"):
                 setattr(connector, name, self._timed(getattr(connector, name)))
-            connector.outbox.fill = self._timed(connector.outbox.fill)
+            connector.output_queue.fill = self._timed(connector.output_queue.fill)
         self._rows = np.random.default_rng(0).integers(0, 128, (CHUNK, num_layers, top_k)).astype(np.int16)
         self._forward_s = forward_s
         self._added = 0

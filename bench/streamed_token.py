@@ -15,8 +15,8 @@ import numpy as np
 from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L, encoder_of, output_of
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.streaming import StreamAligner
-from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 
 OPTIONS = RoutingOptions()
@@ -45,12 +45,12 @@ class Stream:
         self._repeats = repeats
         self._rows = np.random.default_rng(0).integers(0, EXPERTS, (PROMPT + TOKENS, L, K), dtype=np.int16)
 
-    async def _outputs(self, feed: RowFeed | None) -> AsyncIterator[RequestOutput]:
+    async def _outputs(self, buffer: RowBuffer | None) -> AsyncIterator[RequestOutput]:
         for token in range(TOKENS):
-            if feed is not None:
+            if buffer is not None:
                 start, end = 0 if token == 0 else PROMPT + token - 1, PROMPT + token
-                feed.push(start, self._rows[start:end])
-            yield output_of(PROMPT, feed, 1, "length" if token == TOKENS - 1 else None)
+                buffer.push(start, self._rows[start:end])
+            yield output_of(PROMPT, buffer, 1, "length" if token == TOKENS - 1 else None)
 
     async def _chunks(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
         async for _ in outputs:
@@ -69,8 +69,8 @@ class Stream:
         """Microseconds of a token above a stream without rows: of all, and of what can be told apart."""
 
         def whole() -> AsyncIterator[str]:
-            aligner = StreamAligner(OPTIONS, encoder_of(OPTIONS), 1, str)
-            return aligner.rewrite(self._chunks(aligner.watch(self._outputs(RowFeed()))))
+            aligner = SSERewriter(OPTIONS, encoder_of(OPTIONS), 1, str)
+            return aligner.rewrite(self._chunks(aligner.watch(self._outputs(RowBuffer()))))
 
         off = await self._timed(lambda: self._chunks(self._outputs(None)))
         return {"all": await self._timed(whole) - off, "of it encoding": self._encoding()}

@@ -1,6 +1,7 @@
-"""What runs inside the engine's processes. Only `capture.engine` knows vLLM.
+"""What runs in the engine's processes: rows from the routers' choices to the engine's outputs.
 
-The classes that vLLM is given are named here, so that naming them imports none of its modules.
+The modules here know torch and numpy; `engine` alone knows vLLM. The classes that vLLM is given are named in this file,
+so that naming them imports none of its modules.
 """
 
 SCHEDULER = "routed_experts.capture.engine.scheduler.make_scheduler"

@@ -43,7 +43,7 @@ class RowShape:
         return cls(tuple(layer for stage in stages for layer in stage.layer_ids), num_experts, top_k)
 
 
-OwnTokens = Callable[[torch.Tensor], tuple[int, torch.Tensor]]
+LocalTokenSlice = Callable[[torch.Tensor], tuple[int, torch.Tensor]]
 """From the ids that a router has chosen those of the step's own tokens, and which of these is the first."""
 
 
@@ -73,23 +73,23 @@ class Capturer:
         self._held: dict[int, torch.Tensor] | None = None
 
     def sink(
-        self, layer: int, own_tokens: OwnTokens | None = None, may_hold: bool = False
+        self, layer: int, own_tokens: LocalTokenSlice | None = None, may_defer: bool = False
     ) -> Callable[[torch.Tensor], None]:
         """A function that stores the `[n, >= K]` ids that the router of row index `layer` has chosen.
 
-        Runs inside the model's MoE operator, under graph capture too: it enqueues one copy, or between `hold` and
-        `release` nothing. Columns after K are those of fused shared experts, which every token goes to and which are
-        not the router's choice.
+        Runs inside the model's MoE operator, under graph capture too. It enqueues one copy, or nothing between
+        `defer_stores` and `flush_stores`. Columns after K belong to fused shared experts: every token goes to them, the
+        router does not choose them.
 
         Args:
             own_tokens: picks this rank's rows where the router sees those of other ranks as well, or a part of them.
-            may_hold: whether nothing else gets the memory of the ids, as long as somebody refers to them.
+            may_defer: whether nothing else gets the memory of the ids, as long as somebody refers to them.
         """
         view = self.cache.view(layer)
         top_k = self.cache.top_k
 
         def store(ids: torch.Tensor) -> None:
-            if may_hold and self._held is not None and own_tokens is None:
+            if may_defer and self._held is not None and own_tokens is None:
                 self._held[layer] = ids[:, :top_k]
                 return
             first, own = (0, ids) if own_tokens is None else own_tokens(ids)
@@ -97,14 +97,14 @@ class Capturer:
 
         return store
 
-    def hold(self) -> None:
-        """Until `release`, sinks that may hold keep the ids where their router has put them.
+    def defer_stores(self) -> None:
+        """Until `flush_stores`, sinks that may hold keep the ids where their router has put them.
 
         For a forward pass that is recorded as one CUDA graph. A copy in each of 58 layers took 1 % of a step of 4 ms.
         """
         self._held = {}
 
-    def release(self) -> None:
+    def flush_stores(self) -> None:
         """Enqueues two kernels that store what was held, as the end of the forward pass."""
         held, self._held = self._held, None
         if not held:
@@ -116,10 +116,10 @@ class Capturer:
         for layer, ids in held.items():  # the others are stored, or written directly
             self.cache.view(layer)[: len(ids)].copy_(ids)
 
-    def begin_step(self, num_tokens: int) -> None:
+    def reset_rows(self, num_tokens: int) -> None:
         """Call before the forward pass of a step of `num_tokens` tokens, on the stream that it runs on."""
         if num_tokens:
-            self.cache.forget(num_tokens)
+            self.cache.reset_rows(num_tokens)
 
     def submit(
         self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None

@@ -2,7 +2,7 @@
 
 import torch
 
-from routed_experts.capture.rows import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN
 
 
 class DeviceCache:
@@ -34,7 +34,7 @@ class DeviceCache:
         """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder)."""
         return self.ids[layer]
 
-    def forget(self, num_tokens: int) -> None:
+    def reset_rows(self, num_tokens: int) -> None:
         """Puts -1 back into the first `num_tokens` rows of every layer.
 
         Enqueues one kernel on the current stream, which is the one that the last step was packed on and the next one

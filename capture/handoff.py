@@ -6,7 +6,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, Rows
 
 PARAM = "routed_experts"
 """Key in `kv_transfer_params`: rows that came with KV, or True where a prefill leg wants rows to go with its KV. Nobody

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
 def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import Rows, count_unknown
+from routed_experts.protocol.codec import Rows, count_missing
 
 OPT_IN_ARG = "routed_experts.opt_in"
 """Key in `SamplingParams.extra_args` that opts a request in; its value is `OptIn.encode()`."""
@@ -115,7 +115,7 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
         starts[index], rows = output.routed_experts
         shape = rows.shape[1:]
         if rows.nbytes > SMALL_ARRAY_BYTES:
-            counts[index], unknown[index] = _ALONE, count_unknown(rows)
+            counts[index], unknown[index] = _ALONE, count_missing(rows)
             output.routed_experts = rows
         else:
             counts[index] = len(rows)
@@ -127,7 +127,7 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
     if body.min(initial=0) < 0:
         of_small = [index for index, count in enumerate(counts) if count >= 0]
         for index, rows in zip(of_small, small, strict=True):
-            unknown[index] = count_unknown(rows)
+            unknown[index] = count_missing(rows)
     header = np.array([len(outputs), *shape, *counts, *starts, *unknown], dtype=_HEADER_TYPE)
     packed: NDArray[np.int16] = np.concatenate([header.view(np.int16), body])
     return packed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import Rows
+from routed_experts.protocol.codec import Rows
 
 
 @dataclass
@@ -30,10 +30,10 @@ class _Read:
         return bool(in_last.any() or self.blocks.take(slots // block_size, mode="clip").any())
 
 
-class Gatherer:
+class PromptReader:
     """Runs reads of the host cache one after another, so that no step has to wait for them.
 
-    A slot must not be written while it is read: `settle` comes before every write.
+    A slot must not be written while it is read: `wait_for_reads` comes before every write.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -57,7 +57,7 @@ class Gatherer:
         self._reads.append(_Read(rows, blocks, last, last + end % size))
         return rows
 
-    def settle(self, slots: NDArray[np.int64]) -> None:
+    def wait_for_reads(self, slots: NDArray[np.int64]) -> None:
         """Waits for the reads of slots that are about to be written.
 
         That is rare: the request must have lost its blocks right after its first token, and another got them.

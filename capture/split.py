@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OptIn
-from routed_experts.capture.rows import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import Rows
+from routed_experts.protocol.codec import Rows
 
 STATS_OUTPUT_ID = "routed_experts.stats"
 """Request id of the engine's output that carries its numbers. vLLM passes over outputs of requests that it does not

@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 Format = Literal["object", "npy", "raw", "list"]
 WireDtype = Literal["int16", "uint8", "int32", "auto"]
 
+Rows = NDArray[np.int16]
+"""[n, L, K]: for each of n tokens, the logical ids of the K experts that each of L MoE layers chose."""
+
 UNKNOWN = -1
 """Fills a row that the server cannot know. Never a valid expert id."""
 

@@ -28,10 +28,8 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import count_missing, decode
+from routed_experts.protocol.codec import Rows, count_missing, decode
 from routed_experts.protocol.sse import EventError, EventReader
-
-Rows = NDArray[np.int16]
 
 
 class RoutingError(ValueError):
@@ -161,7 +159,7 @@ class Collector:
         if self._events is None:
             self._events = EventReader()
         try:
-            for event in self._events.feed(item):
+            for event in self._events.buffer(item):
                 self._take_chunk(event)
         except EventError as error:
             raise RoutingError(str(error)) from error
@@ -207,7 +205,7 @@ class Collector:
             return max(self._choices, default=0) + 1
         if any(choice.finish_reason is None for choice in self._choices.values()):
             raise RoutingError("which prompt a choice belongs to is not known before all are finished: give n")
-        return _share(len(self._choices), len(self._prompts))
+        return _choices_per_prompt(len(self._choices), len(self._prompts))
 
     def _take_chunk(self, chunk: Any) -> None:
         error = _get(chunk, "error")
@@ -223,7 +221,7 @@ class Collector:
         if prompts is None:
             return
         arrays = _arrays_of_prompts(prompts)
-        per_prompt = _share(len(choices), len(arrays))
+        per_prompt = _choices_per_prompt(len(choices), len(arrays))
         for place, array in enumerate(arrays):
             carrier = _get(choices[place * per_prompt], "index") or 0
             self._add(self._prompts.setdefault(carrier, _Pieces(f"the prompt of choice {carrier}")), array)
@@ -333,7 +331,7 @@ def _check_length(routing: Routing) -> None:
         )
 
 
-def _share(choices: int, prompts: int) -> int:
+def _choices_per_prompt(choices: int, prompts: int) -> int:
     """Choices for each prompt."""
     if not choices or choices % prompts:
         raise RoutingError(f"{choices} choices do not share {prompts} prompts evenly")

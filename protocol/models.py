@@ -85,7 +85,7 @@ class RoutingOptions:
         rows: whether it wants rows.
         histogram: whether it wants histograms.
         prompt_start_param: which of its two names the client gave the prompt start.
-        said: names of the fields that the request, or the server's default for it, gave.
+        explicit_fields: names of the fields that the request, or the server's default for it, gave.
         by_default: whether the request has no routing field of its own: only the server-wide default asks.
     """
 
@@ -97,15 +97,15 @@ class RoutingOptions:
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
-    said: frozenset[str] = field(default=frozenset(), compare=False)
+    explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)
     by_default: bool = field(default=False, compare=False)
 
     def with_vllms_forms(self) -> "RoutingOptions":
         """The same, for an endpoint where vLLM has a form of its own: rows get it unless another form was asked for."""
-        if not self.rows or {"routed_experts_format", "routed_experts_layout"} & self.said:
+        if not self.rows or {"routed_experts_format", "routed_experts_layout"} & self.explicit_fields:
             return self
-        dtype = self.dtype if "routed_experts_dtype" in self.said else "vllm"
-        layers = self.layers if LAYERS in self.said else "all"
+        dtype = self.dtype if "routed_experts_dtype" in self.explicit_fields else "vllm"
+        layers = self.layers if LAYERS in self.explicit_fields else "all"
         return replace(self, format="npy", layout="joined", dtype=dtype, layers=layers)
 
 
@@ -142,7 +142,7 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         dtype=fields.routed_experts_dtype,
         layout=fields.routed_experts_layout,
         layers=fields.routed_experts_layers,
-        said=frozenset(given),
+        explicit_fields=frozenset(given),
         by_default=not own,
     )
 

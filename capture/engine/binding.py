@@ -26,7 +26,7 @@ from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroE
 from vllm.platforms import current_platform
 from vllm.v1.worker import ubatching
 
-from routed_experts.capture.capturer import Capturer, OwnTokens, RowShape
+from routed_experts.capture.capturer import Capturer, LocalTokenSlice, RowShape
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
 from routed_experts.capture.engine.versions import UnsupportedConfig
 
@@ -86,9 +86,9 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
     tp_rank = get_tp_group().rank_in_group if has_parts(layers.runners) else 0
     for row, runner in enumerate(layers.runners):
         sp_size = int(runner.moe_config.sp_size)
-        own_tokens = own_tokens_of(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
+        own_tokens = local_token_slice(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
         # Where all ranks route all tokens, one of them is enough for the join.
-        sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, has_own_ids(runner))
+        sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, owns_topk_buffer(runner))
         if runner.is_monolithic:
             experts = _monolithic_experts(runner)
             runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
@@ -99,7 +99,7 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
 
 
 @contextmanager
-def storing_at_the_end(model: torch.nn.Module, capturer: Capturer) -> Iterator[None]:
+def storing_after_forward(model: torch.nn.Module, capturer: Capturer) -> Iterator[None]:
     """While CUDA graphs are recorded: has layers' ids stored at once in those of a whole forward pass of `model`.
 
     No kernel of a layer may write into its router's ids, as where they are written directly. A forward pass that is
@@ -108,10 +108,10 @@ def storing_at_the_end(model: torch.nn.Module, capturer: Capturer) -> Iterator[N
 
     def hold(*_: Any) -> None:
         if torch.cuda.is_current_stream_capturing():
-            capturer.hold()
+            capturer.defer_stores()
 
     def release(*_: Any) -> None:
-        capturer.release()
+        capturer.flush_stores()
 
     if not current_platform.is_cuda():
         yield
@@ -128,7 +128,7 @@ def _ignore(ids: torch.Tensor) -> None:
     pass
 
 
-def has_own_ids(runner: MoERunner) -> bool:
+def owns_topk_buffer(runner: MoERunner) -> bool:
     """Whether the layer's ids are a tensor that the MoE operator allocates, and nothing else gets while it is held.
 
     Others may be one that came from outside, as the Transformers backend's are: the compiled graph around the operator
@@ -183,7 +183,7 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor) -> None:
     router.set_capture_fn(_ignore)
 
 
-def own_tokens_of(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> OwnTokens:
+def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> LocalTokenSlice:
     """A function that finds a data-parallel rank's tokens in a router's ids.
 
     vLLM's dispatch either routes each rank's tokens where they are, or gathers those of all ranks first, in the order

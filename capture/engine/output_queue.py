@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from routed_experts.capture.message import ROWS_OUTPUT_ID, PlacedRows, pack, prompt_output_id
-from routed_experts.capture.rows import Rows
+from routed_experts.protocol.codec import Rows
 
 _PART_BYTES = 8 << 20
 """Bytes of prompts' rows in a message that also brings tokens to other requests, which wait for about 3 ms of transport
@@ -61,7 +61,7 @@ class _Prompt:
         return outputs if self.bytes_left else outputs + self.followers
 
 
-class Outbox:
+class OutputQueue:
     """Sends each prompt's rows once, before any token of its requests.
 
     Rows that a thread still reads, or that do not fit a message, keep the outputs of their prompt's requests back, and

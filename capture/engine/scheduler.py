@@ -24,22 +24,22 @@ from routed_experts.capture import handoff
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.connectors import describe, on_load
-from routed_experts.capture.engine.kv_transfer.offloading import Keep, Reload
-from routed_experts.capture.engine.kv_transfer.remote_prefill import HandedRows
-from routed_experts.capture.engine.kv_transfer.tracker import Load, Loads, LocalHit
-from routed_experts.capture.engine.output_queue import Outbox
+from routed_experts.capture.engine.kv_transfer.offloading import OffloadLoad, OffloadStore
+from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
+from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, KVLoad, LocalHit
+from routed_experts.capture.engine.output_queue import OutputQueue
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows
 from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.prompt_reader import Gatherer
-from routed_experts.capture.rows import UNKNOWN, Rows
+from routed_experts.capture.prompt_reader import PromptReader
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
 from routed_experts.capture.stats import STATS_OUTPUT_ID, StatsRecorder
+from routed_experts.protocol.codec import UNKNOWN, Rows
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
 
-_PATIENCE = 1e-3
+_PROMPT_READ_WAIT_S = 1e-3
 """Seconds that a step waits for rows of prompts that a thread reads: enough for most, and little for all others."""
 
 _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
@@ -71,12 +71,12 @@ class ScheduledStep:
 
     starts: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, Sequence[Any]] = field(default_factory=dict)
-    loads: list[Load | Reload] = field(default_factory=list)
-    keeps: list[Keep] = field(default_factory=list)
+    loads: list[KVLoad | OffloadLoad] = field(default_factory=list)
+    keeps: list[OffloadStore] = field(default_factory=list)
 
 
 @dataclass
-class ArrivedStep:
+class StepResult:
     """A step whose output is being handed to the requests.
 
     Attributes:
@@ -133,16 +133,16 @@ class SchedulerConnector:
         self._num_blocks = kv_cache_config.num_blocks
         self._block_size = kv_cache_config.kv_cache_groups[self._kv_group].kv_cache_spec.block_size
         self._cache: HostCache | None = None  # made with the first rows, which say L and K
-        self._gatherer = Gatherer(self._num_blocks, self._block_size)
+        self._prompt_reader = PromptReader(self._num_blocks, self._block_size)
         self._tracked: dict[str, RequestRows] = {}
         self._sent_prompts: dict[bytes, None] = {}  # of several requests each, the oldest first
         self._generation = 0  # of weights, as far as they are seen to change
         self._steps: dict[int, ScheduledStep] = {}
         self._step = 0
-        self._arrived: ArrivedStep | None = None
-        self._loads: Loads | None = None
-        self._to_hand_over: set[str] = set()  # requests whose rows are to go with their KV
-        self.outbox = Outbox()
+        self._arrived: StepResult | None = None
+        self._loads: ExternalKVTracker | None = None
+        self._to_export: set[str] = set()  # requests whose rows are to go with their KV
+        self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
 
     @property
@@ -153,7 +153,7 @@ class SchedulerConnector:
     def follow_loads(self, config: KVTransferConfig) -> None:
         """Keeps account of the KV that the scheduler's connector loads."""
         policy = on_load()
-        self._loads = Loads(
+        self._loads = ExternalKVTracker(
             self._scheduler.connector,
             config,
             self._scheduler.kv_cache_manager,
@@ -173,9 +173,9 @@ class SchedulerConnector:
             what,
         )
 
-    def cap_local(self, request: Request, hit: LocalHit) -> LocalHit:
+    def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
         """How much of a prefix hit a request may use."""
-        return hit if self._loads is None else self._loads.cap_local(request, hit)
+        return hit if self._loads is None else self._loads.truncate_prefix_hit(request, hit)
 
     def prefill_again(self, request_ids: Iterable[str]) -> None:
         """Called when loads failed, and requests go back to where their KV ends."""
@@ -260,7 +260,7 @@ class SchedulerConnector:
         step = detach(output)
         self._follow_blocks(scheduled, scheduler_output)
         if step is not None:
-            self._gatherer.settle(step.slots)
+            self._prompt_reader.wait_for_reads(step.slots)
             self._host_cache(step).write(step.slots, step.rows)
         self._keep(keep for keep in scheduled.keeps if not keep.comes_first)
         if step is None:
@@ -272,7 +272,7 @@ class SchedulerConnector:
             for req_id, start in scheduled.starts.items():
                 if (request := requests.get(req_id)) is not None:
                     scheduled.starts[req_id] = step_start(start, request.num_tokens)
-        self._arrived = ArrivedStep(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index)
+        self._arrived = StepResult(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index)
 
     def _follow_blocks(self, scheduled: ScheduledStep, scheduler_output: SchedulerOutput) -> None:
         """Moves rows as their KV is moved before a step runs. Where nothing has been computed yet, nothing is known of
@@ -281,22 +281,22 @@ class SchedulerConnector:
             return
         self._keep(keep for keep in scheduled.keeps if keep.comes_first)
         for load in scheduled.loads:
-            self._gatherer.settle(load.slots)
+            self._prompt_reader.wait_for_reads(load.slots)
             load.apply(self._cache)
         if copies := scheduler_output.kv_cache_block_copies:
-            self._gatherer.settle(np.array([destination for _, destination in copies]) * self._block_size)
+            self._prompt_reader.wait_for_reads(np.array([destination for _, destination in copies]) * self._block_size)
             self._cache.copy_blocks(copies)
 
-    def _keep(self, keeps: Iterable[Keep]) -> None:
+    def _keep(self, keeps: Iterable[OffloadStore]) -> None:
         if self._cache is not None:
             for keep in keeps:
                 keep.apply(self._cache)
 
     @property
-    def _handed(self) -> HandedRows | None:
+    def _handed(self) -> RemotePrefillRows | None:
         return None if self._loads is None else self._loads.handed
 
-    def take_handed(self, request: Request, config: KVTransferConfig | None) -> None:
+    def receive_rows(self, request: Request, config: KVTransferConfig | None) -> None:
         """Takes rows, or the wish for them, out of `kv_transfer_params`, which the connector and the workers get.
 
         What would end the engine goes as a whole: over HTTP it is refused, but programs can put any object there.
@@ -318,7 +318,7 @@ class SchedulerConnector:
             return
         if given[handoff.PARAM] is True:
             if opt_in_of(request) is not None:
-                self._to_hand_over.add(request.request_id)
+                self._to_export.add(request.request_id)
         elif params.get("do_remote_prefill") and (handed := handoff.decode(given[handoff.PARAM])) is not None:
             self._take_rows(request, params, *handed)
 
@@ -345,13 +345,13 @@ class SchedulerConnector:
                 logger.warning("Request %r: its pull outlived the lease of the KV, and counts as failed.", request_id)
             output.failed_recving |= late
 
-    def hand_over(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
+    def export_rows(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
         """`params`, with which another instance is to get the KV of a request that has ended here, and with its rows.
 
         Called while the request still has its blocks. One that was aborted may have rows that have not arrived.
         """
-        is_wanted = request.request_id in self._to_hand_over
-        self._to_hand_over.discard(request.request_id)
+        is_wanted = request.request_id in self._to_export
+        self._to_export.discard(request.request_id)
         if not is_wanted or not params or not params.get("do_remote_prefill"):
             return params
         if self._cache is None or self._handed is None:
@@ -395,13 +395,13 @@ class SchedulerConnector:
             key = request.request_id.encode()  # for this request alone
         elif state.opt_in.shared:
             if key in self._sent_prompts:
-                self.outbox.follow(request.request_id, key)
+                self.output_queue.follow(request.request_id, key)
                 return
             self._sent_prompts[key] = None
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
         rows = self._prompt_rows(request, state.next_row, part)
-        self.outbox.send(request.client_index, request.request_id, key, state.next_row, rows)
+        self.output_queue.send(request.client_index, request.request_id, key, state.next_row, rows)
 
     def _prompt_rows(self, request: Request, first: int, part: StepPart) -> Rows | Future[Rows]:
         """The rows of a prompt from position `first` on, read beside the steps to come if they are many."""
@@ -420,7 +420,7 @@ class SchedulerConnector:
         if num_bytes <= self._at_once_left:
             self._at_once_left -= num_bytes
             return read()
-        return self._gatherer.start(read, part.block_ids(), first, min(end, part.start))
+        return self._prompt_reader.start(read, part.block_ids(), first, min(end, part.start))
 
     def add_stats(self, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
         """Puts the engine's numbers, if they are due, in front of the message to the first API process: each counts
@@ -473,7 +473,9 @@ class SchedulerCapture(Scheduler):
 
     # vLLM 0.33: gives a limit too.
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> LocalHit:
-        return self.aux_output_connector.cap_local(request, super()._get_local_prefix_cache_hit(request, *limit))
+        return self.aux_output_connector.truncate_prefix_hit(
+            request, super()._get_local_prefix_cache_hit(request, *limit)
+        )
 
     def _update_requests_with_invalid_blocks(self, *args: Any, **kwargs: Any) -> tuple[set[str], int, set[int]]:
         affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)
@@ -482,10 +484,10 @@ class SchedulerCapture(Scheduler):
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         delay_free, params = super()._connector_finished(request)
-        return delay_free, self.aux_output_connector.hand_over(request, params)
+        return delay_free, self.aux_output_connector.export_rows(request, params)
 
     def add_request(self, request: Request) -> None:
-        self.aux_output_connector.take_handed(request, self.vllm_config.kv_transfer_config)
+        self.aux_output_connector.receive_rows(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
         self.aux_output_connector.add_request(request)
 
@@ -495,8 +497,8 @@ class SchedulerCapture(Scheduler):
             return finished
         # A pause or the engine's end: vLLM tells the clients of those that are returned at once. Where outputs are kept
         # back, those come first.
-        outbox, reason = self.aux_output_connector.outbox, RequestStatus.get_finished_reason(finished_status)
-        return [request for request in finished if reason is None or not outbox.end(request.request_id, reason)]
+        queue, reason = self.aux_output_connector.output_queue, RequestStatus.get_finished_reason(finished_status)
+        return [request for request in finished if reason is None or not queue.end(request.request_id, reason)]
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
@@ -511,19 +513,20 @@ class SchedulerCapture(Scheduler):
             self.aux_output_connector.fail_late_pulls(arrived)
         messages = super().update_from_output(scheduler_output, model_runner_output)
         connector = self.aux_output_connector
-        patience = _PATIENCE if scheduler_output.num_scheduled_tokens and self._others_wait(connector.outbox) else None
-        connector.outbox.fill(messages, patience)
+        queue = connector.output_queue
+        must_go_on = scheduler_output.num_scheduled_tokens and self._others_wait(queue)
+        queue.fill(messages, _PROMPT_READ_WAIT_S if must_go_on else None)
         connector.add_stats(messages, is_idle=not self.requests)
         return messages
 
     def has_requests(self) -> bool:
         """Asks for one more step, if only an empty one, while there is something to send."""
-        return super().has_requests() or len(self.aux_output_connector.outbox) > 0
+        return super().has_requests() or len(self.aux_output_connector.output_queue) > 0
 
-    def _others_wait(self, outbox: Outbox) -> bool:
+    def _others_wait(self, queue: OutputQueue) -> bool:
         """Whether there are requests besides those whose outputs are kept back."""
-        return len(outbox) > 0 and (
-            len(self.waiting) > 0 or any(not outbox.keeps(request.request_id) for request in self.running)
+        return len(queue) > 0 and (
+            len(self.waiting) > 0 or any(not queue.keeps(request.request_id) for request in self.running)
         )
 
 

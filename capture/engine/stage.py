@@ -46,7 +46,7 @@ def join_parts(ids: torch.Tensor) -> None:
     ids.copy_(whole)
 
 
-class Stage:
+class PipelineStage:
     """Makes the rows of this pipeline stage whole, sends them to the next one with the hidden states, and takes those
     that come.
 

@@ -9,7 +9,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunn
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer
-from routed_experts.capture.engine.stage import Stage, is_output_rank
+from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.pipeline import PendingRows
 
@@ -21,7 +21,7 @@ class V1Adapter:
         self._runner = runner
         self._capturer = capturer
         self._kv_group = kv_group
-        self._stage = Stage(runner, capturer)
+        self._stage = PipelineStage(runner, capturer)
         self._sends = is_output_rank(runner.parallel_config)
         self._pending: PendingRows | None = None
 

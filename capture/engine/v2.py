@@ -8,7 +8,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer
-from routed_experts.capture.engine.stage import Stage, is_output_rank
+from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
 from routed_experts.capture.engine.transport import AuxOutputs, as_aux_outputs
 from routed_experts.capture.pipeline import PendingRows
 
@@ -20,7 +20,7 @@ class V2Adapter:
         self._runner = runner
         self._capturer = capturer
         self._kv_group = kv_group
-        self._stage = Stage(runner, capturer)
+        self._stage = PipelineStage(runner, capturer)
         self._sends = is_output_rank(runner.parallel_config)
 
     def begin_step(self, metadata: Any) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.binding import bind, find_moe_layers, has_parts, storing_at_the_end
+from routed_experts.capture.engine.binding import bind, find_moe_layers, has_parts, storing_after_forward
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.stage import gather_stages, join_parts
 from routed_experts.capture.engine.v1 import V1Adapter
@@ -71,12 +71,12 @@ class WorkerCapture(Worker):
             self._v1 = V1Adapter(self.model_runner, self._capturer, group)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        with storing_at_the_end(self.model_runner.get_model(), self._capturer):
+        with storing_after_forward(self.model_runner.get_model(), self._capturer):
             return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         # On all ranks: of what one pipeline stage sends to the next, each tensor-parallel rank sends a part.
-        self._capturer.begin_step(scheduler_output.total_num_scheduled_tokens)
+        self._capturer.reset_rows(scheduler_output.total_num_scheduled_tokens)
         output = super().execute_model(scheduler_output)
         if self._v1 is not None:
             self._v1.post_forward(scheduler_output)

@@ -19,7 +19,7 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def hush_transformers() -> None:
+def hide_transformers_progress() -> None:
     """Takes the bars away that transformers draws wherever standard error goes, unless that is a terminal."""
     if not sys.stderr.isatty():
         from transformers.utils import logging

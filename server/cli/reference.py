@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.server.cli.console import CommandError, hush_transformers
+from routed_experts.server.cli.console import CommandError, hide_transformers_progress
 from routed_experts.server.cli.preflight import check_model_folder, sentence_of
 
 Ids = NDArray[np.integer[Any]]
@@ -100,7 +100,7 @@ def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    hush_transformers()
+    hide_transformers_progress()
     spread = {"device_map": "auto"} if device == "auto" else {}
     try:
         stored = getattr(AutoConfig.from_pretrained(model), "dtype", None)

@@ -29,7 +29,7 @@ from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import complain, say
 from routed_experts.server.cli.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
-from routed_experts.server.http.selftest import ProbeError
+from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 try:
@@ -311,7 +311,7 @@ def run(args: argparse.Namespace) -> None:
         command.cmd(args)
     except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers
         return
-    except ProbeError as error:
+    except SelfTestError as error:
         raise CommandError(str(error)) from error
     except OSError as error:  # a socket that cannot be bound, a tokenizer that is not there
         raise CommandError(f"The server cannot run: {error}.") from error

@@ -11,7 +11,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from routed_experts.server.cli.console import hush_transformers
+from routed_experts.server.cli.console import hide_transformers_progress
 
 _SEED = 20261120
 _END, _IM_START, _IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -50,7 +50,7 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
     Files appear there whole, `config.json` last, so that a folder with one has the rest. Two processes at once write
     the same bytes.
     """
-    hush_transformers()
+    hide_transformers_progress()
     tokenizer = make_tokenizer()
     config = Qwen3MoeConfig(
         vocab_size=len(tokenizer),

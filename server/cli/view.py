@@ -30,7 +30,7 @@ class ViewServer(ThreadingHTTPServer):
         super().__init__((HOST, port), _Handler)
         self.texts = [text.encode() for text in texts.values()]
         known = {name: value for name, value in asdict(given or ModelInfo()).items() if value is not None}
-        self.told = {"saved": json.dumps(list(texts)), "given": json.dumps(known)}
+        self.page_config = {"saved": json.dumps(list(texts)), "given": json.dumps(known)}
 
     @property
     def url(self) -> str:
@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
         if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.texts):
             self._answer(200, self.server.texts[int(place)], "text/plain; charset=utf-8")
             return
-        if (found := page_file(path, self.server.told)) is None:
+        if (found := page_file(path, self.server.page_config)) is None:
             self._answer(404, b"There is no such file.", "text/plain")
         else:
             self._answer(200, *found)

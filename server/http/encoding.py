@@ -16,10 +16,8 @@ import pybase64
 from numpy.typing import NDArray
 
 from routed_experts.protocol.batch import spread_layers
-from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, count_missing
+from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts
-
-Rows = NDArray[np.int16]
 
 LINE_BYTES = 64 << 10
 """Most routing text in one line of a stream: common clients give up on lines of 128 KiB."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.metrics import EngineMetrics
-from routed_experts.server.outputs.row_buffer import RowFeeds
+from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
 _BYTES_PER_ID = 2
@@ -20,18 +20,18 @@ class CapturedEngine:
     """
 
     engine: AsyncLLM
-    feeds: RowFeeds
+    buffers: RowBuffers
     info: RoutedExpertsInfo
 
     @classmethod
     async def start(cls, engine: AsyncLLM, model: str) -> "CapturedEngine":
         """Starts to take rows off the engine's outputs, and asks its workers once what they mean."""
         info = await _info(engine, model)
-        feeds = RowFeeds.install(engine.output_processor)
-        if feeds.every_request is not None:
-            feeds.every_request.is_on = False  # over HTTP, requests ask for themselves
-        feeds.on_stats = EngineMetrics(info.layer_ids, info.num_experts).update
-        return cls(engine, feeds, info)
+        buffers = RowBuffers.install(engine.output_processor)
+        if buffers.every_request is not None:
+            buffers.every_request.is_on = False  # over HTTP, requests ask for themselves
+        buffers.on_stats = EngineMetrics(info.layer_ids, info.num_experts).update
+        return cls(engine, buffers, info)
 
     @property
     def num_experts(self) -> int:

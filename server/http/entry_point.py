@@ -3,8 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
-from routed_experts.server import PLUGIN_NAME
-from routed_experts.server.inprocess.patching import GO_BACK
+from routed_experts.server import GO_BACK, PLUGIN_NAME
 
 if TYPE_CHECKING:
     from routed_experts.server.http.plugin import RoutedExpertsPlugin

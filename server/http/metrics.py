@@ -98,8 +98,8 @@ class EngineMetrics:
             EXPERT_LOAD.labels(engine, str(layer)).set(busiest * self._num_experts / routed if routed else 0)
 
 
-async def watch_feeds(feeds: Sized, interval_s: float = 1.0) -> None:
-    """Keeps the number of open feeds up to date: vLLM tells nobody when a request has ended or was aborted."""
+async def watch_buffers(buffers: Sized, interval_s: float = 1.0) -> None:
+    """Keeps the number of open buffers up to date: vLLM tells nobody when a request has ended or was aborted."""
     while True:
-        FEEDS_OPEN.set(len(feeds))
+        FEEDS_OPEN.set(len(buffers))
         await asyncio.sleep(interval_s)

@@ -16,7 +16,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.metrics import watch_feeds
+from routed_experts.server.http.metrics import watch_buffers
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.http.selftest import probe
 from routed_experts.server.http.serving import (
@@ -24,16 +24,16 @@ from routed_experts.server.http.serving import (
     RoutedServingChat,
     RoutedServingCompletion,
     RoutedServingTokens,
-    adopt,
+    rebind_class,
 )
-from routed_experts.server.inprocess.engine_hooks import asks_for_every_request
+from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
 
 logger = get_logger(__name__)
 
-ADOPTED: dict[str, type[RoutedServing]] = {
+REBOUND_CLASSES: dict[str, type[RoutedServing]] = {
     "openai_serving_completion": RoutedServingCompletion,
     "openai_serving_chat": RoutedServingChat,
     "serving_tokens": RoutedServingTokens,
@@ -64,31 +64,33 @@ class RoutedExpertsPlugin:
         """Runs before the port answers.
 
         Raises:
-            ProbeError: the capture does not bring back what it should.
+            SelfTestError: the capture does not bring back what it should.
         """
         model = state.openai_serving_models.base_model_paths[0].name
         captured: CapturedEngine | None = None
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
             captured = await CapturedEngine.start(engine_client, model)
-            state.feeds_watch = asyncio.create_task(watch_feeds(captured.feeds))  # kept: a task alone may be dropped
+            state.buffers_watch = asyncio.create_task(
+                watch_buffers(captured.buffers)
+            )  # kept: a task alone may be dropped
         state.captured_engine = captured
         defaults = defaults_of(args, captured)
-        adopt_all(state, captured, MAX_RESPONSE_BYTES)
+        rebind_classes(state, captured, MAX_RESPONSE_BYTES)
         if captured is not None:
             await probe(self._app, captured, args, model)  # before what the operator says of other requests
         state.routed_experts_defaults = defaults
-        state.asks_in_vllms_way = captured is not None and asks_for_every_request(captured.engine.vllm_config)
-        adopt_all(state, captured, getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES))
+        state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
+        rebind_classes(state, captured, getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES))
         if isinstance(engine_client, AsyncLLM):
             state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))
 
 
-def adopt_all(state: State, captured: CapturedEngine | None, max_bytes: int) -> None:
+def rebind_classes(state: State, captured: CapturedEngine | None, max_bytes: int) -> None:
     """Puts our behavior on vLLM's serving objects; safe to repeat."""
-    for name, cls in ADOPTED.items():
+    for name, cls in REBOUND_CLASSES.items():
         if (serving := getattr(state, name, None)) is not None:
-            adopt(serving, cls, captured, max_bytes)
+            rebind_class(serving, cls, captured, max_bytes)
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:

@@ -194,7 +194,7 @@ def _check_nested(params: Mapping[str, Any]) -> None:
 
 def _vllms_default(raw_request: Request) -> dict[str, Any]:
     """Where vLLM's own flag was given to its own command, each request of that endpoint asks."""
-    return {OPT_IN: True} if getattr(raw_request.app.state, "asks_in_vllms_way", False) else {}
+    return {OPT_IN: True} if getattr(raw_request.app.state, "vllm_flag_enabled", False) else {}
 
 
 def _parse(

@@ -14,13 +14,13 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from routed_experts.capture.rows import count_unknown
+from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder, LostRowsError, Rows
+from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_answer
 from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
-from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import (
     ErrorResponse,
     RequestOutput,
@@ -55,16 +55,16 @@ class CollectedRows:
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
         prompts: list[tuple[int, list[Rows]]] = []
         for choice in output.outputs:
-            feed, choice.routed_experts = choice.routed_experts, None
-            if not isinstance(feed, RowFeed):
-                feed = RowFeed(output.request_id)
+            buffer, choice.routed_experts = choice.routed_experts, None
+            if not isinstance(buffer, RowBuffer):
+                buffer = RowBuffer(output.request_id)
             end = max(prompt_len + len(choice.token_ids) - 1, start)
             shape = self.shape if choice.finish_reason != "abort" else None
-            prompt = feed.take(start, min(prompt_len, end), shape)
-            lost = sum(map(count_unknown, prompt)) if feed.num_lost else 0
+            prompt = buffer.take(start, min(prompt_len, end), shape)
+            lost = sum(map(count_missing, prompt)) if buffer.num_lost else 0
             prompts.append((_count(prompt) - lost, prompt))
-            self.choices.append((prompt_len, feed.take(prompt_len, end, shape)))
-            self.num_lost += feed.num_lost
+            self.choices.append((prompt_len, buffer.take(prompt_len, end, shape)))
+            self.num_lost += buffer.num_lost
         if prompts:
             most, prompt = max(prompts, key=lambda each: each[0])
             self.prompts.append(prompt)
@@ -115,7 +115,7 @@ def _count(arrays: list[Rows]) -> int:
 
 
 @dataclass(frozen=True)
-class WholeAnswer:
+class RoutedResponse:
     """vLLM's response, and the rows that go with it.
 
     Attributes:
@@ -142,7 +142,7 @@ class WholeAnswer:
         """
         body = body_of(self.response)
         body["kv_transfer_params"] = to_wire(body.get("kv_transfer_params"))
-        marks, arrays = Marks(), list(self.rows.arrays())
+        marks, arrays = Placeholders(), list(self.rows.arrays())
         prompts: list[str] = []
         for choice, _, rows in arrays:
             self.encoder.check(rows)
@@ -173,7 +173,7 @@ class WholeAnswer:
         return items if self.is_list or len(items) > 1 else items[0]
 
 
-class Marks:
+class Placeholders:
     """Texts that stand in a body for arrays until it is encoded. Nobody can guess them."""
 
     def __init__(self) -> None:
@@ -222,12 +222,12 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     """The HTTP response that vLLM's route would send for `answer`, with the routing that belongs to it."""
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
-    if not isinstance(answer, BaseModel | WholeAnswer):
+    if not isinstance(answer, BaseModel | RoutedResponse):
         interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
         return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
     packed = wants_msgpack(raw_request.headers.get("accept", ""))
     headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))
-    if not isinstance(answer, WholeAnswer):
+    if not isinstance(answer, RoutedResponse):
         body = body_of(answer)
         if packed:
             return Response(encoded(body, packed), media_type=MSGPACK, headers=headers)
@@ -239,7 +239,7 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)
 
 
-async def _with_rows(answer: WholeAnswer, packed: bool, headers: Any) -> Response:
+async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Response:
     media_type = MSGPACK if packed else _JSON
     if answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
         body = b"".join(answer.prepare(packed))
@@ -249,7 +249,7 @@ async def _with_rows(answer: WholeAnswer, packed: bool, headers: Any) -> Respons
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
 
 
-async def _in_turns(answer: WholeAnswer, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     try:
         for part in parts:
             yield part

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
+from routed_experts.server.http import examples, schemas
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.request import (
     RoutedChatRequest,
@@ -15,7 +16,6 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
-from routed_experts.server.openapi import examples, schemas
 from routed_experts.server.vllm_api import (
     VLLMNotFoundError,
     load_aware_call,

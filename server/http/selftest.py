@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, on_load
 from routed_experts.capture.handoff import PARAM as ROWS_PARAM
 from routed_experts.capture.message import SMALL_ARRAY_BYTES
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import OPT_IN, PROMPT_START
 from routed_experts.server.http.encoding import LINE_BYTES
@@ -29,7 +29,6 @@ from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)
 
-Rows = NDArray[np.int16]
 
 _NEW_TOKENS = 4
 _SHORT = 5
@@ -50,12 +49,12 @@ Body = Callable[..., dict[str, Any]]
 """Makes the body of a request from token ids of a prompt and sampling parameters."""
 
 
-class ProbeError(RuntimeError):
+class SelfTestError(RuntimeError):
     """The capture does not bring back what it should; the server must not start."""
 
 
 async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: str) -> None:
-    """Raises `ProbeError` unless every endpoint returns complete and possible routing, the same for the same tokens.
+    """Raises `SelfTestError` unless every endpoint returns complete and possible routing, the same for the same tokens.
 
     Args:
         app: with its state, but without server-wide defaults for requests.
@@ -73,9 +72,9 @@ async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: 
             await _check_endpoints(door, endpoints, captured)
             for rank in range(ranks):
                 await _Rank(door, endpoints, captured, rank if ranks > 1 else None).check()
-        except ProbeError as error:
+        except SelfTestError as error:
             if captured.engine.errored:  # what vLLM's routes say then is of no use before the server runs
-                raise ProbeError("The engine ended during the startup probe.") from error
+                raise SelfTestError("The engine ended during the startup probe.") from error
             raise
     logger.info("The startup probe passed in %.1f s.", time.monotonic() - began)
 
@@ -124,9 +123,9 @@ class FrontDoor:
             async with asyncio.timeout(_LIMIT_S):
                 return await self._client.request(method, path, timeout=None, **request)
         except TimeoutError:
-            raise ProbeError(f"The startup probe's request to {path} took longer than {_LIMIT_S:.0f} s.") from None
+            raise SelfTestError(f"The startup probe's request to {path} took longer than {_LIMIT_S:.0f} s.") from None
         except Exception as error:
-            raise ProbeError(f"The startup probe's request to {path} failed: {error!r}") from error
+            raise SelfTestError(f"The startup probe's request to {path} failed: {error!r}") from error
 
 
 _COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -165,10 +164,10 @@ async def _endpoints(door: FrontDoor, args: Namespace, max_model_len: int) -> di
 
 
 async def _check_endpoints(door: FrontDoor, endpoints: dict[str, Body], captured: CapturedEngine) -> None:
-    """Raises `ProbeError` unless each endpoint refuses what it cannot return."""
+    """Raises `SelfTestError` unless each endpoint refuses what it cannot return."""
     info = await door.get("/v1/routed_experts")
     if info.status_code != 200 or info.json() != captured.info.model_dump(mode="json"):
-        raise ProbeError(
+        raise SelfTestError(
             "The startup probe did not reach this server's routes: vLLM, or another plugin, replaced them."
         )
     too_late = captured.engine.vllm_config.model_config.max_model_len + 1
@@ -188,7 +187,7 @@ async def _check_refusal(door: FrontDoor, path: str, param: str, **body: Any) ->
         return
     error = response.json().get("error") if response.status_code == 400 else None
     if not isinstance(error, dict) or error.get("param") != param:
-        raise ProbeError(f"{path} accepted what it must refuse ({param}): vLLM does not call this server's checks.")
+        raise SelfTestError(f"{path} accepted what it must refuse ({param}): vLLM does not call this server's checks.")
 
 
 class _Rank:
@@ -208,7 +207,7 @@ class _Rank:
         self._loads_lose_rows = config.kv_transfer_config is not None and on_load() == MISSING
 
     async def check(self) -> None:
-        """Raises `ProbeError` unless all endpoints return the same for the same tokens, however they are asked."""
+        """Raises `SelfTestError` unless all endpoints return the same for the same tokens, however they are asked."""
         short, long = self._prompt(_SHORT), self._prompt(self._long())
         several = {"n": self._n, "temperature": 1.0}
         for path, body in self._endpoints.items():
@@ -239,15 +238,15 @@ class _Rank:
         response = await self._door.post(path, self._rank, **{OPT_IN: True}, **form, **body, stream=stream)
         if response.status_code != 200:
             said = response.text
-            raise ProbeError(f"The startup probe's request to {path} got status {response.status_code}: {said:.500}")
+            raise SelfTestError(f"The startup probe's request to {path} got status {response.status_code}: {said:.500}")
         n = sampling.get("n", 1)
         try:
             choices = collect(response.content, n=n)
         except RoutingError as error:
-            raise ProbeError(f"The startup probe got an answer of {path} without its routing: {error}.") from error
+            raise SelfTestError(f"The startup probe got an answer of {path} without its routing: {error}.") from error
         prompt = tuple(body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ())
         if len(choices) != n or any(choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices):
-            raise ProbeError(f"The startup probe got other choices or tokens from {path} than it asked for.")
+            raise SelfTestError(f"The startup probe got other choices or tokens from {path} than it asked for.")
         for choice in choices:
             self._check_rows(choice)
         return choices
@@ -261,7 +260,7 @@ class _Rank:
 
     def _compare(self, path: str, some: Rows, others: Rows) -> None:
         if agreement(some, others) < _AGREEMENT:
-            raise ProbeError(
+            raise SelfTestError(
                 f"The startup probe got different experts for the same tokens from {path}: please report this."
             )
 
@@ -296,23 +295,23 @@ def agreement(some: Rows, others: Rows) -> float:
 
 
 def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:
-    """Raises `ProbeError`, saying what is wrong, unless `rows` are as many as expected and could be a router's."""
+    """Raises `SelfTestError`, saying what is wrong, unless `rows` are as many as expected and could be a router's."""
     if rows.shape != (expected_rows, *shape):
-        raise ProbeError(
+        raise SelfTestError(
             f"The startup probe got routing of shape {rows.shape}, not {(expected_rows, *shape)}: please report this."
         )
     if len(rows) and (rows == UNKNOWN).all():
-        raise ProbeError("The startup probe got no routing back: the engine's worker or scheduler is not ours.")
+        raise SelfTestError("The startup probe got no routing back: the engine's worker or scheduler is not ours.")
     silent = np.flatnonzero((rows == UNKNOWN).any(axis=(0, 2)))
     if len(silent):
-        raise ProbeError(
+        raise SelfTestError(
             f"The MoE layers at rows {silent.tolist()} wrote no ids for some of the tokens: their kernel routes by "
             "itself, if only in batches of some sizes. Choose another one with --moe-backend."
         )
     if not len(rows):
         return
     if rows.min() < 0 or rows.max() >= num_experts:
-        raise ProbeError(f"The startup probe got expert ids outside 0 to {num_experts - 1}: please report this.")
+        raise SelfTestError(f"The startup probe got expert ids outside 0 to {num_experts - 1}: please report this.")
     ordered = np.sort(rows, axis=2)
     if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
-        raise ProbeError("The startup probe got the same expert twice for one token: please report this.")
+        raise SelfTestError("The startup probe got the same expert twice for one token: please report this.")

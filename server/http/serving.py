@@ -6,14 +6,15 @@ from typing import Any, NoReturn
 
 from fastapi.concurrency import run_in_threadpool
 
+from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import HISTOGRAM, OPT_IN, RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
-from routed_experts.server.http.response import CollectedRows, WholeAnswer
-from routed_experts.server.http.streaming import StreamAligner, StreamLimitError
+from routed_experts.server.http.response import CollectedRows, RoutedResponse
+from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
 from routed_experts.server.outputs import kv_handoff
 from routed_experts.server.vllm_api import (
     ChatCompletionRequest,
@@ -77,12 +78,12 @@ class RoutedServing:
         self._move_params(request)
         params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
         try:
-            params.check(params, config)
-        except params.TransferParamsError as error:
+            transfer_params.check(params, config)
+        except transfer_params.TransferParamsError as error:
             _reject(str(error), error.param)
         if not params:
             return
-        hands_over = self.captured is not None and params.hands_rows_over(config)
+        hands_over = self.captured is not None and transfer_params.hands_rows_over(config)
         if PARAM in params:
             if self.captured is not None and not hands_over:
                 _reject(
@@ -189,10 +190,10 @@ class RoutedServing:
 
     def aligner(
         self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0, has_own_field: bool = False
-    ) -> StreamAligner:
-        """What puts rows on the chunks of a stream; see `StreamAligner`."""
+    ) -> SSERewriter:
+        """What puts rows on the chunks of a stream; see `SSERewriter`."""
         assert self.captured is not None
-        return StreamAligner(
+        return SSERewriter(
             options,
             self.encoder(options),
             num_choices,
@@ -208,7 +209,7 @@ class RoutedServing:
         return CollectedRows(options, self.captured.shape)
 
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
-        """`response` with `rows`, a `WholeAnswer`; by itself if only the server's default asks for more than it allows.
+        """A `RoutedResponse` of `response` and `rows`; `response` alone if a server-wide default asks for too much.
 
         Raises:
             VLLMValidationError: the answer would be larger than the server allows.
@@ -218,7 +219,7 @@ class RoutedServing:
         if options_of(request) is None:
             response.kv_transfer_params = kv_handoff.to_wire(response.kv_transfer_params)
             return response
-        return WholeAnswer(response, rows, self.encoder(rows.options), is_list)
+        return RoutedResponse(response, rows, self.encoder(rows.options), is_list)
 
     def _error_event(self, error: Exception) -> str:
         said = isinstance(error, LostRowsError | StreamLimitError)
@@ -377,7 +378,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
 
-def adopt(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None, max_bytes: int) -> None:
+def rebind_class(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None, max_bytes: int) -> None:
     """Makes vLLM's serving object `serving` an instance of `cls`, a subclass of its class without state of its own.
 
     vLLM makes the object from two dozen arguments; making it a second time would copy that list and break with it.

@@ -9,11 +9,12 @@ import numpy as np
 import orjson
 from fastapi.concurrency import run_in_threadpool
 
+from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
-from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError, Rows
+from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_answer
-from routed_experts.server.outputs.row_buffer import RowFeed, own, split
+from routed_experts.server.outputs.row_buffer import RowBuffer, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -52,7 +53,7 @@ class _Choice:
     prompt: "_Prompt"
     next_row: int
     end: int
-    feed: RowFeed
+    buffer: RowBuffer
     finish: str | None = None
     counted: list[Rows] = field(default_factory=list)
 
@@ -81,7 +82,7 @@ class _Prompt:
     was_counted: bool = False
 
 
-class StreamAligner:
+class SSERewriter:
     """Watches the engine's outputs going into vLLM's stream generator and adds rows to the chunks coming out.
 
     vLLM makes at most one chunk for each output, after it has taken that output and before it takes the next. So
@@ -120,7 +121,7 @@ class StreamAligner:
         self._prompts: dict[int, _Prompt] = {}
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
-        """`results`, unchanged but for the feeds, which are taken off."""
+        """`results`, unchanged but for the buffers, which are taken off."""
         choices, num_choices = self._choices, self._num_choices
         async for result in results:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
@@ -128,12 +129,12 @@ class StreamAligner:
                 state = choices.get(prompt_index * num_choices + choice.index)
                 if state is None:
                     state = self._begin(prompt_index, output, choice)
-                if isinstance(choice.routed_experts, RowFeed):
-                    state.feed = choice.routed_experts
+                if isinstance(choice.routed_experts, RowBuffer):
+                    state.buffer = choice.routed_experts
                 choice.routed_experts = None
                 state.end += len(choice.token_ids)
                 state.finish = choice.finish_reason
-                if (prompt := state.prompt).is_pending and (state.feed.end >= prompt.length or state.is_complete):
+                if (prompt := state.prompt).is_pending and (state.buffer.end >= prompt.length or state.is_complete):
                     prompt.source = prompt.source or state
             yield result
 
@@ -141,7 +142,7 @@ class StreamAligner:
         key, length = prompt_index * self._num_choices + choice.index, len(output.prompt_token_ids or ())
         prompt = self._prompts.setdefault(prompt_index, _Prompt(length, is_pending=not self._is_joined))
         next_row = self._options.prompt_start if self._is_joined else length
-        state = _Choice(f"{_INDEX}{key},", prompt, next_row, length - 1, RowFeed(output.request_id))
+        state = _Choice(f"{_INDEX}{key},", prompt, next_row, length - 1, RowBuffer(output.request_id))
         self._choices[key] = state
         return state
 
@@ -165,7 +166,7 @@ class StreamAligner:
                 if row_text is not None and state is not None and not (self._preface_chunks or state.prompt.is_pending):
                     position = state.next_row
                     if (
-                        position + 1 == state.end and (row := state.feed.take_row(position)) is not None
+                        position + 1 == state.end and (row := state.buffer.take_row(position)) is not None
                     ):  # nearly always
                         state.next_row = state.end
                         text = row_text(row, position)
@@ -200,7 +201,7 @@ class StreamAligner:
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
-            count_answer(self._encoder.sent, sum(state.feed.num_lost for state in self._choices.values()))
+            count_answer(self._encoder.sent, sum(state.buffer.num_lost for state in self._choices.values()))
             self._choices.clear()  # a cancelled stream lives on in its traceback until garbage is collected
             self._prompts.clear()
             close = getattr(chunks, "aclose", None)  # ends the request in the engine, where it has not ended
@@ -214,7 +215,7 @@ class StreamAligner:
             return None
         prompt.is_pending = False
         shape = self._encoder.shape if source.is_complete else None
-        rows = source.feed.take(self._options.prompt_start, prompt.length, shape)
+        rows = source.buffer.take(self._options.prompt_start, prompt.length, shape)
         if self._options.histogram:
             prompt.counted += rows
         return rows if self._options.rows else None
@@ -224,7 +225,7 @@ class StreamAligner:
         options, first = self._options, state.next_row
         shape = self._encoder.shape if state.is_complete else None
         rows = [
-            own(each) for each in state.feed.take(first, state.end, shape)
+            own(each) for each in state.buffer.take(first, state.end, shape)
         ]  # counted, or kept by a reader that stalls
         state.next_row += sum(map(len, rows))
         if options.histogram:
@@ -240,7 +241,7 @@ class StreamAligner:
         if rows or not self._is_joined or first > options.prompt_start:
             return rows
         # An answer without any says so once; and where vLLM has the field, its first chunk has it.
-        is_due = (state.feed.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
+        is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
         return [_joined([], self._encoder.shape)] if is_due else []
 
     def _with_rows(self, chunk: str, begin: int, rows: Rows, next_row: int) -> str:
@@ -269,10 +270,12 @@ class StreamAligner:
             text = blank if line < count - 1 else chunk
             if has_prompt and (line == 0 or prompt_rows):
                 # Where there are fewer rows than lines, the first lines have them: a client waits for them first.
-                piece, prompt_rows = split(prompt_rows, _share(num_prompt, line, count) if num_prompt >= count else 1)
+                piece, prompt_rows = split(
+                    prompt_rows, _rows_of_line(num_prompt, line, count) if num_prompt >= count else 1
+                )
                 text = self._with_prompt(text, _joined(piece, self._encoder.shape), next_prompt_row)
                 next_prompt_row += sum(map(len, piece))
-            piece, rows = split(rows, _share(num_rows, line, count))
+            piece, rows = split(rows, _rows_of_line(num_rows, line, count))
             if piece:
                 first += sum(map(len, piece))
                 text = self._with_rows(text, _begin_of_choice(text), _joined(piece, self._encoder.shape), first)
@@ -317,7 +320,7 @@ def _index_of_choice(chunk: str, begin: int) -> int:
     return int(chunk[begin + len(_INDEX) : chunk.index(",", begin)])
 
 
-def _share(count: int, line: int, num_lines: int) -> int:
+def _rows_of_line(count: int, line: int, num_lines: int) -> int:
     """How many of `count` rows a line has; where there are fewer rows than lines, the last lines have them."""
     return (line + 1) * count // num_lines - line * count // num_lines
 

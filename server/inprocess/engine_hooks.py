@@ -8,9 +8,10 @@ from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.inprocess.patching import GO_BACK, replace_once
-from routed_experts.server.outputs.arrays import EveryRequest
-from routed_experts.server.outputs.row_buffer import RowFeeds
+from routed_experts.server import GO_BACK
+from routed_experts.server.inprocess.patching import replace_once
+from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
+from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     BeamSearchOfflineMixin,
@@ -21,9 +22,6 @@ from routed_experts.server.vllm_api import (
 )
 
 logger = get_logger(__name__)
-
-ASKED_IN_VLLMS_WAY = "routed_experts.every_request"
-"""Key in `VllmConfig.additional_config`, true for an engine all of whose requests are asked for their rows."""
 
 
 def take_over(args: Any) -> None:
@@ -40,7 +38,7 @@ def take_over(args: Any) -> None:
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:
         raise UnsupportedConfig(f"{error} {GO_BACK}") from None
-    args.additional_config = {**args.additional_config, ASKED_IN_VLLMS_WAY: True}
+    args.additional_config = {**args.additional_config, VLLM_FLAG_ENABLED: True}
     args.aux_output_config = replace(args.aux_output_config, enable_return_routed_experts=False)
     _follow_engines()
 
@@ -57,11 +55,6 @@ def check(config: Any) -> None:
 @cache
 def _announce() -> None:
     logger.info("routed-experts-server %s captures the routed experts. %s", VERSION, GO_BACK)
-
-
-def asks_for_every_request(config: Any) -> bool:
-    """Whether the engine of a `VllmConfig` was asked, in vLLM's way, to return the rows of all requests."""
-    return isinstance(config.additional_config, dict) and bool(config.additional_config.get(ASKED_IN_VLLMS_WAY))
 
 
 def _follow_engines() -> None:
@@ -92,7 +85,7 @@ def _beam_search_online(search: Any, serving: Any, *args: Any, **kwargs: Any) ->
     """Of vLLM's own routes; where ours are, `vllm_serving` has looked at what is asked for."""
     engine = serving.engine_client
     if isinstance(engine, AsyncLLM) and asks_for_every_request(engine.vllm_config):
-        every_request = RowFeeds.install(engine.output_processor).every_request
+        every_request = RowBuffers.install(engine.output_processor).every_request
         if every_request is not None and every_request.is_on:
             _reject_beam_search()
     return search(serving, *args, **kwargs)

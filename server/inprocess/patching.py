@@ -1,11 +1,7 @@
-"""Replaces a method of a class of vLLM's once, and says how to undo it."""
+"""Replaces a method of a class of vLLM's once."""
 
 import functools
 from typing import Any
-
-from routed_experts.server import PLUGIN_NAME
-
-GO_BACK = f"For vLLM's own capture, set VLLM_PLUGINS to the plugins to load, without {PLUGIN_NAME}."
 
 _REPLACED = "_routed_experts"
 

@@ -9,8 +9,8 @@ import os
 from types import ModuleType
 from typing import Any
 
-from routed_experts.server import PLUGIN_NAME
-from routed_experts.server.inprocess.patching import GO_BACK, replace_once
+from routed_experts.server import GO_BACK, PLUGIN_NAME
+from routed_experts.server.inprocess.patching import replace_once
 
 _SILENCE = f"To choose it without this warning, set VLLM_PLUGINS to the plugins to load, without {PLUGIN_NAME}."
 

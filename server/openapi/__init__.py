@@ -1,1 +1,1 @@
-"""The description of the API: `schemas` is what the routes declare, `examples` shows them, `spec` writes the file."""
+"""Writes `openapi.yaml` and `docs/http.md` from the routes of the server. A tool of the repository."""

@@ -16,8 +16,8 @@ from fastapi import FastAPI
 
 from routed_experts.capture.handoff import PARAM
 from routed_experts.server.http.routes import generate_router, router
+from routed_experts.server.http.schemas import HandedRows
 from routed_experts.server.openapi import reference
-from routed_experts.server.openapi.schemas import HandedRows
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.

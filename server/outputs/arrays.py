@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.batch import spread_layers
-from routed_experts.server.outputs.row_buffer import FedRequestState, RowFeed, RowFeeds, Rows
+from routed_experts.protocol.codec import Rows
+from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     CompletionOutput,
@@ -30,8 +31,16 @@ logger = get_logger(__name__)
 Array = NDArray[np.integer[Any]]
 """[n, H, K] for the H decoder layers of the model: uint8 up to 256 experts, else uint16."""
 
+VLLM_FLAG_ENABLED = "routed_experts.every_request"
+"""Key in `VllmConfig.additional_config`, true for an engine all of whose requests are asked for their rows."""
+
 _ENDED = ("stop", "length", "repetition")
 """How requests end whose tokens all have rows, but the last."""
+
+
+def asks_for_every_request(config: Any) -> bool:
+    """Whether the engine of a `VllmConfig` was asked, in vLLM's way, to return the rows of all requests."""
+    return isinstance(config.additional_config, dict) and bool(config.additional_config.get(VLLM_FLAG_ENABLED))
 
 
 class ArrayForm:
@@ -72,7 +81,7 @@ class ArrayForm:
         return spread_layers(rows, self._layer_ids, self._num_layers)
 
 
-class ArrayFeed(RowFeed):
+class ArrayBuffer(RowBuffer):
     """The rows of one choice, which become an array on its outputs.
 
     Args:
@@ -114,7 +123,7 @@ class ArrayFeed(RowFeed):
 class ArrayCollector(RequestOutputCollector):
     """vLLM's hand-over from an engine to the task that reads a request, whose outputs carry arrays when they are read.
 
-    Outputs that a slow reader leaves are merged before, when they still carry the one feed of their choice.
+    Outputs that a slow reader leaves are merged before, when they still carry the one buffer of their choice.
     """
 
     arrays: "EveryRequest"
@@ -161,7 +170,7 @@ class EveryRequest:
         engine, and which makes the record that its outputs are made from."""
         processor = engine.output_processor
         every = cls(engine)
-        RowFeeds.install(processor).every_request = every
+        RowBuffers.install(processor).every_request = every
         processor.add_request = every.add_request
         return every
 
@@ -211,18 +220,18 @@ class EveryRequest:
         params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
-        feed = ArrayFeed(self.form, request.request_id, start, state.prompt_len, params.output_kind)
-        FedRequestState.give(state, feed)
+        buffer = ArrayBuffer(self.form, request.request_id, start, state.prompt_len, params.output_kind)
+        BufferedRequestState.give(state, buffer)
         if queue is not None:
             queue.__class__ = ArrayCollector
             queue.arrays = self
 
     def fill(self, outputs: Iterable[Any]) -> None:
-        """Puts arrays in the place of feeds."""
+        """Puts arrays in the place of buffers."""
         for output in outputs:
             if isinstance(output, RequestOutput):
                 for choice in output.outputs:
-                    if isinstance(choice.routed_experts, ArrayFeed):
+                    if isinstance(choice.routed_experts, ArrayBuffer):
                         choice.routed_experts = choice.routed_experts.array_of(choice)
 
 

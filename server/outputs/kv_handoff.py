@@ -8,7 +8,7 @@ from typing import Any
 import pybase64
 
 from routed_experts.capture.handoff import MAX_BYTES, PARAM, decode, is_time, without_rows
-from routed_experts.capture.rows import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 
 PARAMS = "kv_transfer_params"

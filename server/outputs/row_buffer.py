@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
-from routed_experts.protocol.codec import UNKNOWN, count_missing
+from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
 from routed_experts.server.outputs.kv_handoff import put_rows
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -26,7 +25,6 @@ from routed_experts.server.vllm_api import (
 
 logger = get_logger(__name__)
 
-Rows = NDArray[np.int16]
 
 _JOINED_ROWS = 64
 """Rows that come one by one and are not taken, those of an answer that is not streamed, are joined when they are so
@@ -42,11 +40,11 @@ def opt_in(params: SamplingParams, prompt_start: int) -> None:
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
 
-class RowFeed:
+class RowBuffer:
     """The rows of one choice that arrived from the engine and were not taken yet.
 
     It rides on the choice's outputs as `CompletionOutput.routed_experts`, so it lives as long as they do, and
-    merged outputs lose nothing: they carry the same feed.
+    merged outputs lose nothing: they carry the same buffer.
 
     Every array comes with the position of its first row. A gap before it is filled with -1, and rows that were there
     before are dropped, so that each row that is taken belongs to the position that it is taken for.
@@ -77,7 +75,9 @@ class RowFeed:
         self.num_unknown = self.num_lost = 0
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
-        self._offers: dict[str, RowFeed] = {}  # by other choices, their prompts' rows, until the first of its own come
+        self._offers: dict[
+            str, RowBuffer
+        ] = {}  # by other choices, their prompts' rows, until the first of its own come
         self._arrays: list[Rows] = []  # not empty ones, each beginning where the one before it ends
         self._first = self._end = -1  # positions of the first row in them and behind the last; -1 before any came
         self._joined = 0  # how many of the first arrays are large enough
@@ -121,7 +121,7 @@ class RowFeed:
             self._offers.clear()
             self.push(start, rows, num_unknown)
         elif self._end < 0:
-            self._offers.setdefault(sender, RowFeed(self._request_id)).push(start, rows, num_unknown)
+            self._offers.setdefault(sender, RowBuffer(self._request_id)).push(start, rows, num_unknown)
 
     def _accept(self, end: int) -> None:
         """Begins with the prompt of another choice: one that is complete up to position `end`, else the longest."""
@@ -205,24 +205,24 @@ class RowFeed:
         return taken
 
 
-class FedRequestState(RequestState):
-    """vLLM's record of a request whose rows are taken off, and put on each of its outputs as a feed.
+class BufferedRequestState(RequestState):
+    """vLLM's record of a request whose rows are taken off, and put on each of its outputs as a buffer.
 
     vLLM would collect the rows until the request finishes, and keep the last ones only when outputs merge for a slow
     reader. Until vLLM streams routed experts.
     """
 
-    feed: RowFeed
+    buffer: RowBuffer
 
     @classmethod
-    def give(cls, state: RequestState, feed: RowFeed) -> None:
-        """Makes `state` one whose outputs carry `feed`. vLLM makes it itself, and cannot be given a subclass."""
+    def give(cls, state: RequestState, buffer: RowBuffer) -> None:
+        """Makes `state` one whose outputs carry `buffer`. vLLM makes it itself, and cannot be given a subclass."""
         state.__class__ = cls
-        state.feed = feed
+        state.buffer = buffer
 
     def _new_completion_output(self, *args: Any) -> CompletionOutput:
         output = _new_completion_output(self, *args)
-        output.routed_experts = self.feed
+        output.routed_experts = self.buffer
         return output
 
 
@@ -235,10 +235,10 @@ class AllRequests(Protocol):
     is_on: bool
 
     def fill(self, outputs: Iterable[Any]) -> None:
-        """Makes feeds on outputs arrays."""
+        """Makes buffers on outputs arrays."""
 
 
-class RowFeeds:
+class RowBuffers:
     """Takes rows, and the engine's numbers, off the engine's outputs.
 
     Attributes:
@@ -255,16 +255,16 @@ class RowFeeds:
         self._unpacker = Unpacker()
 
     @classmethod
-    def install(cls, processor: OutputProcessor) -> "RowFeeds":
+    def install(cls, processor: OutputProcessor) -> "RowBuffers":
         """Replaces `processor.process_outputs` and `add_request`, once for each processor: AsyncLLM makes its
         OutputProcessor itself, so it cannot be given a subclass."""
         installed = vars(processor).get("process_outputs")
         if installed is not None:
             return installed.__self__
-        feeds = cls(processor)
-        processor.process_outputs = feeds.process_outputs
-        processor.add_request = feeds.add_request
-        return feeds
+        buffers = cls(processor)
+        processor.process_outputs = buffers.process_outputs
+        processor.add_request = buffers.add_request
+        return buffers
 
     def __len__(self) -> int:
         """Choices under way that rows have come for."""
@@ -292,7 +292,7 @@ class RowFeeds:
         states = self._processor.request_states
         for output, start, rows, num_unknown in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
             if (state := states.get(output.request_id)) is not None:
-                _feed_of(state).push(start, rows, num_unknown)
+                _buffer_of(state).push(start, rows, num_unknown)
             elif (sender := request_of_prompt(output.request_id)) is not None:
                 self._take_prompt(sender, start, rows, num_unknown)
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
@@ -314,7 +314,7 @@ class RowFeeds:
         parent = state.parent_req if state is not None else parents.get(_parent_of(sender))
         for each in (sender,) if parent is None else parent.child_requests:
             if (state := states.get(each)) is not None:
-                _feed_of(state).push_prompt(sender, each == sender, start, rows, num_unknown)
+                _buffer_of(state).push_prompt(sender, each == sender, start, rows, num_unknown)
 
     def _take_stats(self, output: EngineCoreOutput) -> None:
         if self.on_stats is not None:
@@ -322,14 +322,14 @@ class RowFeeds:
 
 
 def _has_begun(state: RequestState) -> bool:
-    return type(state) is FedRequestState and state.feed.end >= 0
+    return type(state) is BufferedRequestState and state.buffer.end >= 0
 
 
-def _feed_of(state: RequestState) -> RowFeed:
-    if type(state) is not FedRequestState:
-        FedRequestState.give(state, RowFeed(state.external_req_id))
-    feed: RowFeed = state.feed
-    return feed
+def _buffer_of(state: RequestState) -> RowBuffer:
+    if type(state) is not BufferedRequestState:
+        BufferedRequestState.give(state, RowBuffer(state.external_req_id))
+    buffer: RowBuffer = state.buffer
+    return buffer
 
 
 def own(rows: Rows) -> Rows:

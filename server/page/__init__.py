@@ -38,14 +38,14 @@ def page_files() -> dict[str, tuple[bytes, str]]:
     }
 
 
-def page_file(path: str, told: Mapping[str, str]) -> tuple[bytes, str] | None:
+def page_file(path: str, page_config: Mapping[str, str]) -> tuple[bytes, str] | None:
     """The content and the type of what a URL's path asks for; None where there is no such file.
 
-    `told` is what the page is told of its server, as `data-` attributes.
+    `page_config` is what the page is told of its server, as `data-` attributes.
     """
     if path == PAGE_PATH:
         content, kind = page_files()[INDEX]
-        attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in told.items())
+        attributes = "".join(f' data-{name}="{escape(value)}"' for name, value in page_config.items())
         return content.replace(b"<html", f"<html{attributes}".encode(), 1), kind
     folder, _, name = path.rpartition("/")
     return page_files().get(name) if folder == PAGE_PATH and name != INDEX else None

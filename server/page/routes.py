@@ -15,14 +15,14 @@ page_router = APIRouter(include_in_schema=False)
 @page_router.get(PAGE_PATH + "/{name}")
 async def page(raw_request: Request, name: str | None = None) -> Response:
     """A file of the page."""
-    found = page_file(PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", told(raw_request))
+    found = page_file(PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", page_config(raw_request))
     if found is None:
         return Response("The page has no such file.", status_code=404)
     content, kind = found
     return Response(content, media_type=kind, headers=HEADERS)
 
 
-def told(raw_request: Request) -> dict[str, str]:
+def page_config(raw_request: Request) -> dict[str, str]:
     """What the page should know before it asks anything."""
     state = raw_request.app.state
     args = getattr(state, "args", Namespace())

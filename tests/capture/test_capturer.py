@@ -62,11 +62,11 @@ def test_only_this_ranks_tokens_are_stored() -> None:
 def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int) -> None:
     """And padding tokens that it wrote in an earlier, smaller step do not come up in a larger one."""
     first = capturer(0)
-    first.begin_step(2)
+    first.reset_rows(2)
     for row in range(2):
         first.sink(row)(ids(row, tokens=8))  # padded
     first.submit(torch.arange(2), np.array([0, 2]))
-    first.begin_step(6)
+    first.reset_rows(6)
     first.sink(1 - skipping)(ids(1 - skipping, tokens=8))
     step = first.submit(torch.arange(6), np.array([0, 6])).result()
     assert (step.rows[:, skipping] == -1).all()
@@ -90,27 +90,27 @@ def test_rows_for_the_next_stage_are_a_copy(layers: list[int]) -> None:
 def test_ids_that_are_held_are_stored_at_the_end(held: list[int]) -> None:
     """Whichever layers have a sink; others are written directly."""
     first = capturer(0)
-    first.hold()
+    first.defer_stores()
     for layer in held:
-        first.sink(layer, may_hold=True)(ids(layer, tokens=3))
+        first.sink(layer, may_defer=True)(ids(layer, tokens=3))
     assert (first.cache.ids == -1).all()
-    first.release()
+    first.flush_stores()
     for layer in range(2):
         expected = ids(layer, 3)[:, :4] if layer in held else -1
         assert (first.cache.view(layer)[:3] == expected).all()
     assert (first.cache.ids[:, 3:] == -1).all()
-    first.sink(0, may_hold=True)(ids(9, tokens=2))
+    first.sink(0, may_defer=True)(ids(9, tokens=2))
     assert torch.equal(first.cache.view(0)[:2], ids(9, 2)[:, :4])
 
 
 def test_ids_whose_memory_others_get_are_stored_at_once() -> None:
     first = capturer(0)
-    first.hold()
+    first.defer_stores()
     memory = ids(0, tokens=3)
     first.sink(0)(memory)
-    first.sink(1, may_hold=True)(ids(1, tokens=3))
+    first.sink(1, may_defer=True)(ids(1, tokens=3))
     memory.fill_(7)
-    first.release()
+    first.flush_stores()
     for layer in range(2):
         assert torch.equal(first.cache.view(layer)[:3], ids(layer, 3)[:, :4])
 
@@ -118,7 +118,7 @@ def test_ids_whose_memory_others_get_are_stored_at_once() -> None:
 def test_a_part_of_the_tokens_is_stored_at_once() -> None:
     """Whose it is, the step's metadata says, which nothing keeps."""
     first = capturer(0)
-    first.hold()
-    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]), may_hold=True)(ids(0, tokens=7))
+    first.defer_stores()
+    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]), may_defer=True)(ids(0, tokens=7))
     assert torch.equal(first.cache.view(0)[1:4], ids(0, 7)[2:5, :4])
-    first.release()
+    first.flush_stores()

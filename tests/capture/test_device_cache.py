@@ -3,7 +3,7 @@
 import torch
 
 from routed_experts.capture.device_cache import DeviceCache
-from routed_experts.capture.rows import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN
 
 CPU = torch.device("cpu")
 
@@ -45,9 +45,9 @@ def test_forgotten_rows_are_no_ids() -> None:
     cache = DeviceCache(num_layers=3, max_tokens=8, top_k=2, device=CPU)
     addresses = [cache.view(layer).data_ptr() for layer in range(3)]
     cache.ids[:] = 5
-    cache.forget(6)
+    cache.reset_rows(6)
     assert (cache.ids[:, :6] == UNKNOWN).all()
     assert (cache.ids[:, 6:] == 5).all()
-    cache.forget(8)
+    cache.reset_rows(8)
     assert (cache.ids == UNKNOWN).all()
     assert [cache.view(layer).data_ptr() for layer in range(3)] == addresses

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.rows import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN
 
 BLOCK, L, K = 4, 2, 3
 

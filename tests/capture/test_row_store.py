@@ -5,7 +5,7 @@ import pytest
 
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.row_store import RowStore
-from routed_experts.capture.rows import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN
 
 BLOCK, L, K = 4, 2, 3
 

@@ -7,8 +7,8 @@ import pytest
 
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OptIn
-from routed_experts.capture.rows import UNKNOWN
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
+from routed_experts.protocol.codec import UNKNOWN
 
 BLOCK, L, K = 4, 2, 3
 BLOCKS = np.array([3, 1, 2], dtype=np.int64)

@@ -300,7 +300,7 @@ def engine(
     with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
         core = Core(config, executor, log_stats=False)
     connector = core.scheduler.aux_output_connector
-    connector.at_once_bytes, connector.outbox.part_bytes = AT_ONCE_BYTES, PART_BYTES
+    connector.at_once_bytes, connector.output_queue.part_bytes = AT_ONCE_BYTES, PART_BYTES
     if stages > 1:
         core.batch_queue_size = stages + is_async
         core.batch_queue = deque(maxlen=core.batch_queue_size)

@@ -30,7 +30,7 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
 from routed_experts.capture.handoff import PARAM
-from routed_experts.capture.rows import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.arithmetic import (
     BLOCK,
     NUM_BLOCKS,
@@ -414,7 +414,7 @@ def _is_busy(core: Core) -> bool:
     if not core.model_executor._sending:
         return bool(scheduler.has_requests() or core.batch_queue)
     # vLLM goes on with empty steps until that KV was pulled.
-    is_waited_for = scheduler.has_unfinished_requests() or len(scheduler.aux_output_connector.outbox) > 0
+    is_waited_for = scheduler.has_unfinished_requests() or len(scheduler.aux_output_connector.output_queue) > 0
     runs = any(step.total_num_scheduled_tokens for _, step, *_ in core.batch_queue or ())
     return is_waited_for or runs or bool(scheduler.finished_req_ids)
 

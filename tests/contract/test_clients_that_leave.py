@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from routed_experts.server.http.response import CollectedRows
-from routed_experts.server.http.streaming import StreamAligner
-from routed_experts.server.outputs.row_buffer import FedRequestState, RowFeed
+from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer
 from tests.contract.served import serving
 from tests.contract.test_api import check
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events
 
-KEPT = (RowFeed, FedRequestState, StreamAligner, CollectedRows)
+KEPT = (RowBuffer, BufferedRequestState, SSERewriter, CollectedRows)
 LIMIT_S = 60
 
 

@@ -17,8 +17,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.engine.kv_transfer.remote_prefill import HandedRows
-from routed_experts.capture.engine.kv_transfer.tracker import Load
+from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
+from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import HostCache
 from tests.contract.arithmetic import BLOCK, VOCAB, Client, K, L, engine
 from tests.contract.loads import (
@@ -55,7 +55,7 @@ class Pair:
         self.decode.add("warm up", [1])  # as the probe of a server does
         self.decode.run()
 
-    def hand_over(self, prompt: list[int], start: int | None = 0, **params: Any) -> dict[str, Any]:
+    def export_rows(self, prompt: list[int], start: int | None = 0, **params: Any) -> dict[str, Any]:
         """The prefill leg; what its answer says of the KV."""
         self._count += 1
         name = f"prefill-{self._count}"
@@ -89,7 +89,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 170])
 def test_every_row_is_there(pair: Pair, length: int) -> None:
     prompt = tokens(length)
-    params = pair.hand_over(prompt)
+    params = pair.export_rows(prompt)
     assert params[handoff.PARAM]["shape"] == [length, L, K]
     name = pair.add(prompt, params, max_tokens=9)
     pair.decode.run()
@@ -102,7 +102,7 @@ def test_a_prefix_that_the_decode_instance_has_keeps_its_own_rows(pair: Pair, ow
     prompt = tokens(100)
     pair.decode.add("own", prompt[:own])
     pair.decode.run()
-    name = pair.add(prompt, pair.hand_over(prompt))
+    name = pair.add(prompt, pair.export_rows(prompt))
     pair.decode.run()
     assert pair.missing(name) == []
 
@@ -111,19 +111,19 @@ def test_a_prefix_that_the_prefill_instance_has(pair: Pair) -> None:
     prompt = tokens(100)
     pair.prefill.add("before", prompt[:70])
     pair.prefill.run()
-    name = pair.add(prompt, pair.hand_over(prompt))
+    name = pair.add(prompt, pair.export_rows(prompt))
     pair.decode.run()
     assert pair.missing(name) == []
 
 
 def test_later_turns_hit_what_was_pulled(pair: Pair) -> None:
     prompt = tokens(100)
-    name = pair.add(prompt, pair.hand_over(prompt), max_tokens=30)
+    name = pair.add(prompt, pair.export_rows(prompt), max_tokens=30)
     pair.decode.run()
     turn = [*pair.decode.received[name].sequence, *tokens(20, seed=1)]
     direct = pair.add(turn, None)
     pair.decode.run()
-    again = pair.add(turn, pair.hand_over(turn))
+    again = pair.add(turn, pair.export_rows(turn))
     pair.decode.run()
     assert pair.missing(direct) == pair.missing(again) == []
 
@@ -131,7 +131,7 @@ def test_later_turns_hit_what_was_pulled(pair: Pair) -> None:
 @pytest.mark.parametrize("start", [1, 50, 99, 100])
 def test_a_start_within_the_prompt(pair: Pair, start: int) -> None:
     prompt = tokens(100)
-    name = pair.add(prompt, pair.hand_over(prompt, start), start)
+    name = pair.add(prompt, pair.export_rows(prompt, start), start)
     pair.decode.run()
     assert pair.missing(name) == []
 
@@ -139,14 +139,14 @@ def test_a_start_within_the_prompt(pair: Pair, start: int) -> None:
 def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
     """What was pulled has no rows then; a later request pulls again."""
     prompt = tokens(100)
-    params = pair.hand_over(prompt, start=None)
+    params = pair.export_rows(prompt, start=None)
     assert handoff.PARAM not in params
     name = pair.add(prompt, params)
     pair.decode.run()
     assert pair.missing(name) == list(range(99))
     pair.prefill.steps(3)  # learns that its blocks were pulled
     empty_prefix_cache(pair.prefill.engines[0])
-    again = pair.add(prompt, pair.hand_over(prompt))
+    again = pair.add(prompt, pair.export_rows(prompt))
     direct = pair.add(prompt, None)
     pair.decode.run()
     assert pair.missing(again) == []
@@ -155,7 +155,7 @@ def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
 
 def test_a_decode_leg_that_does_not_ask_for_rows_brings_them_to_others(pair: Pair) -> None:
     prompt = tokens(100)
-    pair.add(prompt, pair.hand_over(prompt), start=None)
+    pair.add(prompt, pair.export_rows(prompt), start=None)
     pair.decode.run()
     pulled = pair.kept.num_loaded
     direct = pair.add(prompt, None)
@@ -171,23 +171,23 @@ def test_programs_that_do_not_say_that_they_want_them_get_no_bytes(pair: Pair) -
     answer = pair.prefill.received["theirs"].kv_transfer_params
     assert answer is not None
     assert handoff.PARAM not in answer
-    assert pair.prefill.engines[0].scheduler.aux_output_connector._to_hand_over == set()
+    assert pair.prefill.engines[0].scheduler.aux_output_connector._to_export == set()
 
 
 def test_rows_that_are_too_large_are_missing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff, "MAX_BYTES", 50 * L * K * 2)
     prompt = tokens(51)
-    params = pair.hand_over(prompt)
+    params = pair.export_rows(prompt)
     assert handoff.PARAM not in params
     name = pair.add(prompt, params)
     pair.decode.run()
     assert pair.missing(name) == list(range(50))
-    assert handoff.PARAM in pair.hand_over(prompt[:50])
+    assert handoff.PARAM in pair.export_rows(prompt[:50])
 
 
 def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
     prompt = tokens(100)
-    params = pair.hand_over(prompt)
+    params = pair.export_rows(prompt)
     poisoned = {**params[handoff.PARAM], "data": bytes(len(params[handoff.PARAM]["data"]))}
     own = pair.add(prompt, {"do_remote_prefill": False, handoff.PARAM: poisoned})
     pair.decode.run()
@@ -202,7 +202,7 @@ def test_a_prefill_instance_that_died(pair: Pair, fails_as: str) -> None:
     pair.kept.fails, pair.kept.fails_as = dice(3, 0.7), fails_as
     for turn in range(6):
         prompt = tokens(100, seed=turn)
-        name = pair.add(prompt, pair.hand_over(prompt))
+        name = pair.add(prompt, pair.export_rows(prompt))
         pair.decode.run()
         assert pair.missing(name) == []
     assert pair.kept.num_failed > 1
@@ -237,7 +237,7 @@ def check_given_up(pair: Pair, name: str) -> None:
 
 @pytest.mark.parametrize(("seconds", "num_loaded"), [(9, 1), (10, 0)])
 def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, num_loaded: int) -> None:
-    params = leased.hand_over(tokens(100))
+    params = leased.export_rows(tokens(100))
     clock.passed = seconds
     name = leased.add(tokens(100), params)
     leased.decode.run()
@@ -247,7 +247,7 @@ def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, num_l
 
 def test_a_leg_that_waits_while_there_are_no_steps(leased: Pair, clock: Clock) -> None:
     """As during a pause: there are no heartbeats either."""
-    name = leased.add(tokens(100), leased.hand_over(tokens(100)))
+    name = leased.add(tokens(100), leased.export_rows(tokens(100)))
     clock.passed = 5.1
     leased.decode.run()
     check_given_up(leased, name)
@@ -256,7 +256,7 @@ def test_a_leg_that_waits_while_there_are_no_steps(leased: Pair, clock: Clock) -
 def test_a_leg_that_waits_while_others_have_steps(leased: Pair, clock: Clock) -> None:
     """Every one of them may send a heartbeat, so that it can be long. What was before it came does not count."""
     clock.passed = 100
-    params = leased.hand_over(tokens(100))
+    params = leased.export_rows(tokens(100))
     both = [leased.add(tokens(40, seed=10 + seed), None, max_tokens=60) for seed in range(NUM_SEQS)]
     for _ in range(3):
         leased.decode.step()
@@ -272,7 +272,7 @@ def test_a_leg_that_waits_while_others_have_steps(leased: Pair, clock: Clock) ->
 
 def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
     """The first one's pull, or its end, gives it up: a proxy that tries again has to begin with the prefill leg."""
-    params = leased.hand_over(tokens(100))
+    params = leased.export_rows(tokens(100))
     first = leased.add(tokens(100, seed=1), params)
     leased.decode.abort(first)
     name = leased.add(tokens(100), params)
@@ -282,7 +282,7 @@ def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     """Whatever a client says, so that nothing is kept for longer than KV is."""
-    handed, rows = HandedRows(lease_s=30), np.zeros((1, L, K), dtype=np.uint8)
+    handed, rows = RemotePrefillRows(lease_s=30), np.zeros((1, L, K), dtype=np.uint8)
 
     def comes(name: str, source: int, seconds: float) -> bool:
         request = cast(Request, SimpleNamespace(request_id=name))
@@ -304,7 +304,7 @@ def test_a_pull_that_outlives_the_lease(failures: str, start: int | None, clock:
     """It reads whatever other prompts put into those blocks meanwhile, as vLLM does not know of the lease's end."""
     with store(clock=clock, heartbeats=False) as kept:
         pair = Pair(kept, failures=failures)
-        name = pair.add(tokens(100), pair.hand_over(tokens(100)), start)
+        name = pair.add(tokens(100), pair.export_rows(tokens(100)), start)
         while not pair.decode.engines[0].model_executor._underway:  # type: ignore[attr-defined]
             pair.decode.step()
         clock.passed = LEASE_S + 1
@@ -322,7 +322,7 @@ def test_a_pull_that_outlives_the_lease(failures: str, start: int | None, clock:
 
 
 def test_a_pull_within_the_lease_is_not_failed(leased: Pair, clock: Clock) -> None:
-    name = leased.add(tokens(100), leased.hand_over(tokens(100)))
+    name = leased.add(tokens(100), leased.export_rows(tokens(100)))
     while not leased.decode.engines[0].model_executor._underway:  # type: ignore[attr-defined]
         leased.decode.step()
     clock.passed = LEASE_S - 1
@@ -351,7 +351,7 @@ def test_an_aborted_prefill_hands_no_rows_over(pair: Pair) -> None:
 
 def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
     """The others hit what it brought, and compute the last block, as the rows of the prompt are those of one choice."""
-    params = pair.hand_over(tokens(100))
+    params = pair.export_rows(tokens(100))
     names = pair.decode.add("n", tokens(100), start=100, n=3, kv_transfer_params=params, max_tokens=9)
     pair.decode.run()
     assert pair.decode.missing() == 0
@@ -365,7 +365,7 @@ def test_choices_in_several_engines(pair: Pair) -> None:
     """With data parallelism no engine knows of the other's pull, which gives the KV up."""
     other = engine_with_store(connectors=(PULL,), is_async=pair.kept.is_async)
     both = TracingClient(*pair.decode.engines, other)
-    params = pair.hand_over(tokens(100))
+    params = pair.export_rows(tokens(100))
     both.add("n", tokens(100), start=100, n=4, kv_transfer_params=params, max_tokens=9)
     both.run()
     assert both.missing() == 0
@@ -374,13 +374,13 @@ def test_choices_in_several_engines(pair: Pair) -> None:
 
 def test_rows_are_not_handed_over_where_nobody_knows_for_how_long(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair.prefill.engines[0].scheduler.aux_output_connector._loads, "handed", None)
-    assert handoff.PARAM not in pair.hand_over(tokens(100))
+    assert handoff.PARAM not in pair.export_rows(tokens(100))
 
 
 @pytest.mark.parametrize("steps", range(5))
 def test_an_abort_around_a_pull(pair: Pair, steps: int) -> None:
     prompt = tokens(100)
-    name = pair.add(prompt, pair.hand_over(prompt), max_tokens=30)
+    name = pair.add(prompt, pair.export_rows(prompt), max_tokens=30)
     for _ in range(steps):
         pair.decode.step()
     pair.decode.abort(name)
@@ -396,7 +396,7 @@ def test_few_blocks(pair: Pair) -> None:
     names = []
     for seed in range(4):
         prompt = tokens(50, seed)
-        names.append(both.add(prompt, both.hand_over(prompt), max_tokens=60))
+        names.append(both.add(prompt, both.export_rows(prompt), max_tokens=60))
     requests = list(both.decode.engines[0].scheduler.requests.values())
     both.decode.run()
     assert any(request.num_preemptions for request in requests)
@@ -453,7 +453,7 @@ def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.int
     slots = (blocks[:, np.newaxis] * 16 + np.arange(16)).reshape(-1)
     cache = HostCache(num_blocks=70, block_size=16, num_layers=3, top_k=2)
     cache.write(np.arange(70 * 16), np.full((70 * 16, 3, 2), 7, np.int16))
-    Load(slots, rows).apply(cache)
+    KVLoad(slots, rows).apply(cache)
     read, untouched = np.empty((63 * 16, 3, 2), np.int16), np.empty((7 * 16, 3, 2), np.int16)
     cache.read(blocks, 0, read)
     cache.read(np.setdiff1d(np.arange(70), blocks), 0, untouched)
@@ -547,7 +547,7 @@ def test_no_value_ends_the_engine(connectors: tuple[str, ...], value: Any) -> No
 )
 def test_rows_that_cannot_be_these_are_unknown(pair: Pair, change: dict[str, Any]) -> None:
     """And so they are for whoever hits what was pulled: they compute it."""
-    params = pair.hand_over(tokens(100))
+    params = pair.export_rows(tokens(100))
     name = pair.add(tokens(100), {**params, handoff.PARAM: {**params[handoff.PARAM], **change}})
     pair.decode.run()
     later = pair.add([*tokens(100), 1], None)
@@ -564,7 +564,7 @@ def test_rows_of_ended_requests_are_not_kept(pair: Pair) -> None:
         traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*serial_utils.py")])
         return sum(trace.size for trace in traces.traces)
 
-    handed = [pair.hand_over(tokens(100, seed=seed)) for seed in range(6)]
+    handed = [pair.export_rows(tokens(100, seed=seed)) for seed in range(6)]
     row_bytes = len(handed[0][handoff.PARAM]["data"])
     tracemalloc.start()
     try:
@@ -589,7 +589,7 @@ def test_workers_do_not_get_rows(pair: Pair) -> None:
         return execute(step, **kwargs)
 
     executor.execute_model = measured
-    params = pair.hand_over(tokens(100))
+    params = pair.export_rows(tokens(100))
     name = pair.add(tokens(100), params)
     pair.decode.run()
     assert pair.missing(name) == []

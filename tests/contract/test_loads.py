@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import FinishReason
 
-from routed_experts.capture.engine.kv_transfer.tracker import Loads
+from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
 from tests.contract.arithmetic import BLOCK, Client
 from tests.contract.loads import (
     NAME,
@@ -77,7 +77,7 @@ def test_a_store_that_offers_less_than_nothing(is_async: bool, policy: str, star
 
 def test_without_the_hook_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the tests here see it."""
-    monkeypatch.setattr(Loads, "take", lambda *_: [])
+    monkeypatch.setattr(ExternalKVTracker, "take", lambda *_: [])
     with store("missing"), pytest.raises(AssertionError, match="another computation"):
         mix(engine_with_store(is_async=False, num_blocks=24, max_num_seqs=4), seed=1)
 

@@ -223,17 +223,17 @@ def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
 
     class Model(torch.nn.Module):
         def forward(self) -> bool:
-            capturer.sink(0, may_hold=True)(ids)
-            capturer.sink(1, may_hold=True)(ids + 2)
+            capturer.sink(0, may_defer=True)(ids)
+            capturer.sink(1, may_defer=True)(ids + 2)
             return bool((capturer.cache.ids == -1).all())
 
     model = Model()
     monkeypatch.setattr(type(binding.current_platform), "is_cuda", lambda self: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recorded)
-    with binding.storing_at_the_end(model, capturer):
+    with binding.storing_after_forward(model, capturer):
         assert model() is recorded
     assert torch.equal(capturer.cache.ids[:, :3], torch.stack([ids, ids + 2]))
-    capturer.cache.forget(4)
+    capturer.cache.reset_rows(4)
     assert model() is False
 
 
@@ -245,10 +245,10 @@ def test_ids_that_came_from_outside_are_not_held(engine: Engine, monkeypatch: py
     shape = engine.worker._capturer.shape
     capturer = Capturer(shape, [len(engine.runners)], 0, 8, 1, torch.device("cpu"))
     bind(MoELayers(tuple(engine.runners[:2]), shape), capturer, dp_rank=0, dp_size=1)
-    capturer.hold()
+    capturer.defer_stores()
     for runner in engine.runners[:2]:
         runner.router.capture_fn(torch.ones((3, shape.top_k), dtype=torch.int32))
     assert (capturer.cache.view(0)[:3] == 1).all()
     assert (capturer.cache.view(1) == -1).all()
-    capturer.release()
+    capturer.flush_stores()
     assert (capturer.cache.view(1)[:3] == 1).all()

@@ -10,7 +10,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
-from routed_experts.capture.engine.kv_transfer.offloading import Keep, OffloadedRows, Reload
+from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadLoad, OffloadStore
 from routed_experts.capture.handoff import PARAM
 from tests.contract.arithmetic import BLOCK, Core
 from tests.contract.loads import NAME as STORE
@@ -101,13 +101,13 @@ def test_at_random_beside_a_store(is_async: bool, connectors: tuple[str, str], p
     assert (client.missing() == 0) == (policy == "recompute")
 
 
-@pytest.mark.parametrize("broken", [(Reload, "apply"), (Keep, "apply")], ids=["reload", "keep"])
+@pytest.mark.parametrize("broken", [(OffloadLoad, "apply"), (OffloadStore, "apply")], ids=["reload", "keep"])
 def test_without_it_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]) -> None:
     """That the tests here see it."""
     monkeypatch.setattr(*broken, lambda *_: None)
     monkeypatch.setattr(OffloadedRows, "_look_up", lambda rows, key, context: rows._lookup(key, context))
     core = engine_that_offloads(is_async=False, num_blocks=24, max_num_seqs=4)
-    if broken[0] is Keep:  # then there are none
+    if broken[0] is OffloadStore:  # then there are none
         assert mix_that_reloads(core, seed=1).missing() > 0
         return
     with pytest.raises(AssertionError, match="another computation"):
@@ -124,9 +124,11 @@ def test_blocks_that_are_copied_out_as_another_gets_them(num_tokens: int, drafts
     about = {"offload_prompt_only": False}
     core = engine_that_offloads(extra=about, is_async=True, num_blocks=12, chunk=256, drafts=drafts)
     came_first = []
-    apply = Keep.apply
+    apply = OffloadStore.apply
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Keep, "apply", lambda keep, cache: (came_first.append(keep.comes_first), apply(keep, cache))[1])
+        patch.setattr(
+            OffloadStore, "apply", lambda keep, cache: (came_first.append(keep.comes_first), apply(keep, cache))[1]
+        )
         client = TracingClient(core)
         client.add("first", tokens(BLOCK + 1), max_tokens=num_tokens)
         client.step()

@@ -20,9 +20,9 @@ from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
 from routed_experts.server.cli import serve
+from routed_experts.server.http import examples
 from routed_experts.server.http.request import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
 from routed_experts.server.http.routes import generate_router, router
-from routed_experts.server.openapi import examples
 from routed_experts.server.openapi import spec as spec_file
 from routed_experts.server.vllm_api import VLLM_VERSION
 

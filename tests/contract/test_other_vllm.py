@@ -137,7 +137,7 @@ def test_who_does_not_ask_notices_nothing(found: Found, version: str, plugins: s
     result = found[version, plugins]
     assert result["version"].startswith(version)
     assert result["silent"] == [CPU_WORKER, None, False]
-    assert not [name for name in result["silently loaded"] if "capture" in name or "own_engines" in name]
+    assert not [name for name in result["silently loaded"] if "capture" in name or "engine_hooks" in name]
 
 
 def test_who_asks_gets_one_warning_and_vllms_own_capture(found: Found, version: str) -> None:

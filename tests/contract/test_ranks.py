@@ -18,9 +18,9 @@ from vllm.v1.worker.gpu import ubatch_utils
 from vllm.v1.worker.gpu.ubatch_utils import UBatchRunner, UBatchState
 from vllm.v1.worker.ubatch_utils import UBatchSlice
 
-from routed_experts.capture.capturer import OwnTokens
+from routed_experts.capture.capturer import LocalTokenSlice
 from routed_experts.capture.engine import stage
-from routed_experts.capture.engine.binding import own_tokens_of
+from routed_experts.capture.engine.binding import local_token_slice
 
 TOP_K = 4
 
@@ -39,7 +39,7 @@ def parts_of(ids: torch.Tensor, size: int) -> list[torch.Tensor]:
     return list(torch.cat([ids, padding]).chunk(size))
 
 
-def stored(own_tokens: OwnTokens, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
+def stored(own_tokens: LocalTokenSlice, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
     view = torch.full((num_tokens, TOP_K), -1)
     first, own = own_tokens(ids)
     view[first : first + len(own)] = own
@@ -58,21 +58,21 @@ def test_the_rows_of_all_ranks_are_whole(counts: list[int], size: int) -> None:
             assert sizes == [len(part) for of_rank in parts for part in of_rank]
         for rank, count in enumerate(counts):
             for seen in (lambda at, of=parts[rank]: of[at], lambda at: gathered):
-                rows = [stored(own_tokens_of(rank, at, size), seen(at), count) for at in range(size)]
+                rows = [stored(local_token_slice(rank, at, size), seen(at), count) for at in range(size)]
                 assert torch.equal(torch.stack(rows).amax(0), ids[rank])
                 assert sum(int((row >= 0).all(1).sum()) for row in rows) == count  # each is written once
 
 
 def test_a_step_that_vllm_says_nothing_of() -> None:
     with override_forward_context(ForwardContext({}, {}, {})):
-        assert own_tokens_of(0)(torch.zeros(6, TOP_K))[1].shape[0] == 6
+        assert local_token_slice(0)(torch.zeros(6, TOP_K))[1].shape[0] == 6
         with pytest.raises(RuntimeError, match="does not say how"):
-            own_tokens_of(0, 0, 2)(torch.zeros(6, TOP_K))
+            local_token_slice(0, 0, 2)(torch.zeros(6, TOP_K))
 
 
 def test_tokens_that_are_nobodys() -> None:
     with step_of([5, 3]), pytest.raises(RuntimeError, match="a router saw 6 tokens"):
-        own_tokens_of(0)(torch.zeros(6, TOP_K))
+        local_token_slice(0)(torch.zeros(6, TOP_K))
 
 
 # ---- dual-batch overlap ----
@@ -85,7 +85,7 @@ def test_microbatches(counts: list[int], size: int) -> None:
     layers = 3
     ids = torch.randint(0, 90, (layers, sum(counts), TOP_K))
     view = torch.full((size, layers, sum(counts), TOP_K), -1)
-    own_tokens = [[own_tokens_of(0, at, size) for _ in range(layers)] for at in range(size)]
+    own_tokens = [[local_token_slice(0, at, size) for _ in range(layers)] for at in range(size)]
     order: list[tuple[int, int]] = []
 
     def model(part: slice) -> torch.Tensor:
@@ -134,7 +134,7 @@ def run_in_microbatches(model: Callable[[slice], torch.Tensor], counts: list[int
 @pytest.mark.parametrize("steps_before", [0, 1])
 def test_a_microbatch_without_the_one_in_front(steps_before: int) -> None:
     """Its place is not known: not by the step before it either."""
-    own_tokens = own_tokens_of(0)
+    own_tokens = local_token_slice(0)
 
     def model(part: slice) -> torch.Tensor:
         if part.start or not is_last:

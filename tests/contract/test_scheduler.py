@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture.engine import output_queue
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.message import prompt_output_id
-from routed_experts.capture.rows import Rows
+from routed_experts.protocol.codec import Rows
 from tests.contract.arithmetic import BLOCK, PART_BYTES, VOCAB, Client, Core, K, L, engine
 
 
@@ -35,7 +35,7 @@ def check_all_finished(client: Client) -> None:
         assert request.finish is FinishReason.LENGTH
     for core in client.engines:
         assert connector(core).num_tracked == 0
-        assert len(connector(core).outbox) == 0
+        assert len(connector(core).output_queue) == 0
         assert connector(core)._steps == {}
 
 
@@ -120,7 +120,7 @@ def test_a_long_prompt_comes_at_once_where_nobody_else_waits() -> None:
 def test_no_prompt_waits_for_ever_behind_others() -> None:
     """More rows come with each step than a message should have."""
     core = engine(chunk=512)
-    connector(core).outbox.part_bytes = 2 * L * K * 2
+    connector(core).output_queue.part_bytes = 2 * L * K * 2
     client = Client(core)
     client.add("running", tokens(5), max_tokens=200)
     client.add("long", tokens(300))
@@ -129,7 +129,7 @@ def test_no_prompt_waits_for_ever_behind_others() -> None:
         client.add(f"r{turn}", tokens(20, seed=turn), max_tokens=2)
         client.steps(1)
     assert client.received["long"].tokens
-    assert len(connector(core).outbox) < 12
+    assert len(connector(core).output_queue) < 12
     client.run()
     check_all_finished(client)
 
@@ -295,7 +295,7 @@ class Busy:
 
     def __init__(self, core: Core) -> None:
         self._go = threading.Event()
-        connector(core)._gatherer._thread.submit(self._go.wait)
+        connector(core)._prompt_reader._thread.submit(self._go.wait)
 
     def end(self) -> None:
         self._go.set()
@@ -336,7 +336,7 @@ def test_a_read_holds_up_its_own_prompt_only(
     assert all(seconds is not None and seconds <= 5e-3 for seconds in patience)  # none of them waited for the thread
     assert len(client.received["running"].tokens) >= before + 10
     assert client.received[ids[0]].tokens == []
-    assert len(connector(core).outbox) == 1
+    assert len(connector(core).output_queue) == 1
     busy.end()
     client.run()
     check_all_finished(client)
@@ -418,7 +418,7 @@ def test_a_pause_that_aborts_loses_no_token(
         client.steps(1)
     else:
         threading.Timer(0.3, busy.end).start()
-    assert len(connector(core).outbox) == 1
+    assert len(connector(core).output_queue) == 1
     assert client.received[ids[1]].tokens == []
     sampled = {request_id: list(core.scheduler.requests[request_id].output_token_ids) for request_id in ids}
     assert all(len(sampled[request_id]) >= 3 for request_id in ids)
@@ -428,7 +428,7 @@ def test_a_pause_that_aborts_loses_no_token(
         assert request.tokens == sampled[request_id]
         assert request.finish is FinishReason.ABORT
         assert request.num_rows == len(request.tokens) - 1
-    assert len(connector(core).outbox) == 0
+    assert len(connector(core).output_queue) == 0
     core.resume_scheduler()
     client.add("after", prompt)
     client.run()
@@ -524,23 +524,23 @@ def test_a_block_that_is_copied_to_is_not_being_read(is_async: bool) -> None:
     busy = Busy(core)
     client.add("ended", prompt, max_tokens=1)
     client.steps(4)
-    gatherer = connector(core)._gatherer
-    (read,) = gatherer._reads
+    reader = connector(core)._prompt_reader
+    (read,) = reader._reads
     pool = core.scheduler.kv_cache_manager.block_pool
     others = pool.get_new_blocks(pool.get_num_free_blocks() - int(read.blocks.sum()))  # theirs are the next
     copies = share_partly(core, "shares", "source", 2 * BLOCK + 5)
     client.add("shares", [*shared[: 2 * BLOCK + 5], 1, 2, 3])
-    receive, settle = connector(core).receive, gatherer.settle
+    receive, wait_for_reads = connector(core).receive, reader.wait_for_reads
 
     def received(step: SchedulerOutput, *args: Any) -> None:
         if step.kv_cache_block_copies:
             assert not read.rows.done()
-            gatherer.settle = waits
+            reader.wait_for_reads = waits
         receive(step, *args)
 
     def waits(slots: Any) -> None:
         busy.end()
-        settle(slots)
+        wait_for_reads(slots)
 
     connector(core).receive = received
     client.run()
@@ -559,7 +559,7 @@ def test_a_read_that_fails_ends_the_engine(warm: tuple[Client, Core, list[int]])
     with pytest.raises(ValueError, match="block table"):
         client.run()
     core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    connector(core).outbox._prompts.clear()
+    connector(core).output_queue._prompts.clear()
 
 
 # ---- what it counts ----

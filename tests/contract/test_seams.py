@@ -27,12 +27,10 @@ from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
-from routed_experts.capture import rows
 from routed_experts.capture.engine import scheduler, worker
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.kv_transfer.transfer_params import TransferParamsError
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
-from routed_experts.protocol import codec
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.models import FieldError
@@ -41,7 +39,7 @@ from routed_experts.server import vllm_api
 from routed_experts.server.cli.serve import CommandError
 from routed_experts.server.http import request, serving
 from routed_experts.server.http.encoding import LostRowsError
-from routed_experts.server.http.selftest import ProbeError
+from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.streaming import StreamLimitError
 from routed_experts.server.outputs.kv_handoff import HandoffError
 
@@ -96,20 +94,6 @@ def test_only_the_named_files_import_vllm() -> None:
     assert [path for path in found if not path.startswith(MAY_IMPORT_VLLM)] == []
 
 
-def test_layers() -> None:
-    """`protocol` and `capture` know nothing of each other, nor of the server."""
-    for path, tree in sources():
-        if path.startswith("protocol/"):
-            assert not imports_of(tree, "routed_experts.server") | imports_of(tree, "routed_experts.capture"), path
-            assert not imports_of(tree, "torch"), path
-        if path.startswith("capture/"):
-            assert not imports_of(tree, "routed_experts.server") | imports_of(tree, "routed_experts.protocol"), path
-
-
-def test_both_sides_say_unknown_alike() -> None:
-    assert rows.UNKNOWN == codec.UNKNOWN
-
-
 def test_the_clients_modules_need_numpy_only(tmp_path: Path) -> None:
     """In an interpreter that finds nothing but the standard library, numpy and `protocol`."""
     site = Path(np.__file__).parents[1]
@@ -160,7 +144,7 @@ assert "vllm" not in sys.modules
 def test_adopting_twice_is_harmless(cls: Any, base: type) -> None:
     instance = object.__new__(base)
     for _ in range(2):
-        serving.adopt(instance, cls, None, 1)
+        serving.rebind_class(instance, cls, None, 1)
         assert type(instance) is cls
         assert instance.captured is None  # type: ignore[attr-defined]
 
@@ -171,7 +155,7 @@ def test_adopting_another_class_is_refused() -> None:
 
     for other in (Derived, vllm_api.OpenAIServingCompletion):
         with pytest.raises(TypeError, match="is not the class that RoutedServingChat extends"):
-            serving.adopt(object.__new__(other), serving.RoutedServingChat, None, 1)
+            serving.rebind_class(object.__new__(other), serving.RoutedServingChat, None, 1)
 
 
 # ---- what is overridden ----
@@ -226,8 +210,16 @@ def check_calls(cls: type, path: str, attribute: str, ours_alone: set[str] | Non
 
 
 def test_calls_on_the_schedulers_connector() -> None:
-    ours_alone = {"add_request", "receive", "num_tracked", "add_stats", "follow_loads", "cap_local", "prefill_again"}
-    ours_alone |= {"take_handed", "hand_over", "fail_late_pulls", "weights_may_differ"}
+    ours_alone = {
+        "add_request",
+        "receive",
+        "num_tracked",
+        "add_stats",
+        "follow_loads",
+        "truncate_prefix_hit",
+        "prefill_again",
+    }
+    ours_alone |= {"receive_rows", "export_rows", "fail_late_pulls", "weights_may_differ"}
     ours_alone |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
     check_calls(
         scheduler.SchedulerConnector, "v1/core/sched/scheduler.py", "aux_output_connector", ours_alone=ours_alone
@@ -303,7 +295,7 @@ def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: di
 
 # ---- errors ----
 
-AT_START = {CommandError, ProbeError, UnsupportedConfig}
+AT_START = {CommandError, SelfTestError, UnsupportedConfig}
 """The process ends with the sentence."""
 ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""

@@ -10,12 +10,12 @@ import pytest
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import CollectedRows
-from routed_experts.server.http.streaming import StreamAligner
-from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.contract.served import serving
 from tests.e2e.harness import Server
-from tests.server.test_whole import choice, output
+from tests.server.test_response import choice, output
 
 KEY = "a-key"
 BODIES: dict[str, dict[str, Any]] = {
@@ -54,7 +54,7 @@ FORGED = "r\nINFO 01-01 00:00:00 [server.py:1] everything is fine\r\x1b[2J"
 
 def test_a_requests_id_cannot_write_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     """Clients choose it, in the body, and it is in what is said of rows that were lost."""
-    lossy = output(3, choice(5, RowFeed()))
+    lossy = output(3, choice(5, RowBuffer()))
     lossy.request_id = FORGED
     CollectedRows(RoutingOptions(), (2, 3)).collect(lossy)
 
@@ -62,9 +62,9 @@ def test_a_requests_id_cannot_write_a_line_of_the_log(caplog: pytest.LogCaptureF
         async def outputs() -> AsyncIterator[RequestOutput]:
             yield output_again
 
-        output_again = output(3, choice(5, RowFeed()))
+        output_again = output(3, choice(5, RowBuffer()))
         output_again.request_id = FORGED
-        aligner = StreamAligner(RoutingOptions(), Encoder("object", "int16", (2, 3), 9), 1, str)
+        aligner = SSERewriter(RoutingOptions(), Encoder("object", "int16", (2, 3), 9), 1, str)
         async for _ in aligner.watch(outputs()):
             pass
 

@@ -19,10 +19,10 @@ from vllm.entrypoints.openai.completion.protocol import CompletionResponseStream
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.streaming import StreamAligner
-from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
-from tests.server.test_whole import choice, output
+from tests.server.test_response import choice, output
 
 SETTINGS = settings(max_examples=300, deadline=None, database=None, derandomize=True)
 NASTY = [
@@ -65,15 +65,15 @@ def chat_chunk(draw: Any) -> Any:
 def rewritten(chunk: str, form: Any, histogram: bool) -> tuple[list[str], np.ndarray, np.ndarray]:
     """The lines that the client gets in place of `chunk`, and the rows that they have to hold."""
     rows = np.random.default_rng(0).integers(0, 128, (PROMPT + 1, 48, 8), dtype=np.int16)
-    feed = RowFeed()
-    feed.push(0, rows)
+    buffer = RowBuffer()
+    buffer.push(0, rows)
 
     async def outputs() -> AsyncIterator[RequestOutput]:
-        yield output(PROMPT, choice(2, feed, finish="length"))
+        yield output(PROMPT, choice(2, buffer, finish="length"))
 
     async def run() -> list[str]:
         options = RoutingOptions(format=form, histogram=histogram)
-        aligner = StreamAligner(options, Encoder(form, "int16", (48, 8), 128), 1, str)
+        aligner = SSERewriter(options, Encoder(form, "int16", (48, 8), 128), 1, str)
 
         async def chunks() -> AsyncIterator[str]:
             async for _ in aligner.watch(outputs()):

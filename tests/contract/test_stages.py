@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu_worker import AsyncIntermediateTensors
 
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.engine import stage
-from routed_experts.capture.engine.stage import Stage
+from routed_experts.capture.engine.stage import PipelineStage
 
 N, HIDDEN, K = 3, 8, 4
 
@@ -70,8 +70,8 @@ def test_rows_go_with_the_hidden_states(version: int) -> None:
     """They are sent as memory of their own, and taken where the runner waits for the transfer, not before."""
     first_runner, last_runner = Runner(version, is_last=False), Runner(version, is_last=True)
     first_capturer, last_capturer = capturer(0), capturer(1)
-    Stage(first_runner, first_capturer)
-    last = Stage(last_runner, last_capturer)
+    PipelineStage(first_runner, first_capturer)
+    last = PipelineStage(last_runner, last_capturer)
 
     sent = first_runner.execute_model(STEP).tensors
     first_capturer.cache.ids.fill_(-1)  # the next step begins while this one's rows are being sent
@@ -90,7 +90,7 @@ def test_rows_go_with_the_hidden_states(version: int) -> None:
 def test_rows_of_another_step_are_not_taken() -> None:
     runner = Runner(1, is_last=True)
     last_capturer = capturer(1)
-    last = Stage(runner, last_capturer)
+    last = PipelineStage(runner, last_capturer)
     hidden = torch.ones(N, HIDDEN)
     runner.execute_model(STEP, IntermediateTensors({"hidden_states": hidden, "routed_experts": torch.zeros(N, 1, K)}))
     assert last.upstream is not None
@@ -102,7 +102,7 @@ def test_rows_of_another_step_are_not_taken() -> None:
 def test_a_single_stage_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "get_pp_group", lambda: SimpleNamespace(world_size=1))
     runner = Runner(1, is_last=True)
-    Stage(runner, capturer(0))
+    PipelineStage(runner, capturer(0))
     assert "execute_model" not in vars(runner)
 
 

@@ -13,7 +13,7 @@ from routed_experts.server.cli import main, preflight, serve
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 SAID = {
-    *("CommandError", "UnsupportedConfig", "ProbeError"),
+    *("CommandError", "UnsupportedConfig", "SelfTestError"),
     *("VLLMValidationError", "VLLMNotFoundError", "FieldError", "LostRowsError", "StreamLimitError"),
     *("CodecError", "RoutingError", "EventError", "ArgumentTypeError"),
 }

@@ -314,7 +314,7 @@ def test_hundreds_of_cycles_leave_nothing_behind(is_async: bool) -> None:
             for kept in (client.received, client.prompts, client.sent_with, client.messages, client.stats):
                 kept.clear()
             executor.sampled.clear()
-        kept_by_us = vars(connector(core)) | {"outbox waits": connector(core).outbox._waiting}
+        kept_by_us = vars(connector(core)) | {"outbox waits": connector(core).output_queue._waiting}
         sizes = {name: len(value) for name, value in kept_by_us.items() if hasattr(value, "__len__")}
         assert sizes.pop("_sent_prompts") <= scheduler._SENT_PROMPTS
         gc.collect()

@@ -13,11 +13,11 @@ from fastapi import Request
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.response import CollectedRows, WholeAnswer, respond
-from routed_experts.server.http.streaming import StreamAligner
-from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
+from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
-from tests.server.test_whole import Choice, Response, choice, output
+from tests.server.test_response import Choice, Response, choice, output
 from tests.server.turns import another_task
 
 L, K, EXPERTS = 48, 8, 128
@@ -51,29 +51,29 @@ class Answer:
 
     async def parts(self) -> AsyncIterator[bytes | str]:
         """What goes to the client, in the pieces in which it is made."""
-        feed = RowFeed()
-        feed.push(0, rows_of(PROMPT))
+        buffer = RowBuffer()
+        buffer.push(0, rows_of(PROMPT))
         if self._stream:
-            aligner = StreamAligner(self.options, self.encoder, 1, str)
-            async for line in aligner.rewrite(self._chunks(aligner.watch(self._outputs(feed)))):
+            aligner = SSERewriter(self.options, self.encoder, 1, str)
+            async for line in aligner.rewrite(self._chunks(aligner.watch(self._outputs(buffer)))):
                 yield line
             return
         for token in range(TOKENS - 1):
-            feed.push(PROMPT + token, rows_of(1))
+            buffer.push(PROMPT + token, rows_of(1))
         rows = CollectedRows(self.options, (L, K))
-        rows.collect(output(PROMPT, choice(TOKENS, feed)))
-        answer = WholeAnswer(Response(choices=[Choice(index=0)]), rows, self.encoder, is_list=False)
-        del feed, rows
+        rows.collect(output(PROMPT, choice(TOKENS, buffer)))
+        answer = RoutedResponse(Response(choices=[Choice(index=0)]), rows, self.encoder, is_list=False)
+        del buffer, rows
         async for part in (await respond(answer, request(self._accept))).body_iterator:
             yield part
 
-    async def _outputs(self, feed: RowFeed) -> AsyncIterator[RequestOutput]:
-        whole = output(PROMPT, choice(1, feed))
+    async def _outputs(self, buffer: RowBuffer) -> AsyncIterator[RequestOutput]:
+        whole = output(PROMPT, choice(1, buffer))
         for token in range(TOKENS):
             finish = "length" if token == TOKENS - 1 else None
-            whole.outputs = [choice(1, feed, finish=finish)]  # type: ignore[arg-type]
+            whole.outputs = [choice(1, buffer, finish=finish)]  # type: ignore[arg-type]
             yield whole
-            feed.push(PROMPT + token, rows_of(1))
+            buffer.push(PROMPT + token, rows_of(1))
 
     async def _chunks(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
         async for _ in outputs:

@@ -17,11 +17,11 @@ import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from routed_experts.capture.stats import EngineStats
-from routed_experts.server.http.metrics import EngineMetrics, watch_feeds
+from routed_experts.server.http.metrics import EngineMetrics, watch_buffers
 from routed_experts.server.http.response import respond
-from tests.server.test_responses import body_of, long_answer, request
-from tests.server.test_row_feeds import Frontend, output
-from tests.server.test_stream import Engine, aligner_of, rows_of, stream
+from tests.server.test_response_http import body_of, long_answer, request
+from tests.server.test_row_buffer import Frontend, output
+from tests.server.test_streaming import Engine, aligner_of, rows_of, stream
 
 PREFIX = "routed_experts_"
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def test_a_stream_counts_when_it_has_ended(fmt: str) -> None:
 def test_rows_are_missing_for_a_reason() -> None:
     engine = Engine(4)
     last = engine.step(3, finish="stop", lost=2)
-    engine.feed._arrays[0] = np.concatenate([np.full((1, 2, 3), -1, dtype=np.int16), rows_of(1, 4)])
+    engine.buffer._arrays[0] = np.concatenate([np.full((1, 2, 3), -1, dtype=np.int16), rows_of(1, 4)])
     grown = growth(lambda: stream(aligner_of(), [last]))
     assert (grown["rows"], grown["not_captured"], grown["not_arrived"]) == (6, 1, 2)
 
@@ -115,7 +115,7 @@ def test_numbers_of_engines_are_added_up() -> None:
     )  # nothing is left for servers of later tests in this process
 
 
-def test_open_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()  # servers of other tests in this process count theirs
     monkeypatch.setattr("routed_experts.server.http.metrics.FEEDS_OPEN", Gauge("feeds_open", "", registry=registry))
 
@@ -123,7 +123,7 @@ def test_open_feeds(monkeypatch: pytest.MonkeyPatch) -> None:
         frontend = Frontend()
         frontend.add("a")
         frontend.step(output("a", 1, first=0, rows=3))
-        watch = asyncio.create_task(watch_feeds(frontend.feeds, 0.01))
+        watch = asyncio.create_task(watch_buffers(frontend.buffers, 0.01))
         await asyncio.sleep(0.05)
         opened = registry.get_sample_value("feeds_open")
         frontend.processor.abort_requests(["a"], internal=True)

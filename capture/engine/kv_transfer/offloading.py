@@ -28,7 +28,7 @@ Forgot = Callable[[str, int], None]
 
 
 @dataclass(frozen=True)
-class Keep:
+class OffloadStore:
     """Rows that go with KV that is copied out of the KV cache.
 
     Attributes:
@@ -47,7 +47,7 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Reload:
+class OffloadLoad:
     """Rows that come back with KV that is copied into the KV cache.
 
     Attributes:
@@ -124,7 +124,7 @@ class OffloadedRows:
             return None
         return cls(connector.scheduler, kv_group, block_size, needs_rows, forgot)
 
-    def take_loaded(self, request_id: str, slots: NDArray[np.int64], first: int) -> Reload:
+    def take_loaded(self, request_id: str, slots: NDArray[np.int64], first: int) -> OffloadLoad:
         """The load that was prepared last, into `slots` ([n]), which are of the positions from `first` on."""
         (prepared_for, keys), self._loaded = self._loaded, ("", [])
         size, positions = self.store.chunk_tokens, np.arange(first, first + len(slots))
@@ -132,11 +132,11 @@ class OffloadedRows:
         index = positions // size - first // size
         if prepared_for != request_id or index[-1] + 1 != len(chunks):
             self._forgot("loads other KV than it prepared", len(slots))
-            return Reload(self.store, slots, np.full(len(slots), -1))
+            return OffloadLoad(self.store, slots, np.full(len(slots), -1))
         chunk = chunks[index]
-        return Reload(self.store, slots, np.where(chunk >= 0, chunk * size + positions % size, -1))
+        return OffloadLoad(self.store, slots, np.where(chunk >= 0, chunk * size + positions % size, -1))
 
-    def take_stores(self, metadata: OffloadingConnectorMetadata) -> list[Keep]:
+    def take_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
         """What is copied out with a step that has been scheduled."""
         keys_of = {id(spec): keys for spec, keys in self._stores}
         keeps = []
@@ -156,7 +156,7 @@ class OffloadedRows:
             if not kept:
                 continue
             self._chunks |= kept
-            keeps.append(Keep(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ())))
+            keeps.append(OffloadStore(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ())))
         self._stores = []
         return keeps
 

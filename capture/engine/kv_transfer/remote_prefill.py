@@ -46,7 +46,7 @@ class _Pull:
     is_lost: bool = False
 
 
-class HandedRows:
+class RemotePrefillRows:
     """All state of a request goes when it ends; which KV was pulled is remembered until its lease is over.
 
     Args:

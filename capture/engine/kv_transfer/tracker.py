@@ -13,12 +13,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from routed_experts.capture.engine.kv_transfer.connectors import MULTI, RECOMPUTE, Kind, lease_of, reads_back, used_by
-from routed_experts.capture.engine.kv_transfer.offloading import Forgot, Keep, OffloadedRows, Reload
-from routed_experts.capture.engine.kv_transfer.remote_prefill import HandedRows
+from routed_experts.capture.engine.kv_transfer.offloading import Forgot, OffloadedRows, OffloadLoad, OffloadStore
+from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.handoff import WireRows
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.rows import UNKNOWN
 from routed_experts.capture.split import RequestRows
+from routed_experts.protocol.codec import UNKNOWN
 
 _PIECE_ROWS = 256
 
@@ -27,7 +27,7 @@ LocalHit = tuple[KVCacheBlocks, int, int, bool]
 
 
 @dataclass(frozen=True)
-class Load:
+class KVLoad:
     """What becomes of the host cache when KV is loaded.
 
     Attributes:
@@ -39,7 +39,7 @@ class Load:
     rows: WireRows | None
 
     def apply(self, cache: HostCache) -> None:
-        """Takes the rows that came with the KV; they are of the cache's row shape (`take_handed`)."""
+        """Takes the rows that came with the KV; they are of the cache's row shape (`receive_rows`)."""
         cache.forget(self.slots)
         if self.rows is None:
             return
@@ -49,7 +49,7 @@ class Load:
             cache.write(slots[piece], self.rows[piece].astype(np.int16))
 
 
-class Loads:
+class ExternalKVTracker:
     """Watches a connector's scheduler side.
 
     vLLM asks the connector how many tokens it could load, allocates blocks for them, and tells it (a load of no tokens
@@ -94,11 +94,11 @@ class Loads:
         self._forgot = forgot
         self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
-        self._loads: list[Load | Reload] = []
+        self._loads: list[KVLoad | OffloadLoad] = []
         self._reads_back = reads_back(config)
         lease_s = lease_of(config)
-        self.handed = HandedRows(lease_s) if lease_s is not None else None
-        self._rowless: set[int] = set()  # blocks some of whose rows were not computed here, as of the step to come
+        self.handed = RemotePrefillRows(lease_s) if lease_s is not None else None
+        self._blocks_without_rows: set[int] = set()  # as of the next step: some of their rows were not computed here
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._update_state_after_alloc = connector.update_state_after_alloc
         connector.get_num_new_matched_tokens = self._ask
@@ -114,14 +114,14 @@ class Loads:
         """Memory that those rows take."""
         return sum(rows.store.used_bytes for rows in self._offloaded if rows is not None)
 
-    def take_stores(self, step: SchedulerOutput) -> list[Keep]:
+    def take_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
         """What a step that has been scheduled copies out of the KV cache with its rows, before it runs or after."""
         metadata: Any = step.kv_connector_metadata
         children = metadata.metadata if self._is_multi else [metadata]
         pairs = zip(self._offloaded, children, strict=True)
         return [keep for rows, child in pairs if rows is not None for keep in rows.take_stores(child)]
 
-    def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[Load | Reload]:
+    def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[KVLoad | OffloadLoad]:
         """What is loaded with, or before, a step that has been scheduled.
 
         Called before its requests are advanced.
@@ -129,26 +129,26 @@ class Loads:
         if self.handed is not None:
             self.handed.step()
         loads, self._loads = self._loads, []
-        if self._rowless:
+        if self._blocks_without_rows:
             for source, destination in step.kv_cache_block_copies or ():
-                if source in self._rowless:
-                    self._rowless.add(destination)
+                if source in self._blocks_without_rows:
+                    self._blocks_without_rows.add(destination)
             for request_id, count in step.num_scheduled_tokens.items():
                 start = requests[request_id].num_computed_tokens
                 first, end = -(-start // self._block_size), -(-(start + count) // self._block_size)
                 if first < end:  # a block whose first slot is computed is computed as a whole
                     blocks = self._manager.req_to_blocks[request_id][first:end]
-                    self._rowless.difference_update(block.block_id for block in blocks)
+                    self._blocks_without_rows.difference_update(block.block_id for block in blocks)
         return loads
 
-    def cap_local(self, request: Request, hit: LocalHit) -> LocalHit:
+    def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
         """A prefix hit up to the first block without rows that the request needs; hybrid models have no such cut."""
         blocks, _, boundary, diverged = hit
-        if not self._rowless or len(blocks.blocks) > 1:
+        if not self._blocks_without_rows or len(blocks.blocks) > 1:
             return hit
         first = self._first_needed(request) // self._block_size if self._needs_rows(request) else len(blocks.blocks[0])
         for index, block in enumerate(blocks.blocks[0][first:], first):
-            if block.block_id in self._rowless:
+            if block.block_id in self._blocks_without_rows:
                 num_tokens = index * self._block_size
                 cut = self._kv_cache_manager.truncate_computed_blocks(blocks, num_tokens)
                 return cut, num_tokens, min(boundary, num_tokens), diverged
@@ -237,10 +237,10 @@ class Loads:
             self._forgot("loads KV that it was not asked for", capacity)
             if self.handed is not None:
                 self.handed.forget(request.request_id)
-            self._add(Load(self._slots(table, 0, capacity), None), np.zeros(capacity, dtype=np.bool_))
+            self._add(KVLoad(self._slots(table, 0, capacity), None), np.zeros(capacity, dtype=np.bool_))
             return
         if not self._writes_behind_hit:
-            self._add(Load(self._slots(table, 0, num_local), None), np.zeros(num_local, dtype=np.bool_))
+            self._add(KVLoad(self._slots(table, 0, num_local), None), np.zeros(num_local, dtype=np.bool_))
         slots = self._slots(table, num_local, num_local + count)
         offloaded = self._offloaded[child]
         if offloaded is not None:
@@ -254,17 +254,17 @@ class Loads:
         if rows is not None:
             rows = rows[num_local : num_local + count]
             is_known[: len(rows)] = rows.min(initial=0) > UNKNOWN or (rows != UNKNOWN).all(axis=(1, 2))
-        self._add(Load(slots, rows), is_known)
+        self._add(KVLoad(slots, rows), is_known)
 
     def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
         """Of positions `first` to `end`, given their block table."""
         positions = np.arange(first, end)
         return table[positions // self._block_size] * self._block_size + positions % self._block_size
 
-    def _add(self, load: Load | Reload, is_known: NDArray[np.bool_]) -> None:
+    def _add(self, load: KVLoad | OffloadLoad, is_known: NDArray[np.bool_]) -> None:
         """Keeps account of a load, and of which ([n]) of its rows are known."""
         self._loads.append(load)
         blocks = load.slots // self._block_size
-        self._rowless.difference_update(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))].tolist())
+        self._blocks_without_rows.difference_update(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))].tolist())
         if not is_known.all():
-            self._rowless.update(np.unique(blocks[~is_known]).tolist())
+            self._blocks_without_rows.update(np.unique(blocks[~is_known]).tolist())

@@ -30,9 +30,9 @@ from routed_experts.server import vllm_api
 from routed_experts.server.http import plugin, request, selftest
 from routed_experts.server.http import serving as http_serving
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.selftest import ProbeError
+from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.unsupported_routes import CLOSED, INVOCATIONS
-from routed_experts.server.outputs.row_buffer import FedRequestState
+from routed_experts.server.outputs.row_buffer import BufferedRequestState
 from tests.contract.served import serving, serving_weights
 from tests.contract.test_seams import calls_on
 from tests.e2e.harness import ASK, SMALL_KV, answers_of, prompt_of
@@ -96,7 +96,7 @@ STARTS = {
     "keys": ("--api-key", "one", "two"),
     "behind a proxy": ("--root-path", "/llm/"),
     "behind a proxy with a path of the API": ("--root-path", "/v1"),
-    "middleware": ("--middleware", "tests.contract.test_probe.refuse"),
+    "middleware": ("--middleware", "tests.contract.test_selftest.refuse"),
     "short sequences": ("--max-model-len", "8"),
     "sequences too short for a chat": ("--max-model-len", "20"),
     "small answers": ("--routed-experts-max-response-bytes", "100"),
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_chat(tiny_model: Path, tmp_path: Path) -> None:
 
 def test_requests_of_the_probe_leave_nothing(again: Again) -> None:
     again()
-    assert len(again.captured.feeds) == 0
+    assert len(again.captured.buffers) == 0
     engine = again.captured.engine.engine_core.core  # type: ignore[attr-defined]
     assert engine.scheduler.aux_output_connector.num_tracked == 0
 
@@ -156,7 +156,7 @@ API: list[tuple[type, type]] = [
     (http_serving.RoutedServingTokens, vllm_api.ServingTokens),
     (request.RoutedCompletionRequest, vllm_api.CompletionRequest),
     (request.RoutedChatRequest, vllm_api.ChatCompletionRequest),
-    (FedRequestState, vllm_api.RequestState),
+    (BufferedRequestState, vllm_api.RequestState),
 ]
 
 
@@ -172,14 +172,14 @@ DEAD = [pytest.param(cls, name, id=f"{cls.__name__}.{name}") for cls, base in AP
 @pytest.mark.parametrize(("cls", "name"), DEAD)
 def test_a_dead_method_of_the_api_process(again: Again, cls: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cls, name)
-    with pytest.raises(ProbeError):
+    with pytest.raises(SelfTestError):
         again()
 
 
 def test_outputs_that_do_not_come_by(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own `process_outputs` alone."""
     monkeypatch.delattr(again.captured.engine.output_processor, "process_outputs")
-    with pytest.raises(ProbeError):
+    with pytest.raises(SelfTestError):
         again()
 
 
@@ -196,7 +196,7 @@ def test_a_route_that_is_vllms_own(again: Again, path: str) -> None:
     ours = routes[place]
     routes[place] = vllms
     try:
-        with pytest.raises(ProbeError):
+        with pytest.raises(SelfTestError):
             again()
     finally:
         routes[place] = ours
@@ -208,7 +208,7 @@ def test_no_route_of_ours(again: Again) -> None:
     before = list(routes)
     routes[:] = kept
     try:
-        with pytest.raises(ProbeError, match="did not reach this server's routes"):
+        with pytest.raises(SelfTestError, match="did not reach this server's routes"):
             again()
     finally:
         routes[:] = before
@@ -246,7 +246,7 @@ WORKER = [name for name in overrides(WorkerCapture, Worker) if name not in NOT_O
 @contextmanager
 def nothing_starts() -> Iterator[None]:
     """Where a server must not start; a request that would never be answered is given up soon."""
-    with patch.object(selftest, "_LIMIT_S", 20.0), pytest.raises((ProbeError, AttributeError, RuntimeError)):
+    with patch.object(selftest, "_LIMIT_S", 20.0), pytest.raises((SelfTestError, AttributeError, RuntimeError)):
         yield
 
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
 from routed_experts.protocol.models import RoutedExpertsArray, RoutedExpertsHistogram
-from routed_experts.server.openapi import examples
+from routed_experts.server.http import examples
 from routed_experts.server.vllm_api import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,

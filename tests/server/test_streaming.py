@@ -13,8 +13,8 @@ import pytest
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.streaming import StreamAligner
-from routed_experts.server.outputs.row_buffer import RowFeed
+from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 from tests.server.turns import another_task
 
@@ -32,14 +32,14 @@ def result(prompt_len: int, *choices: CompletionOutput) -> RequestOutput:
     return RequestOutput("r", None, list(range(prompt_len)), None, list(choices), finished=False)
 
 
-def choice(tokens: int, feed: RowFeed | None = None, index: int = 0, finish: str | None = None) -> CompletionOutput:
+def choice(tokens: int, buffer: RowBuffer | None = None, index: int = 0, finish: str | None = None) -> CompletionOutput:
     return CompletionOutput(
         index,
         "",
         list(range(tokens)),
         None,
         None,
-        routed_experts=feed,
+        routed_experts=buffer,
         finish_reason=finish,  # type: ignore[arg-type]
     )
 
@@ -50,23 +50,23 @@ class Engine:
     def __init__(self, prompt_len: int, start: int = 0, index: int = 0) -> None:
         self.prompt_len, self.index = prompt_len, index
         self.sent, self.tokens = start, 0
-        self.feed = RowFeed()
+        self.buffer = RowBuffer()
 
     def step(self, tokens: int = 1, finish: str | None = None, lost: int = 0, surplus: int = 0) -> RequestOutput:
         """An output of `tokens`; `lost` of its rows do not come, `surplus` are of tokens that were cut off again."""
         self.tokens += tokens
         end = self.prompt_len + self.tokens - 1
-        self.feed.push(self.sent, rows_of(self.sent, end - lost + surplus))
+        self.buffer.push(self.sent, rows_of(self.sent, end - lost + surplus))
         self.sent = end - lost
-        return result(self.prompt_len, choice(tokens, self.feed, self.index, finish))
+        return result(self.prompt_len, choice(tokens, self.buffer, self.index, finish))
 
 
 def aligner_of(
     num_choices: int = 1, preface: int = 0, dtype: str = "int16", max_bytes: int = 1 << 30, **options: Any
-) -> StreamAligner:
+) -> SSERewriter:
     asked = RoutingOptions(**options)
     encoder = Encoder(asked.format, dtype, (L, K), EXPERTS)
-    return StreamAligner(asked, encoder, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes)
+    return SSERewriter(asked, encoder, num_choices, lambda error: f'{{"error":"{error}"}}', preface, max_bytes)
 
 
 def generator(
@@ -96,15 +96,15 @@ def event(body: Chunk) -> str:
     return f"data: {orjson.dumps(body).decode()}\n\n"
 
 
-def stream(aligner: StreamAligner, results: Iterable[Result], generate: Any = None) -> list[Chunk]:
+def stream(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[Chunk]:
     """The chunks that a client gets, those of the usage and of the end checked and left out."""
 
-    async def feed() -> AsyncIterator[Result]:
+    async def buffer() -> AsyncIterator[Result]:
         for item in results:
             yield item
 
     async def collect() -> list[str]:
-        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(feed())))]
+        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(buffer())))]
 
     *chunks, usage, done = asyncio.run(collect())
     assert usage == event({"choices": [], "usage": {}})
@@ -169,7 +169,7 @@ def test_outputs_merged_for_a_slow_reader() -> None:
 
 
 def test_rows_that_came_early_wait_for_their_tokens() -> None:
-    """The feed is shared, so that it may hold rows of an output that is still in the queue."""
+    """The buffer is shared, so that it may hold rows of an output that is still in the queue."""
     engine = Engine(prompt_len=3)
     outputs = [engine.step(), engine.step(), engine.step(finish="stop")]
     chunks = stream(aligner_of(), outputs)
@@ -212,7 +212,7 @@ def test_a_row_that_comes_alone_is_sent_like_any_other(
         def results() -> Iterator[Result]:
             while alive:
                 engine = rng.choice(alive)
-                engine.feed.num_unknown = int(not is_known)
+                engine.buffer.num_unknown = int(not is_known)
                 ends = engine.tokens > 5 and rng.random() < 0.2
                 tokens, late, surplus = rng.choice([1, 1, 1, 1, 2, 3]), rng.random() < 0.1, rng.choice([0, 0, 2])
                 outputs.append(
@@ -255,8 +255,8 @@ def test_what_waits_keeps_no_message_of_the_engine() -> None:
         for token in range(20):
             engine.tokens += 1
             first = 0 if token == 0 else token + 1
-            engine.feed.push(first, pushed(first, token + 2))
-            yield result(2, choice(1, engine.feed, finish="stop" if token == 19 else None))
+            engine.buffer.push(first, pushed(first, token + 2))
+            yield result(2, choice(1, engine.buffer, finish="stop" if token == 19 else None))
             assert sum(message() is not None for message in messages) <= 2, "kept beside the one under way"
 
     made = generator(held=lambda chunk: 3 < chunk < 15)
@@ -267,14 +267,14 @@ def test_what_waits_keeps_no_message_of_the_engine() -> None:
     assert own_positions(chunks) == list(range(2, 21))
 
 
-def test_an_output_without_a_feed_uses_the_one_seen_before() -> None:
+def test_an_output_without_a_buffer_uses_the_one_seen_before() -> None:
     engine = Engine(prompt_len=2)
     results = [engine.step(), engine.step(), engine.step(finish="stop")]
     results[2].outputs[0].routed_experts = None
     assert [positions(chunk) for chunk in stream(aligner_of(), results)] == [None, [2], [3]]
 
 
-def test_feeds_do_not_reach_vllm() -> None:
+def test_buffers_do_not_reach_vllm() -> None:
     engine = Engine(prompt_len=2)
     results = [engine.step(), engine.step(finish="stop")]
     stream(aligner_of(), results)
@@ -392,7 +392,7 @@ def test_joined_layout_without_any_rows() -> None:
 
 
 def test_rows_of_tokens_behind_a_stop_string_are_not_sent() -> None:
-    """The end is found in this process; the engine has gone on, and its rows are in the feed."""
+    """The end is found in this process; the engine has gone on, and its rows are in the buffer."""
     engine = Engine(prompt_len=2)
     chunks = stream(aligner_of(), [engine.step(), engine.step(2, finish="stop", surplus=3)])
     assert [positions(chunk) for chunk in chunks] == [None, [2, 3]]
@@ -411,14 +411,14 @@ def test_lost_rows_are_unknown(finish: str) -> None:
 @pytest.mark.parametrize("lost", [{0}, {1}, {2}, {0, 1}, {1, 3}])
 def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout: str, histogram: bool) -> None:
     """Rows of the tokens after it do not move there: not into the prompt, and not to another token."""
-    feed, outputs = RowFeed(), []
+    buffer, outputs = RowBuffer(), []
 
     def results() -> Iterator[Result]:
         for token in range(5):
             first, end = (0, 2) if token == 0 else (token + 1, token + 2)
             if token not in lost:
-                feed.push(first, rows_of(first, end))
-            outputs.append(result(2, choice(1, feed, finish="stop" if token == 4 else None)))
+                buffer.push(first, rows_of(first, end))
+            outputs.append(result(2, choice(1, buffer, finish="stop" if token == 4 else None)))
             yield outputs[-1]
 
     chunks = stream(
@@ -464,14 +464,14 @@ def test_an_abort_is_never_padded() -> None:
     assert positions(chunk) is None
 
 
-def ended(aligner: StreamAligner, results: Iterable[Result], generate: Any = None) -> list[str]:
+def ended(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[str]:
     """All events of a stream that may end with an error."""
 
-    async def feed() -> AsyncIterator[Result]:
+    async def buffer() -> AsyncIterator[Result]:
         for item in results:
             yield item
 
-    chunks = (generate or generator())(aligner.watch(feed()))
+    chunks = (generate or generator())(aligner.watch(buffer()))
 
     async def collect() -> list[str]:
         events = [chunk async for chunk in aligner.rewrite(chunks)]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from routed_experts.server.http.selftest import ProbeError, agreement, check_rows
+from routed_experts.server.http.selftest import SelfTestError, agreement, check_rows
 
 SHAPE = (3, 2)
 EXPERTS = 8
@@ -24,7 +24,7 @@ def test_good_rows() -> None:
 
 
 def test_no_rows() -> None:
-    with pytest.raises(ProbeError, match="worker or scheduler is not ours"):
+    with pytest.raises(SelfTestError, match="worker or scheduler is not ours"):
         check(np.full((4, *SHAPE), -1, dtype=np.int16))
 
 
@@ -32,7 +32,7 @@ def test_no_rows() -> None:
     "rows", [good_rows()[:3], good_rows()[:0], good_rows()[:, :2], good_rows()[:, :, :1], good_rows().reshape(4, 6)]
 )
 def test_wrong_shape(rows: np.ndarray) -> None:
-    with pytest.raises(ProbeError, match=r"routing of shape .*, not \(4, 3, 2\)"):
+    with pytest.raises(SelfTestError, match=r"routing of shape .*, not \(4, 3, 2\)"):
         check(rows)
 
 
@@ -41,7 +41,7 @@ def test_layers_that_wrote_nothing(layers: list[int]) -> None:
     """A monolithic kernel that routes by itself: the ids stay as the device cache was filled."""
     rows = good_rows()
     rows[:, layers] = -1
-    with pytest.raises(ProbeError, match="--moe-backend") as raised:
+    with pytest.raises(SelfTestError, match="--moe-backend") as raised:
         check(rows)
     assert str(layers) in str(raised.value)
 
@@ -49,7 +49,7 @@ def test_layers_that_wrote_nothing(layers: list[int]) -> None:
 def test_a_single_row_that_is_not_known() -> None:
     rows = good_rows()
     rows[3, 2, 1] = -1
-    with pytest.raises(ProbeError, match=r"at rows \[2\]"):
+    with pytest.raises(SelfTestError, match=r"at rows \[2\]"):
         check(rows)
 
 
@@ -57,20 +57,20 @@ def test_a_single_row_that_is_not_known() -> None:
 def test_ids_out_of_range(wrong: int) -> None:
     rows = good_rows()
     rows[1, 1, 1] = wrong
-    with pytest.raises(ProbeError, match="outside 0 to 7"):
+    with pytest.raises(SelfTestError, match="outside 0 to 7"):
         check(rows)
 
 
 def test_all_zero() -> None:
     """The right shape and range, but no router's choice (vLLM issues 44116 and 54730)."""
-    with pytest.raises(ProbeError, match="same expert twice"):
+    with pytest.raises(SelfTestError, match="same expert twice"):
         check(np.zeros((4, *SHAPE), dtype=np.int16))
 
 
 def test_an_expert_twice() -> None:
     rows = good_rows()
     rows[2, 0] = 5
-    with pytest.raises(ProbeError, match="same expert twice"):
+    with pytest.raises(SelfTestError, match="same expert twice"):
         check(rows)
 
 

@@ -11,9 +11,9 @@ import pytest
 from fastapi import Request
 from fastapi.responses import Response as HttpResponse
 
-from routed_experts.server.http.response import respond, wants_msgpack
-from routed_experts.server.outputs.row_buffer import RowFeed
-from tests.server.test_whole import K, L, answer_of, choice, output
+from routed_experts.server.http.response import MSGPACK, respond, wants_msgpack
+from routed_experts.server.outputs.row_buffer import RowBuffer
+from tests.server.test_response import K, L, answer_of, choice, output
 from tests.server.turns import another_task
 
 
@@ -45,9 +45,9 @@ def test_which_form_a_client_gets(accept: str, packed: bool) -> None:
 
 
 def long_answer(rows: int, **options: Any) -> Any:
-    feed = RowFeed()
-    feed.push(0, np.zeros((rows, L, K), dtype=np.int16))
-    return answer_of([output(rows, choice(1, feed))], **options)[0]
+    buffer = RowBuffer()
+    buffer.push(0, np.zeros((rows, L, K), dtype=np.int16))
+    return answer_of([output(rows, choice(1, buffer))], **options)[0]
 
 
 async def body_of(response: HttpResponse) -> tuple[bytes, int]:
@@ -80,9 +80,9 @@ def test_prompts_count_as_often_as_they_are_sent() -> None:
     async def answered(layout: str) -> int:
         choices = []
         for index in range(64):
-            feed = RowFeed()
-            feed.push(0, prompt)
-            choices.append(choice(1, feed, index))
+            buffer = RowBuffer()
+            buffer.push(0, prompt)
+            choices.append(choice(1, buffer, index))
         response = await respond(answer_of([output(2000, *choices)], layout=layout)[0], request())
         return (await body_of(response))[1]
 
@@ -107,9 +107,9 @@ def test_nobody_waits_for_a_long_answer() -> None:
 @pytest.mark.parametrize("accept", [None, "application/msgpack"])
 @pytest.mark.parametrize("rows", [10, 100_000])
 def test_lost_rows_that_the_type_cannot_say_are_the_servers_error(rows: int, accept: str | None) -> None:
-    feed = RowFeed()
-    feed.push(0, np.zeros((rows, L, K), dtype=np.int16))
-    answer = answer_of([output(rows, choice(2, feed))], dtype="uint8")[0]
+    buffer = RowBuffer()
+    buffer.push(0, np.zeros((rows, L, K), dtype=np.int16))
+    answer = answer_of([output(rows, choice(2, buffer))], dtype="uint8")[0]
     response = asyncio.run(respond(answer, request(accept)))
     assert response.status_code == 500
     error = orjson.loads(response.body)["error"]
@@ -129,4 +129,4 @@ def test_answers_without_rows() -> None:
     assert orjson.loads(response.body) == expected
     packed = asyncio.run(respond(plain, request("application/msgpack")))
     assert msgspec.msgpack.decode(packed.body) == orjson.loads(response.body)
-    assert packed.headers["content-type"] == response.MSGPACK
+    assert packed.headers["content-type"] == MSGPACK

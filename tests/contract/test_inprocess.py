@@ -517,7 +517,8 @@ assert config.additional_config == {{}}
 assert config.scheduler_config.scheduler_cls is None
 assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
 loaded = {{name for name in sys.modules if name.startswith("routed_experts.")}}
-ours = ("protocol", "protocol.version", "server", "server.general_plugin")
+inprocess = ("server.inprocess", "server.inprocess.patching", "server.inprocess.plugin")
+ours = ("protocol", "protocol.version", "server", *inprocess)
 assert loaded <= {{f"routed_experts.{{name}}" for name in ours}}, loaded
 for _ in range(2):
     EngineArgs(**given, enable_return_routed_experts=True).create_engine_config()
@@ -550,7 +551,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("missing", ["server.own_engines", "capture.engine.config", "server.vllm_api"])
+@pytest.mark.parametrize("missing", ["server.inprocess.engine_hooks", "capture.engine.config", "server.vllm_api"])
 def test_what_fails_in_this_package_fails_for_those_who_ask(tiny_model: Path, missing: str) -> None:
     program = BROKEN.format(model=str(tiny_model), missing=missing)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
@@ -561,7 +562,7 @@ def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(monkeypatch: py
     monkeypatch.setitem(sys.modules, "routed_experts.server.http.plugin", None)
     plugin = entry_point.make()
     assert set(plugin.required_tasks) == {"generate"}
-    with pytest.raises(UnsupportedConfig, match=r"cannot be loaded: .*server\.plugin.*VLLM_PLUGINS"):
+    with pytest.raises(UnsupportedConfig, match=r"cannot be loaded: .*server\.http\.plugin.*VLLM_PLUGINS"):
         plugin.attach_router(FastAPI())
 
 

@@ -17,9 +17,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.message import OPT_IN_ARG, ROWS_OUTPUT_ID, OptIn, PlacedRows, pack, prompt_output_id
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
-from routed_experts.server.outputs.row_buffer import RowFeed, RowFeeds, opt_in
+from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 from routed_experts.server.vllm_api import RequestOutput
-from tests.server.test_stream import aligner_of, stream
+from tests.server.test_streaming import aligner_of, stream
 
 L, K = 2, 3
 
@@ -48,11 +48,11 @@ def message(*outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
 
 
 class Frontend:
-    """vLLM's output processor with requests of three prompt tokens, and our feeds installed."""
+    """vLLM's output processor with requests of three prompt tokens, and our buffers installed."""
 
     def __init__(self, stream_interval: int = 1) -> None:
         self.processor = OutputProcessor(None, log_stats=False, stream_interval=stream_interval)
-        self.feeds = RowFeeds.install(self.processor)
+        self.buffers = RowBuffers.install(self.processor)
 
     def add(
         self, request_id: str, kind: RequestOutputKind = RequestOutputKind.DELTA, n: int = 1
@@ -86,10 +86,10 @@ def take(queue: RequestOutputCollector) -> RequestOutput:
     return result
 
 
-def feed_of(result: RequestOutput, choice: int = 0) -> RowFeed:
-    feed = result.outputs[choice].routed_experts
-    assert isinstance(feed, RowFeed)
-    return feed
+def buffer_of(result: RequestOutput, choice: int = 0) -> RowBuffer:
+    buffer = result.outputs[choice].routed_experts
+    assert isinstance(buffer, RowBuffer)
+    return buffer
 
 
 def test_rows_ride_on_the_output_of_their_tokens() -> None:
@@ -97,11 +97,11 @@ def test_rows_ride_on_the_output_of_their_tokens() -> None:
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
     first = take(queue)
-    assert positions(feed_of(first).take(0, 3)) == [0, 1, 2]
+    assert positions(buffer_of(first).take(0, 3)) == [0, 1, 2]
     frontend.step(output("a", 1, first=3, finish=FinishReason.LENGTH))
     last = take(queue)
-    assert feed_of(last) is feed_of(first)
-    assert positions(feed_of(last).take(3, 4)) == [3]
+    assert buffer_of(last) is buffer_of(first)
+    assert positions(buffer_of(last).take(3, 4)) == [3]
     assert last.finished
 
 
@@ -124,28 +124,28 @@ def test_merged_outputs_lose_nothing() -> None:
     merged = take(queue)
     assert queue.get_nowait() is None
     assert len(merged.outputs[0].token_ids) == 4
-    assert positions(feed_of(merged).take(0, 6)) == [0, 1, 2, 3, 4, 5]
+    assert positions(buffer_of(merged).take(0, 6)) == [0, 1, 2, 3, 4, 5]
 
 
-def test_an_output_without_rows_does_not_take_the_feed_away() -> None:
+def test_an_output_without_rows_does_not_take_the_buffer_away() -> None:
     frontend = Frontend()
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
     frontend.step(output("a", 0, finish=FinishReason.ABORT))
     merged = take(queue)
     assert merged.outputs[0].finish_reason == "abort"
-    assert positions(feed_of(merged).take(0, 3)) == [0, 1, 2]
+    assert positions(buffer_of(merged).take(0, 3)) == [0, 1, 2]
 
 
-def test_choices_have_feeds_of_their_own() -> None:
+def test_choices_have_buffers_of_their_own() -> None:
     frontend = Frontend()
     queue = frontend.add("a", n=2)
     frontend.step(output("1_a", 1, first=0, rows=3))
     frontend.step(output("0_a", 1, first=0, rows=3), output("1_a", 1, first=3))
     merged = take(queue)
     by_index = {choice.index: choice.routed_experts for choice in merged.outputs}
-    assert isinstance(by_index[0], RowFeed)
-    assert isinstance(by_index[1], RowFeed)
+    assert isinstance(by_index[0], RowBuffer)
+    assert isinstance(by_index[1], RowBuffer)
     assert positions(by_index[0].take(0, 9)) == [0, 1, 2]
     assert positions(by_index[1].take(0, 9)) == [0, 1, 2, 3]
 
@@ -171,16 +171,16 @@ def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
     first = take(queue)
-    feed = feed_of(first)
-    assert positions(feed.take(0, 3)) == [0, 1, 2]
+    buffer = buffer_of(first)
+    assert positions(buffer.take(0, 3)) == [0, 1, 2]
     for position in (3, 4):
         frontend.step(output("a", 1, first=position))
         assert queue.get_nowait() is None
     frontend.step(output("a", 1, first=5))
     held = take(queue)
     assert len(held.outputs[0].token_ids) == 3
-    assert feed_of(held) is feed
-    assert positions(feed.take(3, 6)) == [3, 4, 5]
+    assert buffer_of(held) is buffer
+    assert positions(buffer.take(3, 6)) == [3, 4, 5]
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -194,22 +194,22 @@ def test_requests_that_are_not_streamed(n: int) -> None:
     choices = take(queue).outputs
     assert len(choices) == n
     for choice in choices:
-        assert isinstance(choice.routed_experts, RowFeed)
+        assert isinstance(choice.routed_experts, RowBuffer)
         assert positions(choice.routed_experts.take(0, 4)) == [0, 1, 2, 3]
 
 
-def test_requests_without_the_opt_in_have_no_feed() -> None:
+def test_requests_without_the_opt_in_have_no_buffer() -> None:
     frontend = Frontend()
     queue = frontend.add("a")
     frontend.step(output("a", 1))
     assert take(queue).outputs[0].routed_experts is None
-    assert len(frontend.feeds) == 0
+    assert len(frontend.buffers) == 0
 
 
 def test_rows_of_a_request_that_is_gone() -> None:
     frontend = Frontend()
     frontend.step(output("gone", 1, first=0))
-    assert len(frontend.feeds) == 0
+    assert len(frontend.buffers) == 0
 
 
 @pytest.mark.parametrize("how", ["finish", "abort"])
@@ -217,63 +217,63 @@ def test_nothing_is_left_behind(how: str) -> None:
     frontend = Frontend()
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
-    assert len(frontend.feeds) == 1
-    feed = weakref.ref(frontend.processor.request_states["a"].feed)
+    assert len(frontend.buffers) == 1
+    buffer = weakref.ref(frontend.processor.request_states["a"].buffer)
     if how == "abort":
         frontend.processor.abort_requests(["a"], internal=True)
     else:
         frontend.step(output("a", 1, first=3, finish=FinishReason.STOP))
-    assert len(frontend.feeds) == 0
+    assert len(frontend.buffers) == 0
     take(queue)
     del queue
     gc.collect()
-    assert feed() is None
+    assert buffer() is None
 
 
 def test_installing_twice_is_harmless() -> None:
     frontend = Frontend()
     replaced = frontend.processor.process_outputs
-    assert RowFeeds.install(frontend.processor) is frontend.feeds
+    assert RowBuffers.install(frontend.processor) is frontend.buffers
     assert frontend.processor.process_outputs == replaced
     queue = frontend.add("a")
     frontend.step(output("a", 1, first=0, rows=3))
-    assert positions(feed_of(take(queue)).take(0, 9)) == [0, 1, 2]
+    assert positions(buffer_of(take(queue)).take(0, 9)) == [0, 1, 2]
 
 
-def test_processors_have_feeds_of_their_own() -> None:
+def test_processors_have_buffers_of_their_own() -> None:
     """Two engines in one process share nothing."""
     one, other = Frontend(), Frontend()
-    assert one.feeds is not other.feeds
+    assert one.buffers is not other.buffers
     one.add("a")
     one.step(output("a", 1, first=0, rows=3))
-    assert (len(one.feeds), len(other.feeds)) == (1, 0)
+    assert (len(one.buffers), len(other.buffers)) == (1, 0)
 
 
 def test_taking_less_and_more_than_there_is() -> None:
-    feed = RowFeed()
-    assert feed.take(0, 5) == []
-    feed.push(0, rows_of(0, 3))
-    feed.push(3, rows_of(3, 5))
-    assert positions(feed.take(0, 2)) == [0, 1]
-    assert positions(feed.take(2, 2)) == []
-    assert positions(feed.take(2, 1)) == []
-    assert positions(feed.take(2, 99)) == [2, 3, 4]
-    assert positions(feed.take(5, 99)) == []
-    feed.push(5, rows_of(5, 6))
-    assert positions(feed.take(5, 6)) == [5]
-    feed.push(6, rows_of(6, 9))
-    assert positions(feed.take(6, 7)) == [6]
-    feed.push(9, rows_of(9, 12))
-    assert positions(feed.take(10, 11)) == [10]  # what lies before is dropped
-    assert positions(feed.take(11, 99)) == [11]
-    assert feed.num_lost == 0
+    buffer = RowBuffer()
+    assert buffer.take(0, 5) == []
+    buffer.push(0, rows_of(0, 3))
+    buffer.push(3, rows_of(3, 5))
+    assert positions(buffer.take(0, 2)) == [0, 1]
+    assert positions(buffer.take(2, 2)) == []
+    assert positions(buffer.take(2, 1)) == []
+    assert positions(buffer.take(2, 99)) == [2, 3, 4]
+    assert positions(buffer.take(5, 99)) == []
+    buffer.push(5, rows_of(5, 6))
+    assert positions(buffer.take(5, 6)) == [5]
+    buffer.push(6, rows_of(6, 9))
+    assert positions(buffer.take(6, 7)) == [6]
+    buffer.push(9, rows_of(9, 12))
+    assert positions(buffer.take(10, 11)) == [10]  # what lies before is dropped
+    assert positions(buffer.take(11, 99)) == [11]
+    assert buffer.num_lost == 0
 
 
-def test_a_feed_keeps_no_rows_that_were_taken() -> None:
-    feed = RowFeed()
-    feed.push(0, rows_of(0, 1000))
-    feed.take(0, 999)
-    (kept,) = feed._arrays
+def test_a_buffer_keeps_no_rows_that_were_taken() -> None:
+    buffer = RowBuffer()
+    buffer.push(0, rows_of(0, 1000))
+    buffer.take(0, 999)
+    (kept,) = buffer._arrays
     assert kept.base is None
     assert len(kept) == 1
 
@@ -298,7 +298,7 @@ def test_a_prompts_rows_come_before_its_tokens(together: bool) -> None:
     outputs = [prompt("a", start=1), first_token("a")]
     for step in [outputs] if together else [[output] for output in outputs]:
         frontend.step(*step)
-    assert positions(feed_of(take(queue)).take(1, 9)) == [1, 2]
+    assert positions(buffer_of(take(queue)).take(1, 9)) == [1, 2]
 
 
 def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
@@ -307,7 +307,7 @@ def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
     frontend.step(prompt("1_a"), first_token("1_a"), first_token("0_a"))
     frontend.step(first_token("2_a"))
     by_index = {choice.index: choice.routed_experts for choice in take(queue).outputs}
-    taken = {index: feed.take(0, 3) for index, feed in by_index.items()}
+    taken = {index: buffer.take(0, 3) for index, buffer in by_index.items()}
     assert {index: positions(rows) for index, rows in taken.items()} == {0: [0, 1, 2], 1: [0, 1, 2], 2: [0, 1, 2]}
     assert all(rows[0] is taken[0][0] for rows in taken.values())
     frontend.step(output("0_a", 1, first=3))
@@ -331,7 +331,7 @@ def test_an_aborted_choices_own_rows_are_nobody_elses() -> None:
     frontend.add("a", n=2)
     frontend.processor.abort_requests(["0_a"], internal=True)
     frontend.step(output("0_a", 1, first=3))
-    assert len(frontend.feeds) == 0
+    assert len(frontend.buffers) == 0
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
@@ -355,7 +355,7 @@ def test_prompts_rows_of_a_request_that_is_gone(gone: str) -> None:
     frontend = Frontend()
     other = frontend.add("b")
     frontend.step(prompt(gone), first_token(gone))
-    assert len(frontend.feeds) == 0
+    assert len(frontend.buffers) == 0
     assert other.get_nowait() is None
 
 
@@ -380,7 +380,7 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     frontend = Frontend()
     queues = [frontend.add(name) for name in "ab"]
     seen: list[EngineStats] = []
-    frontend.feeds.on_stats = seen.append
+    frontend.buffers.on_stats = seen.append
     outputs = [output("a", 1, first=0, rows=3), output("b", 1, first=0, rows=3)]
     outputs = message(*outputs)
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
@@ -391,7 +391,7 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
         frontend.processor.process_outputs(part, arrived.timestamp)
     assert seen == [stats]
     for queue in queues:
-        assert positions(feed_of(take(queue)).take(0, 3)) == [0, 1, 2]
+        assert positions(buffer_of(take(queue)).take(0, 3)) == [0, 1, 2]
 
 
 def test_numbers_that_nobody_wants_are_passed_over() -> None:
@@ -406,15 +406,15 @@ def test_numbers_that_nobody_wants_are_passed_over() -> None:
 @pytest.mark.parametrize("prompt", [0, 5, 5000])
 def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
     """Of a long answer that is not streamed, whose rows come one by one."""
-    feed = RowFeed()
+    buffer = RowBuffer()
     first = rows_of(0, prompt)
-    feed.push(0, first)
+    buffer.push(0, first)
     for position in range(prompt, prompt + 10_000):
-        feed.push(position, rows_of(position, position + 1))
-    beginning = feed.take(0, prompt + 7)
+        buffer.push(position, rows_of(position, position + 1))
+    beginning = buffer.take(0, prompt + 7)
     assert positions(beginning) == list(range(prompt + 7))
     assert prompt < 5000 or beginning[0] is first, "the prompt's rows were copied"
-    rest = feed.take(prompt + 7, prompt + 10_000)
+    rest = buffer.take(prompt + 7, prompt + 10_000)
     assert positions(rest) == list(range(prompt + 7, prompt + 10_000))
     assert len(rest) < 300
 
@@ -424,18 +424,18 @@ def test_a_row_that_comes_alone_is_looked_at_where_any_before_it_is_unknown(unkn
     frontend = Frontend()
     queues = {request_id: frontend.add(request_id) for request_id in "ab"}
     frontend.step(*(output(request_id, 1, first=0, rows=3) for request_id in "ab"))
-    feeds = {request_id: feed_of(take(queue)) for request_id, queue in queues.items()}
-    assert [positions(feed.take(0, 3)) for feed in feeds.values()] == [[0, 1, 2]] * 2
+    buffers = {request_id: buffer_of(take(queue)) for request_id, queue in queues.items()}
+    assert [positions(buffer.take(0, 3)) for buffer in buffers.values()] == [[0, 1, 2]] * 2
     outputs = [output(request_id, 1, first=3) for request_id in "ab"]
     if unknown is not None:
         outputs["ab".index(unknown)].routed_experts.rows[:, 1, 2] = -1  # one id, and not the first
     frontend.step(*outputs)
-    for request_id, feed in feeds.items():
-        row = feed.take_row(3)
+    for request_id, buffer in buffers.items():
+        row = buffer.take_row(3)
         assert (row is None) == (request_id == unknown)
         if row is None:
-            assert len(feed.take(3, 4)) == 1
-        assert feed.take_row(4) is None
+            assert len(buffer.take(3, 4)) == 1
+        assert buffer.take_row(4) is None
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])
@@ -463,24 +463,24 @@ def test_a_row_that_is_not_known_is_sent_as_missing(at: int) -> None:
 
 def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
     """A reader that stops would keep the rows of all that ran beside it."""
-    feed, messages = RowFeed(), [np.zeros((256, 48, 8), dtype=np.int16) for _ in range(5)]
+    buffer, messages = RowBuffer(), [np.zeros((256, 48, 8), dtype=np.int16) for _ in range(5)]
     for position, message in enumerate(messages):
-        feed.push(position, message[7:8])
-    kept = feed.take(0, 5)
+        buffer.push(position, message[7:8])
+    kept = buffer.take(0, 5)
     assert [rows.base is None for rows in kept] == [True] * 5
     large = np.zeros((256, 48, 8), dtype=np.int16)
-    feed.push(5, large[:100])
-    feed.push(105, large[:1])
-    assert feed.take(5, 105)[0].base is large, "the rows of a prompt were copied"
+    buffer.push(5, large[:100])
+    buffer.push(105, large[:1])
+    assert buffer.take(5, 105)[0].base is large, "the rows of a prompt were copied"
 
 
 def test_rows_that_nobody_takes_are_in_memory_of_their_own() -> None:
     """Joined a mebibyte at a time, which the system gets back one by one when an answer has ended."""
-    feed = RowFeed()
+    buffer = RowBuffer()
     rows = np.arange(7 * 48 * 8, dtype=np.int16).reshape(7, 48, 8)
     for index in range(1000):
-        feed.push(7 * index, rows)
-    first, *others = feed.take(0, 7000)
+        buffer.push(7 * index, rows)
+    first, *others = buffer.take(0, 7000)
     assert np.array_equal(first, np.tile(rows, (len(first) // 7, 1, 1)))
     assert 960_000 < first.nbytes <= 1 << 20
     assert sum(map(len, [first, *others])) == 7000
@@ -497,8 +497,8 @@ def memory_of(rows: np.ndarray) -> object:
 # ---- rows say where they belong ----
 
 
-def taken(feed: RowFeed, end: int) -> list[int]:
-    return positions(feed.take(0, end, (L, K)))
+def taken(buffer: RowBuffer, end: int) -> list[int]:
+    return positions(buffer.take(0, end, (L, K)))
 
 
 def test_a_prompt_that_is_lost_leaves_a_gap_at_its_place() -> None:
@@ -508,9 +508,9 @@ def test_a_prompt_that_is_lost_leaves_a_gap_at_its_place() -> None:
     frontend.step(first_token("a"))
     for position in (3, 4):
         frontend.step(output("a", 1, first=position))
-    feed = feed_of(take(queue))
-    assert taken(feed, 5) == [-1, -1, -1, 3, 4]
-    assert feed.num_lost == feed.num_unknown == 3
+    buffer = buffer_of(take(queue))
+    assert taken(buffer, 5) == [-1, -1, -1, 3, 4]
+    assert buffer.num_lost == buffer.num_unknown == 3
 
 
 @pytest.mark.parametrize("lost", range(1, 5))
@@ -525,11 +525,11 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: int, caplog: pyt
     for index, step in enumerate(steps):
         if index != lost:
             frontend.step(*step)
-    feed = feed_of(take(queue))
+    buffer = buffer_of(take(queue))
     first, end = ((0, 3), (3, 4), (4, 6), (6, 9), (9, 10))[lost]
-    assert taken(feed, 10) == [-1 if first <= at < end else at for at in range(10)]
-    assert feed.num_lost == end - first
-    assert feed.take_row(9) is None
+    assert taken(buffer, 10) == [-1 if first <= at < end else at for at in range(10)]
+    assert buffer.num_lost == end - first
+    assert buffer.take_row(9) is None
     assert f"{end - first} rows from position {first} on did not arrive" in caplog.text
     logging.getLogger("vllm").removeHandler(caplog.handler)
 
@@ -547,7 +547,7 @@ def test_rows_of_one_output_that_are_lost_leave_a_gap_there_alone() -> None:
     sent[2].routed_experts = None
     frontend.processor.process_outputs(sent)
     frontend.step(*(output(request_id, 1, first=4 if request_id == "a" else 1403) for request_id in "ab"))
-    one, other = (feed_of(take(queue)) for queue in queues)
+    one, other = (buffer_of(take(queue)) for queue in queues)
     assert taken(one, 5) == [0, 1, 2, 3, 4]
     assert taken(other, 1404) == [0, 1, 2, *[-1] * 1400, 1403]
 
@@ -561,7 +561,7 @@ def test_rows_without_the_output_that_places_them_are_dropped() -> None:
     lone.routed_experts = rows_of(4, 5)
     frontend.processor.process_outputs([lone])
     frontend.step(output("a", 1, first=5))
-    assert taken(feed_of(take(queue)), 6) == [0, 1, 2, -1, -1, 5]
+    assert taken(buffer_of(take(queue)), 6) == [0, 1, 2, -1, -1, 5]
 
 
 @pytest.mark.parametrize("doubled", range(4))
@@ -578,34 +578,34 @@ def test_a_message_that_comes_twice_counts_once(doubled: int, later: int) -> Non
     order.insert(doubled + later + 1, doubled)
     for index in order:
         frontend.step(*steps[index]())
-    feed = feed_of(take(queue))
-    assert taken(feed, 8) == list(range(8))
-    assert feed.num_lost == 0
+    buffer = buffer_of(take(queue))
+    assert taken(buffer, 8) == list(range(8))
+    assert buffer.num_lost == 0
 
 
 def test_rows_that_overlap_are_not_doubled() -> None:
-    feed = RowFeed()
-    feed.push(0, rows_of(0, 5))
-    feed.push(3, rows_of(13, 18))
-    assert positions(feed.take(0, 9)) == [0, 1, 2, 3, 4, 15, 16, 17]
+    buffer = RowBuffer()
+    buffer.push(0, rows_of(0, 5))
+    buffer.push(3, rows_of(13, 18))
+    assert positions(buffer.take(0, 9)) == [0, 1, 2, 3, 4, 15, 16, 17]
 
 
 def test_unknown_rows_that_overlap_are_counted_once() -> None:
-    feed = RowFeed()
-    feed.push(0, np.full((3, L, K), -1, np.int16), num_unknown=3)
-    feed.push(1, np.concatenate([np.full((2, L, K), -1, np.int16), rows_of(3, 5)]), num_unknown=2)
-    assert feed.num_unknown == 3
+    buffer = RowBuffer()
+    buffer.push(0, np.full((3, L, K), -1, np.int16), num_unknown=3)
+    buffer.push(1, np.concatenate([np.full((2, L, K), -1, np.int16), rows_of(3, 5)]), num_unknown=2)
+    assert buffer.num_unknown == 3
 
 
 def test_a_gap_over_what_was_taken() -> None:
-    feed = RowFeed()
-    feed.push(0, rows_of(0, 2))
-    assert positions(feed.take(0, 2)) == [0, 1]
-    feed.push(4, rows_of(4, 5))
-    assert positions(feed.take(2, 3)) == [-1]
-    assert positions(feed.take(3, 5)) == [-1, 4]
-    assert positions(feed.take(5, 7, (L, K))) == [-1, -1]
-    assert feed.num_lost == 4
+    buffer = RowBuffer()
+    buffer.push(0, rows_of(0, 2))
+    assert positions(buffer.take(0, 2)) == [0, 1]
+    buffer.push(4, rows_of(4, 5))
+    assert positions(buffer.take(2, 3)) == [-1]
+    assert positions(buffer.take(3, 5)) == [-1, 4]
+    assert positions(buffer.take(5, 7, (L, K))) == [-1, -1]
+    assert buffer.num_lost == 4
 
 
 def prompt_part(sender: str, first: int, end: int, value: int = 0) -> EngineCoreOutput:
@@ -622,9 +622,9 @@ def test_a_prompt_that_comes_in_parts(lost: int | None) -> None:
             frontend.step(prompt_part("0_a", first, first + 1))
     frontend.step(first_token("0_a"), first_token("1_a"))
     frontend.step(output("1_a", 1, first=3))
-    feeds = {choice.index: choice.routed_experts for choice in take(queue).outputs}
+    buffers = {choice.index: choice.routed_experts for choice in take(queue).outputs}
     expected = [-1 if at == lost else at for at in range(3)]
-    assert {index: taken(feed, 3 + index) for index, feed in feeds.items()} == {0: expected, 1: [*expected, 3]}
+    assert {index: taken(buffer, 3 + index) for index, buffer in buffers.items()} == {0: expected, 1: [*expected, 3]}
 
 
 def test_a_choice_has_the_prompt_that_is_whole() -> None:
@@ -634,8 +634,8 @@ def test_a_choice_has_the_prompt_that_is_whole() -> None:
     frontend.step(prompt_part("1_a", 0, 1, 100))
     frontend.step(prompt_part("0_a", 0, 3, 0), first_token("0_a"), first_token("2_a"))
     frontend.step(prompt_part("1_a", 1, 3, 100), first_token("1_a"))
-    feeds = {choice.index: choice.routed_experts for choice in take(queue).outputs}
-    assert [taken(feeds[index], 3) for index in range(3)] == [[0, 1, 2], [100, 101, 102], [0, 1, 2]]
+    buffers = {choice.index: choice.routed_experts for choice in take(queue).outputs}
+    assert [taken(buffers[index], 3) for index in range(3)] == [[0, 1, 2], [100, 101, 102], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (2, 0, 3, 1)])
@@ -647,8 +647,8 @@ def test_parts_of_two_engines_are_not_mixed(order: tuple[int, ...]) -> None:
     for index in order:
         frontend.step(prompt_part(*parts[index]))
     frontend.step(*(first_token(f"{index}_a") for index in range(3)))
-    feeds = {choice.index: choice.routed_experts for choice in take(queue).outputs}
+    buffers = {choice.index: choice.routed_experts for choice in take(queue).outputs}
     own, other = [0, 1, 2], [100, 101, 102]
-    got = [taken(feeds[index], 3) for index in range(3)]
+    got = [taken(buffers[index], 3) for index in range(3)]
     assert got[:2] == [own, other]
     assert got[2] == (other if order[0] == 2 else own)
