@@ -80,7 +80,7 @@ class Stream:
 
         def encode_all() -> None:
             for position in range(TOKENS):
-                encoder.row_text(row, position)
+                encoder.text(row, position)
 
         return 1e6 * fastest(self._repeats, encode_all)[0] / TOKENS
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import Rows, count_missing
+from routed_experts.protocol.codec import Rows
 
 OPT_IN_ARG = "routed_experts.opt_in"
 """Key in `SamplingParams.extra_args` that opts a request in; its value is `OptIn.encode()`."""
@@ -25,7 +25,7 @@ _HEADER_TYPE = np.dtype(np.int32)
 _WORDS = _HEADER_TYPE.itemsize // np.dtype(np.int16).itemsize
 _NO_ROWS, _ALONE = -1, -2
 """In place of the number of an output's packed rows: it has none at all, or they are in an array of their own."""
-_NOTHING = (_NO_ROWS, 0, 0)
+_NOTHING = (_NO_ROWS, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,10 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
 
     Gives what goes on an output before all others (`ROWS_OUTPUT_ID`); None if none of them has rows. It is a header of
     int32: the number of outputs, L and K; for each output the number of its packed rows; for each the position of its
-    first row; for each how many of its rows are not known. The small arrays follow: at hundreds of requests with a row
-    each, an array costs much more to encode and decode than its contents. Large arrays stay on their outputs, and are
-    not copied.
+    first row. The small arrays follow: at hundreds of requests with a row each, an array costs much more to encode and
+    decode than its contents. Large arrays stay on their outputs, and are not copied.
     """
-    counts, starts, unknown = [_NO_ROWS] * len(outputs), [0] * len(outputs), [0] * len(outputs)
+    counts, starts = [_NO_ROWS] * len(outputs), [0] * len(outputs)
     shape: tuple[int, ...] | None = None
     small: list[Rows] = []
     for index, output in enumerate(outputs):
@@ -115,7 +114,7 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
         starts[index], rows = output.routed_experts
         shape = rows.shape[1:]
         if rows.nbytes > SMALL_ARRAY_BYTES:
-            counts[index], unknown[index] = _ALONE, count_missing(rows)
+            counts[index] = _ALONE
             output.routed_experts = rows
         else:
             counts[index] = len(rows)
@@ -124,11 +123,7 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
     if shape is None:
         return None
     body = np.concatenate(small).reshape(-1) if small else np.empty(0, dtype=np.int16)
-    if body.min(initial=0) < 0:
-        of_small = [index for index, count in enumerate(counts) if count >= 0]
-        for index, rows in zip(of_small, small, strict=True):
-            unknown[index] = count_missing(rows)
-    header = np.array([len(outputs), *shape, *counts, *starts, *unknown], dtype=_HEADER_TYPE)
+    header = np.array([len(outputs), *shape, *counts, *starts], dtype=_HEADER_TYPE)
     packed: NDArray[np.int16] = np.concatenate([header.view(np.int16), body])
     return packed
 
@@ -138,14 +133,14 @@ class Unpacker:
 
     def __init__(self) -> None:
         self._message: object = None
-        self._entries: Iterator[tuple[int, int, int]] = repeat(_NOTHING)
+        self._entries: Iterator[tuple[int, int]] = repeat(_NOTHING)
         self._rows: Rows | None = None
         self._first = 0
 
-    def unpack(self, outputs: list[AnyOutput], message: object) -> Iterator[tuple[AnyOutput, int, Rows, int]]:
-        """Takes the rows off `outputs`. Gives each output that has some, the position of its first row, its rows, and
-        how many of them are not known. Rows that were packed are views of what came from the engine, so that whoever
-        keeps one keeps the message. Rows without a header before them have no position and are dropped.
+    def unpack(self, outputs: list[AnyOutput], message: object) -> Iterator[tuple[AnyOutput, int, Rows]]:
+        """Takes the rows off `outputs`. Gives each output that has some, the position of its first row, and its rows.
+        Rows that were packed are views of the message, so that whoever keeps one keeps the message. Rows without a
+        header before them have no position and are dropped.
 
         Args:
             outputs: the next slice of a message, from which the output that `pack` has added is removed.
@@ -155,18 +150,18 @@ class Unpacker:
             self._message, self._entries = message, repeat(_NOTHING)
         if outputs and outputs[0].request_id == ROWS_OUTPUT_ID:
             self._begin(outputs.pop(0).routed_experts)
-        for output, (count, start, num_unknown) in zip(outputs, self._entries, strict=False):
+        for output, (count, start) in zip(outputs, self._entries, strict=False):
             alone, output.routed_experts = output.routed_experts, None
             if count >= 0:
                 assert self._rows is not None
                 end = self._first + count
                 rows, self._first = self._rows[self._first : end], end
-                yield output, start, rows, num_unknown
+                yield output, start, rows
             elif count == _ALONE and alone is not None:
-                yield output, start, alone, num_unknown
+                yield output, start, alone
 
     def _begin(self, packed: NDArray[np.int16]) -> None:
         num_outputs, num_layers, top_k = packed[: 3 * _WORDS].view(_HEADER_TYPE).tolist()
-        table, body = np.split(packed[3 * _WORDS :], [3 * num_outputs * _WORDS])
-        self._entries = chain(zip(*table.view(_HEADER_TYPE).reshape(3, -1).tolist(), strict=True), repeat(_NOTHING))
+        table, body = np.split(packed[3 * _WORDS :], [2 * num_outputs * _WORDS])
+        self._entries = chain(zip(*table.view(_HEADER_TYPE).reshape(2, -1).tolist(), strict=True), repeat(_NOTHING))
         self._rows, self._first = body.reshape(-1, num_layers, top_k), 0

@@ -77,7 +77,6 @@ class Encoder:
         self._wire = _DTYPES[dtype]
         self._num_experts = num_experts
         self._layers = layers
-        self._is_bare = dtype == "int16" and layers is None
         num_layers, top_k = self._wire_shape = (shape[0] if layers is None else layers[1], shape[1])
         self._row_bytes = num_layers * top_k * self._wire.itemsize
         self._middle = f',{num_layers},{top_k}],"dtype":"{dtype}","start":'
@@ -104,27 +103,17 @@ class Encoder:
         Raises:
             LostRowsError: a row is not known, and the type cannot say so.
         """
-        rows = self._laid_out(rows)
-        if self.fmt == "list":
-            self._check_lost(self._count(rows, rows.tobytes()))
+        if self._layers is not None:
+            rows = self._laid_out(rows)
+        missing, data = self._counted(rows)
+        if self.fmt == "object":
+            data_text = pybase64.b64encode_as_string(data)
+            text = f'{{"data":"{data_text}","shape":[{len(rows)}{self._middle}{start},"missing":{missing}}}'
+        elif self.fmt == "list":
             text = orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
         else:
-            missing, data = self._counted(rows)
-            if self.fmt == "object":
-                text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
-            else:
-                header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
-                text = f'"{pybase64.b64encode_as_string(header + data)}"'
-        self.sent.num_bytes += len(text)
-        return text
-
-    def row_text(self, row: Rows, position: int) -> str:
-        """As `text`, of one row that is known, in the form `object`: what most chunks of streams bring."""
-        data: Any = row
-        if not self._is_bare:
-            data = (row if self._layers is None else spread_layers(row, *self._layers)).astype(self._wire)
-        text = f'{{"data":"{pybase64.b64encode_as_string(data)}","shape":[1{self._middle}{position},"missing":0}}'
-        self.sent.rows += 1
+            header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
+            text = f'"{pybase64.b64encode_as_string(header + data)}"'
         self.sent.num_bytes += len(text)
         return text
 
@@ -132,7 +121,7 @@ class Encoder:
         """Raises `LostRowsError` if the type cannot say that rows are not known, and some of `arrays` are not."""
         if self._wire.kind == "u":
             for rows in _blocks(arrays):
-                self._check_lost(_missing(rows, rows.tobytes()))
+                self._check_lost(count_missing(rows))
 
     def histogram(self, arrays: Iterable[Rows]) -> Histogram:
         """How often each expert of each layer was chosen in the rows of `arrays`; never one of a dense layer."""
@@ -203,20 +192,17 @@ class Encoder:
     def _counted(self, rows: Rows) -> tuple[int, bytes]:
         """How many of `rows`, which are sent, are not known, and their bytes on the wire."""
         data = rows.tobytes()
-        missing = self._count(rows, data)
-        return missing, data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
-
-    def _count(self, rows: Rows, data: bytes) -> int:
-        missing = _missing(rows, data)
-        self._check_lost(missing)
+        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
+        if missing:
+            self._check_lost(missing)
+            self.sent.missing += missing
         self.sent.rows += len(rows)
-        self.sent.missing += missing
-        return missing
+        return missing, data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
 
     def _counting(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
         """The rows of `arrays` in blocks, for lists."""
         for block in self._blocks(arrays):
-            self._count(block, block.tobytes())
+            self._counted(block)
             yield block
 
     def _blocks(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
@@ -240,11 +226,6 @@ class Encoder:
         described = {"descr": self._wire.str, "fortran_order": False, "shape": (num_rows, *self._wire_shape)}
         np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
         return buffer.getvalue()
-
-
-def _missing(rows: Rows, data: bytes) -> int:
-    """How many of `rows`, which are `data` in int16, are not known."""
-    return count_missing(rows) if _SOME_UNKNOWN in data else 0
 
 
 def _pack(value: Any) -> bytes:
@@ -302,24 +283,4 @@ def _json_rows(rows: Rows) -> bytes:
 
 
 def _msgpack_rows(rows: Rows) -> bytes:
-    """[L, K] arrays, one for each row. Without an object for each id, of which a long answer has millions."""
-    num_rows, num_layers, top_k = rows.shape
-    if rows.max(initial=0) <= 0x7F:  # and -1 too is one byte
-        ids = rows.astype(np.int8).view(np.uint8)
-    else:
-        wide = np.empty((*rows.shape, 3), dtype=np.uint8)
-        wide[..., 0] = 0xD1  # int16
-        wide[..., 1:] = rows.astype(">i2")[..., np.newaxis].view(np.uint8)
-        ids = wide.reshape(num_rows, num_layers, -1)
-    layers = _after_head(_array_head(top_k), ids)
-    return _after_head(_array_head(num_layers), layers.reshape(num_rows, -1)).tobytes()
-
-
-def _array_head(length: int) -> NDArray[np.uint8]:
-    """What stands before the items of an array in MessagePack."""
-    return np.frombuffer(_pack([0] * length)[:-length], dtype=np.uint8)
-
-
-def _after_head(head: NDArray[np.uint8], items: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`items` ([..., bytes]), each with `head` before it."""
-    return np.concatenate([np.broadcast_to(head, (*items.shape[:-1], len(head))), items], axis=-1)
+    return b"".join(map(_pack, rows.tolist()))

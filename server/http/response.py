@@ -140,16 +140,17 @@ class RoutedResponse:
         Raises:
             LostRowsError: a row is not known, and the type asked for cannot say so.
         """
-        body = body_of(self.response)
-        body["kv_transfer_params"] = to_wire(body.get("kv_transfer_params"))
-        marks, arrays = Placeholders(), list(self.rows.arrays())
-        prompts: list[str] = []
+        body = body_of(self.response, packed)
+        arrays = list(self.rows.arrays())
+        place = secrets.token_bytes(16)  # stands for each array until it is encoded; nobody can guess it
+        hole = msgspec.Raw(place) if packed else orjson.Fragment(place)
+        prompts: list[Any] = []
         for choice, _, rows in arrays:
             self.encoder.check(rows)
             if choice is None:
-                prompts.append(marks.next())
+                prompts.append(hole)
             else:
-                body["choices"][choice]["routed_experts"] = marks.next()
+                body["choices"][choice]["routed_experts"] = hole
         if prompts:
             body["prompt_routed_experts"] = self._one_or_list(prompts)
         if self.rows.options.histogram:
@@ -157,47 +158,28 @@ class RoutedResponse:
             body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
             for choice_body, counted in zip(body["choices"], of_choices, strict=True):
                 choice_body["routed_experts_histogram"] = counted
-        return self._parts(marks.split(encoded(body, packed), packed), arrays, packed)
+        return self._parts(encoded(body, packed).split(place), arrays, packed)
 
     def _parts(
-        self, texts: Iterator[tuple[bytes, int | None]], arrays: list[tuple[int | None, int, list[Rows]]], packed: bool
+        self, texts: list[bytes], arrays: list[tuple[int | None, int, list[Rows]]], packed: bool
     ) -> Iterator[bytes]:
         encode = self.encoder.msgpack_parts if packed else self.encoder.json_parts
-        for text, index in texts:
+        yield texts[0]
+        for text, (_, start, rows) in zip(texts[1:], arrays, strict=True):  # both in the order of the body
+            yield from encode(rows, start)
             yield text
-            if index is not None:
-                _, start, rows = arrays[index]
-                yield from encode(rows, start)
 
     def _one_or_list(self, items: list[Any]) -> Any:
         return items if self.is_list or len(items) > 1 else items[0]
 
 
-class Placeholders:
-    """Texts that stand in a body for arrays until it is encoded. Nobody can guess them."""
-
-    def __init__(self) -> None:
-        self._secret = secrets.token_hex(16)
-        self._count = 0
-
-    def next(self) -> str:
-        """The next mark."""
-        self._count += 1
-        return f"{self._secret}:{self._count - 1:06}"
-
-    def split(self, data: bytes, packed: bool) -> Iterator[tuple[bytes, int | None]]:
-        """The texts between marks, each with the index of the mark that ends it; None for the last."""
-        lead, end = (b"\xd9\x27", 6) if packed else (b'"', 7)  # of a text of 39 bytes; a quote ends it in JSON
-        text, *rest = data.split(lead + self._secret.encode() + b":")
-        for piece in rest:
-            yield text, int(piece[:6])
-            text = piece[end:]
-        yield text, None
-
-
-def body_of(response: Any) -> dict[str, Any]:
-    """vLLM's response as a JSON object, without its own field for routing, null where it is not used."""
+def body_of(response: Any, packed: bool) -> dict[str, Any]:
+    """vLLM's response as JSON or MessagePack (`packed`) can say it, without vLLM's own field for routing."""
     body: dict[str, Any] = response.model_dump()
+    if params := body.get("kv_transfer_params"):
+        body["kv_transfer_params"] = to_wire(params)
+    if packed:
+        body = msgspec.to_builtins(body, str_keys=True)
     for choice in body["choices"]:
         choice.pop("routed_experts", None)
     return body
@@ -206,7 +188,7 @@ def body_of(response: Any) -> dict[str, Any]:
 def encoded(body: dict[str, Any], packed: bool) -> bytes:
     """`body` as JSON or in MessagePack."""
     if packed:
-        return msgspec.msgpack.encode(msgspec.to_builtins(body, str_keys=True))
+        return msgspec.msgpack.encode(body)
     return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
 
 
@@ -228,7 +210,7 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     packed = wants_msgpack(raw_request.headers.get("accept", ""))
     headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))
     if not isinstance(answer, RoutedResponse):
-        body = body_of(answer)
+        body = body_of(answer, packed)
         if packed:
             return Response(encoded(body, packed), media_type=MSGPACK, headers=headers)
         return JSONResponse(body, headers=headers)

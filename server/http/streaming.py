@@ -44,7 +44,7 @@ class _Choice:
         prompt: that it answers.
         next_row: absolute position of the first row that was not sent with the choice.
         end: position behind the last row that its tokens so far make known.
-        feed: its rows, until the chunk that they belong to.
+        buffer: its rows, until the chunk that they belong to.
         finish: its `finish_reason`, once an output brought it.
         counted: rows for its histogram.
     """
@@ -149,9 +149,6 @@ class SSERewriter:
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """`chunks`, server-sent events, with the rows that belong to each. An error ends them with an event that says
         so, never with a connection that is cut."""
-        sent, max_bytes, options = self._encoder.sent, self._max_bytes, self._options
-        is_plain = options.rows and not options.histogram and self._encoder.fmt == "object"
-        row_text = self._encoder.row_text if is_plain else None
         state: _Choice | None = None
         try:
             async for chunk in chunks:
@@ -162,36 +159,27 @@ class SSERewriter:
                 if self._has_own_field:
                     chunk = chunk.replace(_OWN_FIELD, "", 1)
                 if state is None or not chunk.startswith(state.begin, begin):
-                    state = self._choices.get(_index_of_choice(chunk, begin))
-                if row_text is not None and state is not None and not (self._preface_chunks or state.prompt.is_pending):
-                    position = state.next_row
-                    if (
-                        position + 1 == state.end and (row := state.buffer.take_row(position)) is not None
-                    ):  # nearly always
-                        state.next_row = state.end
-                        text = row_text(row, position)
-                        row = None  # a reader that stalls would keep the engine's message with it
-                        if sent.num_bytes > max_bytes:
-                            self._check_size()
-                        yield f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
-                        continue
-                prompt = self._prompts.get(_index_of_choice(chunk, begin) // self._num_choices)
-                prompt_rows = self._take_prompt(prompt) if prompt is not None else None
+                    index = _index_of_choice(chunk, begin)
+                    state = self._choices.get(index)
+                    prompt = self._prompts.get(index // self._num_choices)
+                prompt_rows = self._take_prompt(prompt) if prompt is not None and prompt.is_pending else None
                 rows: list[Rows] = []
                 if self._preface_chunks > 0:
                     self._preface_chunks -= 1
                 elif state is not None:
-                    rows = [] if state.prompt.is_pending else self._take(state)
-                    if state.finish is not None and options.histogram:
+                    if not state.prompt.is_pending:
+                        rows = self._take(state)
+                    if self._options.histogram and state.finish is not None:
                         chunk = await self._with_histograms(chunk, state)
                         begin = _begin_of_choice(chunk)
-                next_row = state.next_row if state is not None else 0
-                if prompt_rows is None and not rows:
+                if prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:  # nearly always
+                    assert state is not None
+                    start = state.next_row - len(rows[0])
+                    yield f'{chunk[:begin]}"routed_experts":{self._text(rows.pop(), start)},{chunk[begin:]}'
+                elif prompt_rows is None and not rows:
                     yield chunk
-                elif prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:
-                    yield self._with_rows(chunk, begin, rows[0], next_row)
                 else:
-                    for line in self._lines(chunk, prompt_rows, rows, next_row):
+                    for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
                         yield line
                         await asyncio.sleep(0)  # so that nobody waits for all of a long prompt
         except Exception as error:
@@ -224,11 +212,10 @@ class SSERewriter:
         """Takes the rows that a choice's tokens made known, to be sent with its next chunk."""
         options, first = self._options, state.next_row
         shape = self._encoder.shape if state.is_complete else None
-        rows = [
-            own(each) for each in state.buffer.take(first, state.end, shape)
-        ]  # counted, or kept by a reader that stalls
-        state.next_row += sum(map(len, rows))
+        rows = state.buffer.take(first, state.end, shape)
+        state.next_row += len(rows[0]) if len(rows) == 1 else sum(map(len, rows))
         if options.histogram:
+            rows = [*map(own, rows)]
             prompt, own_rows = state.prompt, rows
             if self._is_joined and first < prompt.length:
                 before, own_rows = split(rows, prompt.length - first)
@@ -244,12 +231,6 @@ class SSERewriter:
         is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
         return [_joined([], self._encoder.shape)] if is_due else []
 
-    def _with_rows(self, chunk: str, begin: int, rows: Rows, next_row: int) -> str:
-        """`chunk`, whose choice begins at `begin`, with `rows`, behind which `next_row` is."""
-        text = self._encoder.text(rows, next_row - len(rows))
-        self._check_size()
-        return f'{chunk[:begin]}"routed_experts":{text},{chunk[begin:]}'
-
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
         """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line.
 
@@ -258,6 +239,7 @@ class SSERewriter:
             next_row: position behind the last of `rows`.
         """
         has_prompt, prompt_rows = prompt_rows is not None, prompt_rows or []
+        rows = [*map(own, rows)]  # a reader that stalls keeps them, and not the engine's message
         num_prompt, num_rows = sum(map(len, prompt_rows)), sum(map(len, rows))
         next_prompt_row = self._options.prompt_start
         fit = self._line_rows
@@ -273,23 +255,21 @@ class SSERewriter:
                 piece, prompt_rows = split(
                     prompt_rows, _rows_of_line(num_prompt, line, count) if num_prompt >= count else 1
                 )
-                text = self._with_prompt(text, _joined(piece, self._encoder.shape), next_prompt_row)
-                next_prompt_row += sum(map(len, piece))
+                array, begin = _joined(piece, self._encoder.shape), len(_DATA) + 1
+                text = f'{text[:begin]}"prompt_routed_experts":{self._text(array, next_prompt_row)},{text[begin:]}'
+                next_prompt_row += len(array)
             piece, rows = split(rows, _rows_of_line(num_rows, line, count))
             if piece:
-                first += sum(map(len, piece))
-                text = self._with_rows(text, _begin_of_choice(text), _joined(piece, self._encoder.shape), first)
+                array, begin = _joined(piece, self._encoder.shape), _begin_of_choice(text)
+                text = f'{text[:begin]}"routed_experts":{self._text(array, first)},{text[begin:]}'
+                first += len(array)
             yield text
 
-    def _with_prompt(self, chunk: str, rows: Rows, start: int) -> str:
+    def _text(self, rows: Rows, start: int) -> str:
         text = self._encoder.text(rows, start)
-        self._check_size()
-        at = len(_DATA) + 1
-        return f'{chunk[:at]}"prompt_routed_experts":{text},{chunk[at:]}'
-
-    def _check_size(self) -> None:
-        if self._encoder.sent.num_bytes > self._max_bytes:
-            raise StreamLimitError("the routing of this answer is larger than --routed-experts-max-response-bytes")
+        if self._encoder.sent.num_bytes <= self._max_bytes:
+            return text
+        raise StreamLimitError("the routing of this answer is larger than --routed-experts-max-response-bytes")
 
     async def _with_histograms(self, chunk: str, state: _Choice) -> str:
         """`chunk`, the last of a choice, with the choice's histogram and, once, its prompt's."""

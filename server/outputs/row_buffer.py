@@ -10,7 +10,7 @@ import numpy as np
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
-from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
+from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.outputs.kv_handoff import put_rows
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -53,7 +53,6 @@ class RowBuffer:
         request_id: for the log.
 
     Attributes:
-        num_unknown: how many of the rows that came are not known, those in gaps included.
         num_lost: how many rows did not arrive.
     """
 
@@ -68,11 +67,10 @@ class RowBuffer:
         "_room",
         "_shape",
         "num_lost",
-        "num_unknown",
     )
 
     def __init__(self, request_id: str = "") -> None:
-        self.num_unknown = self.num_lost = 0
+        self.num_lost = 0
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
         self._offers: dict[
@@ -88,12 +86,9 @@ class RowBuffer:
         """Position behind the last row that has arrived, prompts of other choices left out; -1 before any."""
         return self._end
 
-    def push(self, start: int, rows: Rows, num_unknown: int = 0) -> None:
+    def push(self, start: int, rows: Rows) -> None:
         """Adds `rows` ([n, L, K]), of which the first is at position `start`. Where few rows wait for more they are
         copied, so that the message of the engine that they are a view of can go.
-
-        Args:
-            num_unknown: how many of them are not known.
         """
         if start != self._end:
             if self._end < 0 and self._offers:
@@ -105,12 +100,10 @@ class RowBuffer:
                 self._append(self._lost(self._end, start - self._end))
             else:
                 rows = rows[self._end - start :]
-                num_unknown = count_missing(rows)
         if len(rows):
-            self.num_unknown += num_unknown
             self._append(rows)
 
-    def push_prompt(self, sender: str, is_own: bool, start: int, rows: Rows, num_unknown: int) -> None:
+    def push_prompt(self, sender: str, is_own: bool, start: int, rows: Rows) -> None:
         """As `push`, of rows of the prompt that the engine sent before the first token of the choice `sender`, this one
         or another of the same prompt. Its own go before those of others.
 
@@ -119,9 +112,9 @@ class RowBuffer:
         """
         if is_own:
             self._offers.clear()
-            self.push(start, rows, num_unknown)
+            self.push(start, rows)
         elif self._end < 0:
-            self._offers.setdefault(sender, RowBuffer(self._request_id)).push(start, rows, num_unknown)
+            self._offers.setdefault(sender, RowBuffer(self._request_id)).push(start, rows)
 
     def _accept(self, end: int) -> None:
         """Begins with the prompt of another choice: one that is complete up to position `end`, else the longest."""
@@ -129,7 +122,6 @@ class RowBuffer:
         self._offers.clear()
         self._first = self._end = best._first
         self._shape = best._shape
-        self.num_unknown += best.num_unknown
         self.num_lost += best.num_lost
         for rows in best._arrays:
             self._append(rows)
@@ -162,15 +154,7 @@ class RowBuffer:
             "Request %r: %d rows from position %d on did not arrive and are sent as -1.", self._request_id, count, start
         )
         self.num_lost += count
-        self.num_unknown += count
         return np.full((count, *self._shape), UNKNOWN, dtype=np.int16)
-
-    def take_row(self, position: int) -> Rows | None:
-        """[1, L, K], if the row at `position` is the only one that waits, and all that came are known."""
-        if self._first != position or self._end != position + 1 or self.num_unknown:
-            return None
-        self._first = self._end
-        return self._arrays.pop()
 
     def take(self, first: int, end: int, shape: tuple[int, int] | None = None) -> list[Rows]:
         """The rows from position `first` to `end` in order, or fewer if they have not arrived. Rows before `first` are
@@ -182,22 +166,22 @@ class RowBuffer:
         if self._end < 0 and self._offers:  # no row of its own has come
             self._accept(end)
         arrays = self._arrays
+        if self._first == first and self._end == end and len(arrays) == 1:  # nearly always
+            self._arrays, self._first, self._joined, self._room = [], end, 0, None
+            return arrays
         self._joined, self._room = 0, None
-        if self._first == first < self._end <= end and len(arrays) == 1:  # nearly always
-            taken, self._arrays, at = arrays, [], self._end
-        else:
-            taken, at = [], first
-            if at < self._first:
-                at = min(self._first, end)
-                if at > first:
-                    taken.append(self._lost(first, at - first))
-            _, arrays = split(arrays, max(at - self._first, 0))
-            some, arrays = split(arrays, max(end - at, 0))
-            at += sum(map(len, some))
-            taken += some
-            if arrays and arrays[0] is not self._arrays[-len(arrays)]:
-                arrays[0] = arrays[0].copy()  # a view would keep the rows before it
-            self._arrays = arrays
+        taken, at = [], first
+        if at < self._first:
+            at = min(self._first, end)
+            if at > first:
+                taken.append(self._lost(first, at - first))
+        _, arrays = split(arrays, max(at - self._first, 0))
+        some, arrays = split(arrays, max(end - at, 0))
+        at += sum(map(len, some))
+        taken += some
+        if arrays and arrays[0] is not self._arrays[-len(arrays)]:
+            arrays[0] = arrays[0].copy()  # a view would keep the rows before it
+        self._arrays = arrays
         self._first = self._end - sum(map(len, self._arrays))
         if shape is not None and at < end:
             self._shape = shape
@@ -290,17 +274,17 @@ class RowBuffers:
         if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # they are nowhere else
             self._take_stats(engine_core_outputs.pop(0))
         states = self._processor.request_states
-        for output, start, rows, num_unknown in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
+        for output, start, rows in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
             if (state := states.get(output.request_id)) is not None:
-                _buffer_of(state).push(start, rows, num_unknown)
+                _buffer_of(state).push(start, rows)
             elif (sender := request_of_prompt(output.request_id)) is not None:
-                self._take_prompt(sender, start, rows, num_unknown)
+                self._take_prompt(sender, start, rows)
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
         if self.every_request is not None:  # an engine without tasks that read from it returns its outputs
             self.every_request.fill(processed.request_outputs)
         return processed
 
-    def _take_prompt(self, sender: str, start: int, rows: Rows, num_unknown: int) -> None:
+    def _take_prompt(self, sender: str, start: int, rows: Rows) -> None:
         """Gives a prompt's rows to the request that they were sent with, and to all others of it that have none; those
         share one array.
 
@@ -314,7 +298,7 @@ class RowBuffers:
         parent = state.parent_req if state is not None else parents.get(_parent_of(sender))
         for each in (sender,) if parent is None else parent.child_requests:
             if (state := states.get(each)) is not None:
-                _buffer_of(state).push_prompt(sender, each == sender, start, rows, num_unknown)
+                _buffer_of(state).push_prompt(sender, each == sender, start, rows)
 
     def _take_stats(self, output: EngineCoreOutput) -> None:
         if self.on_stats is not None:

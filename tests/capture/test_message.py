@@ -54,9 +54,8 @@ def sent(outputs: list[Output]) -> list[Output]:
 
 
 def unpack(unpacker: Unpacker, outputs: list[Output], message: object) -> list[Output]:
-    """Puts the rows back on the outputs that they are of, and checks how many are unknown."""
-    for output, start, rows, num_unknown in list(unpacker.unpack(outputs, message)):
-        assert num_unknown == sum(bool((row == -1).any()) for row in rows)
+    """Puts the rows back on the outputs that they are of."""
+    for output, start, rows in list(unpacker.unpack(outputs, message)):
         output.routed_experts = PlacedRows(start, rows)
     return outputs
 
@@ -115,25 +114,10 @@ def test_what_was_unpacked_is_off_the_outputs() -> None:
     assert placed(arrived) == [None] * 4
 
 
-@pytest.mark.parametrize("unknown", [None, 0, 1, 2])
-@pytest.mark.parametrize("slice_size", [1, 99])
-def test_how_many_rows_of_each_output_are_unknown(unknown: int | None, slice_size: int) -> None:
-    """A row of which one id is unknown is an unknown row."""
-    outputs = [Output(PlacedRows(0, np.zeros((count, L, K), dtype=np.int16))) for count in (3, LARGE, 2)]
-    if unknown is not None:
-        outputs[unknown].routed_experts.rows[-2:, -1, -1] = -1
-    arrived = sent(outputs)
-    unpacker, counts = Unpacker(), []
-    for first in range(0, len(arrived), slice_size):
-        counts += [number for *_, number in unpacker.unpack(arrived[first : first + slice_size], message=1)]
-    assert counts == [2 if index == unknown else 0 for index in range(3)]
-
-
-@pytest.mark.parametrize("expert", [-1, 0])
-def test_a_row_that_is_too_large_to_be_packed(expert: int) -> None:
-    outputs = [Output(PlacedRows(7, np.full((1, SMALL_ARRAY_BYTES, 1), expert, dtype=np.int16)))]
-    ((_, start, rows, num_unknown),) = Unpacker().unpack(sent(outputs), message=1)
-    assert (start, len(rows), num_unknown) == (7, 1, int(expert < 0))
+def test_a_row_that_is_too_large_to_be_packed() -> None:
+    outputs = [Output(PlacedRows(7, np.zeros((1, SMALL_ARRAY_BYTES, 1), dtype=np.int16)))]
+    ((_, start, rows),) = Unpacker().unpack(sent(outputs), message=1)
+    assert (start, len(rows)) == (7, 1)
 
 
 def test_what_is_left_of_one_message_is_not_taken_for_another() -> None:

@@ -469,8 +469,7 @@ class Client:
         if message.outputs and message.outputs[0].request_id == STATS_OUTPUT_ID:
             self.stats.append(EngineStats.decode(message.outputs.pop(0).kv_transfer_params))
         unpacked = list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp))
-        for output, start, rows, num_unknown in unpacked:
-            assert num_unknown == (rows == -1).any(axis=(1, 2)).sum()
+        for output, start, rows in unpacked:
             output.routed_experts = start, rows
         self.messages.append([output.request_id for output in message.outputs])
         for output in message.outputs:

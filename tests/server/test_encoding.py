@@ -78,17 +78,6 @@ def test_all_ways_say_the_same(shape: tuple[int, int, int], fmt: Any, dtype: str
 
 
 @pytest.mark.parametrize("layers", ["moe", "all"])
-@pytest.mark.parametrize("dtype", ["int16", "int32", "uint16", "uint8"])
-@pytest.mark.parametrize("shape", SHAPES[:2])
-def test_a_row_alone_has_the_text_of_an_array_of_one(shape: tuple[int, int, int], dtype: str, layers: str) -> None:
-    row = rows_of(1, shape, unknown=False)
-    own, other = encoder("object", dtype, shape, layers), encoder("object", dtype, shape, layers)
-    assert own.row_text(row, 70_000) == other.text(row, 70_000)
-    assert own.sent == other.sent
-    assert own.sent.rows == 1
-
-
-@pytest.mark.parametrize("layers", ["moe", "all"])
 @pytest.mark.parametrize("fmt", FORMS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_array_fits_the_line_that_it_was_cut_for(shape: tuple[int, int, int], fmt: Any, layers: str) -> None:

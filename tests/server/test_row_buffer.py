@@ -419,28 +419,9 @@ def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
     assert len(rest) < 300
 
 
-@pytest.mark.parametrize("unknown", [None, "a", "b"])
-def test_a_row_that_comes_alone_is_looked_at_where_any_before_it_is_unknown(unknown: str | None) -> None:
-    frontend = Frontend()
-    queues = {request_id: frontend.add(request_id) for request_id in "ab"}
-    frontend.step(*(output(request_id, 1, first=0, rows=3) for request_id in "ab"))
-    buffers = {request_id: buffer_of(take(queue)) for request_id, queue in queues.items()}
-    assert [positions(buffer.take(0, 3)) for buffer in buffers.values()] == [[0, 1, 2]] * 2
-    outputs = [output(request_id, 1, first=3) for request_id in "ab"]
-    if unknown is not None:
-        outputs["ab".index(unknown)].routed_experts.rows[:, 1, 2] = -1  # one id, and not the first
-    frontend.step(*outputs)
-    for request_id, buffer in buffers.items():
-        row = buffer.take_row(3)
-        assert (row is None) == (request_id == unknown)
-        if row is None:
-            assert len(buffer.take(3, 4)) == 1
-        assert buffer.take_row(4) is None
-
-
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_a_row_that_is_not_known_is_sent_as_missing(at: int) -> None:
-    """From the engine's message to the chunks of a stream, where a row that comes alone is not searched for -1."""
+    """From the engine's message to the chunks of a stream."""
     frontend = Frontend()
     queue = frontend.add("a")
 
@@ -510,7 +491,7 @@ def test_a_prompt_that_is_lost_leaves_a_gap_at_its_place() -> None:
         frontend.step(output("a", 1, first=position))
     buffer = buffer_of(take(queue))
     assert taken(buffer, 5) == [-1, -1, -1, 3, 4]
-    assert buffer.num_lost == buffer.num_unknown == 3
+    assert buffer.num_lost == 3
 
 
 @pytest.mark.parametrize("lost", range(1, 5))
@@ -529,7 +510,6 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: int, caplog: pyt
     first, end = ((0, 3), (3, 4), (4, 6), (6, 9), (9, 10))[lost]
     assert taken(buffer, 10) == [-1 if first <= at < end else at for at in range(10)]
     assert buffer.num_lost == end - first
-    assert buffer.take_row(9) is None
     assert f"{end - first} rows from position {first} on did not arrive" in caplog.text
     logging.getLogger("vllm").removeHandler(caplog.handler)
 
@@ -588,13 +568,6 @@ def test_rows_that_overlap_are_not_doubled() -> None:
     buffer.push(0, rows_of(0, 5))
     buffer.push(3, rows_of(13, 18))
     assert positions(buffer.take(0, 9)) == [0, 1, 2, 3, 4, 15, 16, 17]
-
-
-def test_unknown_rows_that_overlap_are_counted_once() -> None:
-    buffer = RowBuffer()
-    buffer.push(0, np.full((3, L, K), -1, np.int16), num_unknown=3)
-    buffer.push(1, np.concatenate([np.full((2, L, K), -1, np.int16), rows_of(3, 5)]), num_unknown=2)
-    assert buffer.num_unknown == 3
 
 
 def test_a_gap_over_what_was_taken() -> None:

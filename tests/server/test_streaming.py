@@ -176,35 +176,25 @@ def test_rows_that_came_early_wait_for_their_tokens() -> None:
     assert [positions(chunk) for chunk in chunks] == [None, [3], [4]]
 
 
-ALONE = [
-    ({}, True),
-    ({"layout": "joined"}, True),
-    ({"prompt_start": 3}, True),
-    ({"dtype": "uint8"}, True),
-    ({"dtype": "int32"}, True),
-    ({"histogram": True}, False),
-    ({"histogram": True, "rows": False}, False),
-    ({"format": "npy"}, False),
+OPTIONS_AT_RANDOM: list[dict[str, Any]] = [
+    {},
+    {"layout": "joined"},
+    {"prompt_start": 3},
+    {"dtype": "uint8"},
+    {"histogram": True},
+    {"histogram": True, "rows": False},
+    {"format": "npy"},
 ]
-"""Options, and whether rows that come alone may go the short way."""
 
 
 @pytest.mark.parametrize(("num_choices", "preface"), [(1, 0), (1, 1), (3, 0), (3, 3), (12, 0)])
-@pytest.mark.parametrize(("options", "is_short"), ALONE, ids=str)
-def test_a_row_that_comes_alone_is_sent_like_any_other(
-    options: dict[str, Any], is_short: bool, num_choices: int, preface: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("options", OPTIONS_AT_RANDOM, ids=str)
+def test_rows_at_random(options: dict[str, Any], num_choices: int, preface: int) -> None:
     """Steps of one token and of several, late rows and surplus ones, and chunks that are held back: each row once, at
-    its position, and the same chunks as where rows might be unknown, so that none goes the short way."""
-    prompt_len, short, row_text = 4, [0], Encoder.row_text
+    its position."""
+    prompt_len = 4
 
-    def counting(encoder: Encoder, row: np.ndarray, position: int) -> str:
-        short[0] += 1
-        return row_text(encoder, row, position)
-
-    monkeypatch.setattr(Encoder, "row_text", counting)
-
-    def stream_of(seed: int, is_known: bool) -> tuple[list[Chunk], list[int]]:
+    def stream_of(seed: int) -> tuple[list[Chunk], list[int]]:
         rng, held, outputs = random.Random(seed), random.Random(seed + 1), []
         engines = [Engine(prompt_len, options.get("prompt_start", 0), index) for index in range(num_choices)]
         alive = list(engines)
@@ -212,7 +202,6 @@ def test_a_row_that_comes_alone_is_sent_like_any_other(
         def results() -> Iterator[Result]:
             while alive:
                 engine = rng.choice(alive)
-                engine.buffer.num_unknown = int(not is_known)
                 ends = engine.tokens > 5 and rng.random() < 0.2
                 tokens, late, surplus = rng.choice([1, 1, 1, 1, 2, 3]), rng.random() < 0.1, rng.choice([0, 0, 2])
                 outputs.append(
@@ -228,11 +217,7 @@ def test_a_row_that_comes_alone_is_sent_like_any_other(
         return chunks, [engine.tokens for engine in engines]
 
     for seed in range(30):
-        chunks, tokens = stream_of(seed, is_known=True)
-        assert (short[0] > 0) == is_short
-        used, (same, _) = short[0], stream_of(seed, is_known=False)
-        assert short[0] == used
-        assert chunks == same
+        chunks, tokens = stream_of(seed)
         if options.get("format") or not options.get("rows", True):
             continue
         first = 0 if options.get("layout") == "joined" else prompt_len
