@@ -39,7 +39,7 @@ class HostCache:
 
     @property
     def used_bytes(self) -> int:
-        """Memory that the rows that were written take."""
+        """Bytes of rows written so far."""
         return int(np.count_nonzero(self._written)) * self._row_type.itemsize
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:

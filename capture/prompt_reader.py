@@ -1,4 +1,4 @@
-"""Reading the rows of long prompts from the host cache, in a thread beside the scheduler's."""
+"""Reads rows of long prompts from the host cache in a thread, so that scheduler steps do not wait for them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -77,7 +77,7 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
 
     Raises:
         RoutingError: rows between two turns are missing; a turn's prompt is not what came before it (a chat template
-            that drops or rewrites tokens), as far as the answers have token ids.
+            that drops or rewrites tokens), as far as the responses have token ids.
     """
     joined = turns[0]
     for turn in turns[1:]:
@@ -144,7 +144,7 @@ def align(
     pad: ArrayLike = UNKNOWN,
     dtype: DTypeLike = np.int16,
 ) -> NDArray[np.integer[Any]]:
-    """The rows [B, length, L, K] of a padded batch of whole sequences: row p of an answer stands where token p stands.
+    """The rows [B, length, L, K] of a padded batch of whole sequences: row p of a response stands where token p stands.
 
     >>> routing = Routing(np.array([[[3, 1]], [[0, 2]]], np.int16))  # of three tokens
     >>> align([routing], length=5, padding="left", last=-1)[0, :, 0].tolist()

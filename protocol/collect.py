@@ -33,7 +33,7 @@ from routed_experts.protocol.sse import EventError, EventReader
 
 
 class RoutingError(ValueError):
-    """An answer that is not whole, or not possible."""
+    """A response that is not whole, or not possible."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,10 +43,10 @@ class Routing:
     Attributes:
         rows: [n, L, K] expert ids of the positions `start` to `end`; -1 where the server could not know them.
         start: absolute position of the first row.
-        prompt_len: P, tokens of the prompt; None where the answer does not say it (joined layout without token ids).
-        index: the choice's index in the answer.
-        prompt_token_ids, token_ids: where the answer has them (`return_token_ids`).
-        finish_reason: None where the answer broke off.
+        prompt_len: P, tokens of the prompt; None where the response does not say it (joined layout without token ids).
+        index: the choice's index in the response.
+        prompt_token_ids, token_ids: where the response has them (`return_token_ids`).
+        finish_reason: None where the response broke off.
     """
 
     rows: Rows
@@ -85,7 +85,7 @@ class Routing:
 
 
 class Asked(TypedDict, total=False):
-    """What the request asked for, where the answer does not say it.
+    """What the request asked for, where the response does not say it.
 
     Attributes:
         prompt_start: `routed_experts_prompt_start`; the forms `npy`, `raw` and `list` do not say positions. Checked
@@ -103,15 +103,15 @@ class Asked(TypedDict, total=False):
 
 
 def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
-    """The rows of each choice of an answer, in the order of their indices.
+    """The rows of each choice of a response, in the order of their indices.
 
     Args:
-        source: an answer (dict, object of the OpenAI client, or JSON body as text or bytes), or an iterator over a
+        source: a response (dict, object of the OpenAI client, or JSON body as text or bytes), or an iterator over a
             stream's chunks, lines or bytes.
         asked: see `Asked`.
 
     Raises:
-        RoutingError: rows are missing, doubled or of another shape; the answer is an error or was cut short.
+        RoutingError: rows are missing, doubled or of another shape; the response is an error or was cut short.
     """
     collector = Collector(**asked)
     if isinstance(source, bytearray | memoryview):
@@ -132,7 +132,7 @@ async def collect_async(source: AsyncIterable[Any], **asked: Unpack[Asked]) -> l
 
 
 class Collector:
-    """Takes an answer chunk by chunk, for programs that do something else with the chunks too."""
+    """Takes a response chunk by chunk, for programs that do something else with the chunks too."""
 
     def __init__(self, **asked: Unpack[Asked]) -> None:
         self._asked = asked
@@ -168,7 +168,7 @@ class Collector:
         """The rows of each choice of a finished answer.
 
         Raises:
-            RoutingError: the answer was cut short, or has fewer or more rows than its tokens need.
+            RoutingError: the response was cut short, or has fewer or more rows than its tokens need.
         """
         if self._events is not None and not self._events.done:
             raise RoutingError("the stream ended without [DONE]")
@@ -320,7 +320,7 @@ class _Choice:
 
 
 def _check_length(routing: Routing) -> None:
-    """Raises `RoutingError` where the answer says its tokens and the rows are not theirs."""
+    """Raises `RoutingError` where the response says its tokens and the rows are not theirs."""
     if routing.token_ids is None or routing.prompt_len is None:
         return
     expected = max(routing.prompt_len + len(routing.token_ids) - 1, routing.start)

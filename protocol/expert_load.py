@@ -83,7 +83,7 @@ class ExpertLoad:
 
 
 def expert_load(counts: ArrayLike) -> ExpertLoad:
-    """What `counts` [L, E], of `count_experts` or of an answer's histogram, say about each layer.
+    """What `counts` [L, E], of `count_experts` or of a response's histogram, say about each layer.
 
     >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]])
     >>> found.load.tolist()

@@ -247,7 +247,7 @@ class CaptureInfo(BaseModel):
 
 
 class RoutedExpertsInfo(BaseModel):
-    """What the arrays mean for the served model: the answer of `GET /v1/routed_experts`, constant while it runs."""
+    """What the arrays mean for the served model: the response of `GET /v1/routed_experts`, constant while it runs."""
 
     model: str
     num_layers: int

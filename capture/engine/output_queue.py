@@ -1,4 +1,4 @@
-"""The rows of prompts on their way out of the engine, ahead of their requests' first tokens."""
+"""Sends the rows of prompts to the API process, ahead of the first tokens of their requests."""
 
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -9,22 +9,22 @@ from routed_experts.capture.message import ROWS_OUTPUT_ID, PlacedRows, pack, pro
 from routed_experts.protocol.codec import Rows
 
 _PART_BYTES = 8 << 20
-"""Bytes of prompts' rows in a message that also brings tokens to other requests, which wait for about 3 ms of transport
-then. A prompt of 32k tokens (Qwen3-30B-A3B) goes in three or four steps."""
+"""Most bytes of prompt rows in a message that also brings tokens to other requests: those wait about 3 ms for it. A
+prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
 
 _BACKLOG_SHARE = 4
-"""Where so many times as much waits, more goes in each message: steps of long prefills bring more than that."""
+"""If more than this many parts wait, each message takes 1 / _BACKLOG_SHARE of them: long prefills add more per step."""
 
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt's rows that have not been sent, and what may not be sent before them.
+    """Pending prompt rows, and the outputs held back until they are sent.
 
     Attributes:
         client: index of the API process.
-        key: what its requests follow.
+        key: identifies the prompt; its requests follow it.
         start: absolute position of the first row.
-        rows: [n, L, K], or what will be.
+        rows: [n, L, K], or a future of them.
         num_sent: how many of them have been sent.
         followers: outputs of its requests, in their order.
         requests: ids of its requests that have had a token; the rows were asked for with that of the first.
@@ -64,8 +64,8 @@ class _Prompt:
 class OutputQueue:
     """Sends each prompt's rows once, before any token of its requests.
 
-    Rows that a thread still reads, or that do not fit a message, keep the outputs of their prompt's requests back, and
-    nobody else's.
+    Outputs of a prompt's requests wait for its rows, while a thread reads them or they do not fit a message. Other
+    requests do not wait.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and knows what each request is owed."""
+"""The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -40,11 +40,11 @@ from routed_experts.protocol.codec import UNKNOWN, Rows
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
 
 _PROMPT_READ_WAIT_S = 1e-3
-"""Seconds that a step waits for rows of prompts that a thread reads: enough for most, and little for all others."""
+"""Seconds that a step waits for prompt rows that a thread reads: enough for most reads, short for other requests."""
 
 _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 _AT_ONCE_BYTES = 4 << 20
-"""Rows of prompts that a step reads itself, in a millisecond or so; a thread reads what is beyond."""
+"""Bytes of prompt rows that a step reads itself, in about a millisecond; a thread reads the rest."""
 
 _SENT_PROMPTS = 8192
 """How many prompts with several requests are remembered as sent."""
@@ -66,7 +66,7 @@ class ScheduledStep:
         blocks: its block table (vLLM's objects), if the step brings the first tokens after a prefill whose rows lie in
             the host cache.
         loads: of KV that a connector loads before the step runs, or beside it.
-        keeps: of KV that it copies out, some before the step runs, others after it.
+        keeps: stores of KV that the connector copies out, some before the step runs, others after it.
     """
 
     starts: dict[str, int] = field(default_factory=dict)
@@ -297,7 +297,7 @@ class SchedulerConnector:
         return None if self._loads is None else self._loads.handed
 
     def receive_rows(self, request: Request, config: KVTransferConfig | None) -> None:
-        """Takes rows, or the wish for them, out of `kv_transfer_params`, which the connector and the workers get.
+        """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers see it.
 
         What would end the engine goes as a whole: over HTTP it is refused, but programs can put any object there.
         """
@@ -371,8 +371,8 @@ class SchedulerConnector:
     def take_output(self, request: Request, output: Any) -> PlacedRows | None:
         """Called for each request that a step brought tokens to, after they were appended.
 
-        Returns the generated rows that became known with those tokens, for `pack`; None without the opt-in. The
-        prompt's go into the outbox.
+        Returns the generated rows that became known with those tokens, for `pack`; None without the opt-in. Prompt
+        rows go into the output queue.
         """
         req_id = request.request_id
         state = self._tracked.get(req_id)

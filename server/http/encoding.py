@@ -1,7 +1,7 @@
-"""Rows into the bytes of an answer, in the form that a request asked for.
+"""Encodes rows in the form that a request asked for.
 
-Arrays of long answers are encoded block by block, so that nobody else waits for all of one. `protocol.codec.encode`
-says the same in plain terms; the tests compare the two.
+Arrays of long responses are encoded block by block, so that other requests do not wait for a whole one. The tests
+compare the bytes with `protocol.codec.encode`, which states the forms in plain terms.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,11 +38,11 @@ class LostRowsError(CodecError):
 
 @dataclass(slots=True)
 class Sent:
-    """What one answer has sent so far.
+    """What one response has sent so far.
 
     Attributes:
         rows: in all of its arrays.
-        missing: those that are not known.
+        missing: rows that are not known.
         num_bytes: of the arrays, as encoded.
     """
 

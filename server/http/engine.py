@@ -16,7 +16,7 @@ class CapturedEngine:
     """A server without capture has none.
 
     Attributes:
-        info: the answer of `GET /v1/routed_experts`.
+        info: the response of `GET /v1/routed_experts`.
     """
 
     engine: AsyncLLM

@@ -1,4 +1,4 @@
-"""What `/metrics` says of the capture, beside vLLM's own metrics. `docs/metrics.md` explains each.
+"""Metrics of the capture, next to vLLM's own in `/metrics`. `docs/metrics.md` explains each.
 
 vLLM serves what is registered with prometheus_client in this process. With several API processes it adds up what each
 wrote into a file, which the metrics of an engine survive only because one API process alone gets its numbers.
@@ -58,7 +58,7 @@ for _reason in (_NOT_CAPTURED, _NOT_ARRIVED):
 
 
 def count_answer(sent: Sent, lost: int) -> None:
-    """Counts an answer that has ended.
+    """Counts a response that has ended.
 
     Args:
         lost: how many rows did not arrive from the engine.
@@ -99,7 +99,7 @@ class EngineMetrics:
 
 
 async def watch_buffers(buffers: Sized, interval_s: float = 1.0) -> None:
-    """Keeps the number of open buffers up to date: vLLM tells nobody when a request has ended or was aborted."""
+    """Updates the number of open buffers once a second: vLLM has no hook for requests that end or abort."""
     while True:
         FEEDS_OPEN.set(len(buffers))
         await asyncio.sleep(interval_s)

@@ -61,7 +61,7 @@ class RoutedExpertsPlugin:
         app.add_middleware(DrainMiddleware, drain=app.state.drain)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Runs before the port answers.
+        """Runs before the server listens.
 
         Raises:
             SelfTestError: the capture does not bring back what it should.
@@ -77,7 +77,7 @@ class RoutedExpertsPlugin:
         defaults = defaults_of(args, captured)
         rebind_classes(state, captured, MAX_RESPONSE_BYTES)
         if captured is not None:
-            await probe(self._app, captured, args, model)  # before what the operator says of other requests
+            await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults
         state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         rebind_classes(state, captured, getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES))
@@ -122,7 +122,7 @@ def captures(engine: AsyncLLM) -> bool:
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:
-    """Logs what to open and what to paste, once the server answers."""
+    """Logs the page's address and a curl command once the server listens."""
     while not getattr(getattr(state, "server", None), "started", False):
         await asyncio.sleep(0.1)
     captured: CapturedEngine | None = state.captured_engine

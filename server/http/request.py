@@ -1,4 +1,4 @@
-"""What a request says of routing: read from its body, checked, and told to the engine."""
+"""The request fields for routing: read from the body, checked, and passed to the engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -38,7 +38,7 @@ class RoutedRequest(RoutingFields):
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_odd_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Makes odd values of vLLM's fields the client's error, where vLLM answers with 500.
+        """Turns odd values of vLLM's own fields into a 400; vLLM returns 500 for them.
 
         Some of its validators see a field before its type is checked, and take a type for granted. Integers that the
         message to the engine cannot hold fail when it is sent.
@@ -165,7 +165,7 @@ async def refuse_routing(raw_request: Request) -> None:
 
 
 async def refuse_odd_values(raw_request: Request) -> None:
-    """For `/invocations`, where vLLM's own models read the body after it failed: they answer odd values with 500.
+    """For `/invocations`, where vLLM's own models read the body after ours failed, and turn odd values into a 500.
 
     Raises:
         VLLMValidationError: a value of the body is why it failed.
@@ -208,7 +208,7 @@ def _parse(
 
 
 async def _body(raw_request: Request) -> dict[str, Any] | None:
-    """The JSON object of a request; None for others, which vLLM answers."""
+    """The request's body if it is a JSON object; None otherwise, for which vLLM has its own error."""
     try:
         body = await raw_request.json()
     except ValueError:

@@ -38,7 +38,7 @@ class CollectedRows:
         options: what the request asks for.
         shape: (L, K)
         prompts: rows of each prompt, P - start in all.
-        own_prompts: those of each choice, which are others where it began after the weights had changed.
+        own_prompts: prompt rows of each choice; they differ if the weights changed before it began.
         choices: first position and rows of each choice, in the order of the response.
         num_lost: how many rows did not arrive.
     """
@@ -106,7 +106,7 @@ class CollectedRows:
             yield None, start, prompt
 
     def histograms(self, encoder: Encoder) -> tuple[list[Histogram], list[Histogram]]:
-        """Those of the prompts, and those of the choices."""
+        """Histograms of the prompts, and of the choices."""
         return [*map(encoder.histogram, self.prompts)], [encoder.histogram(arrays) for _, arrays in self.choices]
 
 
@@ -131,11 +131,11 @@ class RoutedResponse:
 
     @property
     def nbytes(self) -> int:
-        """Size of all rows, those that are handed over included."""
+        """Bytes of all rows, including those in `kv_transfer_params`."""
         return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
 
     def prepare(self, packed: bool) -> Iterator[bytes]:
-        """The body of the HTTP answer, as JSON or in MessagePack, whose arrays are encoded as it is read.
+        """The body of the HTTP response in parts, as JSON or MessagePack (`packed`). Arrays are encoded as it is read.
 
         Raises:
             LostRowsError: a row is not known, and the type asked for cannot say so.
@@ -196,8 +196,8 @@ MSGPACK = "application/msgpack"
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
 _AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10
-"""Answers with more bytes of rows are sent in parts, between which others get a turn. So many take about 2 ms; parts,
-and a thread to prepare them in, would take twice that."""
+"""Responses with more bytes of rows are prepared in a thread and sent in parts, with other tasks between them. Smaller
+ones take at most about 2 ms; a thread and parts would double that."""
 
 
 async def respond(answer: Any, raw_request: Request) -> Response:

@@ -153,7 +153,7 @@ async def _endpoints(door: FrontDoor, args: Namespace, max_model_len: int) -> di
     found: dict[str, Body] = {_COMPLETIONS: _completion}
     if getattr(args, "tokens_only", False) or getattr(args, "enable_scale_out", False):
         found[_GENERATE] = _generate
-    # vLLM's own answer, which tells whether there is a tokenizer, and a chat template that takes such a message.
+    # vLLM's own response, which tells whether there is a tokenizer, and a chat template that takes such a message.
     tokenized = await door.post("/tokenize", messages=_MESSAGES)
     if tokenized.status_code == 200 and tokenized.json()["count"] + _NEW_TOKENS < max_model_len:
         # Some models render their chats otherwise (gpt-oss's are of its own tokens, which a small vocabulary lacks).
@@ -230,7 +230,7 @@ class _Rank:
                 self._compare(path, choice.generated_rows, rows[len(choice.prompt_rows) :])
 
     async def _ask(self, path: str, body: dict[str, Any], stream: bool = False) -> list[Routing]:
-        """The choices of an answer, each complete and possible."""
+        """The choices of a response, each complete and possible."""
         form = {"routed_experts_format": "object", "routed_experts_layout": "split", "return_token_ids": True}
         sampling = body.get("sampling_params", body)
         for name, value in {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}.items():

@@ -1,4 +1,4 @@
-"""vLLM's serving classes, with routing put on what they answer."""
+"""vLLM's serving classes, with routing added to their responses."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from http import HTTPStatus
@@ -59,8 +59,8 @@ class RoutedServing:
     """What all serving classes add to vLLM's.
 
     Attributes:
-        captured: None where the capture is off.
-        max_bytes: most bytes of routing in one answer.
+        captured: None if the capture is off.
+        max_bytes: most bytes of routing in one response.
     """
 
     captured: CapturedEngine | None
@@ -149,7 +149,7 @@ class RoutedServing:
             )
 
     def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
-        """Raises `VLLMValidationError` for a start behind a prompt, and for an answer that would be too large."""
+        """Raises `VLLMValidationError` for a start behind a prompt, and for a response that would be too large."""
         options = options_of(request)
         if options is None:
             return
@@ -169,7 +169,7 @@ class RoutedServing:
             self.check_size(request, options, copies * prompt_rows + own_rows)
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
-        """Raises `VLLMValidationError` if so many rows are more than one answer may hold."""
+        """Raises `VLLMValidationError` if so many rows are more than one response may hold."""
         num_bytes = self.encoder(options).text_bytes(num_rows)
         if num_bytes > self.max_bytes:
             _cannot(
@@ -204,7 +204,7 @@ class RoutedServing:
         )
 
     def collected(self, options: RoutingOptions) -> CollectedRows:
-        """Where the rows of an answer that is not streamed are put together."""
+        """Where the rows of a response that is not streamed are put together."""
         assert self.captured is not None
         return CollectedRows(options, self.captured.shape)
 
@@ -212,7 +212,7 @@ class RoutedServing:
         """A `RoutedResponse` of `response` and `rows`; `response` alone if a server-wide default asks for too much.
 
         Raises:
-            VLLMValidationError: the answer would be larger than the server allows.
+            VLLMValidationError: the response would be larger than the server allows.
         """
         assert self.captured is not None
         self.check_size(request, rows.options, rows.num_rows)

@@ -1,4 +1,4 @@
-"""Puts rows on the chunks of a stream whose tokens they belong to."""
+"""Adds rows to the chunks of a stream, each to the chunk that brings its tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -40,11 +40,11 @@ class _Choice:
     """A choice's place in its stream.
 
     Attributes:
-        begin: what its chunks say first of their choice.
-        prompt: that it answers.
+        begin: the first bytes of the choice in its chunks.
+        prompt: the prompt of the choice.
         next_row: absolute position of the first row that was not sent with the choice.
-        end: position behind the last row that its tokens so far make known.
-        buffer: its rows, until the chunk that they belong to.
+        end: position after the last row that its tokens so far make known.
+        buffer: rows that wait for the chunk they belong to.
         finish: its `finish_reason`, once an output brought it.
         counted: rows for its histogram.
     """
@@ -69,8 +69,8 @@ class _Prompt:
 
     Attributes:
         length: its tokens.
-        source: the choice that brings them.
-        is_pending: whether they are still to be sent, or counted, apart from those of choices.
+        source: the choice whose buffer holds them.
+        is_pending: True until they are sent or counted, unless the choices carry them.
         counted: rows for the histogram.
         was_counted: whether the histogram was sent.
     """
@@ -147,8 +147,7 @@ class SSERewriter:
         return state
 
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
-        """`chunks`, server-sent events, with the rows that belong to each. An error ends them with an event that says
-        so, never with a connection that is cut."""
+        """`chunks` (server-sent events) with rows added. An error ends the stream with an error event and `[DONE]`."""
         state: _Choice | None = None
         try:
             async for chunk in chunks:
@@ -181,7 +180,7 @@ class SSERewriter:
                 else:
                     for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
                         yield line
-                        await asyncio.sleep(0)  # so that nobody waits for all of a long prompt
+                        await asyncio.sleep(0)  # so that other tasks run between the lines of a long prompt
         except Exception as error:
             logger.error(
                 "A stream was ended: %s", error, exc_info=not isinstance(error, LostRowsError | StreamLimitError)
@@ -227,7 +226,7 @@ class SSERewriter:
             return []
         if rows or not self._is_joined or first > options.prompt_start:
             return rows
-        # An answer without any says so once; and where vLLM has the field, its first chunk has it.
+        # A response without rows still carries one empty array.
         is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
         return [_joined([], self._encoder.shape)] if is_due else []
 
@@ -235,8 +234,8 @@ class SSERewriter:
         """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line.
 
         Args:
-            prompt_rows: None where the prompt's array is no part of it.
-            next_row: position behind the last of `rows`.
+            prompt_rows: None if the prompt's array is not sent with this chunk.
+            next_row: position after the last of `rows`.
         """
         has_prompt, prompt_rows = prompt_rows is not None, prompt_rows or []
         rows = [*map(own, rows)]  # a reader that stalls keeps them, and not the engine's message
@@ -328,4 +327,4 @@ _ONCE = {
     *("usage", "metrics", "system_fingerprint", "prompt_token_ids", "prompt_text", "mm_placeholders"),
     *("prompt_routed_experts_histogram", "routed_experts_histogram", "kv_transfer_params"),
 }
-"""What a chunk says once, and no piece before it."""
+"""Fields that only the last of several lines repeats."""

@@ -18,7 +18,7 @@ from routed_experts.server.http.request import (
 )
 
 CLOSED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
-"""Endpoints whose answers have no place for routing."""
+"""Endpoints whose responses have no place for routing."""
 
 INVOCATIONS = "/invocations"
 """SageMaker's one endpoint for all."""

@@ -82,7 +82,7 @@ def _beam_search(search: Any, llm: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _beam_search_online(search: Any, serving: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of vLLM's own routes; where ours are, `vllm_serving` has looked at what is asked for."""
+    """For vLLM's own routes; behind our routes, `http.serving` has already rejected the request."""
     engine = serving.engine_client
     if isinstance(engine, AsyncLLM) and asks_for_every_request(engine.vllm_config):
         every_request = RowBuffers.install(engine.output_processor).every_request

@@ -89,12 +89,12 @@ def put_rows(request: EngineCoreRequest, index: int) -> None:
 
 
 def handed_bytes(params: dict[str, Any] | None) -> int:
-    """Bytes of rows in the `kv_transfer_params` of an answer."""
+    """Bytes of rows in the `kv_transfer_params` of a response."""
     return len(params[PARAM]["data"]) if params and PARAM in params else 0
 
 
 def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`kv_transfer_params` of an answer, as JSON can say it."""
+    """`kv_transfer_params` of a response, as JSON can say it."""
     if not params or PARAM not in params:
         return params
     handed = params[PARAM]

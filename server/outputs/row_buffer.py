@@ -1,4 +1,4 @@
-"""Rows on their way from the engine's outputs to the answers that they belong to."""
+"""Buffers rows between the engine's outputs and the responses."""
 
 import math
 import mmap
@@ -27,11 +27,11 @@ logger = get_logger(__name__)
 
 
 _JOINED_ROWS = 64
-"""Rows that come one by one and are not taken, those of an answer that is not streamed, are joined when they are so
-many: whoever handles a long answer's rows does so array by array, while everybody else waits."""
+"""Single rows that wait, as in a response that is not streamed, are joined into one array when there are this many:
+code that handles a long response loops over its arrays while other requests wait."""
 _ROOM_BYTES = 1 << 20
-"""What they are joined in, mapped for them alone. On the heap they would lie with those of other answers, and the C
-library would give all back to the system at once, in the middle of whatever frees the last of them."""
+"""Size of the memory map that rows are joined in. On the heap they would share pages with other responses, and the C
+library would return all of it to the system at once, in the middle of some later request."""
 
 
 def opt_in(params: SamplingParams, prompt_start: int) -> None:
@@ -77,18 +77,18 @@ class RowBuffer:
             str, RowBuffer
         ] = {}  # by other choices, their prompts' rows, until the first of its own come
         self._arrays: list[Rows] = []  # not empty ones, each beginning where the one before it ends
-        self._first = self._end = -1  # positions of the first row in them and behind the last; -1 before any came
+        self._first = self._end = -1  # positions of the first row in them and after the last; -1 before any came
         self._joined = 0  # how many of the first arrays are large enough
         self._room: Rows | None = None  # the last of these is its beginning
 
     @property
     def end(self) -> int:
-        """Position behind the last row that has arrived, prompts of other choices left out; -1 before any."""
+        """Position after the last row that has arrived, without prompts of other choices; -1 before any."""
         return self._end
 
     def push(self, start: int, rows: Rows) -> None:
-        """Adds `rows` ([n, L, K]), of which the first is at position `start`. Where few rows wait for more they are
-        copied, so that the message of the engine that they are a view of can go.
+        """Adds `rows` ([n, L, K]) at position `start`. A few rows that wait are copied, so that they do not keep the
+        engine's message alive.
         """
         if start != self._end:
             if self._end < 0 and self._offers:
@@ -227,7 +227,7 @@ class RowBuffers:
 
     Attributes:
         on_stats: called with the numbers.
-        every_request: None where requests ask for themselves.
+        every_request: None if requests opt in one by one.
     """
 
     def __init__(self, processor: OutputProcessor) -> None:
@@ -317,8 +317,8 @@ def _buffer_of(state: RequestState) -> RowBuffer:
 
 
 def own(rows: Rows) -> Rows:
-    """`rows` for somebody who keeps them. If they are few, without the engine's message that they are a view of, which
-    has those of all other requests too; many came in an array of their own."""
+    """`rows` for code that keeps them. A few rows are copied, because they are views of a message with all requests'
+    rows; many rows came in an array of their own."""
     return rows if rows.base is None or len(rows) >= _JOINED_ROWS else rows.copy()
 
 

@@ -165,7 +165,7 @@ class OffloadedRows:
         return get_offload_group_idx(key) == self._kv_group
 
     def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """A chunk without rows is none for a request that needs them: it loads what comes before."""
+        """Reports a miss for chunks without rows if the request needs rows: only the prefix before them is loaded."""
         result = self._lookup(key, context)
         if result is not LookupResult.HIT or not self._is_ours(key):
             return result

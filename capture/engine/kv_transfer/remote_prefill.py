@@ -1,7 +1,7 @@
-"""Rows of KV that another instance keeps for a request here, for as long as it surely keeps it.
+"""Rows that came with `kv_transfer_params`, valid as long as the prefill instance surely keeps their KV.
 
 NIXL's prefill instance gives a prompt's KV up when its lease ends, when a request has pulled it, or when one that was
-to pull it is aborted. Whoever pulls afterwards gets whatever is in those blocks by then, without an error. The decode
+to pull it is aborted. A later pull reads whatever is in those blocks by then, without an error. The decode
 instance extends the lease: with its steps it sends heartbeats for all requests that wait, at most one in a sixth of a
 lease, each of which extends it to two thirds of its length. The first to an instance may be spent on the handshake.
 (vLLM 0.32, `kv_connector/v1/nixl/`: `kv_lease_duration`, `_send_heartbeats`, `_get_new_notifs`.)
@@ -47,7 +47,7 @@ class _Pull:
 
 
 class RemotePrefillRows:
-    """All state of a request goes when it ends; which KV was pulled is remembered until its lease is over.
+    """Tracks pulls. The state of a request is dropped when it ends; pulled KV is remembered until its lease ends.
 
     Args:
         lease_s: of this instance's connector, which is that of the other, in seconds.
@@ -65,7 +65,7 @@ class RemotePrefillRows:
         return len(self._pulls) + len(self._waits_for)
 
     def until(self) -> float:
-        """By when whoever pulls KV that is offered now has to arrive, in seconds since 1970."""
+        """Unix time by which a decode instance must start pulling KV that is offered now."""
         return time.time() + self._lease_s * _ARRIVAL
 
     def add(self, request: Request, rows: WireRows, source: Source, until: float, is_first: bool) -> bool:
