@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import orjson
 import pybase64
 from numpy.typing import NDArray
 
@@ -107,7 +106,7 @@ class Encoder:
         rows = self._laid_out(rows)
         if self.fmt == "list":
             self._check_lost(self._count(rows, rows.tobytes()))
-            text = orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            text = msgspec.json.encode(rows.tolist()).decode()
         else:
             missing, data = self._counted(rows)
             if self.fmt == "object":
@@ -298,7 +297,7 @@ def _list_parts(
 
 
 def _json_rows(rows: Rows) -> bytes:
-    return orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    return msgspec.json.encode(rows.tolist())[1:-1]
 
 
 def _msgpack_rows(rows: Rows) -> bytes:

@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-import orjson
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -207,7 +206,7 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
     """`body` as JSON or in MessagePack."""
     if packed:
         return msgspec.msgpack.encode(msgspec.to_builtins(body, str_keys=True))
-    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+    return msgspec.json.encode(body)
 
 
 MSGPACK = "application/msgpack"
