@@ -28,6 +28,8 @@ from routed_experts.server.cli import serve
 from tests.e2e.harness import Server, answers_of_stream, free_port
 from tests.packaging.tiny_wheels import LIBRARIES, write_wheels
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).resolve().parents[2]
 PORT = 8000
 USER_ID = 2000

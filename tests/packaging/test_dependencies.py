@@ -1,21 +1,16 @@
 """What is imported is declared, and what is declared is imported."""
 
 import ast
-import json
-import re
-import subprocess
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
-from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.packaging.conftest import PIP, ROOT, Environment, brought_by
-from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
+from tests.packaging.conftest import ROOT, brought_by
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("capture", "protocol", "server")
@@ -60,23 +55,3 @@ def test_vllm_brings_what_the_server_imports() -> None:
     """So that the package, installed beside a vLLM or in its image, adds itself alone."""
     (vllm,) = set(packages_distributions()["vllm"])
     assert declared(PROJECT["optional-dependencies"]["server"]) <= brought_by(vllm)
-
-
-@pytest.mark.parametrize("extra", ["cpu", "cuda"])
-def test_an_extra_of_the_wheel_installs_what_it_declares(extra: str, wheel: Path, tmp_path: Path) -> None:
-    """As pip resolves it, on an index of tiny packages, which require nothing themselves."""
-    write_wheels(tmp_path, ["requirements-cpu.txt"])
-    write_wheel(tmp_path, "vllm", "0.32.0")
-    options = ("--dry-run", "--ignore-installed", "--no-index", f"--find-links={tmp_path}", "--quiet", "--report=-")
-    done = subprocess.run([*PIP, "install", *options, f"{wheel}[{extra}]"], capture_output=True, text=True, check=True)
-    names = {canonicalize_name(package["metadata"]["name"]) for package in json.loads(done.stdout)["install"]}
-    wanted = declared([*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]])
-    assert names - set(LIBRARIES) == {PROJECT["name"], *wanted}
-
-
-def test_the_long_description_has_no_local_links(wheel_environment: Environment) -> None:
-    text = wheel_environment.python_says(
-        "from importlib.metadata import metadata; print(metadata('routed-experts-server').get_payload())"
-    )
-    assert "pip install" in text
-    assert not re.findall(r"\]\((?!https://)|<img", text)

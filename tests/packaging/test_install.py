@@ -5,19 +5,23 @@ import re
 import signal
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import answers_of, serving
-from tests.packaging.conftest import ROOT, BesideVllm, Environment
+from tests.packaging.conftest import PIP, ROOT, BesideVllm, Environment
+from tests.packaging.test_dependencies import PROJECT, declared
+from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
+
+pytestmark = pytest.mark.release
 
 FOLDERS = ("server", "capture", "protocol")
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+VERSION = PROJECT["version"]
 
 
 def _array(data: str, start: int) -> dict[str, Any]:
@@ -228,3 +232,23 @@ def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -
     assert "ndarray" in done.stdout
     assert 'Revealed type is "str"' in done.stdout
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_an_extra_of_the_wheel_installs_what_it_declares(extra: str, wheel: Path, tmp_path: Path) -> None:
+    """As pip resolves it, on an index of tiny packages, which require nothing themselves."""
+    write_wheels(tmp_path, ["requirements-cpu.txt"])
+    write_wheel(tmp_path, "vllm", "0.32.0")
+    options = ("--dry-run", "--ignore-installed", "--no-index", f"--find-links={tmp_path}", "--quiet", "--report=-")
+    done = subprocess.run([*PIP, "install", *options, f"{wheel}[{extra}]"], capture_output=True, text=True, check=True)
+    names = {canonicalize_name(package["metadata"]["name"]) for package in json.loads(done.stdout)["install"]}
+    wanted = declared([*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]])
+    assert names - set(LIBRARIES) == {PROJECT["name"], *wanted}
+
+
+def test_the_long_description_has_no_local_links(wheel_environment: Environment) -> None:
+    text = wheel_environment.python_says(
+        "from importlib.metadata import metadata; print(metadata('routed-experts-server').get_payload())"
+    )
+    assert "pip install" in text
+    assert not re.findall(r"\]\((?!https://)|<img", text)

@@ -13,6 +13,8 @@ import pytest
 from tests.packaging.conftest import ROOT, copy_sources
 from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
 
+pytestmark = pytest.mark.release
+
 LISTS = ("requirements-cpu.txt", "requirements-dev.txt")
 NOISE = "is ignored: it is neither a file nor a directory"
 

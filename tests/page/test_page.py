@@ -411,7 +411,10 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
         ('{"error": {"message": "too long"}}', "answers.jsonl, line 1: too long"),
         ('{"choices": [{}]}', "no routed_experts: the request needs return_routed_experts."),
         ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw format has no shape"),
-        ('{"choices": [{"routed_experts": {"data": "AAAA", "shape": [1, 1, 1], "dtype": "uint8"}}]}', "does not match its shape"),
+        (
+            '{"choices": [{"routed_experts": {"data": "AAAA", "shape": [1, 1, 1], "dtype": "uint8"}}]}',
+            "does not match its shape",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, text: str, sentence: str) -> None:
