@@ -39,7 +39,7 @@ class Environment:
     def pip(self, *args: str) -> subprocess.CompletedProcess[str]:
         """The pip of the tests, on this environment."""
         command = [*PIP, "--python", str(self.python), *args]  # `--python` must come before the command
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return subprocess.run(command, env=without_pip_settings(), capture_output=True, text=True, check=False)
 
     def pip_install(self, *what: str) -> None:
         done = self.pip("install", "--no-index", *what)
@@ -72,9 +72,17 @@ class Environment:
         return done.stdout.strip()
 
 
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: list[str]) -> str:
+    """What a command prints, which must succeed."""
+    done = subprocess.run(command, env=without_pip_settings(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def without_pip_settings() -> dict[str, str]:
+    """The environment in which pip finds only the packages that a command names."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return {**kept, "PIP_CONFIG_FILE": os.devnull}
 
 
 def copy_sources(folder: Path) -> Path:

@@ -83,7 +83,7 @@ def test_what_is_shown_grows(tab: Tab, viewed: Viewed) -> None:
     tab.open(viewed(answer(rows_of(399, 6, 2, 16), 30)))
     tab.wait(ENDED)
     tab.click("#play")
-    tab.wait("document.querySelector('#summary').textContent.includes('growing')")
+    tab.wait("document.querySelector('#summary').textContent.includes('streaming')")
     seen: set[int] = set()
     deadline = time.monotonic() + 60
     while len(seen) < 4:
@@ -572,7 +572,7 @@ def test_4000_tokens_of_60_layers_and_512_experts(tab: Tab, viewed: Viewed) -> N
 
     before, start = script_seconds(tab), time.monotonic()
     tab.click("#play")
-    tab.wait("document.querySelector('#summary').textContent.includes('growing')")
+    tab.wait("document.querySelector('#summary').textContent.includes('streaming')")
     tab.wait(ENDED, 60)
     share = (script_seconds(tab) - before) / (time.monotonic() - start)
 
