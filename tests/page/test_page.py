@@ -19,6 +19,8 @@ from tests.e2e.harness import ASK, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 
+pytestmark = pytest.mark.e2e
+
 Viewed = Callable[..., str]
 PROMPT = "Tell me something about experts."
 ENDED = "document.querySelector('#summary').textContent.includes('finish reason')"
