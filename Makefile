@@ -10,7 +10,7 @@ PORT ?= 8000
 # The version that test-next takes: the newest, if empty.
 VLLM ?=
 ARGS ?=
-# Files of tests at once; each of these processes has servers of its own.
+# Files of tests at once.
 JOBS ?= 3
 # The same on GPUs; their engines are small, and what they wait for is their start.
 GPU_JOBS ?= 6
@@ -23,22 +23,25 @@ HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test test-gpu test-next check format spec bench bench-gpu bench-http release clean
+.PHONY: help setup serve test test-fast test-release test-gpu test-next check format spec bench bench-gpu bench-http release clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make serve      serve the tiny model on port $(PORT) (ARGS=... for MODEL and flags of vllm serve)"
-	@echo "make test       run the tests"
-	@echo "make test-gpu   run the tests of GPUs, which the others skip"
-	@echo "make test-next  run the tests that need no engine on the newest vLLM for CUDA (or VLLM=0.33.0)"
-	@echo "make check      formatting, lint, types, API description"
-	@echo "make format     put the code into its form"
-	@echo "make bench      what the capture costs, on this machine"
-	@echo "make bench-gpu  the same on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
-	@echo "make bench-http what returning it over HTTP costs the API process"
-	@echo "make setup      install into $(VENV) (DEVICE=cpu or cuda)"
-	@echo "make release    build the wheel and the source distribution of the last commit into dist, and try both"
-	@echo "make clean      remove what was installed and made"
+	@echo "make serve         serve the tiny model on port $(PORT) (ARGS=... for MODEL and flags of vllm serve)"
+	@echo "make test-fast     run the tests that start no server, engine or browser"
+	@echo "make test          run all tests of behaviour"
+	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
+	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
+	@echo "make test-next     run the tests that need no engine on the newest vLLM for CUDA (or VLLM=0.33.0)"
+	@echo "make check         check formatting, lint, types and the API description"
+	@echo "make format        format the code"
+	@echo "make spec          write openapi.yaml and docs/http.md"
+	@echo "make bench         measure the cost of the capture on this machine"
+	@echo "make bench-gpu     measure it on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
+	@echo "make bench-http    measure the cost of returning routing over HTTP in the API process"
+	@echo "make setup         install into $(VENV) (DEVICE=cpu or cuda)"
+	@echo "make release       build the wheel and the source distribution of the last commit into dist, and try both"
+	@echo "make clean         remove what was installed and built"
 
 setup: $(VENV)/.installed-$(DEVICE)
 
@@ -69,9 +72,18 @@ serve: setup
 	@echo "Starting the server on port $(PORT); the first answer takes about half a minute."
 	$(BIN)/routed-experts serve $(ARGS) --port $(PORT)
 
+# Each process of pytest has servers of its own. Tests marked `slow` run only with -m slow.
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+
+test-fast: setup
+	$(PYTEST) -m "not (e2e or release or slow)" $(ARGS)
+
 test: setup
 	@echo "Running the tests; the ones with a real engine take several minutes."
-	$(BIN)/python -m pytest tests --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not (release or slow)" $(ARGS)
+
+test-release: setup
+	$(PYTEST) -m "release and not slow" $(ARGS)
 
 # By hand, on a machine with one GPU or two. What a file of this run says is taken into docs/ by `python -m tests.gpu_runs`.
 test-gpu: setup

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import orjson
+import msgspec
 import uvicorn
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from fastapi import FastAPI, Request
@@ -67,8 +67,8 @@ def from_client(content: bytes) -> dict[str, Any]:
         BadRequest: it cannot be read. An instance may read what this proxy cannot, so it is never passed on.
     """
     try:
-        body = orjson.loads(content)
-    except ValueError as error:
+        body = msgspec.json.decode(content)
+    except (ValueError, RecursionError) as error:  # the latter if it is nested too deeply
         raise BadRequest(f"The body is not valid JSON: {error}", None) from None
     if not isinstance(body, dict):
         raise BadRequest("The body must be a JSON object.", None)
@@ -79,10 +79,6 @@ def from_client(content: bytes) -> dict[str, Any]:
     for holder in (body, body.get("vllm_xargs"), params.get("extra_args")):
         if isinstance(holder, dict):
             holder.pop(PARAMS, None)
-    try:
-        orjson.dumps(body)
-    except TypeError as error:  # nested deeper than it can be written again
-        raise BadRequest(f"The body cannot be passed on: {error}", None) from None
     return body
 
 
@@ -134,14 +130,14 @@ def proxy(ports: list[int]) -> FastAPI:
     @app.post("/inference/v1/generate")
     async def relay(request: Request) -> Response:
         body = from_client(await request.body())
-        first = orjson.dumps(for_prefill(body))
+        first = msgspec.json.encode(for_prefill(body))
         headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
         async with app.state.session.post(prefill + request.url.path, data=first, headers=headers) as answer:
             prefilled = await answer.read()
         if not answer.ok:
             return Response(prefilled, answer.status, media_type="application/json")
-        body[PARAMS] = orjson.loads(prefilled).get(PARAMS)
-        return await passed_on(request, orjson.dumps(body), **{"content-type": "application/json"})
+        body[PARAMS] = msgspec.json.decode(prefilled).get(PARAMS)
+        return await passed_on(request, msgspec.json.encode(body), **{"content-type": "application/json"})
 
     @app.get("/health")
     async def health() -> Response:

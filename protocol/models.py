@@ -5,7 +5,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
-from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
+try:
+    from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "routed_experts.protocol.models needs pydantic: pip install 'pydantic>=2'", name=error.name
+    ) from None
 
 from routed_experts.protocol.codec import Format, WireDtype
 

@@ -204,31 +204,38 @@ def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAns
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="routed-experts compare",
-        description="Compares the experts in answers with those of a Hugging Face forward pass of the same checkpoint. "
-        "Exit status: 0 where they are the same, 1 where they differ by more than near-ties, 2 where they cannot be "
-        "compared.",
+        description="Compares the experts in responses with a Hugging Face forward pass of the same checkpoint. "
+        "Exit status: 0 if they are equal or differ only in near-ties, 1 if they differ by more, 2 on error.",
     )
-    parser.add_argument("model", help="checkpoint: a folder or a name on the Hugging Face hub")
+    parser.add_argument("model", help="checkpoint: a folder or a name on the Hugging Face Hub")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--answers",
         nargs="+",
         metavar="FILE",
-        help="answers of the server, asked with return_routed_experts and return_token_ids; - for standard input",
+        help="responses to requests with return_routed_experts and return_token_ids; - for standard input",
     )
-    source.add_argument("--url", help="of a running server, which is asked now")
-    parser.add_argument("--prompts", type=Path, help="with --url: a file with a prompt in each line")
-    parser.add_argument("--max-tokens", type=int, default=64, help="with --url: of each answer (default 64)")
-    parser.add_argument("--api-key", help="with --url")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the forward pass (default float32)")
-    parser.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1, or auto for several at once")
+    source.add_argument("--url", help="URL of a running server; sends requests to it")
+    parser.add_argument("--prompts", type=Path, help="with --url: file with one prompt per line")
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="with --url: maximum tokens per response (default 64)"
+    )
+    parser.add_argument("--api-key", help="with --url: API key of the server")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="dtype of the forward pass (default float32)"
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="device of the forward pass: cpu (default), cuda, cuda:1, or auto for several GPUs",
+    )
     parser.add_argument(
         "--near-tie",
         type=float,
-        help="largest gap, in standard deviations of a token's scores, that counts as a near-tie "
-        "(default: the square root of the precision's epsilon, 0.00035 in float32, 0.088 in bfloat16)",
+        help="maximum score gap of a near-tie, in standard deviations of the token's scores "
+        "(default: the square root of the dtype's epsilon, 0.00035 in float32, 0.088 in bfloat16)",
     )
-    parser.add_argument("--json", type=Path, help="also write the findings to this file; - for standard output only")
+    parser.add_argument("--json", type=Path, help="also write the results to this file; - for standard output only")
     add_flags(parser)
     return parser.parse_args(argv)
 

@@ -21,19 +21,19 @@ usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts view FILE...
        routed-experts --version
 
-serve       vLLM's OpenAI-compatible server, which also returns the experts that every token was routed to.
-            Without MODEL it serves a tiny model that it makes on the spot.
-            --no-enable-return-routed-experts serves without the capture.
-            --allow-untested-vllm also runs on a vLLM on which not all tests of GPUs have passed yet.
-            --help=all lists every flag of vLLM's.
-tiny-model  writes that tiny model to DIR: random weights, 16 experts, a few MB.
-compare     scores the tokens of answers with a Hugging Face forward pass of the same checkpoint and says for each layer
-            where the two chose other experts, and whether rounding can have decided; --help lists its flags.
-            Exit status: 0 where they are the same, 1 where they differ, 2 where they cannot be compared.
-stats       says for each layer how evenly its experts shared the work in saved answers; --help lists its flags.
-view        shows saved answers in a browser, as the page /routed_experts of a running server does.
+serve       Start vLLM's OpenAI-compatible server, which also returns the experts that each token was routed to.
+            Without MODEL, it creates and serves a tiny model.
+            --no-enable-return-routed-experts disables the capture.
+            --allow-untested-vllm accepts a vLLM version that has not passed all GPU tests.
+            --help=all lists all flags of vLLM.
+tiny-model  Write that tiny model to DIR: random weights, 16 experts, a few MB.
+compare     Compare the experts in responses with a Hugging Face forward pass of the same checkpoint, per layer, and
+            report whether rounding explains the differences. --help lists its flags.
+            Exit status: 0 if equal or near-ties only, 1 if different, 2 on error.
+stats       Report how evenly the experts of each layer are used in saved responses. --help lists its flags.
+view        Show saved responses in a browser, with the page that a running server has at /routed_experts.
 
-FILE is JSON, one answer a line or not, or streams as curl prints them; - is standard input.
+FILE contains JSON (one response per line or pretty-printed) or streams as printed by curl; - is standard input.
 """
 INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
 NO_READER = 128 + 13  # and SIGPIPE

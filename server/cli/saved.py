@@ -298,10 +298,10 @@ _DECODER = json.JSONDecoder()
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """What files may not say about their model."""
-    parser.add_argument("--num-experts", type=_positive, help="experts of a layer")
-    parser.add_argument("--num-layers", type=_positive, help="MoE layers, for rows in the form raw")
-    parser.add_argument("--top-k", type=_positive, help="experts of a token and layer, for rows in the form raw")
-    parser.add_argument("--rows-dtype", choices=("int16", "uint8", "int32"), help="of rows in the form raw")
+    parser.add_argument("--num-experts", type=_positive, help="number of experts per layer")
+    parser.add_argument("--num-layers", type=_positive, help="number of MoE layers, for rows in the raw format")
+    parser.add_argument("--top-k", type=_positive, help="experts per token and layer, for rows in the raw format")
+    parser.add_argument("--rows-dtype", choices=("int16", "uint8", "int32"), help="dtype of rows in the raw format")
 
 
 def info_of(args: argparse.Namespace) -> ModelInfo:

@@ -45,14 +45,14 @@ SHUTDOWN_TIMEOUT_S = 25
 """vLLM's default is 0, which breaks off what is under way. Kubernetes gives a pod 30 s to stop."""
 
 DESCRIPTION = """\
-Serves an OpenAI-compatible API that also returns the experts that every token was routed to.
-MODEL is a folder or a name on the Hugging Face hub; without it, a tiny model is made on the spot and served.
+Starts an OpenAI-compatible server that also returns the experts that each token was routed to.
+MODEL is a folder or a name on the Hugging Face Hub. Without it, a tiny model is created and served.
 """
 EPILOG = """\
-Every flag of vllm serve works here too:
-  routed-experts serve --help=all            lists them
-  routed-experts serve --help=ModelConfig    those of a section
-  routed-experts serve --help=max-model-len  one of them
+All flags of vllm serve are accepted:
+  routed-experts serve --help=all            list all flags
+  routed-experts serve --help=ModelConfig    list the flags of one group
+  routed-experts serve --help=max-model-len  show one flag
 """
 _ENGINE_FAILED = "Engine core initialization failed"
 ENGINE_DID_NOT_START = (
@@ -139,31 +139,31 @@ def _set_everywhere(variable: str, value: str) -> None:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that vLLM does not have."""
-    group = parser.add_argument_group("routed experts", "What is returned of the experts that tokens were routed to.")
+    group = parser.add_argument_group("routed experts", "Routing in responses.")
     group.add_argument(
         "--routed-experts-default",
         type=_defaults,
         default={},
         metavar="JSON",
-        help="values of routing fields that requests leave out, for example '{\"return_routed_experts\": true}'",
+        help="defaults of routing fields, for requests that omit them, for example '{\"return_routed_experts\": true}'",
     )
     group.add_argument(
         "--routed-experts-max-response-bytes",
         type=_positive,
         default=MAX_RESPONSE_BYTES,
         metavar="BYTES",
-        help="most bytes of routing in one answer (default: 1 GiB)",
+        help="maximum bytes of routing in one response (default: 1 GiB)",
     )
     group.add_argument(
         "--routed-experts-page",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="serve a page at /routed_experts that shows the experts of an answer as it is made",
+        help="serve a page at /routed_experts that shows the experts of a response while it is generated",
     )
     group.add_argument(
         ON_LOAD_FLAG,
         choices=(RECOMPUTE, MISSING),
-        help="what requests that ask for routing do about KV in a store, which comes without routing: compute it again "
+        help="for requests with routing, KV loaded from a KV store without its routing: recompute it "
         "(default), or load it and return -1 for its tokens",
     )
 

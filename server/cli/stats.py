@@ -204,15 +204,15 @@ def report(found: Tally) -> dict[str, Any]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="routed-experts stats",
-        description="Says for each layer how evenly its experts shared the work in saved answers.",
+        description="Reports how evenly the experts of each layer are used in saved responses.",
     )
     parser.add_argument(
         "file",
         nargs="+",
-        help="answers of the server, asked with return_routed_experts or routed_experts_histogram; - for stdin",
+        help="responses to requests with return_routed_experts or routed_experts_histogram; - for standard input",
     )
     add_flags(parser)
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON, with all counts")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON, with all counts")
     return parser.parse_args(argv)
 
 

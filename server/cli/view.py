@@ -69,13 +69,13 @@ class _Handler(BaseHTTPRequestHandler):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="routed-experts view",
-        description="Opens the page with answers of the server from files.",
+        description="Shows saved responses in a browser.",
     )
     parser.add_argument(
-        "file", nargs="+", help="answers that were asked for with return_routed_experts; - for standard input"
+        "file", nargs="+", help="responses to requests with return_routed_experts; - for standard input"
     )
-    parser.add_argument("--port", type=int, default=0, help="of this machine (default: any that is free)")
-    parser.add_argument("--no-browser", action="store_true", help="print the address only")
+    parser.add_argument("--port", type=int, default=0, help="local port (default: any free port)")
+    parser.add_argument("--no-browser", action="store_true", help="only print the URL")
     add_flags(parser)
     return parser.parse_args(argv)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import orjson
 import pybase64
 from numpy.typing import NDArray
 
@@ -110,7 +109,7 @@ class Encoder:
             data_text = pybase64.b64encode_as_string(data)
             text = f'{{"data":"{data_text}","shape":[{len(rows)}{self._middle}{start},"missing":{missing}}}'
         elif self.fmt == "list":
-            text = orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            text = msgspec.json.encode(rows.tolist()).decode()
         else:
             header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
             text = f'"{pybase64.b64encode_as_string(header + data)}"'
@@ -279,7 +278,7 @@ def _list_parts(
 
 
 def _json_rows(rows: Rows) -> bytes:
-    return orjson.dumps(np.ascontiguousarray(rows), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+    return msgspec.json.encode(rows.tolist())[1:-1]
 
 
 def _msgpack_rows(rows: Rows) -> bytes:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import orjson
+import msgspec
 
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.vllm_api import VLLM_VERSION
@@ -14,7 +14,7 @@ def _array(data: str, rows: int, start: int) -> dict[str, Any]:
 
 def _events(*chunks: dict[str, Any]) -> str:
     """`chunks` as server-sent events."""
-    return "".join(f"data: {orjson.dumps(chunk).decode()}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    return "".join(f"data: {msgspec.json.encode(chunk).decode()}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
 _COMPLETION_HEAD: dict[str, Any] = {

@@ -8,7 +8,6 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-import orjson
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -143,7 +142,7 @@ class RoutedResponse:
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays())
         place = secrets.token_bytes(16)  # stands for each array until it is encoded; nobody can guess it
-        hole = msgspec.Raw(place) if packed else orjson.Fragment(place)
+        hole = msgspec.Raw(place)
         prompts: list[Any] = []
         for choice, _, rows in arrays:
             self.encoder.check(rows)
@@ -189,7 +188,7 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
     """`body` as JSON or in MessagePack."""
     if packed:
         return msgspec.msgpack.encode(body)
-    return orjson.dumps(body, option=orjson.OPT_NON_STR_KEYS)
+    return msgspec.json.encode(body)
 
 
 MSGPACK = "application/msgpack"

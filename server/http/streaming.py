@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
-import orjson
 from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.protocol.codec import Rows
@@ -285,7 +285,7 @@ class SSERewriter:
     async def _histogram(self, arrays: list[Rows]) -> str:
         counted = await run_in_threadpool(self._encoder.histogram, arrays)
         arrays.clear()
-        return orjson.dumps(counted).decode()
+        return msgspec.json.encode(counted).decode()
 
 
 def _begin_of_choice(chunk: str) -> int:
@@ -312,7 +312,7 @@ def _joined(arrays: list[Rows], shape: tuple[int, int]) -> Rows:
 
 def _without_text(chunk: str) -> str:
     """A chunk of the same choice that brings no tokens."""
-    body = orjson.loads(chunk[len(_DATA) :])
+    body = msgspec.json.decode(chunk[len(_DATA) :])
     blank: dict[str, Any] = {"text": "", "delta": {}}
     choice = {
         name: value if name == "index" else blank.get(name, [] if isinstance(value, list) else None)
@@ -320,7 +320,7 @@ def _without_text(chunk: str) -> str:
         if name not in _ONCE
     }
     kept = {name: value for name, value in body.items() if name not in _ONCE}
-    return f"{_DATA}{orjson.dumps({**kept, 'choices': [choice]}).decode()}\n\n"
+    return f"{_DATA}{msgspec.json.encode({**kept, 'choices': [choice]}).decode()}\n\n"
 
 
 _ONCE = {

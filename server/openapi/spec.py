@@ -6,7 +6,6 @@ python -m routed_experts.server.openapi --check FILE ...  fails if one is not wh
 
 import argparse
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,6 @@ To decode the default form:
     np.frombuffer(base64.b64decode(a["data"]), dtype=a["dtype"]).reshape(a["shape"])
 """
 
-_REF = "#/components/schemas/"
-
 
 def describe() -> dict[str, Any]:
     """The OpenAPI description of our routes, and of nothing else of vLLM's."""
@@ -51,53 +48,27 @@ def describe() -> dict[str, Any]:
     for schema in schemas.values():
         for option in schema.get("properties", {}).get("kv_transfer_params", {}).get("anyOf", ()):
             if option["type"] == "object":
-                option["properties"] = {PARAM: {"$ref": _REF + HandedRows.__name__}}
-    spec["components"]["schemas"] = {name: schemas[name] for name in sorted(_reachable(spec["paths"], schemas))}
+                option["properties"] = {PARAM: {"$ref": f"#/components/schemas/{HandedRows.__name__}"}}
+    spec["components"]["schemas"] = dict(sorted(schemas.items()))
     return spec
 
 
-def _reachable(part: Any, schemas: dict[str, Any]) -> set[str]:
-    """Names of the schemas that `part` of a description refers to, directly or through others."""
-    found: set[str] = set()
-    waiting = [part]
-    while waiting:
-        for ref in _references(waiting.pop()):
-            if ref not in found:
-                found.add(ref)
-                waiting.append(schemas[ref])
-    return found
-
-
-def _references(part: Any) -> Iterator[str]:
-    if isinstance(part, dict):
-        ref = part.get("$ref")
-        if isinstance(ref, str) and ref.startswith(_REF):
-            yield ref.removeprefix(_REF)
-        for value in part.values():
-            yield from _references(value)
-    elif isinstance(part, list):
-        for value in part:
-            yield from _references(value)
-
-
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as blocks, and everything that occurs twice out again."""
+    """Multi-line text as blocks, lists of integers on one line, no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.SequenceNode:
-    is_shape = bool(items) and all(isinstance(item, int) for item in items)
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_shape)
+    def represent_items(self, items: list[Any]) -> yaml.SequenceNode:
+        is_shape = bool(items) and all(isinstance(item, int) for item in items)
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_shape)
 
 
-_Dumper.add_representer(str, _represent_text)
-_Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(list, _Dumper.represent_items)
 
 
 def render(spec: dict[str, Any]) -> str:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.command_lines import module_parser
 
+pytestmark = pytest.mark.release
+
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 COMMANDS = sorted(path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
 

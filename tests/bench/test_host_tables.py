@@ -1,8 +1,12 @@
 """The benchmarks of the host's part of a step run, and every row is sent that they say is."""
 
+import pytest
+
 from bench.host_step import host_step_table
 from bench.offloading import VARIANTS, play, reload_table
 from bench.scheduler import BLOCK, Steps, long_prompt_table, queue_table
+
+pytestmark = pytest.mark.release
 
 
 def rows_of(table: str) -> list[list[str]]:

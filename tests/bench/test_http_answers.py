@@ -11,6 +11,8 @@ import pytest
 
 from bench.http_answers import Arrivals, Expected, Routing, read
 
+pytestmark = pytest.mark.release
+
 LAYERS, TOP_K, EXPERTS = 3, 2, 16
 ROUTING = Routing(LAYERS, TOP_K, EXPERTS)
 P, G = 4, 3

@@ -14,6 +14,8 @@ from bench.http_load import Load, Result
 from bench.http_table import table
 from bench.link_package import link
 
+pytestmark = pytest.mark.release
+
 ALL = ["off", "captured", "returned", "vllm"]
 
 

@@ -21,6 +21,8 @@ from bench.http_load import Clients
 from bench.http_server import Server, cpu_seconds
 from bench.shapes import TOKEN_CHARS, token_text
 
+pytestmark = pytest.mark.release
+
 ROUTING = Routing(2, 2, 8)
 STREAMS = 6
 LIMIT_S = 120  # for what should take a moment

@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.proxy import milliseconds
+
+pytestmark = pytest.mark.release
 
 ROOT = Path(__file__).resolve().parents[2]
 

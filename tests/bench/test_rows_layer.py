@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.release
+
 
 @pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
 def test_pulls_and_copies() -> None:

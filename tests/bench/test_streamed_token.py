@@ -2,7 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from bench.streamed_token import Stream
+
+pytestmark = pytest.mark.release
 
 
 def test_every_part_is_timed() -> None:

@@ -198,7 +198,7 @@ UNREADABLE = [
     b'{"temperature": NaN, "kv_transfer_params": {"do_remote_prefill": true}}',
     b'{"temperature": -Infinity, "kv_transfer_params": {"do_remote_decode": true}}',
     *(b'{"sampling_params": %s, "kv_transfer_params": {}}' % value for value in (b"null", b"[]", b"1", b'"{}"')),
-    b'{"prompt": %s1%s}' % (b"[" * 300, b"]" * 300),
+    b'{"prompt": %s1%s}' % (b"[" * 3000, b"]" * 3000),
 ]
 
 

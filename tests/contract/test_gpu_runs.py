@@ -10,6 +10,8 @@ import vllm
 from tests import gpu_runs
 from tests.gpu_runs import Run, last_run, read, render, write
 
+pytestmark = pytest.mark.release
+
 pytest_plugins = "pytester"
 
 TESTS = """

@@ -35,6 +35,8 @@ from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, Tokens
 from tests.contract.served import InProcessClient, ServedExecutor
 from tests.e2e.harness import prompt_of
 
+pytestmark = pytest.mark.e2e
+
 DECODER_LAYERS = 10
 MOE_LAYERS = [1, 2, 3, 4, 6, 7, 8, 9]
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY

@@ -14,6 +14,8 @@ import pytest
 from bench.link_package import link
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 
+pytestmark = pytest.mark.release
+
 VERSIONS = ("0.26.0", "0.30.0", "0.31.0")
 """The oldest with endpoint plugins, the last with the argument on `EngineArgs` alone, and the first where it is in
 `aux_output_config`."""

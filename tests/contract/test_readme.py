@@ -18,6 +18,8 @@ from routed_experts.protocol.codec import encode
 from tests.contract.served import serving_weights
 from tests.e2e.harness import FLOAT32, ON_GPU, Server, read_events
 
+pytestmark = pytest.mark.release
+
 ADDRESS = "http://localhost:8000"
 
 needs_cpu = pytest.mark.skipif(ON_GPU, reason="the rows in the page are those of a CPU, in its order")

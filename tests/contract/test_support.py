@@ -12,6 +12,8 @@ from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
 from tests.gpu_runs import FILE, TABLE, named, read, render
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETERS = {engine.name for engine in ENGINES} | {shape.name for shape in (*SHAPES, *SIXTEEN_BIT)}
 

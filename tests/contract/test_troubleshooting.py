@@ -10,6 +10,8 @@ import pytest
 from routed_experts.capture.engine.config import BOUNDED_REPLAY, REFUSALS
 from routed_experts.server.cli import main, preflight, serve
 
+pytestmark = pytest.mark.release
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
 SAID = {

@@ -6,13 +6,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.packaging.tiny_wheels import pack_installed
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("capture", "protocol", "server", "pyproject.toml", "README.md", "LICENSE")
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+SOURCES = ("capture", "protocol", "server", "pyproject.toml", "LICENSE")
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 # Nothing is fetched: what the environments need beside the package, they borrow from this one.
 OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 
@@ -31,9 +36,18 @@ class Environment:
     def site_packages(self) -> Path:
         return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
+    def pip(self, *args: str) -> subprocess.CompletedProcess[str]:
+        """The pip of the tests, on this environment."""
+        command = [*PIP, "--python", str(self.python), *args]  # `--python` must come before the command
+        return subprocess.run(command, env=without_pip_settings(), capture_output=True, text=True, check=False)
+
     def pip_install(self, *what: str) -> None:
-        # `--python` must come before the command.
-        run([*PIP, "--python", str(self.python), "install", *OFFLINE, *what])
+        done = self.pip("install", "--no-index", *what)
+        assert done.returncode == 0, f"{what}\n{done.stdout}\n{done.stderr}"
+
+    def packages(self) -> set[str]:
+        """Names and versions of what is installed."""
+        return set(self.pip("list", "--format=freeze").stdout.split())
 
     def borrow(self, *paths: Path) -> None:
         """Packages in these folders can be imported, after those of the environment itself."""
@@ -58,9 +72,17 @@ class Environment:
         return done.stdout.strip()
 
 
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def run(command: list[str]) -> str:
+    """What a command prints, which must succeed."""
+    done = subprocess.run(command, env=without_pip_settings(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def without_pip_settings() -> dict[str, str]:
+    """The environment in which pip finds only the packages that a command names."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    return {**kept, "PIP_CONFIG_FILE": os.devnull}
 
 
 def copy_sources(folder: Path) -> Path:
@@ -94,20 +116,64 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel_environment(new_environment: Callable[[], Environment], wheel: Path) -> Environment:
-    """The wheel, and numpy: what the smallest client has."""
+def wheel_environment(
+    new_environment: Callable[[], Environment], wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Environment:
+    """The wheel with its dependencies, from an index that has numpy and nothing else: what a client installs."""
     environment = new_environment()
-    environment.pip_install(str(wheel))
-    numpy_only = environment.folder / "numpy-only"
-    numpy_only.mkdir()
-    import numpy
-
-    installed = Path(numpy.__file__).parent
-    for path in (installed, installed.parent / "numpy.libs"):
-        if path.exists():
-            (numpy_only / path.name).symlink_to(path)
-    environment.borrow(numpy_only)
+    index = tmp_path_factory.mktemp("numpy")
+    pack_installed(index, "numpy")
+    environment.pip_install(f"--find-links={index}", str(wheel))
     return environment
+
+
+@dataclass(frozen=True)
+class BesideVllm:
+    """An environment that had vLLM before the wheel was installed.
+
+    Attributes:
+        before: names and versions of its packages before.
+        check_before: what `pip check` printed before. vLLM's CPU build names packages that the tests do without.
+    """
+
+    environment: Environment
+    before: set[str]
+    check_before: str
+
+
+@pytest.fixture(scope="session")
+def beside_vllm(new_environment: Callable[[], Environment], wheel: Path) -> BesideVllm:
+    """vLLM and its dependencies, as links to the packages of the tests. Then the wheel is installed."""
+    environment = new_environment()
+    (vllm,) = set(packages_distributions()["vllm"])
+    for name in sorted({canonicalize_name(vllm), *brought_by(vllm)}):
+        try:
+            files = distribution(name).files or ()
+        except PackageNotFoundError:  # of another platform, or left out in requirements-cpu.txt
+            continue
+        for top in {file.parts[0] for file in files} - {"..", "__pycache__"}:
+            link = environment.site_packages / top
+            if not link.exists():
+                link.symlink_to(Path(str(distribution(name).locate_file(top))))
+    before, check_before = environment.packages(), environment.pip("check").stdout
+    environment.pip_install(str(wheel))
+    return BesideVllm(environment, before, check_before)
+
+
+def brought_by(name: str, known: set[str] | None = None, extras: frozenset[str] = frozenset()) -> set[str]:
+    """The names of what an installed distribution requires, of what that requires, and so on."""
+    known = set() if known is None else known
+    try:
+        requirements = [Requirement(text) for text in requires(name) or ()]
+    except PackageNotFoundError:
+        return known
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        wanted = any(requirement.marker is None or requirement.marker.evaluate({"extra": e}) for e in ("", *extras))
+        if wanted and (name not in known or requirement.extras):
+            known.add(name)
+            brought_by(name, known, frozenset(requirement.extras))
+    return known
 
 
 @pytest.fixture(scope="session")
@@ -117,5 +183,10 @@ def editable_environment(
     """An editable install, as `make setup` does it, with vLLM at hand."""
     environment = new_environment()
     environment.borrow_everything()  # setuptools too, which writes the install
-    environment.pip_install("--editable", str(copy_sources(tmp_path_factory.mktemp("checkout") / "sources")))
+    environment.pip_install(
+        "--no-deps",
+        "--no-build-isolation",
+        "--editable",
+        str(copy_sources(tmp_path_factory.mktemp("checkout") / "sources")),
+    )
     return environment

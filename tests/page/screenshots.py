@@ -17,7 +17,7 @@ from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab, browser
 
 KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
-ENDED = "document.querySelector('#summary').textContent.includes('ended by')"
+ENDED = "document.querySelector('#summary').textContent.includes('finish reason')"
 SHOWN = {
     "chat": [("1440", "light"), ("420", "dark")],
     "two": [("1440", "dark"), ("420", "light")],

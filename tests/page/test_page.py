@@ -19,9 +19,11 @@ from tests.e2e.harness import ASK, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 
+pytestmark = pytest.mark.e2e
+
 Viewed = Callable[..., str]
 PROMPT = "Tell me something about experts."
-ENDED = "document.querySelector('#summary').textContent.includes('ended by')"
+ENDED = "document.querySelector('#summary').textContent.includes('finish reason')"
 SELECTED = "#tokens-a .selected"
 TIMES = "\u00d7"
 GUTTER = 40  # of the drawings: where the layers' numbers stand
@@ -83,7 +85,7 @@ def test_what_is_shown_grows(tab: Tab, viewed: Viewed) -> None:
     tab.open(viewed(answer(rows_of(399, 6, 2, 16), 30)))
     tab.wait(ENDED)
     tab.click("#play")
-    tab.wait("document.querySelector('#summary').textContent.includes('growing')")
+    tab.wait("document.querySelector('#summary').textContent.includes('streaming')")
     seen: set[int] = set()
     deadline = time.monotonic() + 60
     while len(seen) < 4:
@@ -102,9 +104,9 @@ def test_stop_ends_the_request(tab: Tab, api: Server) -> None:
         tab.wait("document.querySelectorAll('#tokens-a .token').length > 60")
         tab.click("#stop")
         tab.wait(ENDED)
-        if "ended by abort" in tab.text("#summary"):
+        if "finish reason: abort" in tab.text("#summary"):
             break
-    assert "ended by abort" in tab.text("#summary")
+    assert "finish reason: abort" in tab.text("#summary")
     assert tab.js("document.querySelector('#error').hidden")
 
 
@@ -184,7 +186,7 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     differ = (one != other) & ~(one[..., None] == other[..., None, :]).any(-1)
     share = 100 * differ.any(-1).mean()
     sentence = tab.text("#parting-text")
-    assert "The tokens part at position 71. The experts part at position 70, in MoE layer 2" in sentence
+    assert "Tokens differ from position 71. Experts differ from position 70, MoE layer 2" in sentence
     assert f"{share:.1f} % of 119 {TIMES} 24 cells differ" in sentence
     tab.click("#go")
     assert shows(tab, one[70])
@@ -201,7 +203,7 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
 def test_answers_of_two_models_are_not_compared(tab: Tab, viewed: Viewed) -> None:
     tab.open(viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
     tab.wait("!document.querySelector('#error').hidden")
-    assert "of different models" in tab.text("#error")
+    assert "from different models" in tab.text("#error")
     assert tab.js("document.querySelector('#side-b').hidden")
 
 
@@ -258,7 +260,7 @@ def test_what_is_saved_can_be_read(tab: Tab, api: Server, viewed: Viewed, tmp_pa
     assert saved.info == ModelInfo(info["num_layers"], info["top_k"], info["num_experts"], tuple(info["layer_ids"]))
     tab.give_file("#file", file)
     tab.wait("document.querySelectorAll('#pick-a option').length === 3")
-    tab.wait("document.querySelector('#parting-text').textContent.includes('So are the experts')")
+    tab.wait("document.querySelector('#parting-text').textContent.includes('Experts are equal')")
 
 
 SHOWN = """[...document.querySelectorAll('#tokens-a .token'), ...document.querySelectorAll('#detail th'),
@@ -291,7 +293,7 @@ def test_saving_and_opening_change_nothing(
     seen, lines = [], []
     for text in (json.dumps(body), None):
         tab.open(viewed(text=text or lines[-1]))
-        tab.wait("/ended by|not finished/.test(document.querySelector('#summary').textContent)")
+        tab.wait("/finish reason|not finished/.test(document.querySelector('#summary').textContent)")
         tab.wait("document.querySelectorAll('#tokens-a .token').length === 30")
         seen.append(tab.js(SHOWN))
         lines.append(save(tab, tmp_path).read_text())
@@ -405,13 +407,16 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "answers.jsonl has no answers."),
-        ("no json", "answers.jsonl, line 1: not JSON, or cut short."),
-        ('{"a": 1}', "answers.jsonl, line 1: not an answer, as it has no choices."),
+        ("", "answers.jsonl contains no responses."),
+        ("no json", "answers.jsonl, line 1: invalid or truncated JSON."),
+        ('{"a": 1}', "answers.jsonl, line 1: not a response: it has no choices."),
         ('{"error": {"message": "too long"}}', "answers.jsonl, line 1: too long"),
-        ('{"choices": [{}]}', "no routed_experts: the request must ask with return_routed_experts."),
-        ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw form does not say its shape"),
-        ('{"choices": [{"routed_experts": {"data": "AAAA", "shape": [1, 1, 1], "dtype": "uint8"}}]}', "not as many"),
+        ('{"choices": [{}]}', "no routed_experts: the request needs return_routed_experts."),
+        ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw format has no shape"),
+        (
+            '{"choices": [{"routed_experts": {"data": "AAAA", "shape": [1, 1, 1], "dtype": "uint8"}}]}',
+            "does not match its shape",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, text: str, sentence: str) -> None:
@@ -425,7 +430,7 @@ def test_errors_of_the_server_are_shown(tab: Tab, api: Server) -> None:
     tab.open(f"{api.url}/routed_experts")
     ask(tab, prompt="x" * 3000)
     tab.wait("!document.querySelector('#error').hidden")
-    assert tab.text("#error").startswith("The server answered 400: ")
+    assert tab.text("#error").startswith("The server returned 400: ")
     assert "context length" in tab.text("#error")
     tab.console.clear()  # the browser itself notes failed requests
     ask(tab, tokens=3)
@@ -445,7 +450,7 @@ def test_a_server_that_is_gone(tab: Tab, tiny_model: Path) -> None:
         tab.call(
             "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
-    assert tab.text("#error") == "The server cannot be reached. Is it still running?"
+    assert tab.text("#error") == "Cannot reach the server."
     tab.console.clear()
 
 
@@ -457,7 +462,7 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path) -> No
         tab.type("#key", "wrong")
         tab.click("#key-form button")
         tab.wait("!document.querySelector('#error').hidden")
-        assert tab.text("#error") == "The server does not accept this key."
+        assert tab.text("#error") == "The server rejected this API key."
         tab.console.clear()
         tab.type("#key", "a-secret")
         tab.click("#key-form button")
@@ -498,7 +503,7 @@ def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
     rows[30, 1] = -1
     tab.open(viewed(answer(rows, 10)))
     tab.wait(ENDED)
-    assert "69 rows, 1 of them not known" in tab.text("#summary")
+    assert "69 rows (1 unknown)" in tab.text("#summary")
     tab.click("#table summary")
     tab.wait("document.querySelectorAll('#table tbody tr').length === 25")
     tab.click("#table-on")
@@ -506,7 +511,7 @@ def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
     cells = (
         "[...document.querySelectorAll('#table tbody tr')].map(r => [...r.children].slice(2).map(c => c.textContent))"
     )
-    expected = [[", ".join("not known" if i < 0 else str(i) for i in layer) for layer in row] for row in rows[25:50]]
+    expected = [[", ".join("unknown" if i < 0 else str(i) for i in layer) for layer in row] for row in rows[25:50]]
     assert tab.js(cells) == expected
     tab.click("#table-on")
     tab.wait("document.querySelectorAll('#table tbody tr').length === 20")
@@ -521,8 +526,8 @@ def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
     assert {
         ("application", "Experts by token and layer"),
         ("application", "Load by layer and expert"),
-        ("listbox", "Tokens of the answer"),
-        ("listbox", "Tokens of the answer beside it"),
+        ("listbox", "Tokens of the response"),
+        ("listbox", "Tokens of the compared response"),
         ("heading", "Balance over time"),
         ("columnheader", "Experts of A"),
         ("combobox", "Theme"),
@@ -569,7 +574,7 @@ def test_4000_tokens_of_60_layers_and_512_experts(tab: Tab, viewed: Viewed) -> N
 
     before, start = script_seconds(tab), time.monotonic()
     tab.click("#play")
-    tab.wait("document.querySelector('#summary').textContent.includes('growing')")
+    tab.wait("document.querySelector('#summary').textContent.includes('streaming')")
     tab.wait(ENDED, 60)
     share = (script_seconds(tab) - before) / (time.monotonic() - start)
 

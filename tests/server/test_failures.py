@@ -19,6 +19,8 @@ import torch
 from tests.clients.test_compare import G, P, answer_of
 from tests.e2e.harness import prompt_of
 
+pytestmark = pytest.mark.e2e
+
 PROGRAM = "routed_experts.server.cli"
 
 

@@ -28,7 +28,7 @@ export class Answer {
   addRows(ids) {
     const count = ids.length / this.size;
     for (let i = 0; i < ids.length; i++) {
-      if (ids[i] < -1 || ids[i] >= this.experts) throw new Error(`An id is ${ids[i]}, and a layer has ${this.experts} experts.`);
+      if (ids[i] < -1 || ids[i] >= this.experts) throw new Error(`Expert id ${ids[i]} is out of range: a layer has ${this.experts} experts.`);
     }
     this.#reserve((this.length + count) * this.size);
     this.rows.set(ids, this.length * this.size);

@@ -28,7 +28,7 @@ export function decode(value, raw = {}) {
 
 function fromRaw(bytes, { num_layers: layers, top_k: topK, rows_dtype: dtype }) {
   if (!layers || !topK || !dtype) {
-    throw new Error("The raw form does not say its shape: ask for the form object, or use routed-experts view with --num-layers, --top-k and --rows-dtype.");
+    throw new Error("The raw format has no shape: request the object format, or run routed-experts view with --num-layers, --top-k and --rows-dtype.");
   }
   const ids = new TYPES[dtype](bytes.buffer);
   return checked(ids, [ids.length / (layers * topK), layers, topK], null);
@@ -40,12 +40,12 @@ function fromNpy(bytes) {
   const header = new TextDecoder("latin1").decode(bytes.subarray(from, from + length));
   const type = NPY[/'descr': '([^']+)'/.exec(header)?.[1]];
   const shape = /'shape': \(([^)]*)\)/.exec(header)?.[1].split(",").filter((part) => part.trim()).map(Number);
-  if (!type || shape?.length !== 3) throw new Error("An array is not a .npy file of rows.");
+  if (!type || shape?.length !== 3) throw new Error("An array is not a valid .npy file of rows.");
   return checked(new TYPES[type](bytes.buffer.slice(from + length)), shape, null);
 }
 
 function checked(ids, shape, start) {
-  if (!Number.isInteger(shape[0]) || ids.length !== shape[0] * shape[1] * shape[2]) throw new Error("An array has not as many ids as its shape says.");
+  if (!Number.isInteger(shape[0]) || ids.length !== shape[0] * shape[1] * shape[2]) throw new Error("The number of ids in an array does not match its shape.");
   return { rows: ids instanceof Int16Array ? ids : Int16Array.from(ids), shape, start };
 }
 

@@ -16,7 +16,7 @@ export async function ask(question, model, answer, signal, changed) {
     take(chunk, answer, names);
     changed();
   }
-  answer.finished ??= "no reason given";
+  answer.finished ??= "no finish reason";
 }
 
 /** A chunk's text is not used: which of its tokens it belongs to is not known, nor whether some was held back. */

@@ -3,10 +3,10 @@
 export class Comparison {
   constructor(a, b) {
     if (a.layers !== b.layers || a.topK !== b.topK) {
-      throw new Error("The two answers are of different models: their rows have different shapes.");
+      throw new Error("The responses are from different models: their rows have different shapes.");
     }
     if (a.knowsLayers && b.knowsLayers && String(a.layerIds) !== String(b.layerIds)) {
-      throw new Error("The two answers are of different models: their rows are of different decoder layers.");
+      throw new Error("The responses are from different models: their rows have different decoder layers.");
     }
     Object.assign(this, { a, b });
     this.start = Math.max(a.start, b.start);
@@ -70,17 +70,17 @@ export class Comparison {
 
   /** The findings as a sentence. */
   sentence() {
-    if (!this.length) return "The two answers have no positions in common yet.";
+    if (!this.length) return "The responses have no positions in common yet.";
     const share = (100 * this.differing) / (this.length * this.a.layers);
     const { first, firstToken } = this;
     const words = [];
-    if (firstToken !== null) words.push(`The tokens part at position ${firstToken}.`);
-    else words.push("The tokens are the same as far as both go.");
-    if (!first) return `${words[0]} So are the experts, in all ${this.length} positions and ${this.a.layers} layers.`;
-    words.push(`The experts part at position ${first.position}, in ${this.a.layerName(first.layer)};`);
+    if (firstToken !== null) words.push(`Tokens differ from position ${firstToken}.`);
+    else words.push("Tokens are equal up to the end of the shorter response.");
+    if (!first) return `${words[0]} Experts are equal at all ${this.length} positions in ${this.a.layers} layers.`;
+    words.push(`Experts differ from position ${first.position}, ${this.a.layerName(first.layer)}:`);
     words.push(`${share.toFixed(1)} % of ${this.length} × ${this.a.layers} cells differ.`);
     const most = this.byLayer.indexOf(Math.max(...this.byLayer));
-    words.push(`Most do in ${this.a.layerName(most)} (${((100 * this.byLayer[most]) / this.length).toFixed(0)} %).`);
+    words.push(`Most differ in ${this.a.layerName(most)} (${((100 * this.byLayer[most]) / this.length).toFixed(0)} %).`);
     return words.join(" ");
   }
 }

@@ -116,14 +116,14 @@ function write(id, text) {
 function summary(answer, name) {
   const generated = answer.promptLength === null ? null : answer.tokens.length - answer.promptLength;
   const tokens = generated === null ? `${answer.tokens.length} tokens` : `${answer.promptLength} prompt and ${generated} generated tokens`;
-  const missing = answer.missing ? `, ${answer.missing} of them not known` : "";
-  const end = answer.finished === null ? "growing" : answer.finished === UNFINISHED ? UNFINISHED : `ended by ${answer.finished}`;
+  const missing = answer.missing ? ` (${answer.missing} unknown)` : "";
+  const end = answer.finished === null ? "streaming" : answer.finished === UNFINISHED ? UNFINISHED : `finish reason: ${answer.finished}`;
   return `${name}${tokens}, ${answer.length} rows${missing} of ${answer.layers} layers × ${answer.topK} of ${answer.experts} experts, ${end}.`;
 }
 
 function cellInWords({ token, layer }) {
   const { a, b, comparison } = view;
-  const ids = (answer) => Array.from(answer.cell(token, layer), (id) => (id < 0 ? "not known" : id)).join(", ") || "no row";
+  const ids = (answer) => Array.from(answer.cell(token, layer), (id) => (id < 0 ? "unknown" : id)).join(", ") || "no row";
   const words = `${describe(a, token)}; ${a.layerName(layer)}: `;
   if (!b) return `${words}${ids(a)}`;
   const others = comparison.cells[(token - comparison.start) * a.layers + layer];
@@ -136,7 +136,7 @@ function loadInWords() {
   const loads = Array.from({ length: a.experts }, (_, i) => a.load(layer, i));
   const most = loads.reduce((best, load, i) => (load > loads[best] ? i : best), 0);
   const never = loads.filter((load) => !load).length;
-  const words = `${capital(a.layerName(layer))}: expert ${most} is the busiest with ${loads[most].toFixed(1)} × the even share; ${never} of ${a.experts} were never chosen.`;
+  const words = `${capital(a.layerName(layer))}: busiest expert ${most} with ${loads[most].toFixed(1)} × the even share; ${never} of ${a.experts} experts unused.`;
   return expert === null ? words : `${words} Expert ${expert}: ${loads[expert].toFixed(2)} × (${a.counts[layer * a.experts + expert]} tokens).`;
 }
 
@@ -147,7 +147,7 @@ function balanceInWords() {
   const percent = (value) => `${(100 * value).toFixed(1)} %`;
   const { low, mean, high } = balanceA.lines;
   const beside = balanceB && row < balanceB.length ? ` B (dotted): ${percent(balanceB.lines.mean[row])}.` : "";
-  return `At token ${row + a.start}: mean of the layers ${percent(mean[row])} (solid), ${a.layerName(layer)} ${percent(balanceA.at(row, layer))} (dashed), all between ${percent(low[row])} and ${percent(high[row])} (band).${beside}`;
+  return `Token ${row + a.start}: mean over layers ${percent(mean[row])} (solid), ${a.layerName(layer)} ${percent(balanceA.at(row, layer))} (dashed), all layers between ${percent(low[row])} and ${percent(high[row])} (band).${beside}`;
 }
 
 // ---- what is selected ----
@@ -282,13 +282,13 @@ function open(files, given) {
     about = found.about;
     whole.push(...found.answers);
   }
-  if (!whole.length) throw new Error(`${files.map(({ name }) => name).join(", ")} has no answers.`);
+  if (!whole.length) throw new Error(`${files.map(({ name }) => name).join(", ")} contains no responses.`);
   const first = view.answers.length;
   for (const one of whole) add(player(one));
   view.token = whole[0].promptLength ?? 0;
   isPinned = true;
   show(first, whole.length > 1 ? first + 1 : view.a && first ? first - 1 : null);
-  say(`${whole.length} answers opened.`);
+  say(`Opened ${whole.length} responses.`);
 }
 
 function player(whole) {
@@ -305,8 +305,8 @@ function player(whole) {
     knowsExperts: Boolean(known.num_experts),
     model: whole.model,
   };
-  if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows of ${layers} layers, and the model has ${shape.layerIds.length}.`);
-  if (highest >= shape.experts) throw new Error(`${whole.name}: an id is ${highest}, and the model has ${shape.experts} experts.`);
+  if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows have ${layers} layers, but the model has ${shape.layerIds.length}.`);
+  if (highest >= shape.experts) throw new Error(`${whole.name}: expert id ${highest} is out of range: the model has ${shape.experts} experts.`);
   const made = new Player(whole, shape, changed);
   return { player: made, answer: made.answer };
 }
@@ -366,10 +366,10 @@ async function send() {
   view.token = 0;
   isPinned = false;
   show(view.answers.length - 1, beside);
-  say("The answer is coming.");
+  say("Generating.");
   try {
     await ask(question, info.model, answer, request.signal, changed);
-    say(`The answer is whole: ${summary(answer, "")}`);
+    say(`Response complete: ${summary(answer, "")}`);
   } catch (error) {
     answer.finished ??= error.name === "AbortError" ? "abort" : UNFINISHED;
     if (error.name !== "AbortError") showError(error);
@@ -391,7 +391,7 @@ function showError(error) {
   if (error instanceof ServerError && error.status === 401) {
     askForKey();
     $("key").value = "";
-    error = new Error("The server does not accept this key.");
+    error = new Error("The server rejected this API key.");
   }
   $("error").textContent = error.message;
   $("error").hidden = false;
@@ -406,7 +406,7 @@ async function start() {
   const told = document.documentElement.dataset;
   if (told.saved) return openSaved(JSON.parse(told.saved), JSON.parse(told.given));
   if (told.capture === "off") {
-    $("notice").textContent = "This server does not capture routed experts. Saved answers can be opened all the same.";
+    $("notice").textContent = "This server does not capture routed experts. You can still open saved responses.";
     $("notice").hidden = false;
   } else if (told.apiKey) askForKey();
   else connect();
@@ -434,7 +434,7 @@ async function connect() {
 
 async function openSaved(names, given) {
   $("model").textContent = names.join(", ");
-  $("empty-how").textContent = "Open answers that were saved.";
+  $("empty-how").textContent = "Open saved responses.";
   try {
     const text = async (_, i) => (await fetch(`routed_experts/saved/${i}`)).text();
     const texts = await Promise.all(names.map(text));

@@ -255,8 +255,8 @@ export class TokenMap {
     const { a, b, colour } = this.view;
     const ramp = ramps();
     bar(canvas, colour === "expert" ? ramp.experts(Math.min(a.experts, 120)) : ramp.usual);
-    const what = colour === "expert" ? `expert 0 to ${a.experts - 1}, of each layer its own` : "from the usual to the rare for this answer";
-    text.textContent = `${what}; grey: not known`;
+    const what = colour === "expert" ? `expert 0 to ${a.experts - 1} of each layer` : "from common to rare in this response";
+    text.textContent = `${what}; grey: unknown`;
     differs.hidden = !b;
     bar(differs.querySelector("canvas"), ramp.differs(a.topK + 1));
   }

@@ -16,7 +16,7 @@ export function read(text, file, about = {}, given = {}) {
       about = first;
       continue;
     }
-    if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(`${where}: ${first?.error?.message ?? "not an answer, as it has no choices."}`);
+    if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(`${where}: ${first?.error?.message ?? "not a response: it has no choices."}`);
     try {
       answers.push(...choicesOf(parts, where, { ...about, ...first.routed_experts_info, ...given }));
     } catch (error) {
@@ -85,7 +85,7 @@ function parse(text, where) {
   try {
     return JSON.parse(text);
   } catch {
-    throw new Error(`${where}: not JSON, or cut short.`);
+    throw new Error(`${where}: invalid or truncated JSON.`);
   }
 }
 
@@ -145,10 +145,10 @@ function takeTokens(one, choice) {
 
 function choiceOf(choice, prompts, page, info) {
   const arrays = [...prompts, ...choice.arrays];
-  if (!arrays.length) throw new Error("no routed_experts: the request must ask with return_routed_experts.");
+  if (!arrays.length) throw new Error("no routed_experts: the request needs return_routed_experts.");
   const filled = arrays.filter((array) => array.shape[0]);
   const all = (filled[0] ?? arrays[0]).shape.slice(1);
-  if (filled.some((array) => array.shape[1] !== all[0] || array.shape[2] !== all[1])) throw new Error("arrays of different shapes.");
+  if (filled.some((array) => array.shape[1] !== all[0] || array.shape[2] !== all[1])) throw new Error("arrays have different shapes.");
   const { rows, shape } = moeLayers(join(filled.map((array) => array.rows)), all, info.layer_ids);
   const count = shape[0] * shape[1] ? rows.length / (shape[0] * shape[1]) : 0;
   const tokens = page.tokens ? page.tokens.map((text, i) => ({ id: choice.tokens?.[i]?.id ?? null, text })) : choice.tokens;
@@ -181,7 +181,7 @@ function join(arrays) {
 function moeLayers(rows, shape, ids) {
   const [layers, topK] = shape;
   if (!ids || !rows.length || ids.length === layers) return { rows, shape };
-  if (Math.max(...ids) >= layers) throw new Error(`rows of ${layers} layers, and the model has ${ids.length} MoE layers.`);
+  if (Math.max(...ids) >= layers) throw new Error(`rows have ${layers} layers, but the model has ${ids.length} MoE layers.`);
   const kept = join(
     Array.from({ length: rows.length / topK }, (_, i) => i)
       .filter((i) => ids.includes(i % layers))

@@ -23,7 +23,7 @@ async function request(path, body, signal) {
     response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError(0, "The server cannot be reached. Is it still running?");
+    throw new ServerError(0, "Cannot reach the server.");
   }
   if (response.ok) return response;
   const text = await response.text();
@@ -34,7 +34,7 @@ async function request(path, body, signal) {
   } catch {
     // not JSON: said as it is
   }
-  throw new ServerError(response.status, `The server answered ${response.status}: ${said}`);
+  throw new ServerError(response.status, `The server returned ${response.status}: ${said}`);
 }
 
 export const getJson = async (path) => (await request(path)).json();
@@ -47,7 +47,7 @@ export async function* events(path, body, signal) {
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
-    if (done) throw new ServerError(0, "The server ended the stream before the answer was whole.");
+    if (done) throw new ServerError(0, "The stream ended before the response was complete.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {

@@ -114,6 +114,6 @@ export class TokenText {
 /** A token in words: its place and text. */
 export function describe(answer, position) {
   const text = answer.text(position);
-  const kind = answer.promptLength === null ? "" : position < answer.promptLength ? ", of the prompt" : ", generated";
+  const kind = answer.promptLength === null ? "" : position < answer.promptLength ? ", prompt" : ", generated";
   return `Token ${position}${text ? ` “${visible(text)}”` : ""}${kind}`;
 }
