@@ -4,15 +4,14 @@ On the GPU machine, as a plugin of pytest, which writes what the run came to:
 
     python -m pytest -p tests.gpu_runs --gpu-run run.json --commit $(git rev-parse --short HEAD) tests/gpu
 
-Here, to merge it into `docs/gpu-runs.json`, and to write `docs/support.md` and `docs/lab/evidence.md` from that file and
-`docs/support.toml` (without a file, after a change to `docs/support.toml`):
+Here, to merge it into `docs/gpu-runs.json`, and to write `docs/support.md` and `docs/lab/evidence.md` from that file
+and `docs/support.toml` (without a file, after a change to `docs/support.toml`):
 
     python -m tests.gpu_runs run.json
 """
 
 import datetime
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -152,7 +151,9 @@ def when(runs: dict[str, Run], tests: Sequence[str]) -> str:
         outcome = "" if run.outcome == "passed" else f" ({run.outcome})"
         commit = f"`{run.commit}`" if run.commit else "commit not recorded"
         by_date.setdefault((run.date, run.device), set()).add(commit + outcome)
-    return "; ".join(f"{date}, {device}, {', '.join(sorted(by_date[date, device]))}" for date, device in sorted(by_date))
+    return "; ".join(
+        f"{date}, {device}, {', '.join(sorted(by_date[date, device]))}" for date, device in sorted(by_date)
+    )
 
 
 Cell = list[str] | str | None
@@ -193,7 +194,8 @@ def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> st
 def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> Iterator[str]:
     yield "# Evidence for the support matrix"
     yield ""
-    yield f"Written by `python -m tests.gpu_runs` from `docs/support.toml` and `docs/gpu-runs.json`, vLLM {SUPPORTED_VLLM[0]}."
+    sources = "`docs/support.toml` and `docs/gpu-runs.json`"
+    yield f"Written by `python -m tests.gpu_runs` from {sources}, vLLM {SUPPORTED_VLLM[0]}."
     for feature in table["feature"]:
         if "group" in feature:
             yield from ("", f"## {feature['group']}")
