@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.documentation import PAGES, ROOT
+from tests.documentation import PAGES, ROOT, spans
 
 MOST_WORDS_OF_README = 900
 
@@ -35,6 +35,19 @@ def test_the_index_has_every_page() -> None:
     pages = [*docs.glob("*.md"), *docs.glob("lab/*.md"), docs / "grafana.json"]
     assert [page for page in pages if page.name != "index.md" and f"({page.relative_to(docs)}" not in index] == []
     assert "docs/index.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_names_of_the_code_exist() -> None:
+    """Fields of requests and responses anywhere, and every name in `docs/structure.md`. Metrics have another test."""
+    metrics = ROOT / "docs/metrics.md"
+    paths = [metrics, *(path for folder in ("capture", "protocol", "server") for path in (ROOT / folder).rglob("*.py"))]
+    words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in paths)))
+    missing = []
+    for where, text in spans():
+        is_field = re.fullmatch(r"(return_routed|routed_experts|prompt_routed)_\w+", text)
+        if is_field or (where.startswith("docs/structure.md") and re.fullmatch(r"[A-Za-z_]+(\.[A-Za-z_]+)*", text)):
+            missing += [f"{where}: {name}" for name in text.removesuffix(".py").split(".") if name not in words]
+    assert missing == []
 
 
 def test_the_readme_is_short() -> None:
