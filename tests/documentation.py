@@ -1,7 +1,7 @@
-"""The code in the documentation's pages.
+"""Reads the code in the documentation.
 
-Above each block of commands or of Python stands a comment that readers do not see: `<!-- run by TEST -->`, whose
-fixture `documented` then has the block's text, or `<!-- not run: REASON -->`.
+Each block of shell or Python has a comment above it: `<!-- run by TEST -->`, and TEST gets the block's text from its
+fixture `documented`, or `<!-- not run: REASON -->`.
 """
 
 import re
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docker").glob("*.md"))]
+PAGES = [page for folder in ("", "docs", "docs/lab", "docker") for page in sorted((ROOT / folder).glob("*.md"))]
 _BLOCK = re.compile(r"^(?:<!-- ([^\n]*) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
@@ -20,8 +20,9 @@ class Block:
     """Fenced code.
 
     Attributes:
-        language: as the page says: `sh` and `python` are for readers to run, `json` and `text` are not.
-        mark: the comment above it, empty if there is none.
+        where: page and line.
+        language: `sh` and `python` are for readers to run, `json` and `text` are not.
+        mark: the comment above it, or an empty string.
     """
 
     where: str
@@ -50,7 +51,7 @@ def blocks() -> Iterator[Block]:
 
 
 def spans() -> Iterator[tuple[str, str]]:
-    """Where code stands within a sentence, and the code, on one line."""
+    """Page and line of each piece of inline code, and the code on one line."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         prose = _BLOCK.sub(lambda found: "\n" * found[0].count("\n"), text)
@@ -60,5 +61,15 @@ def spans() -> Iterator[tuple[str, str]]:
 
 
 def run_by(test: str) -> list[str]:
-    """The text of the blocks that say that `test` runs them."""
+    """The text of the blocks that `test` runs."""
     return [block.text for block in blocks() if block.run_by == test]
+
+
+def exists(name: str, beside: Path = ROOT) -> bool:
+    """Whether there is such a file, below the repository, its tests or `beside`, and in it the test after `::`."""
+    path, _, test = name.partition("::")
+    test = test.partition("[")[0].rpartition("::")[2]
+    for folder in (ROOT, ROOT / "tests", beside):
+        if (folder / path).exists():
+            return not test or bool(re.search(rf"(?:def|class) {test}\b", (folder / path).read_text(encoding="utf-8")))
+    return False

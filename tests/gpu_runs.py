@@ -1,31 +1,38 @@
-"""Which test was last run on a GPU, when, and at which commit.
+"""Records runs of tests on GPUs, and writes the support matrix from the records.
 
 On the GPU machine, as a plugin of pytest, which writes what the run came to:
 
     python -m pytest -p tests.gpu_runs --gpu-run run.json --commit $(git rev-parse --short HEAD) tests/gpu
 
-Here, to take it into `docs/gpu-runs.json`, and the newest state of that file into the table of `docs/support.md`:
+Here, to merge it into `docs/gpu-runs.json`, and to write `docs/support.md` and `docs/lab/evidence.md` from that file
+and `docs/support.toml` (without a file, after a change to `docs/support.toml`):
 
     python -m tests.gpu_runs run.json
 """
 
 import datetime
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from routed_experts.capture.engine.config import REFUSALS
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
-TABLE = ROOT / "docs/support.md"
+SUPPORT = ROOT / "docs/support.toml"
+MATRIX = ROOT / "docs/support.md"
+EVIDENCE = ROOT / "docs/lab/evidence.md"
+
+COLUMNS = {"cpu": "CPU", "v1": "CUDA V1", "v2": "CUDA V2"}
+EXACT, UNTESTED = "exact", "untested"
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,10 @@ def _git(*arguments: str) -> str:
 
 
 class Recorder:
-    """Writes a file of the outcomes of a session of pytest, after each test, as time on GPUs may end at any moment.
-    Skipped tests were not run."""
+    """Writes the outcomes of a pytest session to a file, after each test, since time on GPUs may end at any moment.
+
+    Skipped tests are left out.
+    """
 
     def __init__(self, file: Path, commit: str) -> None:
         import torch
@@ -121,55 +130,115 @@ def write(file: Path, runs: Runs) -> None:
     file.write_text(json.dumps(plain, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def last_run(runs: dict[str, Run], tests: Sequence[str]) -> str:
-    """When `tests`, with all of their parameters where they name none, last ran: the oldest of their last runs."""
-    last: list[Run] = []
-    for test in tests:
-        found = [run for name, run in runs.items() if is_of(name, test)]
-        if not found:
-            return "not run since it was written"
-        last += found
-    if any(run.outcome != "passed" for run in last):
-        return "failed in its last run"
-    date = min(run.date for run in last)
-    commits = {run.commit for run in last if run.date == date}
-    if None in commits:
-        return f"last run {date}, commit not recorded"
-    names = ", ".join(f"`{commit}`" for commit in sorted(commits, key=str))
-    return f"last run {date}, {'commit' if len(commits) == 1 else 'commits'} {names}"
+def last_runs(runs: dict[str, Run], test: str) -> list[Run]:
+    """The last run of `test`, one for each of its parameters if it names none."""
+    return [run for name, run in runs.items() if name == test or name.startswith(test + "[")]
 
 
-def is_of(name: str, test: str) -> bool:
-    """Whether `name` is `test`, or `test` with parameters."""
-    return name == test or name.startswith(test + "[")
+def passed(runs: dict[str, Run], tests: Sequence[str]) -> bool:
+    """True if every test has a recorded run and none failed in its last one."""
+    found = [last_runs(runs, test) for test in tests]
+    return all(found) and all(run.outcome == "passed" for of_test in found for run in of_test)
 
 
-def named(text: str) -> list[str]:
-    """The tests that a text names."""
-    return re.findall(r"`(tests/[^`]+)`", text)
+def when(runs: dict[str, Run], tests: Sequence[str]) -> str:
+    """The last runs of `tests`: date, commits and devices, oldest first."""
+    found = [run for test in tests for run in last_runs(runs, test)]
+    if not found:
+        return "not run"
+    by_date: dict[tuple[str, str], set[str]] = {}
+    for run in found:
+        outcome = "" if run.outcome == "passed" else f" ({run.outcome})"
+        commit = f"`{run.commit}`" if run.commit else "commit not recorded"
+        by_date.setdefault((run.date, run.device), set()).add(commit + outcome)
+    return "; ".join(
+        f"{date}, {device}, {', '.join(sorted(by_date[date, device]))}" for date, device in sorted(by_date)
+    )
 
 
-def render(table: str, runs: Runs) -> str:
-    """`table`, whose rows about GPUs say when they were last run on one, with the version that has a CPU build too."""
-    of_tests = runs.get(SUPPORTED_VLLM[0], {})
-    lines = table.splitlines(keepends=True)
-    for index, line in enumerate(lines):
-        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
-        if len(cells) == 3 and "GPU" in cells[0] and named(cells[2]):
-            tests = named(cells[2])
-            cells[2] = ", ".join(f"`{test}`" for test in tests) + f"; {last_run(of_tests, tests)}"
-            lines[index] = f"| {' | '.join(cells)} |\n"
-    return "".join(lines)
+Cell = list[str] | str | None
+"""Of the support table: tests that show exact rows, or a status and its evidence, or nothing."""
+
+
+def support() -> dict[str, list[dict[str, Any]]]:
+    return tomllib.loads(SUPPORT.read_text(encoding="utf-8"))
+
+
+def status(column: str, cell: Cell, runs: dict[str, Run]) -> str:
+    if isinstance(cell, str):
+        return cell.partition(":")[0]
+    if not cell or (column != "cpu" and not passed(runs, cell)):
+        return UNTESTED
+    return EXACT
+
+
+def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> str:
+    lines = [f"| feature | {' | '.join(COLUMNS.values())} |", "| --- | --- | --- | --- |"]
+    for feature in features:
+        if "group" in feature:
+            lines.append(f"| **{feature['group']}** | | | |")
+        cells = [status(column, feature.get(column), runs) for column in COLUMNS]
+        lines.append(f"| {feature['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def refused(others: Sequence[dict[str, Any]]) -> str:
+    names = [*(refusal.name for refusal in REFUSALS), *(other["name"] for other in others)]
+    return "\n".join(f"- {name}" for name in names)
+
+
+def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
+    return "\n".join(_evidence(table, runs)) + "\n"
+
+
+def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> Iterator[str]:
+    yield "# Evidence for the support matrix"
+    yield ""
+    sources = "`docs/support.toml` and `docs/gpu-runs.json`"
+    yield f"Written by `python -m tests.gpu_runs` from {sources}, vLLM {SUPPORTED_VLLM[0]}."
+    for feature in table["feature"]:
+        if "group" in feature:
+            yield from ("", f"## {feature['group']}")
+        yield from ("", f"**{feature['name']}**", "")
+        for column, title in COLUMNS.items():
+            cell = feature.get(column)
+            if isinstance(cell, str):
+                yield f"- {title}: {cell}"
+            elif cell:
+                tests = ", ".join(f"`{test}`" for test in cell)
+                yield f"- {title}: {tests}" + ("" if column == "cpu" else f". Last run: {when(runs, cell)}")
+        if "why" in feature:
+            yield f"- untested: {feature['why']}"
+        if "note" in feature:
+            yield f"- note: {feature['note']}"
+    yield from ("", "## Refused", "")
+    yield "- the table of refusals in `capture/engine/config.py`: `tests/contract/test_refusals.py`"
+    for other in table["refused"]:
+        yield f"- {other['name']}: " + ", ".join(f"`{test}`" for test in other["tests"])
+
+
+def filled(page: str, name: str, text: str) -> str:
+    """`page` with `text` between the lines `<!-- name -->` and `<!-- end of name -->`, which it must have."""
+    start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, rest = page.split(start)
+    _, after = rest.split(end)
+    return f"{before}{start}{text}\n{end}{after}"
+
+
+def rendered(page: str, table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
+    return filled(filled(page, "matrix", matrix(table["feature"], runs)), "refused", refused(table["refused"]))
 
 
 def main(files: Sequence[str]) -> int:
-    """Takes the runs in `files` into `docs/gpu-runs.json`, and all of that into the table."""
+    """Merges the runs in `files` into `docs/gpu-runs.json`, and writes the pages made from it."""
     runs = read(FILE)
     for file in files:
         for version, of_tests in read(Path(file)).items():
             runs.setdefault(version, {}).update(of_tests)
     write(FILE, runs)
-    TABLE.write_text(render(TABLE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    newest = runs.get(SUPPORTED_VLLM[0], {})
+    MATRIX.write_text(rendered(MATRIX.read_text(encoding="utf-8"), support(), newest), encoding="utf-8")
+    EVIDENCE.write_text(evidence(support(), newest), encoding="utf-8")
     return 0
 
 

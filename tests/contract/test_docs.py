@@ -1,36 +1,58 @@
-"""Links within the documentation lead somewhere, and the index leads to all of it."""
+"""Links and paths in Markdown exist, and the index has every page."""
 
 import re
 from pathlib import Path
 
 import pytest
 
+from tests.documentation import PAGES, ROOT, spans
+
 pytestmark = pytest.mark.release
 
-ROOT = Path(__file__).parents[2]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docker").glob("*.md")]
+MOST_WORDS_OF_README = 900
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as they are made where Markdown is shown."""
+    """The anchors that GitHub gives a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
-    for link in links:
-        if re.match(r"https?:", link):
-            continue
-        path, _, anchor = link.partition("#")
-        target = page if not path else (page.parent / path).resolve()
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+def dead_links(page: Path) -> list[str]:
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"https?:", link):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                dead.append(f"{page.relative_to(ROOT)}: {link}")
+    return dead
 
 
-def test_the_index_leads_to_every_page() -> None:
-    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    for page in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("gr*.json")):
-        assert page.name == "index.md" or f"({page.name}" in index, page.name
+def test_links_lead_somewhere() -> None:
+    assert [link for page in PAGES for link in dead_links(page)] == []
+
+
+def test_the_index_has_every_page() -> None:
+    docs = ROOT / "docs"
+    index = (docs / "index.md").read_text(encoding="utf-8")
+    pages = [*docs.glob("*.md"), *docs.glob("lab/*.md"), docs / "grafana.json"]
+    assert [page for page in pages if page.name != "index.md" and f"({page.relative_to(docs)}" not in index] == []
     assert "docs/index.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_names_of_the_code_exist() -> None:
+    """Fields of requests and responses anywhere, and every name in `docs/structure.md`. Metrics have another test."""
+    metrics = ROOT / "docs/metrics.md"
+    paths = [metrics, *(path for folder in ("capture", "protocol", "server") for path in (ROOT / folder).rglob("*.py"))]
+    words = set(re.findall(r"\w+", "".join(path.read_text(encoding="utf-8") for path in paths)))
+    missing = []
+    for where, text in spans():
+        is_field = re.fullmatch(r"(return_routed|routed_experts|prompt_routed)_\w+", text)
+        if is_field or (where.startswith("docs/structure.md") and re.fullmatch(r"[A-Za-z_]+(\.[A-Za-z_]+)*", text)):
+            missing += [f"{where}: {name}" for name in text.removesuffix(".py").split(".") if name not in words]
+    assert missing == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= MOST_WORDS_OF_README

@@ -1,4 +1,4 @@
-"""How runs on GPUs are written down, with a torch that says that it has two."""
+"""Records of runs on GPUs, with a torch that claims to have two, and the pages made from them."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 import vllm
 
 from tests import gpu_runs
-from tests.gpu_runs import Run, last_run, read, render, write
+from tests.gpu_runs import Run, read, status, when, write
 
 pytestmark = pytest.mark.release
 
@@ -101,37 +101,50 @@ RUNS = {
 
 
 @pytest.mark.parametrize(
-    ("tests", "said"),
+    ("tests", "is_exact", "last"),
     [
-        (["test[one]"], "last run 2026-01-02, commit `newer`"),
-        (["test"], "last run 2026-01-01, commit `older`"),
-        (["test[one]", "test"], "last run 2026-01-01, commit `older`"),
-        (["test[two]", "test_another"], "last run 2026-01-01, commits `old`, `older`"),
-        (["test_without"], "last run 2026-01-01, commit not recorded"),
-        (["test", "test_fails"], "failed in its last run"),
-        (["test_again"], "failed in its last run"),
-        (["test", "test_new"], "not run since it was written"),
-        (["tes"], "not run since it was written"),
+        (["test[one]"], True, "2026-01-02, NVIDIA H200, `newer`"),
+        (["test"], True, "2026-01-01, NVIDIA H200, `older`; 2026-01-02, NVIDIA H200, `newer`"),
+        (["test[two]", "test_another"], True, "2026-01-01, NVIDIA H200, `old`, `older`"),
+        (["test_without"], True, "2026-01-01, NVIDIA H200, commit not recorded"),
+        (
+            ["test[one]", "test_fails"],
+            False,
+            "2026-01-01, NVIDIA H200, `abc1234` (failed); 2026-01-02, NVIDIA H200, `newer`",
+        ),
+        (["test[one]", "test_new"], False, "2026-01-02, NVIDIA H200, `newer`"),
+        (["tes"], False, "not run"),
     ],
 )
-def test_the_oldest_of_the_last_runs_counts(tests: list[str], said: str) -> None:
-    assert last_run(RUNS["0.32.0"], [f"tests/a.py::{test}" for test in tests]) == said
+def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool, last: str) -> None:
+    names = [f"tests/a.py::{test}" for test in tests]
+    assert when(RUNS["0.32.0"], names) == last
+    assert status("v2", names, RUNS["0.32.0"]) == ("exact" if is_exact else "untested")
+    assert status("cpu", names, RUNS["0.32.0"]) == "exact", "CI runs these"
 
 
-def test_runs_go_into_the_file_and_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_runs, "FILE", tmp_path / "gpu-runs.json")
-    monkeypatch.setattr(gpu_runs, "TABLE", tmp_path / "support.md")
-    row = "| graphs (GPU) | exact | `tests/a.py::test`{} |\n"
-    others = "| on CPU | exact | `tests/a.py::test` |\n| Ray (GPU) | untested | no Ray there |\n"
-    (tmp_path / "support.md").write_text(row.format("") + others)
+def test_runs_go_into_the_file_and_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"FILE": "gpu-runs.json", "SUPPORT": "support.toml", "MATRIX": "support.md", "EVIDENCE": "evidence.md"}
+    for name, file in files.items():
+        monkeypatch.setattr(gpu_runs, name, tmp_path / file)
+    page = "# Support\n<!-- matrix -->\n<!-- end of matrix -->\n<!-- refused -->\n<!-- end of refused -->\nrest\n"
+    (tmp_path / "support.md").write_text(page)
+    (tmp_path / "support.toml").write_text(
+        '[[feature]]\nname = "graphs"\nv1 = "refused: tests/b.py"\nv2 = ["tests/a.py::test_again"]\n'
+        '[[refused]]\nname = "dense"\ntests = ["tests/c.py"]\n'
+    )
     write(tmp_path / "gpu-runs.json", RUNS)
-    new = {"tests/a.py::test[two]": run_of("2026-01-05", "new")}
+    gpu_runs.main([])
+    assert "| graphs | untested | refused | untested |" in (tmp_path / "support.md").read_text()
+    new = {"tests/a.py::test_again": run_of("2026-01-05", "new")}
     write(tmp_path / "new.json", {"0.32.0": new, "0.33.0": new})
-    gpu_runs.main([str(tmp_path / "new.json")])
-    assert (tmp_path / "support.md").read_text() == row.format("; last run 2026-01-02, commit `newer`") + others
+    for _ in range(2):  # the second time nothing changes
+        gpu_runs.main([str(tmp_path / "new.json")])
+        text = (tmp_path / "support.md").read_text()
+        assert "| graphs | untested | refused | exact |" in text
+        assert text.endswith("- dense\n<!-- end of refused -->\nrest\n")
+        found = (tmp_path / "evidence.md").read_text()
+        assert "- CUDA V2: `tests/a.py::test_again`. Last run: 2026-01-05, NVIDIA H200, `new`\n" in found
     written = json.loads((tmp_path / "gpu-runs.json").read_text())
-    assert len(written["0.32.0"]) == 6
-    assert {written[version]["tests/a.py::test[two]"]["commit"] for version in RUNS} == {"new"}
-    assert len(written["0.33.0"]) == 2
-    table = (tmp_path / "support.md").read_text()
-    assert render(table, read(tmp_path / "gpu-runs.json")) == table
+    assert (len(written["0.32.0"]), len(written["0.33.0"])) == (6, 1)
+    assert {written[version]["tests/a.py::test_again"]["commit"] for version in RUNS} == {"new"}
