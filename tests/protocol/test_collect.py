@@ -105,6 +105,12 @@ def test_prompts_with_different_starts() -> None:
     check_all(collect(answer(*prompts, is_list=True)), *prompts)
 
 
+def test_lists_without_rows() -> None:
+    """An empty list has no shape, and does not contradict others."""
+    prompts = [told(9, 4, fmt="list", start=9), told(9, 4, fmt="list", start=9, first_token=500)]
+    check_all(collect(answer(*prompts), prompt_start=9), *prompts)
+
+
 def test_an_id_that_int16_cannot_hold() -> None:
     body = answer(told())
     array = np.full((5, 1, 1), 40_000, dtype="<u2")
