@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,8 +51,7 @@ def sent(outputs: list[Output]) -> list[Output]:
 def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list[PlacedRows | None]:
     """The rows of each output but the header. They are off the output, where vLLM would collect them too."""
     found: dict[int, PlacedRows] = {}
-    for output, start, rows, num_unknown in list(unpacker.unpack(outputs, message)):
-        assert num_unknown == sum(bool((row == -1).any()) for row in rows)
+    for output, start, rows in list(unpacker.unpack(outputs, message)):
         assert (rows.dtype, rows.shape[1:]) == (np.int16, (L, K))
         found[id(output)] = PlacedRows(start, rows)
     assert all(output.routed_experts is None for output in outputs)
@@ -96,21 +94,10 @@ def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
     assert [output.routed_experts is None for output in outputs] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("unknown", [None, 0, 1, 2])
-def test_unknown_rows_are_counted_for_each_output(unknown: int | None) -> None:
-    """A row with one unknown id is an unknown row."""
-    outputs = [Output(PlacedRows(0, np.zeros((count, L, K), dtype=np.int16))) for count in (3, LARGE, 2)]
-    if unknown is not None:
-        outputs[unknown].routed_experts.rows[-2:, -1, -1] = -1
-    counts = [number for *_, number in Unpacker().unpack(sent(outputs), message=1)]
-    assert counts == [2 if index == unknown else 0 for index in range(3)]
-
-
-@pytest.mark.parametrize("expert", [-1, 0])
-def test_a_row_that_is_too_large_to_be_packed(expert: int) -> None:
-    outputs = [Output(PlacedRows(7, np.full((1, SMALL_ARRAY_BYTES, 1), expert, dtype=np.int16)))]
-    ((_, start, rows, num_unknown),) = Unpacker().unpack(sent(outputs), message=1)
-    assert (start, len(rows), num_unknown) == (7, 1, int(expert < 0))
+def test_a_row_that_is_too_large_to_be_packed() -> None:
+    outputs = [Output(PlacedRows(7, np.zeros((1, SMALL_ARRAY_BYTES, 1), dtype=np.int16)))]
+    ((_, start, rows),) = Unpacker().unpack(sent(outputs), message=1)
+    assert (start, len(rows)) == (7, 1)
 
 
 def test_a_message_that_breaks_off_leaves_nothing_for_the_next() -> None:

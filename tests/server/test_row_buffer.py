@@ -221,20 +221,18 @@ def test_pushes_and_takes_in_any_order() -> None:
         known: dict[int, int] = {}
         end = taken_to = start = rng.choice([0, 3])
         assert buffer.take(start, start + 5) == []
-        num_unknown = num_lost = 0
+        num_lost = 0
         for step in range(rng.randrange(1, 12)):
             first = start if step == 0 else max(end + rng.choice([0, 0, 0, 0, -2, -1, 1, 3]), start)
             values = [at + 100 * step if rng.random() < 0.9 else -1 for at in range(first, first + rng.randrange(1, 5))]
             rows = np.repeat(np.array(values, dtype=np.int16), L * K).reshape(-1, L, K)
-            buffer.push(first, rows, values.count(-1))
+            buffer.push(first, rows)
             num_lost += max(first - end, 0)
-            num_unknown += max(first - end, 0)
             for at, value in enumerate(values, first):
-                num_unknown += at >= end and value == -1
                 if at >= end:
                     known[at] = value
             end = max(end, first + len(values))
-            assert (buffer.num_lost, buffer.num_unknown) == (num_lost, num_unknown)
+            assert buffer.num_lost == num_lost
             if rng.random() < 0.5:
                 first = taken_to + rng.choice([0, 0, 1])  # what lies before is dropped
                 last = rng.choice([first - 1, first, first + 2, 99])
