@@ -42,12 +42,12 @@ class RowStore:
     def keep(self, cache: HostCache, slots: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
         """Copies the rows of `slots` ([n x tokens of a chunk]) to `chunks` ([n]), those that exist."""
         inside = within(chunks, self._num_chunks)
-        slots, chunks = slots.reshape(len(chunks), -1)[inside].reshape(-1), chunks[inside]
+        slots, chunks = slots.reshape(-1, self.chunk_tokens)[inside].reshape(-1), chunks[inside]
         if self._rows is None:
             self._rows = HostCache(self._num_chunks, self.chunk_tokens, *cache.row_shape)
         places = (chunks[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(-1)
         self._rows.copy_from(cache, slots, places)
-        self._is_whole[chunks] = self._rows.are_written(places).reshape(len(chunks), -1).all(axis=1)
+        self._is_whole[chunks] = self._rows.are_written(places).reshape(-1, self.chunk_tokens).all(axis=1)
 
     def fill(self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are: unwritten, where there are no rows."""

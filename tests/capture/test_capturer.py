@@ -1,4 +1,4 @@
-"""Two pipeline stages in one process: what the first sends on, the last packs with its own."""
+"""The capture of two pipeline stages in one process: what the first sends on, the last packs with its own."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ CPU = torch.device("cpu")
 STAGES = [RowShape((1, 2), 16, 4), RowShape((), 0, 0), RowShape((5, 6, 7), 16, 4)]
 
 
-def capturer(stage: int) -> Capturer:
+def capturer(stage: int = 0) -> Capturer:
     layers = [len(shape.layer_ids) for shape in STAGES]
     return Capturer(RowShape.of_stages(STAGES), layers, stage, max_tokens=8, max_steps_in_flight=2, device=CPU)
 
@@ -28,6 +28,22 @@ def test_the_shape_of_the_whole_model() -> None:
         RowShape.of_stages([RowShape((), 0, 0)])
 
 
+def test_the_device_cache() -> None:
+    """Contiguous views at fixed addresses, as CUDA graphs need them, of the dtype that vLLM's kernels write."""
+    cache = capturer().cache
+    assert (cache.num_layers, cache.max_tokens, cache.top_k, cache.ids.dtype) == (2, 8, 4, torch.int32)
+    assert (cache.ids == -1).all(), "a layer that never writes must not look like expert 0"
+    views = [cache.view(layer) for layer in range(2)]
+    for layer, view in enumerate(views):
+        assert view.is_contiguous()
+        view[:7] = layer
+    assert [cache.ids[layer].unique().tolist() for layer in range(2)] == [[-1, 0], [-1, 1]]
+    cache.reset_rows(6)
+    assert (cache.ids[:, :6] == -1).all()
+    assert cache.ids[:, 6].tolist() == [[0] * 4, [1] * 4]
+    assert [cache.view(layer).data_ptr() for layer in range(2)] == [view.data_ptr() for view in views]
+
+
 def test_rows_of_earlier_stages_come_first() -> None:
     """Through a stage without MoE layers; padding tokens (5 and 6) go no further."""
     first, middle, last = (capturer(stage) for stage in range(3))
@@ -37,40 +53,12 @@ def test_rows_of_earlier_stages_come_first() -> None:
     upstream = middle.downstream(5, first.downstream(5, None))
     assert (upstream.shape, upstream.dtype) == ((5, 2, 4), torch.int32)
     assert upstream.is_contiguous()
-    slots = torch.arange(100, 107)
-    step = last.submit(slots, np.array([0, 2, 5]), upstream).result()
+    step = last.submit(torch.arange(100, 107), np.array([0, 2, 5]), upstream).result()
     assert step.slots.tolist() == [100, 101, 102, 103, 104]
     for row in range(5):
         assert np.array_equal(step.rows[:, row], ids(row, 5)[:, :4].numpy())
-
-
-def test_a_step_without_the_rows_of_earlier_stages_is_an_error() -> None:
     with pytest.raises(ValueError, match="earlier pipeline stages"):
-        capturer(2).submit(torch.arange(3), np.array([0, 3]))
-
-
-def test_only_this_ranks_tokens_are_stored() -> None:
-    first = capturer(0)
-    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]))(ids(0, tokens=7))
-    first.sink(1)(ids(1, tokens=4))
-    step = first.submit(torch.arange(4), np.array([0, 4])).result()
-    assert (step.rows[0, 0] == -1).all()
-    assert np.array_equal(step.rows[1:, 0], ids(0, 7)[2:5, :4].numpy())
-
-
-@pytest.mark.parametrize("skipping", [0, 1])
-def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int) -> None:
-    """And padding tokens that it wrote in an earlier, smaller step do not come up in a larger one."""
-    first = capturer(0)
-    first.reset_rows(2)
-    for row in range(2):
-        first.sink(row)(ids(row, tokens=8))  # padded
-    first.submit(torch.arange(2), np.array([0, 2]))
-    first.reset_rows(6)
-    first.sink(1 - skipping)(ids(1 - skipping, tokens=8))
-    step = first.submit(torch.arange(6), np.array([0, 6])).result()
-    assert (step.rows[:, skipping] == -1).all()
-    assert np.array_equal(step.rows[:, 1 - skipping], ids(1 - skipping, 6)[:, :4].numpy())
+        last.submit(torch.arange(3), np.array([0, 3]))
 
 
 @pytest.mark.parametrize("layers", [[1, 2], [2, 2]])
@@ -86,39 +74,53 @@ def test_rows_for_the_next_stage_are_a_copy(layers: list[int]) -> None:
         assert torch.equal(sent[:, row], ids(row, 8)[:, :4])
 
 
-@pytest.mark.parametrize("held", [[0, 1], [1], []])
-def test_ids_that_are_held_are_stored_at_the_end(held: list[int]) -> None:
-    """Whichever layers have a sink; others are written directly."""
-    first = capturer(0)
+@pytest.mark.parametrize("skipping", [0, 1])
+def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int) -> None:
+    """Padding tokens that it wrote in an earlier, smaller step do not come up in a larger one."""
+    first = capturer()
+    first.reset_rows(2)
+    for row in range(2):
+        first.sink(row)(ids(row, tokens=8))  # padded
+    first.submit(torch.arange(2), np.array([0, 2]))
+    first.reset_rows(6)
+    first.sink(1 - skipping)(ids(1 - skipping, tokens=8))
+    step = first.submit(torch.arange(6), np.array([0, 6])).result()
+    assert (step.rows[:, skipping] == -1).all()
+    assert np.array_equal(step.rows[:, 1 - skipping], ids(1 - skipping, 6)[:, :4].numpy())
+
+
+@pytest.mark.parametrize("deferred", [[0, 1], [1], []])
+def test_deferred_stores(deferred: list[int]) -> None:
+    """Only ids whose memory stays theirs, and which are of all tokens, are held until the stores are flushed."""
+    first = capturer()
     first.defer_stores()
-    for layer in held:
-        first.sink(layer, may_defer=True)(ids(layer, tokens=3))
-    assert (first.cache.ids == -1).all()
+    for layer in range(2):
+        own = ids(layer, tokens=3)
+        first.sink(layer, may_defer=layer in deferred)(own)
+        assert (first.cache.view(layer)[0, 0] == -1) == (layer in deferred)
+        if layer not in deferred:
+            own.fill_(7)
     first.flush_stores()
     for layer in range(2):
-        expected = ids(layer, 3)[:, :4] if layer in held else -1
-        assert (first.cache.view(layer)[:3] == expected).all()
+        assert torch.equal(first.cache.view(layer)[:3], ids(layer, 3)[:, :4])
     assert (first.cache.ids[:, 3:] == -1).all()
     first.sink(0, may_defer=True)(ids(9, tokens=2))
     assert torch.equal(first.cache.view(0)[:2], ids(9, 2)[:, :4])
 
 
-def test_ids_whose_memory_others_get_are_stored_at_once() -> None:
-    first = capturer(0)
-    first.defer_stores()
-    memory = ids(0, tokens=3)
-    first.sink(0)(memory)
-    first.sink(1, may_defer=True)(ids(1, tokens=3))
-    memory.fill_(7)
-    first.flush_stores()
-    for layer in range(2):
-        assert torch.equal(first.cache.view(layer)[:3], ids(layer, 3)[:, :4])
-
-
-def test_a_part_of_the_tokens_is_stored_at_once() -> None:
-    """Whose it is, the step's metadata says, which nothing keeps."""
-    first = capturer(0)
-    first.defer_stores()
+@pytest.mark.parametrize("deferring", [False, True])
+def test_only_this_ranks_tokens_are_stored(deferring: bool) -> None:
+    first = capturer()
+    if deferring:
+        first.defer_stores()
     first.sink(0, own_tokens=lambda rows: (1, rows[2:5]), may_defer=True)(ids(0, tokens=7))
     assert torch.equal(first.cache.view(0)[1:4], ids(0, 7)[2:5, :4])
     first.flush_stores()
+    assert (first.cache.view(0)[[0, 4, 5, 6, 7]] == -1).all()
+
+
+def test_flushing_nothing_stores_nothing() -> None:
+    first = capturer()
+    first.defer_stores()
+    first.flush_stores()
+    assert (first.cache.ids == -1).all()

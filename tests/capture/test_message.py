@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from routed_experts.capture.message import (
     ROWS_OUTPUT_ID,
@@ -18,6 +19,7 @@ from routed_experts.capture.message import (
 )
 
 L, K = 3, 5  # odd, so that nothing is aligned by chance
+LARGE = SMALL_ARRAY_BYTES // (2 * L * K) + 1
 
 
 @dataclass
@@ -26,25 +28,18 @@ class Output:
     request_id: str = field(default="a")
 
 
-def array(num_rows: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-1, 300, (num_rows, L, K)).astype(np.int16)
-
-
-LARGE = SMALL_ARRAY_BYTES // (2 * L * K) + 1
-
-Expected = list[PlacedRows | None]
-
-
 def message(*counts: int | None) -> list[Output]:
     """Outputs with so many rows each; None for none at all."""
     return [
-        Output(None if count is None else PlacedRows(70_000 * seed, array(count, seed)))
+        Output(
+            None
+            if count is None
+            else PlacedRows(
+                70_000 * seed, np.random.default_rng(seed).integers(-1, 300, (count, L, K)).astype(np.int16)
+            )
+        )
         for seed, count in enumerate(counts)
     ]
-
-
-def placed(outputs: list[Output]) -> Expected:
-    return [output.routed_experts for output in outputs]
 
 
 def sent(outputs: list[Output]) -> list[Output]:
@@ -53,46 +48,39 @@ def sent(outputs: list[Output]) -> list[Output]:
     return outputs if packed is None else [Output(packed, ROWS_OUTPUT_ID), *outputs]
 
 
-def unpack(unpacker: Unpacker, outputs: list[Output], message: object) -> list[Output]:
-    """Puts the rows back on the outputs that they are of."""
+def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list[PlacedRows | None]:
+    """The rows of each output but the header. They are off the output, where vLLM would collect them too."""
+    found: dict[int, PlacedRows] = {}
     for output, start, rows in list(unpacker.unpack(outputs, message)):
-        output.routed_experts = PlacedRows(start, rows)
-    return outputs
+        assert (rows.dtype, rows.shape[1:]) == (np.int16, (L, K))
+        found[id(output)] = PlacedRows(start, rows)
+    assert all(output.routed_experts is None for output in outputs)
+    return [found.get(id(output)) for output in outputs if output.request_id != ROWS_OUTPUT_ID]
 
 
-def check(outputs: list[Output], expected: Expected) -> None:
-    for got, want in zip(placed(outputs), expected, strict=True):
-        assert (got is None) == (want is None)
-        if got is not None and want is not None:
-            assert got.start == want.start
-            assert got.rows.dtype == np.int16
-            assert got.rows.shape == want.rows.shape
-            assert np.array_equal(got.rows, want.rows)
+def check(got: list[PlacedRows | None], expected: list[PlacedRows | None]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert a.start == b.start
+            assert np.array_equal(a.rows, b.rows)
 
 
-COUNTS = [
-    pytest.param((), id="nothing"),
-    pytest.param((None, None), id="no rows"),
-    pytest.param((1,), id="one"),
-    pytest.param((1, 1, 1, 1), id="a decoding step"),
-    pytest.param((None, 1, None, 2, 0, None), id="some without, one empty"),
-    pytest.param((LARGE,), id="only a large one"),
-    pytest.param((LARGE, 1, LARGE, 1), id="large ones between"),
-    pytest.param((1, LARGE, None, 4), id="a small one first"),
-    pytest.param((0, 0), id="empty ones"),
-]
+COUNT = st.sampled_from([None, 0, 1, 1, 2, 4, LARGE])
 
 
-@pytest.mark.parametrize("slice_size", [1, 2, 99])
-@pytest.mark.parametrize("counts", COUNTS)
-def test_what_is_packed_is_unpacked(counts: tuple[int | None, ...], slice_size: int) -> None:
-    outputs = message(*counts)
-    expected = placed(outputs)
-    outputs = sent(outputs)
-    unpacker, arrived = Unpacker(), []
-    for first in range(0, len(outputs), slice_size):
-        arrived += unpack(unpacker, outputs[first : first + slice_size], message=1)
-    check(arrived, expected)
+@settings(max_examples=150, deadline=None, database=None, derandomize=True)
+@given(st.lists(st.lists(COUNT, max_size=6), min_size=1, max_size=4), st.integers(1, 4))
+def test_messages_in_slices(messages: list[list[int | None]], slice_size: int) -> None:
+    """vLLM processes a message's outputs in slices."""
+    unpacker = Unpacker()
+    for number, counts in enumerate(messages):
+        outputs = message(*counts)
+        expected = [output.routed_experts for output in outputs]
+        arriving, got = sent(outputs), []
+        for first in range(0, len(arriving), slice_size):
+            got += received(unpacker, arriving[first : first + slice_size], number)
+        check(got, expected)
 
 
 def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
@@ -106,75 +94,51 @@ def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
     assert [output.routed_experts is None for output in outputs] == [True, False, True, True]
 
 
-def test_what_was_unpacked_is_off_the_outputs() -> None:
-    """vLLM would collect it beside us."""
-    outputs = message(1, LARGE, None, 2)
-    arrived = sent(outputs)
-    assert [output for output, *_ in Unpacker().unpack(arrived, message=1)] == [outputs[0], outputs[1], outputs[3]]
-    assert placed(arrived) == [None] * 4
-
-
 def test_a_row_that_is_too_large_to_be_packed() -> None:
     outputs = [Output(PlacedRows(7, np.zeros((1, SMALL_ARRAY_BYTES, 1), dtype=np.int16)))]
     ((_, start, rows),) = Unpacker().unpack(sent(outputs), message=1)
     assert (start, len(rows)) == (7, 1)
 
 
-def test_what_is_left_of_one_message_is_not_taken_for_another() -> None:
-    """vLLM stopped in the middle of a message's slices: rows of its requests must not end up at others."""
-    first, second = sent(message(1, 1, 1)), message(None, None)
+def test_a_message_that_breaks_off_leaves_nothing_for_the_next() -> None:
     unpacker = Unpacker()
-    unpack(unpacker, first[:2], message=1)
-    unpack(unpacker, second, message=2)
-    check(second, [None, None])
+    received(unpacker, sent(message(1, 1, 1))[:2], 1)
+    check(received(unpacker, sent(message(None, None)), 2), [None, None])
 
 
-def test_messages_after_one_another() -> None:
-    unpacker = Unpacker()
-    for number, counts in enumerate([(1, 1), (None, 1), (2, None, 1), (None,)]):
-        outputs = message(*counts)
-        expected = placed(outputs)
-        check(unpack(unpacker, sent(outputs), message=number), expected)
-
-
-def test_rows_without_their_header_are_dropped() -> None:
-    """Nothing says where they belong."""
-    arrived = sent(message(1, LARGE, 2))[1:]
-    assert list(Unpacker().unpack(arrived, message=1)) == []
-    assert placed(arrived) == [None] * 3
-
-
-def test_a_large_array_that_is_lost_does_not_take_those_that_were_packed() -> None:
+def test_rows_without_a_header_are_dropped() -> None:
+    """Nothing says where they belong. The packed ones still arrive where a large array is lost."""
+    assert received(Unpacker(), sent(message(1, LARGE, 2))[1:], 1) == [None] * 3
     outputs = message(1, LARGE, 2)
-    expected = placed(outputs)
-    arrived = sent(outputs)
-    arrived[2].routed_experts = None
-    check(unpack(Unpacker(), arrived, message=1), [expected[0], None, expected[2]])
+    expected = [output.routed_experts for output in outputs]
+    arriving = sent(outputs)
+    arriving[2].routed_experts = None
+    check(received(Unpacker(), arriving, 1), [expected[0], None, expected[2]])
 
 
 def test_an_array_at_an_odd_address() -> None:
-    """Inside vLLM's message, where nothing is aligned."""
+    """As inside vLLM's message, where nothing is aligned."""
     outputs = message(1, None, 3)
-    expected = placed(outputs)
+    expected = [output.routed_experts for output in outputs]
     packed = pack(outputs)
     assert packed is not None
     odd = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)
-    check(unpack(Unpacker(), [Output(odd, ROWS_OUTPUT_ID), *outputs], message=1), expected)
+    check(received(Unpacker(), [Output(odd, ROWS_OUTPUT_ID), *outputs], 1), expected)
 
 
-def test_an_opt_in_is_read_as_it_was_written() -> None:
-    asked = OptIn(70_000, bytes(range(16)), shared=True)
+@settings(database=None, derandomize=True)
+@given(st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), st.booleans())
+def test_opt_in(prompt_start: int, prompt_id: bytes, shared: bool) -> None:
+    asked = OptIn(prompt_start, prompt_id, shared=shared)
     assert OptIn.decode(asked.encode()) == asked
 
 
-@pytest.mark.parametrize(
-    "value", [None, 0, 7, True, -1, 1.5, "", "0", "\x00" * 25, [0], {}, {"a": 1}, [0] * 25, b"", b"0"]
-)
-def test_nothing_else_is_an_opt_in(value: object) -> None:
-    """Clients of some endpoints may put any JSON into `extra_args`; JSON cannot say bytes."""
-    assert OptIn.decode(value) is None
+def test_no_json_value_is_an_opt_in() -> None:
+    """Clients of some endpoints may put any JSON into `extra_args`; JSON has no bytes."""
+    for value in (None, 0, 7, True, -1, 1.5, "", "0", "\x00" * 25, [0], {}, {"a": 1}, [0] * 25, b"", b"0"):
+        assert OptIn.decode(value) is None
 
 
-def test_the_output_of_a_prompt_says_with_whose_tokens_it_came() -> None:
+def test_the_output_of_a_prompt_names_the_request() -> None:
     assert request_of_prompt(prompt_output_id("3_cmpl-x-0")) == "3_cmpl-x-0"
     assert request_of_prompt("3_cmpl-x-0") is None

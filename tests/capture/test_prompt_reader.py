@@ -18,69 +18,65 @@ ROWS = np.zeros((1, 2, 3), dtype=np.int16)
 class Read:
     """A read of positions 4 to 9, the whole of block 7 and half of block 5, that ends when it is told to."""
 
-    def __init__(self, gatherer: PromptReader, blocks: NDArray[np.int64] = BLOCKS) -> None:
+    def __init__(self, reader: PromptReader, blocks: NDArray[np.int64] = BLOCKS) -> None:
         self.go = threading.Event()
-        self.rows = gatherer.start(self._run, blocks, BLOCK, 2 * BLOCK + 2)
+        self.rows = reader.start(self._run, blocks, BLOCK, 2 * BLOCK + 2)
 
     def _run(self) -> Rows:
-        self.go.wait()
+        assert self.go.wait(60)
+        if self.fails:
+            raise IndexError
         return ROWS
+
+    fails = False
+
+    def end_soon(self) -> None:
+        threading.Timer(0.05, self.go.set).start()
 
 
 @pytest.fixture
-def gatherer() -> PromptReader:
+def reader() -> PromptReader:
     return PromptReader(num_blocks=9, block_size=BLOCK)
 
 
 @pytest.fixture
-def read(gatherer: PromptReader) -> Iterator[Read]:
-    started = Read(gatherer)
+def read(reader: PromptReader) -> Iterator[Read]:
+    started = Read(reader)
     yield started
     started.go.set()
 
 
-@pytest.mark.parametrize("slot", [3 * BLOCK, 5 * BLOCK + 2, 5 * BLOCK + 3, 6 * BLOCK, 8 * BLOCK, 0])
-def test_slots_that_are_not_read_are_written_at_once(gatherer: PromptReader, read: Read, slot: int) -> None:
-    """The block that a read ends in is the one that its request goes on writing."""
-    gatherer.wait_for_reads(np.array([slot]))
+def test_writes_wait_for_reads_of_their_slots(reader: PromptReader, read: Read) -> None:
+    """But not for others: the block that a read ends in is the one that its request goes on writing."""
+    others = [slot for block in range(9) for slot in range(block * BLOCK, block * BLOCK + BLOCK) if block not in (5, 7)]
+    reader.wait_for_reads(np.array([*others, 5 * BLOCK + 2, 5 * BLOCK + 3]))
     assert not read.rows.done()
 
 
 @pytest.mark.parametrize("slot", [7 * BLOCK, 7 * BLOCK + 3, 5 * BLOCK, 5 * BLOCK + 1])
-def test_slots_that_are_read_are_written_afterwards(gatherer: PromptReader, read: Read, slot: int) -> None:
-    threading.Timer(0.05, read.go.set).start()
-    gatherer.wait_for_reads(np.array([0, slot]))
+def test_slots_that_are_being_read_are_written_afterwards(reader: PromptReader, read: Read, slot: int) -> None:
+    read.end_soon()
+    reader.wait_for_reads(np.array([0, slot]))
     assert read.rows.done()
     assert read.rows.result() is ROWS
+    reader.wait_for_reads(np.array([slot]))
+    assert reader._reads == []
 
 
 @pytest.mark.parametrize("slot", [7 * BLOCK, 2 * BLOCK + 1])
-def test_all_reads_that_are_under_way_are_waited_for(gatherer: PromptReader, read: Read, slot: int) -> None:
+def test_writes_wait_for_each_of_several_reads(reader: PromptReader, read: Read, slot: int) -> None:
     """They run one after another."""
-    other = Read(gatherer, np.array([0, 2, 6]))
+    other = Read(reader, np.array([0, 2, 6]))
     other.go.set()
-    threading.Timer(0.05, read.go.set).start()
-    gatherer.wait_for_reads(np.array([slot]))
+    read.end_soon()
+    reader.wait_for_reads(np.array([slot]))
     assert (read if slot == 7 * BLOCK else other).rows.done()
 
 
-def test_reads_that_have_ended_are_forgotten(gatherer: PromptReader, read: Read) -> None:
-    read.go.set()
-    read.rows.result()
-    gatherer.wait_for_reads(np.array([7 * BLOCK]))
-    assert gatherer._reads == []
-
-
-def test_a_read_that_fails_is_for_the_one_who_takes_its_rows(gatherer: PromptReader) -> None:
-    go = threading.Event()
-
-    def fail() -> Rows:
-        go.wait()
-        raise IndexError
-
-    rows = gatherer.start(fail, BLOCKS, 0, BLOCK)
-    threading.Timer(0.05, go.set).start()
-    gatherer.wait_for_reads(np.array([3 * BLOCK]))
-    assert rows.done()
+def test_a_failed_read_raises_where_its_rows_are_taken(reader: PromptReader, read: Read) -> None:
+    read.fails = True
+    read.end_soon()
+    reader.wait_for_reads(np.array([7 * BLOCK]))
+    assert read.rows.done()
     with pytest.raises(IndexError):
-        rows.result()
+        read.rows.result()

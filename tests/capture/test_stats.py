@@ -1,11 +1,10 @@
-"""What an engine counts, and when it says so."""
+"""What an engine counts, and when it reports it."""
 
 import json
 
 import numpy as np
 import pytest
 
-from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.stats import INTERVAL_S, EngineStats, ExpertLoad, StatsRecorder
 
 
@@ -56,20 +55,16 @@ def test_a_busy_engine_reports_once_in_an_interval() -> None:
     assert [step for step, reported in enumerate(reports) if reported] == [0, 20, 40, 60, 80, 100]
 
 
-def test_it_reports_when_it_gets_something_to_do_and_when_all_is_done() -> None:
+def test_reports_of_the_first_request_and_of_an_idle_engine() -> None:
     stats, clock = recorder()
     assert report(stats, tracked=1) is not None
     clock.now += INTERVAL_S / 100
-    assert report(stats, tracked=1) is None
-    idle = report(stats, is_idle=True)
-    assert idle is not None
-    assert idle.requests_tracked == 0
-    assert report(stats, is_idle=True) is not None  # a step that was under way when the last request ended
-    assert report(stats, tracked=1) is not None
-    assert report(stats, tracked=2) is None
+    steps = [(False, 1), (True, 0), (True, 0), (False, 1), (False, 2)]  # an idle step follows the last request's end
+    reports = [report(stats, is_idle, tracked) for is_idle, tracked in steps]
+    assert [found and found.requests_tracked for found in reports] == [None, 0, 0, 1, None]
 
 
-def test_a_report_survives_the_way() -> None:
+def test_a_report_is_decoded_as_it_was_sent() -> None:
     stats, _ = recorder()
     stats.count_step(rows(4), 0.125)
     sent = report(stats, tracked=1)
@@ -80,6 +75,7 @@ def test_a_report_survives_the_way() -> None:
 
 def test_load_of_experts() -> None:
     load = ExpertLoad()
+    load.sample(np.full((4, 2, 3), -1, dtype=np.int16))
     assert (load.busiest(), load.routed()) == ([], [])
     load.sample(np.array([[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[1, 0], [3, 0]]], dtype=np.int16))
     assert load.busiest() == [3, 3]
@@ -87,12 +83,6 @@ def test_load_of_experts() -> None:
     load.sample(np.array([[[7, 0], [-1, -1]]], dtype=np.int16))  # more experts than before, and a row that is not known
     assert load.busiest() == pytest.approx([0.9 * 3 + 1, 0.9 * 3])
     assert load.routed() == pytest.approx([0.9 * 6 + 2, 0.9 * 6])
-
-
-def test_rows_that_are_not_known_are_no_load() -> None:
-    load = ExpertLoad()
-    load.sample(np.full((4, 2, 3), -1, dtype=np.int16))
-    assert load.busiest() == []
 
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 5000])
@@ -114,11 +104,3 @@ def test_the_load_is_sampled_once_in_an_interval() -> None:
     last = report(stats)
     assert last is not None
     assert last.routed == pytest.approx([1 + 0.9 + 0.81])
-
-
-def test_memory_that_the_host_cache_takes() -> None:
-    cache = HostCache(num_blocks=4, block_size=2, num_layers=2, top_k=3)
-    assert cache.used_bytes == 0
-    cache.write(np.array([0, 5]), rows(2))
-    cache.write(np.array([5]), rows(1))
-    assert cache.used_bytes == 2 * 2 * 3 * 2

@@ -22,7 +22,7 @@ from tests.protocol.answers import rows_of
 P, G = 9, 6
 TOTAL = P + G
 L, K = 4, 3
-EXPERTS = [16, 128, 200, 256, 512]
+EXPERTS = [128, 256, 512]
 """Up to 128 int8 holds the ids, up to 256 uint8, above neither."""
 
 
@@ -102,7 +102,7 @@ class TestInProcess:
         assert np.array_equal(whole[: TOTAL - 1], rows)
         assert len(whole) == TOTAL
 
-    @pytest.mark.parametrize("start", [0, 5, P - 1])
+    @pytest.mark.parametrize("start", [0, P - 1])
     def test_prime_rl(self, experts: int, writable: bool, start: int) -> None:
         """From its server's JSON to its trainer's tensor, a later turn with a prompt start included."""
         rows = known(experts)
@@ -175,7 +175,7 @@ class TestHttp:
             of.vime(of.vime_streamed(chunks), range(TOTAL), L, K, experts)
 
     @pytest.mark.parametrize("dtype", ["int16", "auto", "int32"])
-    @pytest.mark.parametrize("start", [0, 5, P - 1])
+    @pytest.mark.parametrize("start", [0, P - 1])
     def test_verifiers(self, experts: int, start: int, dtype: str) -> None:
         rows = known(experts)
         body = orjson.dumps({"choices": [{"index": 0, "routed_experts": sent(rows, "object", dtype, experts, start)}]})
@@ -199,7 +199,7 @@ class TestHttp:
         assert np.array_equal(got, rows[start:])
         of.slime_validate(got, range(L))
 
-    @pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+    @pytest.mark.parametrize("tp_size", [1, 8])
     def test_slime_tensor_parallel(self, experts: int, tp_size: int) -> None:
         """Ranks take consecutive tokens; together they have every row, in order."""
         rows = known(experts)

@@ -19,7 +19,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http.metrics import EngineMetrics, watch_buffers
 from routed_experts.server.http.response import respond
-from tests.server.test_response_http import body_of, long_answer, request
+from tests.server.test_response import long_answer, request, sent
 from tests.server.test_row_buffer import Frontend, output
 from tests.server.test_streaming import Engine, aligner_of, rows_of, stream
 
@@ -87,7 +87,7 @@ def test_whole_answers(fmt: str, rows: int, accept: str | None) -> None:
 
     async def answered() -> None:
         response = await respond(long_answer(rows, format=fmt), request(accept))
-        bodies.append((await body_of(response))[0])
+        bodies.append((await sent(response))[0])
 
     grown = growth(lambda: asyncio.run(answered()))
     assert (grown["rows"], grown["not_captured"], grown["not_arrived"]) == (rows, 0, 0)

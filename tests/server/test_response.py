@@ -1,25 +1,29 @@
-"""Rows of answers that are not streamed, from hand-made final outputs to the bytes of the HTTP answer."""
+"""Whole responses: rows from hand-made final outputs to the bytes of the HTTP response, and which form it has."""
 
 import asyncio
 import base64
 import itertools
+import random
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
 import pytest
+from fastapi import Request
+from fastapi.responses import Response as HttpResponse
 from pydantic import BaseModel
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
-from routed_experts.server.http.response import CollectedRows, RoutedResponse
+from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond, wants_msgpack
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
 
-L, K, EXPERTS = 2, 3, 30000
+L, K, EXPERTS = 2, 3, 64
 
 
 def rows_of(first: int, end: int) -> np.ndarray:
@@ -92,25 +96,93 @@ def positions(array: dict[str, Any]) -> list[int]:
     return [int(row[0, 0]) for row in rows]
 
 
-def test_prompt_and_generated_rows() -> None:
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_every_row_of_every_choice(layout: str) -> None:
+    """Of several prompts and choices, of which some rows, or a prompt's, were lost on the way; and their counts."""
+    for seed in range(60):
+        check_response(random.Random(seed), layout)
+
+
+def check_response(rng: random.Random, layout: str) -> None:
+    lengths = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
+    start, n = rng.choice([0, 1, min(lengths)]), rng.randint(1, 3)
+    outputs, prompts, choices, num_lost = [], [], [], 0
+    for prompt_len in lengths:
+        buffers, arrived = [], []
+        for index in range(n):
+            tokens, buffer = rng.randint(1, 6), RowBuffer()
+            end = prompt_len + tokens - 1
+            has_prompt = rng.random() < 0.8
+            lost = {at for at in range(prompt_len, end) if rng.random() < 0.1}
+            for at in range(start, end + rng.choice([0, 2])):  # rows behind the last token may follow
+                if (has_prompt or at >= prompt_len) and at not in lost:
+                    buffer.push(at, rows_of(at, at + 1))
+            if start == end:
+                buffer.push(start, rows_of(start, start))
+            arrived.append(has_prompt)
+            num_lost += len(lost) + (0 if has_prompt else min(prompt_len, end) - start)
+            buffers.append(choice(tokens, buffer, index))
+            choices.append((prompt_len, [-1 if at in lost else at for at in range(prompt_len, end)]))
+        prompts.append([at if any(arrived) else -1 for at in range(start, prompt_len)])
+        outputs.append(output(prompt_len, *buffers))
+    answer, rows = answer_of(outputs, is_list=True, layout=layout, prompt_start=start, histogram=True)
+    body = orjson.loads(b"".join(answer.prepare(packed=False)))
+    assert as_json(msgspec.msgpack.decode(b"".join(answer.prepare(packed=True)))) == body
+    assert all(each.routed_experts is None for each_output in outputs for each in each_output.outputs)
+    assert rows.num_lost == num_lost
+    if layout == "joined":
+        expected = [(start, prompts[at // n] + own) for at, (_, own) in enumerate(choices)]
+        assert "prompt_routed_experts" not in body
+    else:
+        expected = choices
+        assert [positions(array) for array in body["prompt_routed_experts"]] == prompts
+        assert [array["start"] for array in body["prompt_routed_experts"]] == [start] * len(prompts)
+    arrays = [each["routed_experts"] for each in body["choices"]]
+    assert [(array["start"], positions(array)) for array in arrays] == expected
+    sizes = [len(own) for _, own in expected] + ([] if layout == "joined" else [len(prompt) for prompt in prompts])
+    assert (rows.num_rows, rows.nbytes) == (sum(sizes), sum(sizes) * L * K * 2)
+    counted = [each["routed_experts_histogram"] for each in body["choices"]]
+    for each, own in zip(
+        [*body["prompt_routed_experts_histogram"], *counted], [*prompts, *(own for _, own in choices)], strict=True
+    ):
+        assert (each["rows"], each["missing"]) == (len(own), own.count(-1))
+        known = {at for at in own if at >= 0}
+        assert all(layer[at] == (K if at in known else 0) for layer in each["counts"] for at in range(12))
+
+
+def test_the_form_of_the_response() -> None:
+    """What is vLLM's stays; `data` comes first; a response that only counts has no rows."""
     body = body_of([output(3, choice(4, buffer_of(0, 3, 4, 6)))])
-    assert positions(body["prompt_routed_experts"]) == [0, 1, 2]
-    own = body["choices"][0]["routed_experts"]
-    assert (positions(own), own["start"]) == ([3, 4, 5], 3)
     assert body["choices"][0]["text"] == Choice(index=0).text
-    assert next(iter(own)) == "data"
+    assert next(iter(body["choices"][0]["routed_experts"])) == "data"
     assert body["prompt_logprobs"] == {"7": -0.5}
+    answer, rows = answer_of([output(3, choice(2, buffer_of(0, 4)))], rows=False, histogram=True)
+    counted = orjson.loads(b"".join(answer.prepare(packed=False)))
+    assert rows.num_rows == 0
+    assert "prompt_routed_experts" not in counted
+    assert "routed_experts" not in counted["choices"][0]
+    assert np.array(counted["prompt_routed_experts_histogram"]["counts"]).shape == (L, EXPERTS)
 
 
-def test_the_order_of_choices_and_prompts() -> None:
-    outputs = [
-        output(2, choice(2, buffer_of(0, 3), 0), choice(3, buffer_of(0, 2, 4), 1)),
-        output(4, choice(1, buffer_of(0, 4), 0), choice(2, buffer_of(0, 5), 1)),
-    ]
-    body = body_of(outputs, is_list=True)
-    assert [positions(array) for array in body["prompt_routed_experts"]] == [[0, 1], [0, 1, 2, 3]]
-    assert [positions(each["routed_experts"]) for each in body["choices"]] == [[2], [2, 3], [], [4]]
-    assert [each["routed_experts"]["start"] for each in body["choices"]] == [2, 2, 4, 4]
+def test_all_rows_lost() -> None:
+    answer, rows = answer_of([output(2, choice(4, None), choice(1, None, 1))])
+    body = orjson.loads(b"".join(answer.prepare(packed=False)))
+    assert rows.num_lost == 5 + 2
+    assert positions(body["prompt_routed_experts"]) == [-1, -1]
+    assert [positions(each["routed_experts"]) for each in body["choices"]] == [[-1] * 3, []]
+
+
+def test_rows_are_taken_off_before_vllm_sees_the_output() -> None:
+    rows = CollectedRows(RoutingOptions(), (L, K))
+
+    async def results() -> AsyncIterator[RequestOutput]:
+        yield output(2, choice(2, buffer_of(0, 3)))
+
+    async def seen() -> list[Any]:
+        return [each.outputs[0].routed_experts async for each in rows.collect_from(results())]
+
+    assert asyncio.run(seen()) == [None]
+    assert len(rows.choices) == 1
 
 
 @pytest.mark.parametrize(("is_list", "kind"), [(True, list), (False, dict)])
@@ -118,18 +190,6 @@ def test_a_list_of_one_prompt_is_a_list(is_list: bool, kind: type) -> None:
     body = body_of([output(2, choice(1, buffer_of(0, 2)))], is_list=is_list, histogram=True)
     assert isinstance(body["prompt_routed_experts"], kind)
     assert isinstance(body["prompt_routed_experts_histogram"], kind)
-
-
-def test_joined_rows_begin_with_their_own_prompt() -> None:
-    outputs = [
-        output(3, choice(2, buffer_of(1, 4), 0), choice(3, buffer_of(1, 5), 1)),
-        output(2, choice(2, buffer_of(1, 3), 0), choice(1, buffer_of(1, 2), 1)),
-    ]
-    body = body_of(outputs, is_list=True, layout="joined", prompt_start=1)
-    assert "prompt_routed_experts" not in body
-    arrays = [each["routed_experts"] for each in body["choices"]]
-    assert [positions(array) for array in arrays] == [[1, 2, 3], [1, 2, 3, 4], [1, 2], [1]]
-    assert [array["start"] for array in arrays] == [1, 1, 1, 1]
 
 
 def test_choices_whose_prompts_went_through_other_weights() -> None:
@@ -147,25 +207,6 @@ def test_choices_whose_prompts_went_through_other_weights() -> None:
     assert [positions(each["routed_experts"]) for each in split["choices"]] == [[2], [12]]
 
 
-def test_a_start_at_the_end_of_the_prompt() -> None:
-    body = body_of([output(3, choice(2, buffer_of(3, 4)))], prompt_start=3)
-    assert body["prompt_routed_experts"]["shape"] == [0, L, K]
-    assert body["prompt_routed_experts"]["start"] == 3
-    assert positions(body["choices"][0]["routed_experts"]) == [3]
-    assert body["choices"][0]["routed_experts"]["start"] == 3
-
-
-def test_one_token_behind_a_prompt_that_is_left_out() -> None:
-    """There is no row at all, and none is missing."""
-    buffer = RowBuffer()
-    buffer.push(3, rows_of(3, 3))
-    for asked in ({"layout": "split"}, {"layout": "joined"}):
-        answer, rows = answer_of([output(3, choice(1, buffer))], prompt_start=3, **asked)
-        body = orjson.loads(b"".join(answer.prepare(packed=False)))
-        assert body["choices"][0]["routed_experts"]["shape"] == [0, L, K]
-        assert rows.num_lost == 0
-
-
 @pytest.mark.parametrize("aborted", [0, 1])
 def test_a_prompt_is_whole_if_one_of_its_choices_has_it(aborted: int) -> None:
     """The other may have been aborted before its first token."""
@@ -175,33 +216,6 @@ def test_a_prompt_is_whole_if_one_of_its_choices_has_it(aborted: int) -> None:
     assert positions(body["prompt_routed_experts"]) == [0, 1, 2]
     assert positions(body["choices"][1 - aborted]["routed_experts"]) == [3, 4]
     assert body["choices"][aborted]["routed_experts"]["shape"] == [0, L, K]
-
-
-def test_rows_behind_the_last_token_are_not_sent() -> None:
-    body = body_of([output(2, choice(2, buffer_of(0, 2, 9)))])
-    assert positions(body["choices"][0]["routed_experts"]) == [2]
-
-
-@pytest.mark.parametrize("buffer", [buffer_of(0, 3), None])
-def test_lost_rows_are_unknown(buffer: RowBuffer | None) -> None:
-    answer, rows = answer_of([output(2, choice(4, buffer), choice(1, None, 1))])
-    assert rows.num_lost == (2 if buffer else 5) + 2
-    body = orjson.loads(b"".join(answer.prepare(packed=False)))
-    lost = [-1, -1] if buffer else [-1, -1, -1]
-    assert positions(body["prompt_routed_experts"]) == ([0, 1] if buffer else [-1, -1])
-    assert positions(body["choices"][0]["routed_experts"]) == ([2, *lost] if buffer else lost)
-
-
-def test_a_gap_is_filled_at_its_place() -> None:
-    """Rows that came later do not move into it."""
-    buffer = RowBuffer()
-    for first, end in ((0, 2), (4, 5), (7, 8)):
-        buffer.push(first, rows_of(first, end))
-    answer, rows = answer_of([output(3, choice(6, buffer))])
-    assert rows.num_lost == 4
-    body = orjson.loads(b"".join(answer.prepare(packed=False)))
-    assert positions(body["prompt_routed_experts"]) == [0, 1, -1]
-    assert positions(body["choices"][0]["routed_experts"]) == [-1, 4, -1, -1, 7]
 
 
 @pytest.mark.parametrize("layout", ["split", "joined"])
@@ -231,46 +245,105 @@ def test_a_type_that_cannot_say_that_rows_are_lost_fails_before_the_first_byte()
             answer.prepare(packed)
 
 
-def test_histograms() -> None:
-    outputs = [output(2, choice(2, buffer_of(0, 3), 0), choice(3, buffer_of(0, 2, 4), 1))]
-    alone = body_of(outputs, rows=False, histogram=True)
-    assert "prompt_routed_experts" not in alone
-    assert "routed_experts" not in alone["choices"][0]
-    prompt = alone["prompt_routed_experts_histogram"]
-    assert (prompt["rows"], prompt["missing"]) == (2, 0)
-    assert np.array(prompt["counts"]).shape == (L, EXPERTS)
-    assert np.array(prompt["counts"])[:, :3].tolist() == [[K, K, 0]] * L
-    own = [each["routed_experts_histogram"] for each in alone["choices"]]
-    assert [each["rows"] for each in own] == [1, 2]
-    assert np.array(own[1]["counts"])[0, :5].tolist() == [0, 0, K, K, 0]
-    outputs = [output(2, choice(2, buffer_of(0, 3), 0), choice(3, buffer_of(0, 2, 4), 1))]
-    both = body_of(outputs, histogram=True)
-    assert both["prompt_routed_experts_histogram"] == prompt
-    assert positions(both["prompt_routed_experts"]) == [0, 1]
+# ---- the HTTP response ----
 
 
-def test_the_sizes_that_limits_look_at() -> None:
-    split = answer_of([output(3, choice(2, buffer_of(0, 4), 0), choice(3, buffer_of(0, 5), 1))])[1]
-    assert split.num_rows == 3 + 1 + 2
-    assert split.nbytes == (3 + 1 + 2) * L * K * 2
-    joined = answer_of([output(3, choice(2, buffer_of(0, 4), 0), choice(3, buffer_of(0, 5), 1))], layout="joined")[1]
-    assert joined.num_rows == 4 + 5
-    assert joined.nbytes == (4 + 5) * L * K * 2  # a prompt is encoded with each of its choices
-    counted = answer_of([output(3, choice(2, buffer_of(0, 4)))], rows=False, histogram=True)[1]
-    assert counted.num_rows == 0
+def request(accept: str | None = None) -> Request:
+    headers = [] if accept is None else [(b"accept", accept.encode())]
+    app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace()))
+    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app})
 
 
-def test_rows_are_taken_off_before_vllm_sees_the_output() -> None:
-    """vLLM would take a buffer for an array."""
-    rows = CollectedRows(RoutingOptions(), (L, K))
-    outputs = [output(2, choice(2, buffer_of(0, 3)))]
+@pytest.mark.parametrize(
+    ("accept", "packed"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("application/json", False),
+        ("application/msgpack", True),
+        ("Application/MsgPack", True),
+        ("application/json, application/msgpack", True),
+        ("application/msgpack;q=0.5, application/json", False),
+        ("application/msgpack;q=0.9, application/json;q=0.2", True),
+        ("application/msgpack;q=0", False),
+        ("application/msgpack;q=x", False),
+        ("text/html, application/msgpack; q=1.0, */*", True),
+        ("application/msgpackx", False),
+    ],
+)
+def test_which_form_a_client_gets(accept: str, packed: bool) -> None:
+    assert wants_msgpack(accept) is packed
 
-    async def results() -> AsyncIterator[RequestOutput]:
-        for each in outputs:
-            yield each
 
-    async def seen() -> list[Any]:
-        return [each.outputs[0].routed_experts async for each in rows.collect_from(results())]
+def long_answer(rows: int, **options: Any) -> Any:
+    buffer = RowBuffer()
+    buffer.push(0, np.zeros((rows, L, K), dtype=np.int16))
+    return answer_of([output(rows, choice(1, buffer))], **options)[0]
 
-    assert asyncio.run(seen()) == [None]
-    assert len(rows.choices) == 1
+
+async def sent(response: HttpResponse) -> tuple[bytes, int]:
+    """The whole body, and in how many parts it came."""
+    if hasattr(response, "body_iterator"):
+        parts = [part async for part in response.body_iterator]
+        return b"".join(parts), len(parts)
+    return response.body, 1
+
+
+@pytest.mark.parametrize("accept", [None, "application/msgpack"])
+@pytest.mark.parametrize("rows", [10, 100_000])
+def test_long_answers_come_in_parts(rows: int, accept: str | None) -> None:
+    async def answered() -> tuple[HttpResponse, bytes, int]:
+        response = await respond(long_answer(rows), request(accept))
+        return response, *await sent(response)
+
+    response, body, parts = asyncio.run(answered())
+    assert response.headers["content-type"] == (accept or "application/json")
+    decoded = msgspec.msgpack.decode(body) if accept else orjson.loads(body)
+    assert decoded["prompt_routed_experts"]["shape"] == [rows, L, K]
+    assert (parts > 10) is (rows > 10)
+    assert ("content-length" in response.headers) is (rows == 10)
+
+
+def test_prompts_count_as_often_as_they_are_sent() -> None:
+    """One of 24 KiB is little; joined with each of 64 choices it is not."""
+    prompt = np.zeros((2000, L, K), dtype=np.int16)
+
+    async def answered(layout: str) -> int:
+        choices = []
+        for index in range(64):
+            buffer = RowBuffer()
+            buffer.push(0, prompt)
+            choices.append(choice(1, buffer, index))
+        response = await respond(answer_of([output(2000, *choices)], layout=layout)[0], request())
+        return (await sent(response))[1]
+
+    assert asyncio.run(answered("split")) == 1
+    assert asyncio.run(answered("joined")) > 64
+
+
+@pytest.mark.parametrize("accept", [None, "application/msgpack"])
+@pytest.mark.parametrize("rows", [10, 100_000])
+def test_lost_rows_that_the_type_cannot_say_are_the_servers_error(rows: int, accept: str | None) -> None:
+    buffer = RowBuffer()
+    buffer.push(0, np.zeros((rows, L, K), dtype=np.int16))
+    answer = answer_of([output(rows, choice(2, buffer))], dtype="uint8")[0]
+    response = asyncio.run(respond(answer, request(accept)))
+    assert response.status_code == 500
+    error = orjson.loads(response.body)["error"]
+    assert error["type"] == "InternalServerError"
+    assert "uint8 cannot hold" in error["message"]
+
+
+def test_answers_without_rows() -> None:
+    plain = answer_of([output(1, choice(1, None, finish="abort"))])[0].response
+    response = asyncio.run(respond(plain, request()))
+    expected = {
+        "id": "r",
+        "choices": [{"index": 0, "text": plain.choices[0].text}],
+        "prompt_logprobs": {"7": -0.5},
+        "kv_transfer_params": None,
+    }
+    assert orjson.loads(response.body) == expected
+    packed = asyncio.run(respond(plain, request("application/msgpack")))
+    assert msgspec.msgpack.decode(packed.body) == orjson.loads(response.body)
+    assert packed.headers["content-type"] == MSGPACK

@@ -3,6 +3,7 @@
 import gc
 import logging
 import mmap
+import random
 import time
 import weakref
 from collections.abc import Iterator
@@ -105,14 +106,6 @@ def test_rows_ride_on_the_output_of_their_tokens() -> None:
     assert last.finished
 
 
-def test_vllm_keeps_no_rows_of_its_own() -> None:
-    """It would until the request ends."""
-    frontend = Frontend()
-    frontend.add("a")
-    frontend.step(output("a", 1, first=0, rows=3))
-    assert not frontend.processor.request_states["a"].routed_experts_chunks
-
-
 def test_merged_outputs_lose_nothing() -> None:
     """A reader slower than the engine: vLLM merges the outputs, and would keep the last one's rows only."""
     frontend = Frontend()
@@ -135,19 +128,6 @@ def test_an_output_without_rows_does_not_take_the_buffer_away() -> None:
     merged = take(queue)
     assert merged.outputs[0].finish_reason == "abort"
     assert positions(buffer_of(merged).take(0, 3)) == [0, 1, 2]
-
-
-def test_choices_have_buffers_of_their_own() -> None:
-    frontend = Frontend()
-    queue = frontend.add("a", n=2)
-    frontend.step(output("1_a", 1, first=0, rows=3))
-    frontend.step(output("0_a", 1, first=0, rows=3), output("1_a", 1, first=3))
-    merged = take(queue)
-    by_index = {choice.index: choice.routed_experts for choice in merged.outputs}
-    assert isinstance(by_index[0], RowBuffer)
-    assert isinstance(by_index[1], RowBuffer)
-    assert positions(by_index[0].take(0, 9)) == [0, 1, 2]
-    assert positions(by_index[1].take(0, 9)) == [0, 1, 2, 3]
 
 
 def prompt_rows(request_id: str, value: int) -> EngineCoreOutput:
@@ -206,12 +186,6 @@ def test_requests_without_the_opt_in_have_no_buffer() -> None:
     assert len(frontend.buffers) == 0
 
 
-def test_rows_of_a_request_that_is_gone() -> None:
-    frontend = Frontend()
-    frontend.step(output("gone", 1, first=0))
-    assert len(frontend.buffers) == 0
-
-
 @pytest.mark.parametrize("how", ["finish", "abort"])
 def test_nothing_is_left_behind(how: str) -> None:
     frontend = Frontend()
@@ -240,33 +214,61 @@ def test_installing_twice_is_harmless() -> None:
     assert positions(buffer_of(take(queue)).take(0, 9)) == [0, 1, 2]
 
 
-def test_processors_have_buffers_of_their_own() -> None:
-    """Two engines in one process share nothing."""
-    one, other = Frontend(), Frontend()
-    assert one.buffers is not other.buffers
-    one.add("a")
-    one.step(output("a", 1, first=0, rows=3))
-    assert (len(one.buffers), len(other.buffers)) == (1, 0)
+def test_pushes_and_takes_in_any_order() -> None:
+    """Arrays with gaps, overlaps and unknown rows: what came first is kept, at its position, and taken once."""
+    for seed in range(300):
+        rng, buffer = random.Random(seed), RowBuffer()
+        known: dict[int, int] = {}
+        end = taken_to = start = rng.choice([0, 3])
+        assert buffer.take(start, start + 5) == []
+        num_lost = 0
+        for step in range(rng.randrange(1, 12)):
+            first = start if step == 0 else max(end + rng.choice([0, 0, 0, 0, -2, -1, 1, 3]), start)
+            values = [at + 100 * step if rng.random() < 0.9 else -1 for at in range(first, first + rng.randrange(1, 5))]
+            rows = np.repeat(np.array(values, dtype=np.int16), L * K).reshape(-1, L, K)
+            buffer.push(first, rows)
+            num_lost += max(first - end, 0)
+            for at, value in enumerate(values, first):
+                if at >= end:
+                    known[at] = value
+            end = max(end, first + len(values))
+            assert buffer.num_lost == num_lost
+            if rng.random() < 0.5:
+                first = taken_to + rng.choice([0, 0, 1])  # what lies before is dropped
+                last = rng.choice([first - 1, first, first + 2, 99])
+                assert positions(buffer.take(first, last)) == [known.get(at, -1) for at in range(first, min(last, end))]
+                taken_to = max(min(last, end), first)
+        last = end + rng.choice([0, 2])
+        first = min(taken_to, end)
+        expected = [known.get(at, -1) for at in range(first, last)]
+        if taken_to <= end:
+            assert positions(buffer.take(first, last, (L, K))) == expected
+            assert buffer.num_lost == num_lost + last - end
 
 
-def test_taking_less_and_more_than_there_is() -> None:
-    buffer = RowBuffer()
-    assert buffer.take(0, 5) == []
-    buffer.push(0, rows_of(0, 3))
-    buffer.push(3, rows_of(3, 5))
-    assert positions(buffer.take(0, 2)) == [0, 1]
-    assert positions(buffer.take(2, 2)) == []
-    assert positions(buffer.take(2, 1)) == []
-    assert positions(buffer.take(2, 99)) == [2, 3, 4]
-    assert positions(buffer.take(5, 99)) == []
-    buffer.push(5, rows_of(5, 6))
-    assert positions(buffer.take(5, 6)) == [5]
-    buffer.push(6, rows_of(6, 9))
-    assert positions(buffer.take(6, 7)) == [6]
-    buffer.push(9, rows_of(9, 12))
-    assert positions(buffer.take(10, 11)) == [10]  # what lies before is dropped
-    assert positions(buffer.take(11, 99)) == [11]
-    assert buffer.num_lost == 0
+@pytest.mark.parametrize("kind", ["once", "lost", "twice"])
+def test_messages_that_are_lost_or_arrive_twice(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A lost one leaves a gap at its place, one that arrives twice counts once, at once or after others."""
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    spans = [(0, 3), (3, 4), (4, 6), (6, 9), (9, 10), (10, 11)]
+    for index in range(5 if kind != "once" else 1):
+        for later in range(3 if kind == "twice" else 1):
+            frontend = Frontend()
+            queue = frontend.add("a")
+            order = list(range(6))
+            if kind == "lost":
+                order.remove(index)
+            elif kind == "twice":
+                order.insert(index + later + 1, index)
+            for each in order:
+                first, end = spans[each]
+                frontend.step(*([output("a", end - first, first=first)] if each else [prompt("a"), first_token("a")]))
+            buffer = buffer_of(take(queue))
+            gap = range(*spans[index]) if kind == "lost" else range(0)
+            assert taken(buffer, 11) == [-1 if at in gap else at for at in range(11)]
+            assert buffer.num_lost == len(gap)
+            assert kind != "lost" or f"{len(gap)} rows from position {gap.start} on did not arrive" in caplog.text
+    logging.getLogger("vllm").removeHandler(caplog.handler)
 
 
 def test_a_buffer_keeps_no_rows_that_were_taken() -> None:
@@ -288,17 +290,6 @@ def prompt(request_id: str, start: int = 0) -> EngineCoreOutput:
 
 def first_token(request_id: str) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, [7], routed_experts=PlacedRows(3, rows_of(3, 3)))
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_a_prompts_rows_come_before_its_tokens(together: bool) -> None:
-    """In one message or two."""
-    frontend = Frontend()
-    queue = frontend.add("a")
-    outputs = [prompt("a", start=1), first_token("a")]
-    for step in [outputs] if together else [[output] for output in outputs]:
-        frontend.step(*step)
-    assert positions(buffer_of(take(queue)).take(1, 9)) == [1, 2]
 
 
 def test_all_choices_get_the_prompts_rows_and_none_a_copy() -> None:
@@ -324,14 +315,6 @@ def test_an_aborted_choice_does_not_take_the_prompts_rows_with_it(kind: RequestO
     frontend.step(output("1_a_b", 1, first=3, finish=FinishReason.LENGTH))
     (choice,) = [choice for choice in take(queue).outputs if choice.index == 1]
     assert positions(choice.routed_experts.take(0, 9)) == [0, 1, 2, 3]
-
-
-def test_an_aborted_choices_own_rows_are_nobody_elses() -> None:
-    frontend = Frontend()
-    frontend.add("a", n=2)
-    frontend.processor.abort_requests(["0_a"], internal=True)
-    frontend.step(output("0_a", 1, first=3))
-    assert len(frontend.buffers) == 0
 
 
 @pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY])
@@ -482,38 +465,6 @@ def taken(buffer: RowBuffer, end: int) -> list[int]:
     return positions(buffer.take(0, end, (L, K)))
 
 
-def test_a_prompt_that_is_lost_leaves_a_gap_at_its_place() -> None:
-    """And the rows of the first tokens do not move there."""
-    frontend = Frontend()
-    queue = frontend.add("a")
-    frontend.step(first_token("a"))
-    for position in (3, 4):
-        frontend.step(output("a", 1, first=position))
-    buffer = buffer_of(take(queue))
-    assert taken(buffer, 5) == [-1, -1, -1, 3, 4]
-    assert buffer.num_lost == 3
-
-
-@pytest.mark.parametrize("lost", range(1, 5))
-def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: int, caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    frontend = Frontend()
-    queue = frontend.add("a")
-    steps = [
-        [prompt("a"), first_token("a")],
-        *([output("a", count, first=at)] for at, count in ((3, 1), (4, 2), (6, 3), (9, 1))),
-    ]
-    for index, step in enumerate(steps):
-        if index != lost:
-            frontend.step(*step)
-    buffer = buffer_of(take(queue))
-    first, end = ((0, 3), (3, 4), (4, 6), (6, 9), (9, 10))[lost]
-    assert taken(buffer, 10) == [-1 if first <= at < end else at for at in range(10)]
-    assert buffer.num_lost == end - first
-    assert f"{end - first} rows from position {first} on did not arrive" in caplog.text
-    logging.getLogger("vllm").removeHandler(caplog.handler)
-
-
 def test_rows_of_one_output_that_are_lost_leave_a_gap_there_alone() -> None:
     frontend = Frontend()
     queues = [frontend.add(request_id) for request_id in "ab"]
@@ -542,43 +493,6 @@ def test_rows_without_the_output_that_places_them_are_dropped() -> None:
     frontend.processor.process_outputs([lone])
     frontend.step(output("a", 1, first=5))
     assert taken(buffer_of(take(queue)), 6) == [0, 1, 2, -1, -1, 5]
-
-
-@pytest.mark.parametrize("doubled", range(4))
-@pytest.mark.parametrize("later", [0, 1, 2])
-def test_a_message_that_comes_twice_counts_once(doubled: int, later: int) -> None:
-    """At once, or after others."""
-    frontend = Frontend()
-    queue = frontend.add("a")
-    steps = [
-        lambda: (prompt("a"), first_token("a")),
-        *((lambda at=at: (output("a", 1, first=at),)) for at in range(3, 8)),
-    ]
-    order = list(range(len(steps)))
-    order.insert(doubled + later + 1, doubled)
-    for index in order:
-        frontend.step(*steps[index]())
-    buffer = buffer_of(take(queue))
-    assert taken(buffer, 8) == list(range(8))
-    assert buffer.num_lost == 0
-
-
-def test_rows_that_overlap_are_not_doubled() -> None:
-    buffer = RowBuffer()
-    buffer.push(0, rows_of(0, 5))
-    buffer.push(3, rows_of(13, 18))
-    assert positions(buffer.take(0, 9)) == [0, 1, 2, 3, 4, 15, 16, 17]
-
-
-def test_a_gap_over_what_was_taken() -> None:
-    buffer = RowBuffer()
-    buffer.push(0, rows_of(0, 2))
-    assert positions(buffer.take(0, 2)) == [0, 1]
-    buffer.push(4, rows_of(4, 5))
-    assert positions(buffer.take(2, 3)) == [-1]
-    assert positions(buffer.take(3, 5)) == [-1, 4]
-    assert positions(buffer.take(5, 7, (L, K))) == [-1, -1]
-    assert buffer.num_lost == 4
 
 
 def prompt_part(sender: str, first: int, end: int, value: int = 0) -> EngineCoreOutput:

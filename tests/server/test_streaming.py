@@ -4,6 +4,7 @@ import asyncio
 import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -144,19 +145,6 @@ def test_a_token_a_chunk() -> None:
     assert [positions(chunk) for chunk in chunks] == [None, [4], [5]]
 
 
-def test_one_token_has_no_generated_row() -> None:
-    (chunk,) = stream(aligner_of(), [Engine(prompt_len=3).step(finish="length")])
-    assert prompt_positions(chunk) == [0, 1, 2]
-    assert positions(chunk) is None
-
-
-def test_several_tokens_in_the_first_chunk() -> None:
-    engine = Engine(prompt_len=3)
-    chunks = stream(aligner_of(), [engine.step(3), engine.step(2, finish="stop")])
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2], None]
-    assert [positions(chunk) for chunk in chunks] == [[3, 4], [5, 6]]
-
-
 def test_outputs_merged_for_a_slow_reader() -> None:
     """vLLM's own merging: the rows of both outputs come with the one chunk that is left."""
     engine = Engine(prompt_len=3)
@@ -168,62 +156,182 @@ def test_outputs_merged_for_a_slow_reader() -> None:
     assert [positions(chunk) for chunk in chunks] == [None, [3, 4, 5], [6]]
 
 
-def test_rows_that_came_early_wait_for_their_tokens() -> None:
-    """The buffer is shared, so that it may hold rows of an output that is still in the queue."""
+@dataclass
+class Emitted:
+    """A chunk of the generator, and what is known when it is made.
+
+    Attributes:
+        tokens: of the choice, so far; 0 before its text.
+        arrived: the position behind the last row that arrived.
+    """
+
+    prompt: int
+    choice: int
+    tokens: int
+    arrived: int
+    finish: str | None
+
+
+class Play:
+    """A request whose choices get tokens in random order and steps; some rows are late, lost, or surplus."""
+
+    def __init__(self, rng: random.Random, options: dict[str, Any]) -> None:
+        self.rng, self.options = rng, options
+        self.prompt_lens = [rng.randint(2, 5) for _ in range(rng.choice([1, 1, 2]))]
+        self.start = rng.choice([0, 1, min(self.prompt_lens)])
+        self.num_choices = rng.choice([1, 2, 12])
+        self.preface = rng.choice([0, self.num_choices]) if len(self.prompt_lens) == 1 else 0
+        self.engines = [
+            Engine(length, self.start, index) for length in self.prompt_lens for index in range(self.num_choices)
+        ]
+        self.lost: list[set[int]] = [set() for _ in self.engines]
+        self.arrived = [0] * len(self.engines)
+        self.emitted: list[Emitted] = []
+        self.outputs: list[RequestOutput] = []
+
+    def run(self) -> list[Chunk]:
+        rewriter = aligner_of(self.num_choices, self.preface, **self.options, prompt_start=self.start)
+        return stream(rewriter, self._results(), self._generate)
+
+    def _results(self) -> Iterator[Result]:
+        alive = list(range(len(self.engines)))
+        while alive:
+            output, place = None, self.rng.choice(alive)
+            prompt = place // self.num_choices
+            for each in {place, *(self.rng.choice(alive) for _ in range(self.rng.choice([0, 0, 2])))}:
+                if each // self.num_choices == prompt:  # outputs of one prompt's choices may come together
+                    step = self._step(each)
+                    if step.outputs[0].finish_reason:
+                        alive.remove(each)
+                    output = step if output is None else result(output.prompt_len, *output.outputs, *step.outputs)
+                    output.prompt_len = self.prompt_lens[prompt]
+            assert output is not None
+            self.outputs.append(output)
+            yield (prompt, output) if len(self.prompt_lens) > 1 else output
+
+    def _step(self, place: int) -> Any:
+        engine, rng = self.engines[place], self.rng
+        tokens, ends = rng.choice([1, 1, 1, 2, 3]), engine.tokens > 4 and rng.random() < 0.3
+        reason = rng.choice(["stop", "length", "repetition", "abort"]) if ends else None
+        if engine.tokens and self.options.get("dtype") != "uint8" and rng.random() < 0.1:  # a message is lost
+            engine.tokens += tokens
+            end = engine.prompt_len + engine.tokens - 1
+            self.lost[place] |= set(range(engine.sent, end))
+            engine.sent = end
+            output = result(engine.prompt_len, choice(tokens, engine.buffer, engine.index, reason))
+        else:
+            late = int(not ends and engine.tokens > 0 and rng.random() < 0.1)
+            output = engine.step(tokens, reason, late, rng.choice([0, 2]) if ends else 0)
+            self.arrived[place] = max(engine.sent, engine.prompt_len + engine.tokens - 1 - late)
+        output.prompt_len = engine.prompt_len
+        return output
+
+    async def _generate(self, results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        first = True
+        async for item in results:
+            prompt, output = item if isinstance(item, tuple) else (0, item)
+            for index in range(self.preface if first else 0):
+                self.emitted.append(Emitted(prompt, index, 0, 0, None))
+                yield event({"choices": [{"index": index, "preface": True}]})
+            first = False
+            for each in output.outputs:
+                assert each.routed_experts is None, "vLLM would take it for an array"
+                if self.rng.random() < 0.7 or each.finish_reason:  # a parser holds some text back
+                    place = prompt * self.num_choices + each.index
+                    tokens = self.engines[place].tokens
+                    self.emitted.append(Emitted(prompt, place, tokens, self.arrived[place], each.finish_reason))
+                    yield event({"choices": [{"index": place, "finish_reason": each.finish_reason}]})
+        yield event({"choices": [], "usage": {}})
+        yield "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize(
+    ("dtype", "histogram"), [("int16", False), ("uint8", False), ("int32", False), ("int16", True)]
+)
+def test_every_row_once_with_its_tokens(layout: str, dtype: str, histogram: bool) -> None:
+    """The prompt's rows with its first chunk; then, with each chunk, all rows that its tokens made known. At the end
+    lost rows are unknown, but for an abort."""
+    for seed in range(10 if histogram else 60):
+        play = Play(random.Random(seed), {"layout": layout, "dtype": dtype, "histogram": histogram})
+        chunks = play.run()
+        begun, ended = set(), set()
+        next_row = [play.start if layout == "joined" else engine.prompt_len for engine in play.engines]
+        for chunk, made in zip(chunks, play.emitted, strict=True):
+            prompt_len, lost = play.prompt_lens[made.prompt], play.lost[made.choice]
+            prompt = list(range(play.start, prompt_len))
+            is_first = made.prompt not in begun and layout == "split"
+            assert prompt_positions(chunk) == (prompt if is_first else None)
+            begun.add(made.prompt)
+            end = prompt_len + made.tokens - 1 if made.tokens else 0
+            known = end if made.finish and made.finish != "abort" else min(end, made.arrived)
+            own = [-1 if at in lost else at for at in range(next_row[made.choice], known)]
+            if not own and not (layout == "joined" and made.finish and known == play.start):
+                assert positions(chunk) is None
+            else:
+                assert positions(chunk) == own
+                assert chunk["choices"][0]["routed_experts"]["start"] == next_row[made.choice]
+            next_row[made.choice] = max(next_row[made.choice], known)
+            counted = chunk["choices"][0].get("routed_experts_histogram")
+            assert (counted is not None) == (histogram and made.finish is not None)
+            of_prompt = chunk.get("prompt_routed_experts_histogram")
+            assert (of_prompt is not None) == (counted is not None and made.prompt not in ended)
+            if counted is not None:
+                ended.add(made.prompt)
+                rows = [at for at in range(prompt_len, known) if at not in lost]
+                assert (counted["rows"], counted["missing"]) == (known - prompt_len, known - prompt_len - len(rows))
+                assert [np.flatnonzero(layer).tolist() for layer in counted["counts"]] == [rows] * L
+            if of_prompt is not None:
+                assert (of_prompt["rows"], of_prompt["missing"]) == (len(prompt), 0)
+                assert [np.flatnonzero(layer).tolist() for layer in of_prompt["counts"]] == [prompt] * L
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_a_histogram_alone(layout: str) -> None:
     engine = Engine(prompt_len=3)
-    outputs = [engine.step(), engine.step(), engine.step(finish="stop")]
-    chunks = stream(aligner_of(), outputs)
-    assert [positions(chunk) for chunk in chunks] == [None, [3], [4]]
+    chunks = stream(aligner_of(rows=False, histogram=True, layout=layout), [engine.step(2), engine.step(finish="stop")])
+    assert [(prompt_positions(chunk), positions(chunk)) for chunk in chunks] == [(None, None)] * 2
+    assert chunks[1]["choices"][0]["routed_experts_histogram"]["rows"] == 2
 
 
-OPTIONS_AT_RANDOM: list[dict[str, Any]] = [
-    {},
-    {"layout": "joined"},
-    {"prompt_start": 3},
-    {"dtype": "uint8"},
-    {"histogram": True},
-    {"histogram": True, "rows": False},
-    {"format": "npy"},
-]
+@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize(
+    ("prompt_len", "tokens"),
+    [(4060, 1), (4090, 1), (4000, 100), (31000, 1), (15000, 15000), (1, 20000), (3000, 3000), (2000, 2089)],
+)
+def test_no_line_has_more_than_64_kib_of_routing(prompt_len: int, tokens: int, layout: str) -> None:
+    """Rows that need more come in pieces before the chunk, and other tasks get their turn between them."""
 
+    async def results() -> AsyncIterator[Result]:
+        engine = Engine(prompt_len)
+        yield engine.step(tokens)
+        yield engine.step(finish="stop")
 
-@pytest.mark.parametrize(("num_choices", "preface"), [(1, 0), (1, 1), (3, 0), (3, 3), (12, 0)])
-@pytest.mark.parametrize("options", OPTIONS_AT_RANDOM, ids=str)
-def test_rows_at_random(options: dict[str, Any], num_choices: int, preface: int) -> None:
-    """Steps of one token and of several, late rows and surplus ones, and chunks that are held back: each row once, at
-    its position."""
-    prompt_len = 4
+    async def run() -> tuple[list[str], int]:
+        rewriter = aligner_of(layout=layout)
+        async with another_task() as turns:
+            return [text async for text in rewriter.rewrite(generator()(rewriter.watch(results())))], turns.count
 
-    def stream_of(seed: int) -> tuple[list[Chunk], list[int]]:
-        rng, held, outputs = random.Random(seed), random.Random(seed + 1), []
-        engines = [Engine(prompt_len, options.get("prompt_start", 0), index) for index in range(num_choices)]
-        alive = list(engines)
-
-        def results() -> Iterator[Result]:
-            while alive:
-                engine = rng.choice(alive)
-                ends = engine.tokens > 5 and rng.random() < 0.2
-                tokens, late, surplus = rng.choice([1, 1, 1, 1, 2, 3]), rng.random() < 0.1, rng.choice([0, 0, 2])
-                outputs.append(
-                    engine.step(tokens, "stop", surplus=surplus) if ends else engine.step(tokens, lost=int(late))
-                )
-                yield outputs[-1]
-                if ends:
-                    alive.remove(engine)
-
-        made = generator(lambda chunk: held.random() < 0.3, preface, num_choices)
-        chunks = stream(aligner_of(num_choices, preface, **options), results(), made)
-        assert all(each.routed_experts is None for output in outputs for each in output.outputs)
-        return chunks, [engine.tokens for engine in engines]
-
-    for seed in range(30):
-        chunks, tokens = stream_of(seed)
-        if options.get("format") or not options.get("rows", True):
-            continue
-        first = 0 if options.get("layout") == "joined" else prompt_len
-        for index in range(num_choices):
-            own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
-            assert own_positions(own) == list(range(first, prompt_len + tokens[index] - 1))
+    texts, turns = asyncio.run(run())
+    chunks = [orjson.loads(text.removeprefix("data: ")) for text in texts[:-2]]
+    assert turns >= len(chunks) - 4
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    ends = {"prompt_routed_experts": (0, prompt_len), "routed_experts": (prompt_len, prompt_len + tokens)}
+    for name, (first, end) in ends.items() if layout == "split" else [("routed_experts", (0, prompt_len + tokens))]:
+        at = first
+        for chunk in chunks:
+            array = (chunk if name.startswith("prompt") else chunk["choices"][0]).get(name)
+            if array is not None:
+                assert array["start"] == at
+                assert len(decode(array)) > 0
+                assert len(orjson.dumps(array)) <= 64 << 10
+                at += len(decode(array))
+        assert at == end
+    for chunk in chunks:
+        arrays = [chunk.get("prompt_routed_experts"), chunk["choices"][0].get("routed_experts")]
+        assert sum(len(orjson.dumps(array)) for array in arrays if array) <= 64 << 10
+    if (prompt_len, tokens) == (4060, 1):
+        assert len(chunks) == 2, "what fits a line is one piece"
 
 
 def test_what_waits_keeps_no_message_of_the_engine() -> None:
@@ -259,138 +367,6 @@ def test_an_output_without_a_buffer_uses_the_one_seen_before() -> None:
     assert [positions(chunk) for chunk in stream(aligner_of(), results)] == [None, [2], [3]]
 
 
-def test_buffers_do_not_reach_vllm() -> None:
-    engine = Engine(prompt_len=2)
-    results = [engine.step(), engine.step(finish="stop")]
-    stream(aligner_of(), results)
-    assert all(output.outputs[0].routed_experts is None for output in results)
-
-
-def test_chunks_held_back_by_a_parser() -> None:
-    engine = Engine(prompt_len=2)
-    results = [engine.step() for _ in range(5)] + [engine.step(finish="stop")]
-    chunks = stream(aligner_of(), results, generator(held=lambda chunk: chunk in (1, 3, 4)))
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1], None, None]
-    assert [positions(chunk) for chunk in chunks] == [[2], [3, 4, 5], [6]]
-
-
-def test_all_chunks_held_back_but_the_last() -> None:
-    engine = Engine(prompt_len=2)
-    results = [engine.step() for _ in range(3)] + [engine.step(finish="stop")]
-    (chunk,) = stream(aligner_of(), results, generator(held=lambda chunk: True))
-    assert prompt_positions(chunk) == [0, 1]
-    assert positions(chunk) == [2, 3, 4]
-
-
-@pytest.mark.parametrize("preface", [1, 2])
-def test_preface_chunks_have_prompt_rows_only(preface: int) -> None:
-    """The chat generator sends the role, and with `echo` a message, after it took a result and before its tokens."""
-    engine = Engine(prompt_len=2)
-    results = [engine.step(3), engine.step(finish="stop")]
-    chunks = stream(aligner_of(preface=preface), results, generator(preface=preface))
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1], *([None] * (preface + 1))]
-    assert [positions(chunk) for chunk in chunks] == [*([None] * preface), [2, 3], [4]]
-
-
-def test_preface_chunks_of_several_choices() -> None:
-    """Whichever choice comes first, the first chunk has the prompt's rows."""
-    engines = [Engine(prompt_len=2, index=index) for index in range(2)]
-    results = [engines[1].step(2), engines[0].step(2, finish="stop"), engines[1].step(finish="stop")]
-    chunks = stream(aligner_of(2, preface=2), results, generator(preface=2, num_choices=2))
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1], None, None, None, None]
-    assert [positions(chunk) for chunk in chunks] == [None, None, [2], [2], [3]]
-
-
-def test_choices_of_one_prompt() -> None:
-    engines = [Engine(prompt_len=3, index=index) for index in range(2)]
-    both = result(3, engines[1].step().outputs[0], engines[0].step(2).outputs[0])
-    results = [both, engines[0].step(finish="stop"), engines[1].step(2, finish="stop")]
-    chunks = stream(aligner_of(2), results, generator(num_choices=2))
-    assert [chunk["choices"][0]["index"] for chunk in chunks] == [1, 0, 0, 1]
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2], None, None, None]
-    assert [positions(chunk) for chunk in chunks] == [None, [3], [4], [3, 4]]
-
-
-def test_a_dozen_choices() -> None:
-    """Their numbers have two digits."""
-    engines = [Engine(prompt_len=2, index=index) for index in range(12)]
-    first = result(2, *(engine.step().outputs[0] for engine in engines))
-    second = result(2, *(engine.step(1 + engine.index, finish="stop").outputs[0] for engine in engines))
-    chunks = stream(aligner_of(12), [first, second], generator(num_choices=12))
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1]] + [None] * 23
-    assert [positions(chunk) for chunk in chunks[12:]] == [[2, *range(3, 3 + index)] for index in range(12)]
-
-
-def test_a_list_of_prompts() -> None:
-    engines = [Engine(prompt_len=length) for length in (2, 4)]
-    results: list[Result] = [
-        (1, engines[1].step()),
-        (0, engines[0].step()),
-        (1, engines[1].step(finish="stop")),
-        (0, engines[0].step(finish="stop")),
-    ]
-    chunks = stream(aligner_of(), results)
-    assert [chunk["choices"][0]["index"] for chunk in chunks] == [1, 0, 1, 0]
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], [0, 1], None, None]
-    assert [positions(chunk) for chunk in chunks] == [None, None, [4], [2]]
-
-
-def test_prompt_start_leaves_rows_out() -> None:
-    engine = Engine(prompt_len=5, start=3)
-    chunks = stream(aligner_of(prompt_start=3), [engine.step(), engine.step(finish="stop")])
-    assert prompt_positions(chunks[0]) == [3, 4]
-    assert positions(chunks[1]) == [5]
-
-
-def test_prompt_start_at_the_end_of_the_prompt() -> None:
-    engine = Engine(prompt_len=3, start=3)
-    chunks = stream(aligner_of(prompt_start=3), [engine.step(), engine.step(), engine.step(finish="stop")])
-    assert [prompt_positions(chunk) for chunk in chunks] == [[], None, None]
-    assert chunks[0]["prompt_routed_experts"]["shape"] == [0, L, K]
-    assert chunks[0]["prompt_routed_experts"]["start"] == 3
-    assert [positions(chunk) for chunk in chunks] == [None, [3], [4]]
-
-
-def test_joined_layout() -> None:
-    engine = Engine(prompt_len=3, start=1)
-    results = [engine.step(), engine.step(2), engine.step(finish="stop")]
-    chunks = stream(aligner_of(prompt_start=1, layout="joined"), results)
-    assert all(prompt_positions(chunk) is None for chunk in chunks)
-    assert [positions(chunk) for chunk in chunks] == [[1, 2], [3, 4], [5]]
-
-
-@pytest.mark.parametrize("first", [1, 2])
-def test_joined_layout_without_prompt_rows(first: int) -> None:
-    """Turn n of a conversation: a chunk with nothing new has no field."""
-    engine = Engine(prompt_len=3, start=3)
-    results = [engine.step(first), engine.step(finish="stop")]
-    chunks = stream(aligner_of(prompt_start=3, layout="joined"), results)
-    assert [positions(chunk) for chunk in chunks] == ([None, [3]] if first == 1 else [[3], [4]])
-
-
-def test_joined_layout_without_any_rows() -> None:
-    """As unstreamed: an empty array, which says that there are none."""
-    engine = Engine(prompt_len=3, start=3)
-    (chunk,) = stream(aligner_of(prompt_start=3, layout="joined"), [engine.step(finish="stop")])
-    assert chunk["choices"][0]["routed_experts"]["shape"] == [0, L, K]
-    assert chunk["choices"][0]["routed_experts"]["start"] == 3
-
-
-def test_rows_of_tokens_behind_a_stop_string_are_not_sent() -> None:
-    """The end is found in this process; the engine has gone on, and its rows are in the buffer."""
-    engine = Engine(prompt_len=2)
-    chunks = stream(aligner_of(), [engine.step(), engine.step(2, finish="stop", surplus=3)])
-    assert [positions(chunk) for chunk in chunks] == [None, [2, 3]]
-
-
-@pytest.mark.parametrize("finish", ["stop", "length", "repetition"])
-def test_lost_rows_are_unknown(finish: str) -> None:
-    engine = Engine(prompt_len=2)
-    chunks = stream(aligner_of(), [engine.step(), engine.step(3, finish=finish, lost=2)])
-    assert positions(chunks[1]) == [2, -1, -1]
-    assert chunks[1]["choices"][0]["routed_experts"]["missing"] == 2
-
-
 @pytest.mark.parametrize("histogram", [False, True])
 @pytest.mark.parametrize("layout", ["split", "joined"])
 @pytest.mark.parametrize("lost", [{0}, {1}, {2}, {0, 1}, {1, 3}])
@@ -424,29 +400,12 @@ def test_lost_prompt_rows_are_unknown() -> None:
     assert positions(chunk) == [-1]
 
 
-def test_rows_that_are_late_are_not_lost() -> None:
-    engine = Engine(prompt_len=2)
-    steps: list[dict[str, Any]] = [{}, {"tokens": 2, "lost": 1}, {"finish": "stop"}]
-    chunks = stream(aligner_of(), (engine.step(**step) for step in steps))  # each made when it is asked for
-    assert [positions(chunk) for chunk in chunks] == [None, [2], [3, 4]]
-
-
 def test_all_rows_lost() -> None:
     """Not one array arrived to tell the shape: the fields are there all the same."""
     results: list[Result] = [result(2, choice(1)), result(2, choice(2, finish="stop"))]
     chunks = stream(aligner_of(), results)
     assert [prompt_positions(chunk) for chunk in chunks] == [None, [-1, -1]]
     assert positions(chunks[1]) == [-1, -1]
-
-
-def test_an_abort_is_never_padded() -> None:
-    engine = Engine(prompt_len=2)
-    chunks = stream(aligner_of(), [engine.step(), engine.step(2, finish="abort", lost=1)])
-    assert [positions(chunk) for chunk in chunks] == [None, [2]]
-    aborted: list[Result] = [result(2, choice(0, finish="abort"))]
-    (chunk,) = stream(aligner_of(), aborted)
-    assert prompt_positions(chunk) is None
-    assert positions(chunk) is None
 
 
 def ended(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[str]:
@@ -514,71 +473,6 @@ def test_a_stream_that_grows_too_large_ends_with_an_event() -> None:
     assert "--routed-experts-max-response-bytes" in events[-2]
 
 
-def pieces_of(chunks: list[Chunk], name: str) -> list[dict[str, Any]]:
-    arrays = [chunk.get(name) if name.startswith("prompt") else chunk["choices"][0].get(name) for chunk in chunks]
-    return [array for array in arrays if array is not None]
-
-
-@pytest.mark.parametrize(
-    ("prompt_len", "tokens"),
-    [(4090, 1), (4060, 1), (4000, 100), (31000, 1), (15000, 15000), (1, 20000), (3000, 3000), (2000, 2089)],
-)
-def test_no_line_holds_more_than_64_kib_of_routing(prompt_len: int, tokens: int) -> None:
-    engine = Engine(prompt_len)
-    texts = ended(aligner_of(), [engine.step(tokens), engine.step(finish="stop")])
-    chunks = [orjson.loads(text.removeprefix("data: ")) for text in texts[:-1]]
-    *lines, last, _usage = chunks
-    for chunk in (*lines, last):
-        arrays = pieces_of([chunk], "prompt_routed_experts") + pieces_of([chunk], "routed_experts")
-        assert sum(len(orjson.dumps(array)) for array in arrays) <= 64 << 10
-    assert [chunk["choices"][0]["finish_reason"] for chunk in lines] == [None] * len(lines)
-    for name, first, end in (("prompt_routed_experts", 0, prompt_len), ("routed_experts", prompt_len, None)):
-        arrays = pieces_of([*lines, last], name)
-        assert "routed_experts" not in lines[0] or arrays
-        at = first
-        for array in arrays:
-            assert array["start"] == at
-            assert len(decode(array)) > 0
-            at += len(decode(array))
-        assert at == (end or prompt_len + tokens)
-    assert "prompt_routed_experts" in lines[0]
-
-
-def test_joined_rows_come_in_pieces_too() -> None:
-    engine = Engine(10000)
-    chunks = stream(aligner_of(layout="joined"), [engine.step(), engine.step(finish="stop")])
-    assert len(chunks) > 3
-    arrays = pieces_of(chunks, "routed_experts")
-    assert all(len(orjson.dumps(array)) <= 64 << 10 for array in arrays)
-    assert [array["start"] for array in arrays] == np.cumsum(
-        [0, *(array["shape"][0] for array in arrays[:-1])]
-    ).tolist()
-    assert [at for chunk in chunks for at in positions(chunk) or ()] == list(range(10001))
-
-
-def test_nobody_waits_for_all_pieces() -> None:
-    """Between two of them another task gets its turn, though nothing has to be waited for."""
-
-    async def results() -> AsyncIterator[Result]:
-        yield Engine(50_000).step(finish="stop")
-
-    async def run() -> tuple[int, int]:
-        async with another_task() as turns:
-            aligner = aligner_of()
-            pieces = [chunk async for chunk in aligner.rewrite(generator()(aligner.watch(results())))]
-        return len(pieces), turns.count
-
-    num_chunks, num_turns = asyncio.run(run())
-    assert num_chunks > 10
-    assert num_turns >= num_chunks - 3
-
-
-def test_what_fits_a_line_is_one_piece() -> None:
-    engine = Engine(4060)
-    first, _last = stream(aligner_of(), [engine.step(), engine.step(finish="stop")])
-    assert len(first["prompt_routed_experts"]["data"]) > 60 << 10
-
-
 def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
     body = {
         "id": "cmpl-1",
@@ -605,22 +499,6 @@ def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
     assert last["usage"] == {"total_tokens": 3}
 
 
-def test_histograms_come_with_the_end_of_a_choice() -> None:
-    engines = [Engine(prompt_len=3, index=index) for index in range(2)]
-    both = result(3, engines[1].step().outputs[0], engines[0].step(2).outputs[0])
-    results = [both, engines[0].step(finish="stop"), engines[1].step(2, finish="stop")]
-    chunks = stream(aligner_of(2, rows=False, histogram=True), results, generator(num_choices=2))
-    assert all(prompt_positions(chunk) is None and positions(chunk) is None for chunk in chunks)
-    assert ["prompt_routed_experts_histogram" in chunk for chunk in chunks] == [False, False, True, False]
-    of_prompt = chunks[2]["prompt_routed_experts_histogram"]
-    assert (of_prompt["rows"], of_prompt["missing"]) == (3, 0)
-    assert [np.flatnonzero(counts).tolist() for counts in of_prompt["counts"]] == [[0, 1, 2]] * L
-    own = [chunk["choices"][0].get("routed_experts_histogram") for chunk in chunks]
-    assert own[:2] == [None, None]
-    assert [np.flatnonzero(each["counts"][0]).tolist() for each in own[2:]] == [[3, 4], [3, 4]]
-    assert [each["rows"] for each in own[2:]] == [2, 2]
-
-
 def test_a_histogram_comes_once_behind_the_pieces() -> None:
     *pieces, last = stream(aligner_of(histogram=True), [Engine(6000).step(finish="stop")])
     assert len(pieces) == 1
@@ -628,21 +506,6 @@ def test_a_histogram_comes_once_behind_the_pieces() -> None:
     for piece in pieces:
         assert "prompt_routed_experts_histogram" not in piece
         assert "routed_experts_histogram" not in piece["choices"][0]
-
-
-def test_a_histogram_alone_brings_no_rows_in_any_layout() -> None:
-    engine = Engine(prompt_len=3)
-    aligner = aligner_of(rows=False, histogram=True, layout="joined")
-    chunks = stream(aligner, [engine.step(2), engine.step(finish="stop")])
-    assert [positions(chunk) for chunk in chunks] == [None, None]
-
-
-def test_histograms_beside_rows() -> None:
-    engine = Engine(prompt_len=3)
-    chunks = stream(aligner_of(histogram=True, layout="joined"), [engine.step(2), engine.step(finish="stop")])
-    assert [positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], [4]]
-    assert chunks[1]["prompt_routed_experts_histogram"]["rows"] == 3
-    assert chunks[1]["choices"][0]["routed_experts_histogram"]["rows"] == 2
 
 
 def test_vllms_own_field_is_taken_away() -> None:

@@ -1,0 +1,69 @@
+"""Counts and load of experts, against counts in plain Python, layer by layer."""
+
+import doctest
+import math
+
+import numpy as np
+import pytest
+
+from routed_experts.protocol import expert_load as module
+from routed_experts.protocol.codec import CodecError
+from routed_experts.protocol.expert_load import count_experts, expert_load, histogram
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
+
+
+def test_docstring_examples() -> None:
+    result = doctest.testmod(module)
+    assert result.attempted
+    assert not result.failed
+
+
+@pytest.mark.parametrize("count", [0, 1, 4095, 4097, 10_000])
+def test_histogram(count: int) -> None:
+    rows = rows_of(count)
+    rows[2:5] = -1
+    rows[5:6, 2, 1:] = -1
+    missing = len(rows[2:6])
+    for dtype in (np.int16, np.int32, np.uint8):
+        known = rows if dtype != np.uint8 else np.delete(rows, slice(2, 6), axis=0)
+        got = histogram(known.astype(dtype), EXPERTS)
+        for layer in range(LAYERS):
+            assert got["counts"][layer] == [int((known[:, layer] == expert).sum()) for expert in range(EXPERTS)]
+        assert (got["rows"], got["missing"]) == (len(known), 0 if dtype == np.uint8 else missing)
+    parts = [count_experts(rows[first : first + 30], EXPERTS) for first in range(0, count, 30)]
+    assert np.array_equal(sum(parts, np.zeros((LAYERS, EXPERTS), int)), count_experts(rows, EXPERTS))
+
+
+@pytest.mark.parametrize("wrong", [EXPERTS, -2])
+def test_ids_that_are_not_experts(wrong: int) -> None:
+    rows = rows_of(5)
+    rows[2, 1, 0] = wrong
+    with pytest.raises(CodecError, match="and 60 experts"):
+        count_experts(rows, EXPERTS)
+
+
+def test_expert_load() -> None:
+    rows = rows_of(200, seed=3)
+    rows[:, 1] = rows[0, 1]  # a layer in which the same few do everything
+    found = expert_load(histogram(rows, EXPERTS)["counts"])
+    for layer in range(LAYERS):
+        ids = rows[:, layer].ravel().tolist()
+        shares = [ids.count(expert) / len(ids) for expert in range(EXPERTS)]
+        entropy = -sum(share * math.log2(share) for share in shares if share)
+        assert found.entropy[layer] == pytest.approx(entropy)
+        assert found.balance[layer] == pytest.approx(entropy / math.log2(EXPERTS))
+        assert found.imbalance[layer] == pytest.approx(max(shares) * EXPERTS)
+        assert shares[found.busiest[layer]] == max(shares)
+        assert found.unused[layer] == shares.count(0)
+        assert found.load[layer].tolist() == pytest.approx([share * EXPERTS for share in shares])
+    assert found.entropy[1] == pytest.approx(math.log2(TOP_K))
+    one_row = expert_load(count_experts(rows_of(1), EXPERTS))
+    assert one_row.balance.tolist() == pytest.approx([1.0] * LAYERS), "K different experts are as even as they can be"
+
+
+@pytest.mark.parametrize("counts", [np.zeros((2, 8)), np.zeros((2, 1)), [[5], [5]]])
+def test_load_of_nothing_or_one_expert(counts: np.ndarray) -> None:
+    found = expert_load(counts)
+    assert found.entropy.tolist() == [0, 0]
+    assert np.isfinite(found.load).all()
+    assert found.balance.tolist() in ([1, 1], [0, 0])
