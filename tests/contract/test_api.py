@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from routed_experts.protocol.collect import collect
-from tests.contract.arithmetic import NUM_EXPERTS, K, L, Rows, Tokens
+from tests.contract.engine import NUM_EXPERTS, K, L, Rows, Tokens
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, serving
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode, prompt_of, read_events, same
 

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 
-from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, L, Tokens, _digest
 from tests.contract.connectors import KINDS, flags_of
+from tests.contract.engine import BLOCK, NUM_BLOCKS, K, L, Tokens, _digest
 from tests.contract.hostile import PULL, VALID, Hostile, check_response
 from tests.contract.served import DECODER_LAYERS, ServedExecutor, served
 from tests.e2e.harness import prompt_of

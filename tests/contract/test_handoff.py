@@ -20,7 +20,7 @@ from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import HostCache
-from tests.contract.arithmetic import BLOCK, VOCAB, Client, K, L, engine
+from tests.contract.engine import BLOCK, VOCAB, Client, K, L, engine
 from tests.contract.loads import (
     LEASE_S,
     NAME,

@@ -31,7 +31,7 @@ from routed_experts.capture.engine.scheduler import SchedulerCapture
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.server.http import entry_point
-from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, Tokens
+from tests.contract.engine import BLOCK, NUM_BLOCKS, K, Tokens
 from tests.contract.served import InProcessClient, ServedExecutor
 from tests.e2e.harness import prompt_of
 

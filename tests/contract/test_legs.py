@@ -19,7 +19,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
 from routed_experts.server.outputs import kv_handoff
-from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, L, Tokens
+from tests.contract.engine import BLOCK, NUM_BLOCKS, K, L, Tokens
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
 from tests.contract.served import InProcessClient, ServedExecutor, served
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode

@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
-from tests.contract.arithmetic import BLOCK, Client
+from tests.contract.engine import BLOCK, Client
 from tests.contract.loads import (
     NAME,
     TRANSFER,
@@ -20,12 +20,6 @@ from tests.contract.loads import (
     store,
     tokens,
 )
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def is_async(request: pytest.FixtureRequest) -> bool:
-    """Asynchronous scheduling."""
-    return request.param
 
 
 @pytest.fixture(params=[False, True], ids=["loads first", "loads beside"])

@@ -12,16 +12,10 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
 from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadLoad, OffloadStore
 from routed_experts.capture.handoff import PARAM
-from tests.contract.arithmetic import BLOCK, Core
+from tests.contract.engine import BLOCK, Core
 from tests.contract.loads import NAME as STORE
 from tests.contract.loads import PULL, TracingClient, computed_before, empty_prefix_cache, mix, store, tokens
 from tests.contract.offloading import NAME, engine_that_offloads, keys_kept, offloaded_rows, worker_of
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def is_async(request: pytest.FixtureRequest) -> bool:
-    """Asynchronous scheduling."""
-    return request.param
 
 
 @pytest.fixture(autouse=True, params=["recompute"])
