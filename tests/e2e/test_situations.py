@@ -4,6 +4,7 @@ Every answer is checked against the oracle, and no server may hold state when it
 """
 
 import importlib.util
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,6 +85,34 @@ def check_preempted(server: Server, oracle: Oracle, seed: int) -> None:
         if server.metric(PREEMPTIONS) - before >= 3:
             return
     raise AssertionError("hardly any request was preempted")
+
+
+def test_stop_string_inside_an_accepted_group(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """Of n-gram drafts: the rows end with the token that completes the stop string, not with the group."""
+    speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    flags = (*TINY_KV, "--max-num-batched-tokens", "64", "--speculative-config", json.dumps(speculative))
+    cut = 0
+    with serving_quickly(tiny_model, tmp_path / "log", *flags) as server:
+        for seed in range(410, 440):
+            body = {"prompt": prompt_of(4, seed=seed) * 9, "max_tokens": 150, "ignore_eos": True}
+            chunks = server.stream(**ASK, **body)
+            free, end = answer_of(chunks), 0
+            check(free, oracle)
+            for group in (choice["token_ids"] for chunk in chunks for choice in chunk["choices"]):
+                begin, end = end, end + len(group)
+                if len(group) < 2 or len(free.text) != len(free.tokens):
+                    continue
+                # The shortest text that ends with the group's first token and is not found before.
+                stop = next(s for k in range(begin, -1, -1) if free.text.index(s := free.text[k : begin + 1]) == k)
+                for ending, reason in (({"stop": [stop]}, "stop"), ({"max_tokens": begin + 1}, "length")):
+                    answer = one(server, **{**body, **ending})
+                    assert (answer.finish_reason, answer.tokens) == (reason, free.tokens[: begin + 1])
+                    check(answer, oracle)
+                cut += 1
+                break
+            if cut == 3:
+                return
+    raise AssertionError(f"only {cut} answers ended inside an accepted group")
 
 
 class TestWithoutPrefixCache:
