@@ -250,6 +250,11 @@ class ArithmeticExecutor(Executor):
         return output
 
 
+def sent(message: Any) -> Any:
+    """A request or a message as it arrives in the other process, by vLLM's own encoding."""
+    return MsgpackDecoder(type(message)).decode(MsgpackEncoder().encode(message))
+
+
 class Core(EngineCoreProc):
     """What runs in an engine's process, without its sockets and their threads."""
 
@@ -258,10 +263,9 @@ class Core(EngineCoreProc):
         self.engines_running = False
         EngineCore.__init__(self, vllm_config, executor_class, log_stats)
 
-    def send(self, request: EngineCoreRequest) -> None:
-        """Adds a request, through vLLM's own encoding."""
-        sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
-        self.add_request(*self.preprocess_add_request(sent))
+    def take(self, request: EngineCoreRequest) -> None:
+        """Adds a request that has been through `sent`."""
+        self.add_request(*self.preprocess_add_request(request))
 
     def turn(self) -> None:
         """One turn of the engine's loop."""
@@ -271,10 +275,10 @@ class Core(EngineCoreProc):
             self._notify_idle_state_callbacks()
 
     def messages(self) -> Iterator[tuple[int, EngineCoreOutputs]]:
-        """What it has sent since, through vLLM's own encoding, each with the API process that it is for."""
+        """What it has sent since, each with the API process that it is for."""
         while not self.output_queue.empty():
             to, message = self.output_queue.get()
-            yield to, MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
+            yield to, sent(message)
 
     @property
     def capture(self) -> SchedulerConnector:
@@ -461,7 +465,7 @@ class Client:
             child.request_id = request_id
             child.sampling_params = sampling if n == 1 else parent.get_child_info(index)[1]
             self.received[request_id] = self.expect(request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt))
-            self.engines[index % len(self.engines)].send(child)
+            self.engines[index % len(self.engines)].take(sent(child))
         return ids
 
     def expect(self, request_id: str, *about: Any) -> Received:

@@ -38,7 +38,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
-from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, Core, K, L, Rows, Tokens
+from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, Core, K, L, Rows, Tokens, sent
 from tests.e2e.harness import Answer, Server, free_port
 from tests.e2e.harness import serving as serving_processes
 
@@ -99,7 +99,7 @@ class InProcessClient(EngineCoreClient):
         self._error: Exception | None = None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self._call(self.core.send, request)
+        self._call(self.core.take, sent(request))  # what cannot be encoded fails here, for its sender
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self._call(self.core.abort_requests, request_ids)

@@ -41,7 +41,7 @@ LEFT_OUT = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "s
 LEFT_OUT += ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["none", "offloading", "both"])
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     flags = ("--enable-scale-out", "--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
     layers = json.dumps({"num_hidden_layers": DECODER_LAYERS})
