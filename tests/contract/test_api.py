@@ -499,7 +499,7 @@ def test_invocations_give_what_the_endpoint_behind_them_gives(api: Server, asked
         adapter = {"X-Amzn-SageMaker-Adapter-Identifier": "not-there"}
         assert client.post("/invocations", json=body, headers=adapter).status_code == 404
         assert client.post("/invocations", json={**body, "model": "of another name"}).status_code == 200
-    assert b"routed" not in plain.content
+    assert b"prompt_routed_experts" not in plain.content
     chunks = api.stream("/invocations", **body)
     assert chunks[0]["prompt_routed_experts"] == dispatched["prompt_routed_experts"] == direct["prompt_routed_experts"]
     assert dispatched["choices"][0]["routed_experts"] == direct["choices"][0]["routed_experts"]
@@ -615,7 +615,7 @@ def test_a_server_that_does_not_capture(tiny_model: Path) -> None:
             body = {"model": "tiny", "max_tokens": 3, **asked}
             plain = client.post(path, json=body)
             assert plain.status_code == 200
-            assert b"routed" not in plain.content
+            assert b"prompt_routed_experts" not in plain.content
             refused = client.post(path, json={**body, "return_routed_experts": True})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "return_routed_experts"
