@@ -11,3 +11,9 @@ def variables_are_read_again() -> Iterator[None]:
     """An engine core keeps vLLM's environment variables as they were at its start, for the whole process."""
     yield
     disable_envs_cache()
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    """Asynchronous scheduling."""
+    return bool(request.param)

@@ -1,4 +1,4 @@
-"""A KV connector around `arithmetic`: which computation the KV in each slot is of, and whether rows are of the same.
+"""A KV connector around `engine`: which computation the KV in each slot is of, and whether rows are of the same.
 
 Every token that is computed gets a number, which is in its row and stays with its KV, in a store and in other engines
 too. So a row is right only if a request's own forward passes read KV of that very number.
@@ -7,7 +7,7 @@ too. So a row is right only if a request's own forward passes read KV of that ve
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +31,7 @@ from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
 from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol.codec import UNKNOWN
-from tests.contract.arithmetic import (
+from tests.contract.engine import (
     BLOCK,
     NUM_BLOCKS,
     VOCAB,
@@ -42,9 +42,10 @@ from tests.contract.arithmetic import (
     L,
     Received,
     Rows,
+    Sequence,
     Tokens,
-    _Sequence,
     engine,
+    tokens,
 )
 
 Slot = tuple[bytes | None, int]
@@ -292,7 +293,7 @@ class TracingExecutor(ArithmeticExecutor):
         self._bad_blocks: set[int] = set()
         self.seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
-    def compute(self, request_id: str, sequence: _Sequence, tokens: Tokens, start: int, end: int) -> Rows:
+    def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
         if self._bad_blocks.intersection(sequence.blocks):  # the step runs all the same, for nothing
             return np.zeros((end - start, L, K), np.int16)
         rows = super().compute(request_id, sequence, tokens, start, end)
@@ -414,7 +415,7 @@ def _is_busy(core: Core) -> bool:
     if not core.model_executor._sending:
         return bool(scheduler.has_requests() or core.batch_queue)
     # vLLM goes on with empty steps until that KV was pulled.
-    is_waited_for = scheduler.has_unfinished_requests() or len(scheduler.aux_output_connector.output_queue) > 0
+    is_waited_for = scheduler.has_unfinished_requests() or len(core.capture.output_queue) > 0
     runs = any(step.total_num_scheduled_tokens for _, step, *_ in core.batch_queue or ())
     return is_waited_for or runs or bool(scheduler.finished_req_ids)
 
@@ -436,7 +437,7 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
 
 
 def engine_with_store(
-    failures: str = "recompute", role: str = "kv_both", connectors: Sequence[str] = (NAME,), **about: Any
+    failures: str = "recompute", role: str = "kv_both", connectors: tuple[str, ...] = (NAME,), **about: Any
 ) -> Core:
     """An engine with the connector, or several; `failures` is what vLLM does about loads that fail."""
     config = KVTransferConfig(kv_connector=connectors[0], kv_role=role, kv_load_failure_policy=failures)
@@ -446,8 +447,10 @@ def engine_with_store(
     return engine(kv_transfer=config, executor=TracingExecutor, **about)
 
 
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=count)
+def dice(seed: int, chance: float) -> Callable[[], bool]:
+    """For `Store.fails`."""
+    rolls = random.Random(seed)
+    return lambda: rolls.random() < chance
 
 
 def empty_prefix_cache(core: Core) -> None:
@@ -494,7 +497,7 @@ def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_runn
     client.run()
     for request_id in gone:
         client.received.pop(request_id)
-    assert core.scheduler.aux_output_connector._steps == {}
-    assert core.scheduler.aux_output_connector.num_tracked == 0
+    assert core.capture._steps == {}
+    assert core.capture.num_tracked == 0
     assert all(stats.rows_forgotten == 0 for stats in client.stats), "the connector did what is not expected of it"
     return client

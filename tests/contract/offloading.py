@@ -1,4 +1,4 @@
-"""vLLM's own `OffloadingConnector` around `arithmetic`, both of its sides: what is ours moves KV, and that is all."""
+"""vLLM's own `OffloadingConnector` around `engine`, both of its sides: what is ours moves KV, and that is all."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows
-from tests.contract.arithmetic import BLOCK, Core, engine
+from tests.contract.engine import BLOCK, Core, engine
 from tests.contract.loads import Slot, TracingExecutor, _Metadata
 from tests.e2e.offload_on_cpu import LateWorker
 
@@ -117,7 +117,7 @@ def engine_that_offloads(
 
 def offloaded_rows(core: Core) -> OffloadedRows:
     """Those that its scheduler follows."""
-    (rows,) = (rows for rows in core.scheduler.aux_output_connector._loads._offloaded if rows is not None)
+    (rows,) = (rows for rows in core.capture._loads._offloaded if rows is not None)
     return rows
 
 

@@ -1,13 +1,14 @@
 """vLLM's whole API process, served over HTTP, with the engine core in its event loop: no process has to be started.
 
-Around the engine of `arithmetic`, where everything is real but the model, or around a worker with a real one.
+Around the engine of `engine`, where everything is real but the model, or around a worker with a real one. A test asks a
+server of `serving` as a client does, and `check` holds an answer against the rows that its tokens have.
 """
 
 import asyncio
 import os
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import uvicorn
@@ -33,17 +35,42 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
-from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, Core, K, L
-from tests.e2e.harness import Server, free_port
+from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, Core, K, L, Rows, Tokens, sent
+from tests.e2e.harness import Answer, Server, free_port
 from tests.e2e.harness import serving as serving_processes
 
 LAYER_IDS = [1, 2, 3, 5, 6, 7, 8, 9]
 """Decoder layers of the L layers that have experts."""
 DECODER_LAYERS = 10
+
+
+SIZES = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
+"""Of the engine; the flags that every server around it needs."""
+
+
+def rows_of(tokens: Iterable[int], first: int = 0) -> Rows:
+    """The rows of `tokens` from position `first` on."""
+    sequence = Tokens(tokens)
+    return sequence.rows(first, len(sequence))
+
+
+def every_layer_of(tokens: Iterable[int], first: int = 0, layer_ids: Sequence[int] = LAYER_IDS) -> Rows:
+    """The same with every decoder layer, as vLLM's own capture has it: zeros in layers without experts."""
+    rows = rows_of(tokens, first)
+    every = np.zeros((len(rows), DECODER_LAYERS, K), dtype=rows.dtype)
+    every[:, layer_ids] = rows
+    return every
+
+
+def check(answer: Answer, tokens: int | None = None) -> None:
+    """Every row of an answer, which must be of `tokens` tokens, is the one that its tokens have."""
+    sequence = [*answer.prompt, *answer.tokens]
+    assert tokens in (None, len(answer.tokens))
+    assert np.array_equal(answer.prompt_rows, rows_of(answer.prompt, answer.start))
+    assert np.array_equal(answer.rows, rows_of(sequence[:-1], len(answer.prompt)))
 
 
 class ServedExecutor(ArithmeticExecutor):
@@ -53,19 +80,8 @@ class ServedExecutor(ArithmeticExecutor):
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if method == "routed_experts_info":
-            return [
-                {
-                    "num_layers": L,
-                    "top_k": K,
-                    "num_experts": NUM_EXPERTS,
-                    "layer_ids": LAYER_IDS,
-                    "runner": "v1",
-                    "device": "cpu",
-                    "kv_slots": 0,
-                    "device_bytes": 0,
-                    "pinned_bytes": 0,
-                }
-            ]
+            info = {"num_layers": L, "top_k": K, "num_experts": NUM_EXPERTS, "layer_ids": LAYER_IDS}
+            return [info | {"runner": "v1", "device": "cpu", "kv_slots": 0, "device_bytes": 0, "pinned_bytes": 0}]
         if method == "get_supported_tasks":
             return [("generate",)]
         return super().collective_rpc(method, *args, **kwargs)
@@ -83,8 +99,7 @@ class InProcessClient(EngineCoreClient):
         self._error: Exception | None = None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(request))
-        self._call(self.core.add_request, *self.core.preprocess_add_request(sent))
+        self._call(self.core.take, sent(request))  # what cannot be encoded fails here, for its sender
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self._call(self.core.abort_requests, request_ids)
@@ -101,18 +116,13 @@ class InProcessClient(EngineCoreClient):
         while not self._messages:
             if self._error is not None:
                 raise EngineDeadError from self._error
-            if self.core.has_work():
-                self.core._process_engine_step()  # puts what it sends into the queue
+            if self.core.has_work() or self.core._idle_state_callbacks:
+                self.core.turn()
                 await asyncio.sleep(0)
-            elif self.core._idle_state_callbacks:
-                self.core._notify_idle_state_callbacks()
             elif self.core.output_queue.empty():
                 self._work.clear()
                 await self._work.wait()
-            while not self.core.output_queue.empty():
-                _, message = self.core.output_queue.get()
-                decoded = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
-                self._messages.append(decoded)
+            self._messages += [message for _, message in self.core.messages()]
         return self._messages.popleft()
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -165,9 +175,8 @@ def vllms(argv: list[str]) -> Namespace:
 @contextmanager
 def serving(model: Path, *flags: str, command: Command = ours) -> Iterator[Server]:
     """A running API server for the tokenizer and the chat template of `model`; `flags` are those of `command`."""
-    sizes = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
     layers = ("--hf-overrides", f'{{"num_hidden_layers": {DECODER_LAYERS}}}')
-    with served(model, ServedExecutor, *sizes, *layers, *flags, command=command) as server:
+    with served(model, ServedExecutor, *SIZES, *layers, *flags, command=command) as server:
         yield server
 
 

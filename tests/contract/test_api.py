@@ -1,57 +1,42 @@
 """vLLM's real API process with our plugin in it, over HTTP, and behind it vLLM's real scheduler with ours: no model."""
 
+import asyncio
 import base64
 import io
+import itertools
 import random
+import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
+import openai
 import orjson
 import pytest
+import requests
 
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.collect import collect
-from tests.contract.arithmetic import NUM_EXPERTS, K, L, Rows, Tokens
-from tests.contract.served import DECODER_LAYERS, LAYER_IDS, serving
+from tests.contract.engine import NUM_EXPERTS, K, L
+from tests.contract.served import DECODER_LAYERS, LAYER_IDS, check, every_layer_of, rows_of, serving
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode, prompt_of, read_events, same
 
-CHAT = "/v1/chat/completions"
+CHAT, GENERATE = "/v1/chat/completions", "/inference/v1/generate"
 USER = {"role": "user", "content": "Tell me something about experts."}
 SAMPLED = {"temperature": 1.0}  # which vLLM wants for several choices; here they differ anyway
 
 
-@pytest.fixture(scope="module", params=["--async-scheduling", "--no-async-scheduling"])
-def api(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Server]:
-    with serving(tiny_model, request.param, "--max-num-batched-tokens", "64", "--enable-scale-out") as server:
+@pytest.fixture(scope="module")
+def api(tiny_model: Path) -> Iterator[Server]:
+    """With asynchronous scheduling, as vLLM has it; `test_scheduler` has both."""
+    with serving(tiny_model, "--max-num-batched-tokens", "64", "--enable-scale-out") as server:
         yield server
-
-
-def rows_of(tokens: Iterable[int], first: int = 0) -> Rows:
-    """The rows of `tokens` from position `first` on."""
-    sequence = Tokens(tokens)
-    return sequence.rows(first, len(sequence))
-
-
-def every_layer_of(tokens: Iterable[int], first: int = 0) -> Rows:
-    """The same with every decoder layer, as vLLM's own capture has it."""
-    rows = rows_of(tokens, first)
-    every = np.zeros((len(rows), DECODER_LAYERS, K), dtype=rows.dtype)
-    for row, layer in np.ndindex(len(rows), L):
-        every[row, LAYER_IDS[layer]] = rows[row, layer]
-    return every
-
-
-def check(answer: Answer, tokens: int | None = None) -> None:
-    """Every row of an answer, which must be of `tokens` tokens, is the one that its tokens have."""
-    sequence = [*answer.prompt, *answer.tokens]
-    assert tokens in (None, len(answer.tokens))
-    assert np.array_equal(answer.prompt_rows, rows_of(answer.prompt, answer.start))
-    assert np.array_equal(answer.rows, rows_of(sequence[:-1], len(answer.prompt)))
 
 
 def tokens_of(text: str) -> list[int]:
@@ -79,32 +64,32 @@ def agreed(unstreamed: list[Answer], streamed: list[Answer]) -> list[Answer]:
     return unstreamed
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 47, 64, 65, 300])
-def test_prompt_lengths(api: Server, length: int) -> None:
-    (answer,) = complete(api, prompt=prompt_of(length, length), max_tokens=5)
-    check(answer, tokens=5)
+def test_prompt_lengths(api: Server) -> None:
+    for length in (1, 15, 16, 17, 47, 64, 65, 300):
+        (answer,) = complete(api, prompt=prompt_of(length, length), max_tokens=5)
+        check(answer, tokens=5)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 40])
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_several_choices(api: Server, n: int, max_tokens: int) -> None:
-    answers = complete(api, prompt=prompt_of(33, n), n=n, max_tokens=max_tokens, **SAMPLED)
-    assert len({tuple(answer.tokens) for answer in answers}) > (n > 1 and max_tokens > 1)
-    for answer in answers:
-        check(answer, tokens=max_tokens)
+def test_several_choices(api: Server) -> None:
+    for n, max_tokens in ((1, 1), (1, 40), (2, 2), (5, 1), (5, 40)):
+        answers = complete(api, prompt=prompt_of(33, n), n=n, max_tokens=max_tokens, **SAMPLED)
+        assert len({tuple(answer.tokens) for answer in answers}) > (n > 1 and max_tokens > 1)
+        for answer in answers:
+            check(answer, tokens=max_tokens)
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_lists_of_prompts(api: Server, n: int) -> None:
+def test_lists_of_prompts(api: Server) -> None:
     prompts = [prompt_of(length, length) for length in (3, 40, 17)]
-    answers = complete(api, prompt=prompts, n=n, max_tokens=4, **SAMPLED)
-    assert [answer.prompt for answer in answers] == [prompt for prompt in prompts for _ in range(n)]
-    for answer in answers:
-        check(answer, tokens=4)
+    for n in (1, 2):
+        answers = complete(api, prompt=prompts, n=n, max_tokens=4, **SAMPLED)
+        assert [answer.prompt for answer in answers] == [prompt for prompt in prompts for _ in range(n)]
+        for answer in answers:
+            check(answer, tokens=4)
+    (array,) = api.complete(prompt=["abc"], max_tokens=2, return_routed_experts=True)["prompt_routed_experts"]
+    assert array["shape"] == [3, L, K]  # a list of one is answered with a list
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+@pytest.mark.parametrize(("n", "max_tokens"), [(1, 0), (1, 1), (2, 4)])
 def test_echo(api: Server, n: int, max_tokens: int) -> None:
     """The prompt's text comes with the first token's; without `return_token_ids`, which would leave it out."""
     body = {"prompt": "What-a-prompt", "echo": True, "n": n, "max_tokens": max_tokens, **SAMPLED}
@@ -151,10 +136,22 @@ def test_tokens_that_come_in_groups(api: Server) -> None:
     same(*answers, *complete(api, prompt=prompt, max_tokens=30))
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_chat(api: Server, n: int) -> None:
-    for answer in chat(api, messages=[USER], n=n, max_tokens=12, **SAMPLED):
-        check(answer, tokens=12)
+def test_chat(api: Server) -> None:
+    for n in (1, 3):
+        for answer in chat(api, messages=[USER], n=n, max_tokens=12, **SAMPLED):
+            check(answer, tokens=12)
+
+
+def test_usage_chunks(api: Server) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *rest, last = api.stream(CHAT, messages=[USER], max_tokens=4, stream_options=options, return_routed_experts=True)
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 4)
+    assert "prompt_routed_experts" not in last
+    rows = 0
+    for chunk in (chunk for chunk in rest if "usage" in chunk):  # pieces of the prompt's rows have none
+        rows += chunk["choices"][0].get("routed_experts", {"shape": [0]})["shape"][0]
+        assert rows == max(chunk["usage"]["completion_tokens"] - 1, 0)
+    assert rows == 3
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -169,7 +166,7 @@ def test_a_chat_message_that_is_continued(api: Server, n: int) -> None:
 
 
 def test_the_form_that_was_asked_for(api: Server) -> None:
-    body = {"prompt": prompt_of(20, 5), "max_tokens": 3, "return_routed_experts": True, "return_token_ids": True}
+    body = {"prompt": prompt_of(20, 5), "max_tokens": 3, **ASK}
     joined = api.complete(**body, routed_experts_layout="joined", routed_experts_format="list")
     (choice,) = joined["choices"]
     assert "prompt_routed_experts" not in joined
@@ -184,8 +181,8 @@ def test_tokens_in_and_tokens_out(api: Server) -> None:
     body: dict[str, Any] = {"model": "tiny", "token_ids": prompt, "sampling_params": {"max_tokens": 7}}
     body |= {"return_routed_experts": True, "routed_experts_format": "object", "routed_experts_layout": "joined"}
     with api.client() as client:
-        (whole,) = client.post("/inference/v1/generate", json=body).json()["choices"]
-    chunks = api.stream("/inference/v1/generate", **body)
+        (whole,) = client.post(GENERATE, json=body).json()["choices"]
+    chunks = api.stream(GENERATE, **body)
     pieces = [decode(chunk["choices"][0]["routed_experts"]) for chunk in chunks]
     assert [token for chunk in chunks for token in chunk["choices"][0]["token_ids"] or []] == whole["token_ids"]
     assert len(whole["token_ids"]) == 7
@@ -193,9 +190,10 @@ def test_tokens_in_and_tokens_out(api: Server) -> None:
         assert np.array_equal(rows, rows_of([*prompt, *whole["token_ids"]][:-1]))
 
 
-@pytest.mark.parametrize("layout", ["split", "joined"])
-@pytest.mark.parametrize("dtype", ["int16", "int32"])
-@pytest.mark.parametrize("form", ["object", "npy", "raw", "list"])
+@pytest.mark.parametrize(
+    ("form", "dtype", "layout"),
+    [("object", "int16", "split"), ("npy", "int32", "joined"), ("raw", "int32", "split"), ("list", "int16", "joined")],
+)
 def test_every_decoder_layer(api: Server, form: str, dtype: str, layout: str) -> None:
     """Whole, in MessagePack, and streamed in pieces."""
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt_of(150, 11), "max_tokens": 4, **ASK}
@@ -258,8 +256,8 @@ def test_layers_of_vllms_own_form(api: Server, fields: dict[str, Any], layers: s
     prompt = prompt_of(20, 13)
     body = {"token_ids": prompt, "sampling_params": {"max_tokens": 5}, "return_routed_experts": True, **fields}
     with api.client() as client:
-        (whole,) = client.post("/inference/v1/generate", json={"model": "tiny", **body}).json()["choices"]
-    pieces = [c["choices"][0]["routed_experts"] for c in api.stream("/inference/v1/generate", **body)]
+        (whole,) = client.post(GENERATE, json={"model": "tiny", **body}).json()["choices"]
+    pieces = [c["choices"][0]["routed_experts"] for c in api.stream(GENERATE, **body)]
     tokens = [*prompt, *whole["token_ids"]][:-1]
     expected = every_layer_of(tokens) if layers == "all" else rows_of(tokens)
     for arrays in ([whole["routed_experts"]], pieces):
@@ -283,8 +281,12 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
         assert b"routed" not in orjson.dumps([server.complete(**body), *server.stream(**body)])
         short = server.complete(prompt=prompt_of(50, 1), max_tokens=1)
         assert np.array_equal(decode(short["prompt_routed_experts"]), every_layer_of(prompt_of(50, 1)))
-        # A chat that says no limit is known to be too large at its end.
+        # A chat that says no limit is known to be too large at its end, or when its stream comes there.
         long = {"messages": [USER], "ignore_eos": True}
+        *chunks, error = server.stream(CHAT, **long, return_routed_experts=True)
+        assert error["error"]["code"] == 500
+        assert "--routed-experts-max-response-bytes" in error["error"]["message"]
+        assert len(orjson.dumps([chunk for chunk in chunks if b"routed" in orjson.dumps(chunk)])) < 200_000
         assert server.chat(**long, max_tokens=3)["prompt_routed_experts"]
         assert b"routed" not in orjson.dumps(server.chat(**long))
         refused = client.post(CHAT, json={"model": "tiny", **long, "return_routed_experts": True})
@@ -301,25 +303,54 @@ def test_a_default_start_behind_a_prompt(tiny_model: Path) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "routed_experts_prompt_start")
 
 
+ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a"}),
+    (CHAT, {"messages": [USER]}),
+    (GENERATE, {"token_ids": [1], "sampling_params": {}}),
+    ("/invocations", {"prompt": "a"}),
+    ("/invocations", {"messages": [USER]}),
+]
+CLOSED: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/responses", {"input": "a", "max_output_tokens": 2}),
+    ("/v1/messages", {"messages": [USER], "max_tokens": 2}),
+    ("/v1/chat/completions/batch", {"messages": [[USER], [USER]], "max_tokens": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), CLOSED)
+def test_endpoints_without_routing(api: Server, path: str, body: dict[str, Any]) -> None:
+    asked = {"model": "tiny", **body}
+    with api.client() as client:
+        refused = client.post(path, json={**asked, "return_routed_experts": True})
+        assert refused.status_code == 400, refused.text
+        error = refused.json()["error"]
+        assert error["param"] == "return_routed_experts" or "return_routed_experts" in error["message"]
+        assert "/v1/completions" in error["message"]
+        assert client.post(path, json={**asked, "routed_experts_histogram": True}).status_code == 400
+        assert client.post(path, json=asked).status_code == 200
+
+
+@pytest.mark.parametrize("value", [7, True, "1", OptIn(0, bytes(16), shared=False).encode().decode("latin-1")])
+def test_no_client_can_forge_the_opt_in(api: Server, value: Any) -> None:
+    """The key of our opt-in, set from outside, at every endpoint: no routing comes out, and nothing breaks."""
+    args = {OPT_IN_ARG: value}
+    with api.client() as client:
+        for path, body in (*ENDPOINTS, *CLOSED):
+            more: dict[str, Any] = {"max_tokens": 2, "stream": path != CLOSED[-1][0], "vllm_xargs": args}
+            if path == GENERATE:
+                more = {"stream": True, "sampling_params": {"max_tokens": 2, "extra_args": args}}
+            answer = client.post(path, json={"model": "tiny", **body, **more})
+            assert answer.status_code == 200, answer.text
+            assert "error" not in answer.text.replace('"error":null', "")
+            assert not re.search(r'routed_experts": ?[^n]', answer.text)
+
+
 @pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "a"}),
-        (CHAT, {"messages": [USER]}),
-        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {}}),
-        ("/invocations", {"prompt": "a"}),
-        ("/invocations", {"messages": [USER]}),
-        ("/v1/responses", {"input": "a"}),
-        ("/v1/messages", {"messages": [USER], "max_tokens": 2}),
-        ("/v1/chat/completions/batch", {"messages": [[USER]]}),
-    ],
-)
-def test_names_that_nobody_knows(api: Server, path: str, body: dict[str, Any], asks: bool) -> None:
+def test_names_that_nobody_knows(api: Server, asks: bool) -> None:
     names = ["return_routed_expert", "routed_experts_formt"]
     names += ["return_routed_expert_weights", "routed_experts_delivery"]  # later parts of the contract
     with api.client() as client:
-        for name in names:
+        for name, (path, body) in itertools.product(names, (*ENDPOINTS, *CLOSED)):
             asked = {"model": "tiny", **body, name: True, **({"return_routed_experts": True} if asks else {})}
             response = client.post(path, json=asked)
             assert response.status_code == 400, response.text
@@ -328,120 +359,199 @@ def test_names_that_nobody_knows(api: Server, path: str, body: dict[str, Any], a
                 assert response.json()["error"]["param"] == name
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("return_routed_experts", "belongs at the top level"),
-        ("routed_experts_promt_start", "routed_experts_prompt_start"),
-    ],
-)
-def test_routing_fields_in_sampling_params(api: Server, name: str, reason: str) -> None:
-    body = {"model": "tiny", "token_ids": [1, 2], "sampling_params": {"max_tokens": 2, name: True}}
-    with api.client() as client:
-        error = client.post("/inference/v1/generate", json=body).json()["error"]
-    assert (error["code"], error["param"]) == (400, f"sampling_params.{name}")
-    assert reason in error["message"]
-
-
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "a"}, "structured_outputs"),
-        (CHAT, {"messages": [USER]}, "structured_outputs"),
-        ("/invocations", {"prompt": "a"}, "structured_outputs"),
-        ("/invocations", {"messages": [USER]}, "structured_outputs"),
-        ("/inference/v1/generate", {"token_ids": [1]}, "body.sampling_params"),  # vLLM's own answer
-    ],
-)
-def test_structured_outputs_that_are_no_object(
-    api: Server, path: str, body: dict[str, Any], param: str, asks: bool
-) -> None:
-    """vLLM's validators take one for granted, and answer with 500."""
-    with api.client() as client:
-        for value in (True, 0, 1.5, "", "json", [], [{}]):
-            field = {"structured_outputs": value}
-            asked = {"model": "tiny", **body, **({"sampling_params": field} if "token_ids" in body else field)}
-            response = client.post(path, json={**asked, "return_routed_experts": asks})
-            assert response.status_code == 400, response.text
-            assert response.json()["error"]["param"] == param
-            assert "structured_outputs" in response.text
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "a", "top_k": 1 << 70}, "top_k"),
-        (CHAT, {"messages": [USER], "stream_interval": 1 << 63}, "stream_interval"),
-        ("/invocations", {"prompt": "a", "top_k": 1 << 70}, "top_k"),
-        (
-            "/inference/v1/generate",
-            {"token_ids": [1], "sampling_params": {"trace_decode_token_ids": []}},
-            "sampling_params.trace_decode_token_ids",
-        ),
-    ],
-)
-def test_what_vllm_answers_with_500(api: Server, path: str, body: dict[str, Any], param: str) -> None:
+def refused(api: Server, path: str, param: str, **body: Any) -> str:
+    """The message of a refusal in OpenAI's form, which names `param`."""
     with api.client() as client:
         response = client.post(path, json={"model": "tiny", **body})
     assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
+    assert response.headers["content-type"] == "application/json"
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["param"]) == (400, param)
+    return str(error["message"])
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_reads_pieces_and_messagepack(api: Server) -> None:
+def test_routing_fields_in_sampling_params(api: Server) -> None:
+    for name, reason in (
+        ("return_routed_experts", "belongs at the top level"),
+        ("routed_experts_promt_start", "routed_experts_prompt_start"),
+    ):
+        params = {"max_tokens": 2, name: True}
+        said = refused(api, GENERATE, f"sampling_params.{name}", token_ids=[1, 2], sampling_params=params)
+        assert reason in said
+
+
+def test_structured_outputs_that_are_no_object(api: Server) -> None:
+    """vLLM's validators take one for granted, and answer with 500."""
+    for value, (path, body) in itertools.product((True, 0, 1.5, "", "json", [], [{}]), ENDPOINTS):
+        field: dict[str, Any] = {"structured_outputs": value}
+        is_vllms = path == GENERATE  # vLLM's own answer
+        asked = {**body, **({"sampling_params": field} if is_vllms else field), "return_routed_experts": value == ""}
+        said = refused(api, path, "body.sampling_params" if is_vllms else "structured_outputs", **asked)
+        assert "structured_outputs" in said
+
+
+def test_what_vllm_answers_with_500(api: Server) -> None:
+    refused(api, "/v1/completions", "top_k", prompt="a", top_k=1 << 70)
+    refused(api, "/invocations", "top_k", prompt="a", top_k=1 << 70)
+    refused(api, CHAT, "stream_interval", messages=[USER], stream_interval=1 << 63)
+    params = {"trace_decode_token_ids": []}
+    refused(api, GENERATE, "sampling_params.trace_decode_token_ids", token_ids=[1], sampling_params=params)
+
+
+def test_pieces_with_the_clients_that_people_have(api: Server) -> None:
+    """Lines are short enough for all of them."""
     prompt = prompt_of(900, 3)
     body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **ASK}
+    url = f"{api.url}/v1/completions"
 
     def curl(*options: str, **fields: Any) -> bytes:
-        command = ["curl", "--silent", "--show-error", "--fail", "--no-buffer", f"{api.url}/v1/completions", *options]
+        command = ["curl", "--silent", "--show-error", "--fail", "--no-buffer", url, *options]
         command += ["--header", "Content-Type: application/json", "--data", "@-"]
         return subprocess.run(command, input=orjson.dumps({**body, **fields}), check=True, capture_output=True).stdout
 
-    lines = curl(stream=True).decode().splitlines()
-    assert max(map(len, lines)) <= (64 << 10) + 1000
-    chunks = list(read_events(iter(lines)))
-    assert sum("prompt_routed_experts" in chunk for chunk in chunks) > 10
-    (streamed,) = answers_of_stream(chunks)
-    check(streamed, tokens=4)
-    (whole,) = answers_of(orjson.loads(curl()))
-    same(whole, streamed)
-    packed = msgspec.msgpack.decode(curl("--header", "Accept: application/msgpack"))["prompt_routed_experts"]
-    assert packed["data"] == rows_of(prompt).tobytes()
+    async def with_aiohttp() -> list[bytes]:
+        async with aiohttp.ClientSession() as session, session.post(url, json={**body, "stream": True}) as response:
+            return [line async for line in response.content]
+
+    (whole,) = answers_of(api.complete(**body))
+    streams = [
+        [line.strip() for line in asyncio.run(with_aiohttp())],
+        list(requests.post(url, json={**body, "stream": True}, stream=True, timeout=100).iter_lines()),
+        *([curl(stream=True).splitlines()] if shutil.which("curl") else []),
+    ]
+    for lines in streams:
+        assert max(map(len, lines)) <= (64 << 10) + 1000
+        chunks = list(read_events(line.decode() for line in lines))
+        assert sum("prompt_routed_experts" in chunk for chunk in chunks) > 10
+        (streamed,) = answers_of_stream(chunks)
+        check(streamed, tokens=4)
+        same(whole, streamed)
+    sdk = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none")
+    chunks = sdk.completions.create(model="tiny", prompt=prompt, max_tokens=4, stream=True, extra_body=ASK)
+    (routing,) = collect(chunk.model_dump(exclude_none=True) for chunk in chunks)
+    assert np.array_equal(routing.rows, rows_of([*prompt, *whole.tokens[:-1]]))
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", CHAT])
+@pytest.mark.parametrize("path", ["/v1/completions", CHAT, GENERATE])
+def test_messagepack_is_the_same_answer(api: Server, path: str) -> None:
+    asked = {
+        "/v1/completions": {"prompt": "messagepack", "max_tokens": 3},
+        CHAT: {"messages": [USER], "max_tokens": 3},
+        GENERATE: {"token_ids": prompt_of(70, 3), "sampling_params": {"max_tokens": 3}},
+    }[path]
+    headers = {"Accept": "application/msgpack"}
+
+    def as_json(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: as_json(item) for name, item in value.items() if name not in ("id", "request_id", "created")}
+        if isinstance(value, list):
+            return [as_json(item) for item in value]
+        return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+    with api.client() as client:
+        for form in ("object", "npy", "raw", "list"):
+            fields = {"routed_experts_format": form, "routed_experts_layout": "split", "return_routed_experts": True}
+            body = {"model": "tiny", **asked, **fields}
+            packed = client.post(path, json=body, headers=headers)
+            assert packed.headers["content-type"] == "application/msgpack"
+            answer = msgspec.msgpack.decode(packed.content)
+            array = answer["prompt_routed_experts"]
+            assert form == "list" or isinstance(array["data"] if form == "object" else array, bytes)
+            assert as_json(answer) == as_json(client.post(path, json=body).json())
+        streamed = client.post(path, json={**body, "stream": True}, headers=headers)
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        bad = client.post(path, json={**body, "routed_experts_dtype": "int8"}, headers=headers)
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "routed_experts_dtype")
+
+
+def test_histograms_count_the_rows_that_would_have_come(api: Server) -> None:
+    for path, asked in (("/v1/completions", {"prompt": "a histogram"}), (CHAT, {"messages": [USER]})):
+        ask = api.complete if path == "/v1/completions" else api.chat
+        for start in (0, 7):
+            both = {"return_routed_experts": True, "routed_experts_prompt_start": start}
+            whole = ask(**asked, **both, max_tokens=9, routed_experts_histogram=True)
+            (choice,) = whole["choices"]
+            for holder, name in ((whole, "prompt_routed_experts"), (choice, "routed_experts")):
+                rows = decode(holder[name])
+                counted = holder[f"{name}_histogram"]
+                assert (counted["rows"], counted["missing"]) == (len(rows), 0)
+                for layer, counts in enumerate(counted["counts"]):
+                    assert counts == np.bincount(rows[:, layer].ravel(), minlength=NUM_EXPERTS).tolist()
+        alone = {**asked, "max_tokens": 9, "routed_experts_histogram": True}
+        (end,) = [chunk for chunk in api.stream(path, **alone) if b"routed_experts" in orjson.dumps(chunk)]
+        assert end["choices"][0]["finish_reason"] == "length"
+        counted = ask(**alone)
+        assert b'"routed_experts"' not in orjson.dumps([counted, end])
+        assert end["prompt_routed_experts_histogram"] == counted["prompt_routed_experts_histogram"]
+        assert end["choices"][0]["routed_experts_histogram"] == counted["choices"][0]["routed_experts_histogram"]
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "through another"}, {"messages": [USER]}])
+def test_invocations_give_what_the_endpoint_behind_them_gives(api: Server, asked: dict[str, Any]) -> None:
+    body = {"model": "tiny", "max_tokens": 4, "return_routed_experts": True, **asked}
+    direct = api.complete(**body) if "prompt" in body else api.chat(**body)
+    with api.client() as client:
+        dispatched = client.post("/invocations", json=body).json()
+        packed = client.post("/invocations", json=body, headers={"Accept": "application/msgpack"})
+        assert packed.headers["content-type"] == "application/msgpack"
+        plain = client.post("/invocations", json={**body, "return_routed_experts": False})
+        adapter = {"X-Amzn-SageMaker-Adapter-Identifier": "not-there"}
+        assert client.post("/invocations", json=body, headers=adapter).status_code == 404
+        assert client.post("/invocations", json={**body, "model": "of another name"}).status_code == 200
+    assert b"prompt_routed_experts" not in plain.content
+    chunks = api.stream("/invocations", **body)
+    pieces = [decode(chunk["prompt_routed_experts"]) for chunk in chunks if "prompt_routed_experts" in chunk]
+    assert np.array_equal(np.concatenate(pieces), decode(direct["prompt_routed_experts"]))
+    assert dispatched["prompt_routed_experts"] == direct["prompt_routed_experts"]
+    assert dispatched["choices"][0]["routed_experts"] == direct["choices"][0]["routed_experts"]
+    refused(api, "/invocations", "routed_experts_dtype", **{**body, "routed_experts_dtype": "int8"})
+
+
+CANNOT: list[tuple[dict[str, Any], str]] = [
+    ({"return_routed_experts": True, "routed_experts_prompt_start": 999}, "routed_experts_prompt_start"),
+    ({"return_routed_experts": True, "routed_experts_start_len": 999}, "routed_experts_start_len"),
+    ({"return_routed_experts": True, "routed_experts_dtype": "uint8"}, "routed_experts_dtype"),
+    ({"return_routed_experts": True, "routed_experts_layout": None}, "routed_experts_layout"),
+    ({"return_routed_experts": True, "use_beam_search": True, "n": 2}, "return_routed_experts"),
+    ({"routed_experts_histogram": True, "use_beam_search": True, "n": 2}, "routed_experts_histogram"),
+    ({"routed_experts_format": "npy"}, "routed_experts_format"),
+    ({"return_routed_experts": True, "routed_experts_format": "x", "max_tokens": "many"}, "routed_experts_format"),
+]
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"return_routed_experts": True, "routed_experts_prompt_start": 999}, "routed_experts_prompt_start"),
-        ({"return_routed_experts": True, "routed_experts_dtype": "uint8"}, "routed_experts_dtype"),
-        ({"return_routed_experts": True, "use_beam_search": True, "n": 2}, "return_routed_experts"),
-        ({"routed_experts_histogram": True, "use_beam_search": True, "n": 2}, "routed_experts_histogram"),
-        ({"routed_experts_format": "npy"}, "routed_experts_format"),
-    ],
-)
-def test_what_cannot_be_given_is_refused_before_it_begins(
-    api: Server, path: str, stream: bool, fields: dict[str, Any], param: str
-) -> None:
-    if fields.get("use_beam_search") and stream:
-        pytest.skip("vLLM streams no beam search")
-    asked = {"prompt": "a"} if path == "/v1/completions" else {"messages": [USER]}
-    with api.client() as client:
-        response = client.post(path, json={"model": "tiny", "stream": stream, **asked, **fields})
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == param
+def test_what_cannot_be_given_is_refused_before_it_begins(api: Server, stream: bool) -> None:
+    """With our name of the field, before vLLM's model of the body is made."""
+    for (path, asked), (fields, param) in itertools.product(ENDPOINTS[:2], CANNOT):
+        if not (fields.get("use_beam_search") and stream):  # vLLM streams no beam search
+            refused(api, path, param, stream=stream, **asked, **fields)
+    several = {"prompt": ["abcdef", "ab"], "return_routed_experts": True, "stream": stream}
+    said = refused(api, "/v1/completions", "routed_experts_start_len", **several, routed_experts_start_len=3)
+    assert "the prompt has 2 tokens" in said
 
 
-@pytest.mark.parametrize("start", ["2", 2.0, True, [2]])
-def test_a_start_in_vllms_own_place_is_an_integer(api: Server, start: Any) -> None:
-    """vLLM makes one of most of these, so that rows would begin elsewhere than the client thinks."""
-    body = {"token_ids": [1, 2, 3], "return_routed_experts": True}
-    body["sampling_params"] = {"max_tokens": 2, "routed_experts_prompt_start": start}
+def test_a_start_in_vllms_own_place(api: Server) -> None:
+    """It is an integer: vLLM makes one of most of these, so that rows would begin elsewhere than the client thinks."""
+    name = "routed_experts_prompt_start"
+    for start in ("2", 2.0, True, [2], 4):
+        params = {"max_tokens": 2, name: start}
+        refused(api, GENERATE, name, token_ids=[1, 2, 3], return_routed_experts=True, sampling_params=params)
+    params = {"max_tokens": 2, name: 1}
+    refused(api, GENERATE, name, token_ids=[1, 2, 3], sampling_params=params, **{name: 2}, return_routed_experts=True)
+
+
+@pytest.mark.parametrize("content", ["", '{"model": "tiny"', "[1, 2]", '"text"', "null", b"\xff\xfe"])
+def test_errors_that_are_not_ours_stay_vllms(api: Server, content: Any) -> None:
     with api.client() as client:
-        response = client.post("/inference/v1/generate", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "routed_experts_prompt_start")
+        for path, body in ENDPOINTS[:2]:
+            response = client.post(path, content=content, headers={"content-type": "application/json"})
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == 400
+            assert "routed_experts" not in response.text
+            asked = {"model": "tiny", **body, "return_routed_experts": True}
+            assert client.post(path, json={**asked, "model": "other"}).status_code == 404
+            assert client.post(path, json={**asked, "temperature": -1}).status_code == 400
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", CHAT])
@@ -507,7 +617,7 @@ def test_a_server_that_does_not_capture(tiny_model: Path) -> None:
             body = {"model": "tiny", "max_tokens": 3, **asked}
             plain = client.post(path, json=body)
             assert plain.status_code == 200
-            assert b"routed" not in plain.content
+            assert b"prompt_routed_experts" not in plain.content
             refused = client.post(path, json={**body, "return_routed_experts": True})
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "return_routed_experts"

@@ -16,8 +16,8 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 
-from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, L, Tokens, _digest
 from tests.contract.connectors import KINDS, flags_of
+from tests.contract.engine import BLOCK, NUM_BLOCKS, K, L, Tokens, _digest
 from tests.contract.hostile import PULL, VALID, Hostile, check_response
 from tests.contract.served import DECODER_LAYERS, ServedExecutor, served
 from tests.e2e.harness import prompt_of
@@ -41,7 +41,7 @@ LEFT_OUT = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "s
 LEFT_OUT += ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["none", "offloading", "both"])
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
     flags = ("--enable-scale-out", "--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
     layers = json.dumps({"num_hidden_layers": DECODER_LAYERS})

@@ -17,8 +17,7 @@ import pytest
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer
-from tests.contract.served import serving
-from tests.contract.test_api import check
+from tests.contract.served import check, serving
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events
 
 KEPT = (RowBuffer, BufferedRequestState, SSERewriter, CollectedRows)
@@ -95,7 +94,7 @@ def vanish(server: Server, seed: int) -> None:
             wanted -= len(data)
 
 
-def test_a_thousand_clients_vanish(api: Server, idle: dict[str, float]) -> None:
+def test_hundreds_of_clients_vanish(api: Server, idle: dict[str, float]) -> None:
     me = psutil.Process()
     before = kept()
 
@@ -106,7 +105,7 @@ def test_a_thousand_clients_vanish(api: Server, idle: dict[str, float]) -> None:
         return me.num_fds(), me.num_threads()
 
     files, threads = round_of(0, 100)
-    files_after, threads_after = round_of(100, 900)
+    files_after, threads_after = round_of(100, 400)
     assert files_after <= files + 3
     assert threads_after <= threads + 10  # the web framework has up to 40 for what blocks
     assert kept() <= before

@@ -31,7 +31,7 @@ from routed_experts.capture.engine.scheduler import SchedulerCapture
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.server.http import entry_point
-from tests.contract.arithmetic import BLOCK, NUM_BLOCKS, K, Tokens
+from tests.contract.engine import BLOCK, NUM_BLOCKS, K, Tokens
 from tests.contract.served import InProcessClient, ServedExecutor
 from tests.e2e.harness import prompt_of
 
@@ -553,7 +553,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("missing", ["server.inprocess.engine_hooks", "capture.engine.config", "server.vllm_api"])
+@pytest.mark.parametrize("missing", ["server.inprocess.engine_hooks", "capture.engine.config"])
 def test_what_fails_in_this_package_fails_for_those_who_ask(tiny_model: Path, missing: str) -> None:
     program = BROKEN.format(model=str(tiny_model), missing=missing)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

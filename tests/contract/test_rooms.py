@@ -82,8 +82,8 @@ def test_no_modules_import_each_other() -> None:
         pytest.fail(" imports ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_a_room_says_what_lives_there(room: str) -> None:
-    text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
-    assert text
-    assert len(text.splitlines()) <= 5
+def test_a_room_says_what_lives_there() -> None:
+    for room in MAY_IMPORT:
+        text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
+        assert text, room
+        assert len(text.splitlines()) <= 5, room

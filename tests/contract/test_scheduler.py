@@ -15,49 +15,22 @@ from vllm.v1.engine import EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine import output_queue
-from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.message import prompt_output_id
 from routed_experts.protocol.codec import Rows
-from tests.contract.arithmetic import BLOCK, PART_BYTES, VOCAB, Client, Core, K, L, engine
-
-
-def connector(core: Core) -> SchedulerConnector:
-    return core.scheduler.aux_output_connector
-
-
-def tokens(count: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(VOCAB), k=count)
-
-
-def check_all_finished(client: Client) -> None:
-    """Rows are checked as they come; here that all of them came, and that nothing is left in the engines."""
-    for request in client.received.values():
-        assert request.finish is FinishReason.LENGTH
-    for core in client.engines:
-        assert connector(core).num_tracked == 0
-        assert len(connector(core).output_queue) == 0
-        assert connector(core)._steps == {}
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "async"])
-def is_async(request: pytest.FixtureRequest) -> bool:
-    return request.param
-
+from tests.contract.engine import BLOCK, PART_BYTES, VOCAB, Client, Core, K, L, engine, tokens
 
 # ---- one request a prompt ----
 
 
-@pytest.mark.parametrize("num_blocks", [None, 14])
-def test_requests_that_share_prefixes(is_async: bool, num_blocks: int | None) -> None:
-    client = Client(engine(is_async, num_blocks=num_blocks))
+def test_requests_that_share_prefixes(is_async: bool) -> None:
+    client = Client(engine(is_async, num_blocks=14))
     base = tokens(100)
     client.add("cold", base)
     client.run()
     client.add("warm", base, start=3)
     client.add("a branch", [*base[:50], 1, 2, 3], start=53, max_tokens=9)
     client.add("not asked for", base[:40], start=None)
-    client.run()
-    check_all_finished(client)
+    client.finish()
     assert all(len(times) == 1 for times in client.prompts.values())
     assert len(client.prompts) == 2  # the branch asked for no prompt row
 
@@ -70,26 +43,14 @@ def test_few_blocks_make_requests_start_again(is_async: bool) -> None:
     requests = list(core.scheduler.requests.values())
     client.run()
     assert any(request.num_preemptions for request in requests)
-    check_all_finished(client)
-
-
-def test_prompt_rows_come_before_the_first_token() -> None:
-    client = Client(engine())
-    client.add("short", tokens(3))
-    client.add("long", tokens(300))
-    client.run()
-    check_all_finished(client)
-    for request_id in ("short", "long"):
-        order = [output for message in client.messages for output in message]
-        assert order.index(prompt_output_id(request_id)) < order.index(request_id)
+    client.check_finished()
 
 
 def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
     """So that no message takes long to carry; each token of the others comes in its own step, and short prompts too."""
     client = Client(engine(chunk=512))
     client.add("running", tokens(5), max_tokens=30)
-    for _ in range(4):
-        client.step()
+    client.steps(4)
     client.add("long", tokens(200))
     client.add("short", tokens(10))
     seen: list[int] = []
@@ -104,15 +65,13 @@ def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
     assert max(seen) * L * K * 2 <= PART_BYTES
     (first,) = [message for message in client.messages if prompt_output_id("short") in message]
     assert {prompt_output_id("short"), "short", prompt_output_id("long"), "running"} == set(first)
-    client.run()
-    check_all_finished(client)
+    client.finish()
 
 
 def test_a_long_prompt_comes_at_once_where_nobody_else_waits() -> None:
     client = Client(engine(chunk=512))
     client.add("long", tokens(400))
-    client.run()
-    check_all_finished(client)
+    client.finish()
     long = prompt_output_id("long")
     assert [message for message in client.messages if long in message] == [[long, "long"]]
 
@@ -120,7 +79,7 @@ def test_a_long_prompt_comes_at_once_where_nobody_else_waits() -> None:
 def test_no_prompt_waits_for_ever_behind_others() -> None:
     """More rows come with each step than a message should have."""
     core = engine(chunk=512)
-    connector(core).output_queue.part_bytes = 2 * L * K * 2
+    core.capture.output_queue.part_bytes = 2 * L * K * 2
     client = Client(core)
     client.add("running", tokens(5), max_tokens=200)
     client.add("long", tokens(300))
@@ -129,9 +88,8 @@ def test_no_prompt_waits_for_ever_behind_others() -> None:
         client.add(f"r{turn}", tokens(20, seed=turn), max_tokens=2)
         client.steps(1)
     assert client.received["long"].tokens
-    assert len(connector(core).output_queue) < 12
-    client.run()
-    check_all_finished(client)
+    assert len(core.capture.output_queue) < 12
+    client.finish()
 
 
 def test_each_api_process_gets_what_is_its_own() -> None:
@@ -145,36 +103,27 @@ def test_each_api_process_gets_what_is_its_own() -> None:
     clients[0].add("long too", tokens(100, seed=3))
     clients[0].run(*clients[1:])
     for client in clients:
-        check_all_finished(client)
+        client.check_finished()
 
 
 # ---- n > 1 ----
 
 
-def num_sent(client: Client, *request_ids: str) -> int:
-    """How often the prompt of these requests was sent."""
-    (prompt_id,) = {client.received[request_id].prompt_id for request_id in request_ids}
-    return len(client.prompts[prompt_id])
-
-
-@pytest.mark.parametrize("length", [5, 150])
-@pytest.mark.parametrize("max_num_seqs", [16, 3])
-def test_a_prompt_is_sent_once(is_async: bool, length: int, max_num_seqs: int) -> None:
-    """Also with more choices than fit the batch."""
-    client = Client(engine(is_async, max_num_seqs=max_num_seqs))
-    ids = client.add("g", tokens(length), n=10, start=2, max_tokens=5)
-    client.run()
-    check_all_finished(client)
-    assert num_sent(client, *ids) == 1
-    assert len({tuple(client.received[request_id].tokens) for request_id in ids}) > 1
+def test_a_prompt_is_sent_once(is_async: bool) -> None:
+    """Also with more choices than fit the batch, and to those who begin when others have ended."""
+    client = Client(engine(is_async, max_num_seqs=3))
+    for length in (5, 150):
+        ids = client.add(f"g{length}", tokens(length), n=10, start=2, max_tokens=5)
+        client.finish()
+        assert client.times_sent(*ids) == 1
+        assert len({tuple(client.received[request_id].tokens) for request_id in ids}) > 1
 
 
 def test_two_prompts_of_the_same_tokens_are_both_sent() -> None:
     client = Client(engine())
     ones, others = (client.add(name, tokens(100), n=3) for name in "ab")
-    client.run()
-    check_all_finished(client)
-    assert num_sent(client, *ones) == num_sent(client, *others) == 1
+    client.finish()
+    assert client.times_sent(*ones) == client.times_sent(*others) == 1
 
 
 def test_a_choice_that_comes_when_another_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,16 +136,15 @@ def test_a_choice_that_comes_when_another_has_ended(monkeypatch: pytest.MonkeyPa
     for args in held:
         add(*args)
         client.run()
-    check_all_finished(client)
-    assert num_sent(client, *ids) == 1
+    client.check_finished()
+    assert client.times_sent(*ids) == 1
 
 
 def test_choices_of_preempted_prompts(is_async: bool) -> None:
     client = Client(engine(is_async, num_blocks=14, max_num_seqs=4))
     one, other = (client.add(name, tokens(60, seed), n=6, max_tokens=30) for seed, name in enumerate("ab"))
-    client.run()
-    check_all_finished(client)
-    assert num_sent(client, *one) == num_sent(client, *other) == 1
+    client.finish()
+    assert client.times_sent(*one) == client.times_sent(*other) == 1
 
 
 def test_a_reset_of_the_prefix_cache_under_running_choices(is_async: bool) -> None:
@@ -207,56 +155,48 @@ def test_a_reset_of_the_prefix_cache_under_running_choices(is_async: bool) -> No
         if turn % 3 == 2:
             core.scheduler.reset_prefix_cache(reset_running_requests=True)
         client.steps(1 + turn % 2 * 4)
-    client.run()
-    check_all_finished(client)
-    assert num_sent(client, *ids) < 4  # again for those that had no token yet, and once for all of them
+    client.finish()
+    assert client.times_sent(*ids) < 4  # again for those that had no token yet, and once for all of them
 
 
-@pytest.mark.parametrize("steps", range(1, 9))
-def test_a_reset_whenever_it_happens(is_async: bool, steps: int) -> None:
+def test_a_reset_whenever_it_happens(is_async: bool) -> None:
     """Outputs in flight are dropped then, that of the first token among them: the prompt is read where it is next."""
     core = engine(is_async)
     client = Client(core)
-    ids = client.add("g", tokens(150), n=2, max_tokens=6)
-    for _ in range(steps):
-        client.step()
-    core.scheduler.reset_prefix_cache(reset_running_requests=True)
-    client.run()
-    check_all_finished(client)
-    assert num_sent(client, *ids) in (1, 2)
+    for steps in range(1, 9):
+        ids = client.add(f"g{steps}", tokens(150, seed=steps), n=2, max_tokens=6)
+        client.steps(steps)
+        core.scheduler.reset_prefix_cache(reset_running_requests=True)
+        client.finish()
+        assert client.times_sent(*ids) in (1, 2)
 
 
-@pytest.mark.parametrize("steps", range(7))
 @pytest.mark.parametrize("aborted", [0, 1])
-def test_a_choice_that_is_aborted(is_async: bool, steps: int, aborted: int) -> None:
+def test_a_choice_that_is_aborted(is_async: bool, aborted: int) -> None:
     """Whenever it happens, and whether or not it was the one that brought the prompt's rows."""
     client = Client(engine(is_async))
-    ids = client.add("g", tokens(150), n=3, max_tokens=5)
-    for _ in range(steps):
-        client.step()
-    gone = ids.pop(aborted)
-    client.abort(gone)
-    client.run()
-    client.received.pop(gone)
-    check_all_finished(client)
-    assert num_sent(client, *ids) == 1
+    for steps in range(7):
+        ids = client.add(f"g{steps}", tokens(150, seed=steps), n=3, max_tokens=5)
+        client.steps(steps)
+        gone = ids.pop(aborted)
+        client.abort(gone)
+        client.finish(but=gone)
+        assert client.times_sent(*ids) == 1
 
 
-def test_data_parallel_engines_send_a_prompt_once_each(is_async: bool) -> None:
-    client = Client(engine(is_async), engine(is_async))
+def test_data_parallel_engines_send_a_prompt_once_each() -> None:
+    client = Client(engine(), engine())
     ids = client.add("g", tokens(150), n=6)
-    client.run()
-    check_all_finished(client)
-    assert num_sent(client, *ids) == 2
+    client.finish()
+    assert client.times_sent(*ids) == 2
 
 
 # ---- drafts, and stages of a pipeline ----
 
 
-@pytest.mark.parametrize("num_blocks", [None, 14])
-def test_drafts_that_are_rejected_leave_no_row(is_async: bool, num_blocks: int | None) -> None:
+def test_drafts_that_are_rejected_leave_no_row(is_async: bool) -> None:
     """A step is scheduled as if those in flight were right; and batches are filled up with drafts that nobody made."""
-    core = engine(is_async, num_blocks=num_blocks, drafts=3)
+    core = engine(is_async, num_blocks=14, drafts=3)
     client = Client(core)
     base = tokens(60)
     client.add("one token", tokens(1, 1), max_tokens=20)
@@ -267,24 +207,21 @@ def test_drafts_that_are_rejected_leave_no_row(is_async: bool, num_blocks: int |
     client.add("g", tokens(33, 2), n=3, max_tokens=25)
     client.add("not asked for", tokens(40, 3), start=None, max_tokens=30)
     requests = list(core.scheduler.requests.values())
-    client.run()
-    check_all_finished(client)
+    client.finish()
     assert core.model_executor.accepted > 100
     assert core.model_executor.rejected > 100
-    assert any(request.num_preemptions for request in requests) is (num_blocks is not None)
+    assert any(request.num_preemptions for request in requests)
 
 
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_more_steps_in_flight(is_async: bool, drafts: int) -> None:
+def test_more_steps_in_flight(is_async: bool) -> None:
     """As with pipeline parallelism."""
-    client = Client(engine(is_async, num_blocks=14, max_num_seqs=6, stages=3, drafts=drafts))
+    client = Client(engine(is_async, num_blocks=14, max_num_seqs=6, stages=3, drafts=2))
     client.add("before", tokens(60), max_tokens=5)
     client.run()
     for seed in range(6):
         client.add(str(seed), [*tokens(60)[: 10 * seed], *tokens(9, seed)], max_tokens=30)
     client.add("g", tokens(60), n=4, max_tokens=20)
-    client.run()
-    check_all_finished(client)
+    client.finish()
 
 
 # ---- rows that a thread reads while steps go on ----
@@ -295,7 +232,7 @@ class Busy:
 
     def __init__(self, core: Core) -> None:
         self._go = threading.Event()
-        connector(core)._prompt_reader._thread.submit(self._go.wait)
+        core.capture._prompt_reader._thread.submit(self._go.wait)
 
     def end(self) -> None:
         self._go.set()
@@ -310,8 +247,7 @@ def warm(is_async: bool) -> Iterator[tuple[Client, Core, list[int]]]:
     client.add("before", prompt, max_tokens=1)
     client.run()
     client.add("running", tokens(5, seed=1), max_tokens=40)
-    for _ in range(4):
-        client.step()
+    client.steps(4)
     yield client, core, prompt
     client.run()
 
@@ -336,10 +272,9 @@ def test_a_read_holds_up_its_own_prompt_only(
     assert all(seconds is not None and seconds <= 5e-3 for seconds in patience)  # none of them waited for the thread
     assert len(client.received["running"].tokens) >= before + 10
     assert client.received[ids[0]].tokens == []
-    assert len(connector(core).output_queue) == 1
+    assert len(core.capture.output_queue) == 1
     busy.end()
-    client.run()
-    check_all_finished(client)
+    client.finish()
     sent = {prompt_output_id(request_id) for request_id in ids}
     *parts, last = [message for message in client.messages if sent & set(message)]
     assert len(parts) == 3
@@ -355,8 +290,7 @@ def test_choices_whose_prompt_was_sent_are_not_kept_back_for_another(
     client, core, prompt = warm
     busy = Busy(core)
     ids = client.add("g", prompt, n=3, max_tokens=60)
-    for _ in range(4):
-        client.step()
+    client.steps(4)
     busy.end()
     while not client.received[ids[0]].tokens:
         client.step()
@@ -370,8 +304,7 @@ def test_choices_whose_prompt_was_sent_are_not_kept_back_for_another(
     )
     assert client.received["other"].tokens == []
     busy.end()
-    client.run()
-    check_all_finished(client)
+    client.finish()
 
 
 def test_the_last_request_does_not_leave_before_its_rows(is_async: bool) -> None:
@@ -383,28 +316,24 @@ def test_the_last_request_does_not_leave_before_its_rows(is_async: bool) -> None
     busy = Busy(core)
     threading.Timer(0.3, busy.end).start()
     client.add("after", tokens(200), max_tokens=1)
-    client.run()
-    check_all_finished(client)
+    client.finish()
 
 
 def test_a_pause_does_not_keep_rows_back(warm: tuple[Client, Core, list[int]]) -> None:
     client, core, prompt = warm
     busy = Busy(core)
     client.add("late", prompt)
-    for _ in range(6):
-        client.step()
+    client.steps(6)
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert client.received["late"].tokens == []
     threading.Timer(0.3, busy.end).start()
     client.run()
     assert client.received["late"].tokens
     core.scheduler.set_pause_state(PauseState.UNPAUSED)
-    client.run()
-    check_all_finished(client)
+    client.finish()
 
 
-@pytest.mark.parametrize("waits_for", ["the thread", "a part"])
-@pytest.mark.parametrize("clear_cache", [True, False])
+@pytest.mark.parametrize(("waits_for", "clear_cache"), [("the thread", True), ("a part", False)])
 def test_a_pause_that_aborts_loses_no_token(
     warm: tuple[Client, Core, list[int]], waits_for: str, clear_cache: bool
 ) -> None:
@@ -418,7 +347,7 @@ def test_a_pause_that_aborts_loses_no_token(
         client.steps(1)
     else:
         threading.Timer(0.3, busy.end).start()
-    assert len(connector(core).output_queue) == 1
+    assert len(core.capture.output_queue) == 1
     assert client.received[ids[1]].tokens == []
     sampled = {request_id: list(core.scheduler.requests[request_id].output_token_ids) for request_id in ids}
     assert all(len(sampled[request_id]) >= 3 for request_id in ids)
@@ -428,7 +357,7 @@ def test_a_pause_that_aborts_loses_no_token(
         assert request.tokens == sampled[request_id]
         assert request.finish is FinishReason.ABORT
         assert request.num_rows == len(request.tokens) - 1
-    assert len(connector(core).output_queue) == 0
+    assert len(core.capture.output_queue) == 0
     core.resume_scheduler()
     client.add("after", prompt)
     client.run()
@@ -440,16 +369,13 @@ def test_an_abort_while_the_rows_are_read(warm: tuple[Client, Core, list[int]], 
     client, core, prompt = warm
     busy = Busy(core)
     ids = client.add("g", prompt, n=2, max_tokens=20)
-    for _ in range(6):
-        client.step()
+    client.steps(6)
     gone = ids.pop(aborted)
     client.abort(gone)
     client.step()
     busy.end()
-    client.run()
-    client.received.pop(gone)
-    check_all_finished(client)
-    assert num_sent(client, *ids) == 1
+    client.finish(but=gone)
+    assert client.times_sent(*ids) == 1
 
 
 def test_blocks_that_are_taken_by_others_while_they_are_read(is_async: bool) -> None:
@@ -461,13 +387,11 @@ def test_blocks_that_are_taken_by_others_while_they_are_read(is_async: bool) -> 
     busy = Busy(core)
     client.add("gone", prompt, max_tokens=1)
     client.add("running", tokens(5, seed=1), max_tokens=40)
-    for _ in range(6):
-        client.step()
+    client.steps(6)
     threading.Timer(0.3, busy.end).start()
     for index in range(2):
         client.add(f"other {index}", tokens(140, seed=2 + index))
-    client.run()
-    check_all_finished(client)
+    client.finish()
 
 
 # ---- blocks that vLLM copies ----
@@ -509,7 +433,7 @@ def test_a_block_that_is_copied_brings_its_rows(is_async: bool) -> None:
     client.add("shares", [*prompt[: 2 * BLOCK + 5], 1, 2, 3])
     client.run()
     assert len(copies) == 1
-    check_all_finished(client)
+    client.check_finished()
 
 
 def test_a_block_that_is_copied_to_is_not_being_read(is_async: bool) -> None:
@@ -524,13 +448,13 @@ def test_a_block_that_is_copied_to_is_not_being_read(is_async: bool) -> None:
     busy = Busy(core)
     client.add("ended", prompt, max_tokens=1)
     client.steps(4)
-    reader = connector(core)._prompt_reader
+    reader = core.capture._prompt_reader
     (read,) = reader._reads
     pool = core.scheduler.kv_cache_manager.block_pool
     others = pool.get_new_blocks(pool.get_num_free_blocks() - int(read.blocks.sum()))  # theirs are the next
     copies = share_partly(core, "shares", "source", 2 * BLOCK + 5)
     client.add("shares", [*shared[: 2 * BLOCK + 5], 1, 2, 3])
-    receive, wait_for_reads = connector(core).receive, reader.wait_for_reads
+    receive, wait_for_reads = core.capture.receive, reader.wait_for_reads
 
     def received(step: SchedulerOutput, *args: Any) -> None:
         if step.kv_cache_block_copies:
@@ -542,24 +466,24 @@ def test_a_block_that_is_copied_to_is_not_being_read(is_async: bool) -> None:
         busy.end()
         wait_for_reads(slots)
 
-    connector(core).receive = received
+    core.capture.receive = received
     client.run()
     pool.free_blocks(others)
     ((_, destination),) = copies
     assert read.blocks[destination]
-    check_all_finished(client)
+    client.check_finished()
 
 
 def test_a_read_that_fails_ends_the_engine(warm: tuple[Client, Core, list[int]]) -> None:
     client, core, prompt = warm
-    cache = connector(core)._cache
+    cache = core.capture._cache
     read = cache.read
     cache.read = lambda *args: read(args[0][:1], *args[1:])
     client.add("broken", prompt)
     with pytest.raises(ValueError, match="block table"):
         client.run()
     core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    connector(core).output_queue._prompts.clear()
+    core.capture.output_queue._prompts.clear()
 
 
 # ---- what it counts ----
@@ -573,8 +497,7 @@ def test_rows_are_counted_once_and_nothing_stays_tracked(is_async: bool) -> None
     client.step()
     client.step()
     assert client.stats[0].requests_tracked == 3
-    client.run()
-    check_all_finished(client)
+    client.finish()
     last = client.stats[-1]
     rows = 3 * (40 + 8) + 30 + 1
     # A step may have begun when the one before it turned out to be a request's last.
@@ -584,11 +507,10 @@ def test_rows_are_counted_once_and_nothing_stays_tracked(is_async: bool) -> None
     assert len(last.busiest) == L
 
 
-def test_requests_that_were_aborted_are_not_tracked(is_async: bool) -> None:
-    client = Client(engine(is_async))
+def test_requests_that_were_aborted_are_not_tracked() -> None:
+    client = Client(engine())
     ids = client.add("g", tokens(40), n=3, max_tokens=100)
-    for _ in range(6):
-        client.step()
+    client.steps(6)
     client.abort(*ids)
     client.run()
     assert max(stats.requests_tracked for stats in client.stats) == 3
@@ -600,7 +522,7 @@ def test_one_api_process_gets_the_numbers_of_all() -> None:
     first, other = Client(core, index=0), Client(core, index=1)
     other.add("a", tokens(20))
     other.run(first)
-    check_all_finished(other)
+    other.check_finished()
     assert other.stats == []
     assert first.stats[-1].rows_captured >= 20 + 3
 
@@ -617,18 +539,16 @@ def test_a_busy_engine_says_it_once_a_second() -> None:
 # ---- an engine without a process of its own ----
 
 
-READERS: dict[str, Callable[[dict[int, EngineCoreOutputs]], EngineCoreOutputs | None]] = {
-    "get": lambda messages: messages.get(0),
-    "a copy": lambda messages: dict(messages).get(0),
-    "unpacked": lambda messages: {**messages}.get(0),
-    "united": lambda messages: (messages | {}).get(0),
-    "iterated": lambda messages: {client: messages[client] for client in messages}.get(0),
-    "items": lambda messages: {client: message for client, message in messages.items()}.get(0),  # noqa: C416
-}
+READERS: tuple[Callable[[dict[int, EngineCoreOutputs]], EngineCoreOutputs | None], ...] = (
+    lambda messages: messages.get(0),
+    lambda messages: {**messages}.get(0),
+    lambda messages: (messages | {}).get(0),
+    lambda messages: {client: messages[client] for client in messages}.get(0),
+)
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_whoever_reads_the_messages_of_a_step_gets_all_of_it(reader: str) -> None:
+def test_whoever_reads_the_messages_of_a_step_gets_all_of_it(reader: Any) -> None:
     """`InprocClient` takes `get(0)`, the engine's process `items()`, and a program's own scheduler may copy them."""
     core = engine()
     client = Client(core)
@@ -640,9 +560,9 @@ def test_whoever_reads_the_messages_of_a_step_gets_all_of_it(reader: str) -> Non
     threading.Timer(0.3, Busy(core).end).start()
     while core.scheduler.has_requests() or core.batch_queue:
         messages, _ = core.step_fn()
-        if messages and (message := READERS[reader](messages)):
+        if messages and (message := reader(messages)):
             client.receive(message)
-    check_all_finished(client)
+    client.check_finished()
     assert sorted(len(times) for times in client.prompts.values()) == [1, 1, 1, 1]
 
 
@@ -665,9 +585,9 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
 
     def looks() -> int:
         """At requests, when a step of two has been scheduled."""
-        connector(core)._tracked = {CountedId(name): state for name, state in connector(core)._tracked.items()}
+        core.capture._tracked = {CountedId(name): state for name, state in core.capture._tracked.items()}
         CountedId.looks = 0
-        connector(core).build_connector_meta(step, core.scheduler.requests)
+        core.capture.build_connector_meta(step, core.scheduler.requests)
         return CountedId.looks
 
     for index in range(5):
@@ -678,7 +598,7 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
     few = looks()
     for index in range(5, 500):
         client.add(str(index), tokens(3, index))
-    assert connector(core).num_tracked == 500
+    assert core.capture.num_tracked == 500
     assert looks() == few > 0
 
 
@@ -708,8 +628,5 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
             core.scheduler.reset_prefix_cache(reset_running_requests=True)
             resets += 1
         client.steps(dice.randrange(6))
-    client.run()
-    for request_id in aborted:
-        client.received.pop(request_id)
-    check_all_finished(client)
+    client.finish(but=aborted)
     assert resets or all(len(times) == 1 for times in client.prompts.values())

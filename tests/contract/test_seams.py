@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,18 +18,14 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.router import base_router
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.request import Request
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from routed_experts.capture.engine import scheduler, worker
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.kv_transfer.transfer_params import TransferParamsError
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.models import FieldError
@@ -254,43 +249,6 @@ def test_routers_capture_logical_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ids = router.select_experts(torch.zeros(1, 8), torch.tensor([[0.1, 0.4, 0.3, 0.2]]))
     assert ids.tolist() == [[3, 1]]
     assert [each.tolist() for each in captured] == [[[1, 2]]]
-
-
-# ---- the connector on real configurations and requests ----
-
-
-def kv_cache_config(*specs: Any) -> KVCacheConfig:
-    groups = [KVCacheGroupSpec([f"layer.{index}"], spec) for index, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-FULL = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32)
-SLIDING = SlidingWindowSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16)
-
-
-def request_with(extra_args: dict[str, Any] | None) -> Request:
-    return Request("r", [1, 2, 3], SamplingParams(extra_args=extra_args), None)
-
-
-def opt_in(prompt_start: int) -> dict[str, Any]:
-    return {OPT_IN_ARG: OptIn(prompt_start, bytes(16), shared=False).encode()}
-
-
-@pytest.mark.parametrize(("prompt_start", "next_row"), [(0, 0), (2, 2), (3, 3)])
-def test_requests_that_opted_in_are_tracked(prompt_start: int, next_row: int) -> None:
-    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL), has_drafts=False)
-    connector.add_request(request_with(opt_in(prompt_start)))
-    assert connector._tracked["r"].next_row == next_row
-
-
-@pytest.mark.parametrize(
-    "extra_args", [None, {}, {"other": 1}, *({OPT_IN_ARG: v} for v in (0, 1, True, "1", -1, [0], 1.5, None, {}))]
-)
-def test_whatever_clients_of_other_endpoints_set_is_not_an_opt_in(extra_args: dict[str, Any] | None) -> None:
-    """`vllm_xargs` of /v1/responses ends in `extra_args`; an exception here would end the engine."""
-    connector = scheduler.SchedulerConnector(SimpleNamespace(), kv_cache_config(FULL), has_drafts=False)
-    connector.add_request(request_with(extra_args))
-    assert connector._tracked == {}
 
 
 # ---- errors ----

@@ -93,24 +93,30 @@ DEFAULTS = {"return_routed_experts": True, "routed_experts_format": "npy", "rout
 SAMPLING = {"temperature": 0.3, "max_new_tokens": 2, "repetition_penalty": 1.2, "top_k": 5}
 
 STARTS = {
-    "keys": ("--api-key", "one", "two"),
-    "behind a proxy": ("--root-path", "/llm/"),
-    "behind a proxy with a path of the API": ("--root-path", "/v1"),
+    "keys, behind a proxy": ("--api-key", "one", "two", "--root-path", "/llm/"),
     "middleware": ("--middleware", "tests.contract.test_selftest.refuse"),
     "short sequences": ("--max-model-len", "8"),
     "sequences too short for a chat": ("--max-model-len", "20"),
-    "small answers": ("--routed-experts-max-response-bytes", "100"),
-    "defaults": ("--routed-experts-default", json.dumps(DEFAULTS)),
-    "histograms": ("--routed-experts-default", json.dumps({"routed_experts_histogram": True})),
+    "small answers": ("--routed-experts-max-response-bytes", "100", "--no-enable-prefix-caching"),
+    "defaults, with a path of the API": ("--routed-experts-default", json.dumps(DEFAULTS), "--root-path", "/v1"),
     "sampling": ("--generation-config", "vllm", "--override-generation-config", json.dumps(SAMPLING)),
     "tokens only": ("--tokens-only",),
     "no tokenizer": ("--skip-tokenizer-init", "--enable-scale-out"),
-    "one at a time": ("--max-num-seqs", "1", "--enable-scale-out"),
-    "no prefix cache": ("--no-enable-prefix-caching",),
-    "parsers": ("--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    "one at a time": (
+        *(
+            "--max-num-seqs",
+            "1",
+            "--enable-scale-out",
+            "--routed-experts-default",
+            '{"routed_experts_histogram": true}',
+        ),
+    ),
     "drafts": ("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3})),
-    "all that is said": ("--enable-force-include-usage", "--enable-prompt-tokens-details", "--enable-log-requests"),
-    "load": ("--enable-server-load-tracking", "--enable-request-id-headers"),
+    "all that is said": (
+        *("--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+        *("--enable-force-include-usage", "--enable-prompt-tokens-details", "--enable-log-requests"),
+        *("--enable-server-load-tracking", "--enable-request-id-headers"),
+    ),
 }
 
 

@@ -12,7 +12,7 @@ import pytest
 from vllm.envs import disable_envs_cache
 
 from routed_experts.protocol.models import FieldError
-from tests.contract.arithmetic import K, L, Rows, Tokens
+from tests.contract.engine import K, L, Rows, Tokens
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, serving, vllms
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, same
 

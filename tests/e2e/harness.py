@@ -1,5 +1,6 @@
 """A real server in a process of its own, an oracle that shares no code with it, and what every answer must satisfy."""
 
+import asyncio
 import base64
 import copy
 import os
@@ -459,3 +460,79 @@ def same(a: Answer, b: Answer) -> None:
     assert (a.prompt, a.tokens, a.text, a.finish_reason) == (b.prompt, b.tokens, b.text, b.finish_reason)
     assert np.array_equal(a.prompt_rows, b.prompt_rows)
     assert np.array_equal(a.rows, b.rows)
+
+
+def one(server: Server, start: int = 0, path: str = "/v1/completions", **body: Any) -> Answer:
+    """The single choice of a request, asked for both ways, which must agree bit for bit."""
+    if start:
+        body["routed_experts_prompt_start"] = start
+    ask = server.complete if path == "/v1/completions" else server.chat
+    (unstreamed,) = answers_of(ask(**ASK, **body), start)
+    (streamed,) = answers_of_stream(server.stream(path, **ASK, **body), start)
+    same(unstreamed, streamed)
+    return unstreamed
+
+
+def cached_tokens(response: dict[str, Any]) -> int:
+    """Tokens of the prompt that were hit; the server has to run with `--enable-prompt-tokens-details`."""
+    return (response["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0
+
+
+def at_once(server: Server, bodies: list[dict[str, Any]]) -> list[Any]:
+    """The answers to completions that run at the same time: chunks of the streamed ones, bodies of the others."""
+
+    async def run(client: httpx.AsyncClient, body: dict[str, Any]) -> Any:
+        payload = {"model": "tiny", "temperature": 0, **body, "stream": bool(body.get("stream"))}
+        if not payload["stream"]:
+            response = await client.post("/v1/completions", json=payload)
+            assert response.status_code == 200, response.text
+            return response.json()
+        async with client.stream("POST", "/v1/completions", json=payload) as response:
+            assert response.status_code == 200, await response.aread()
+            lines = [line async for line in response.aiter_lines()]
+        return list(read_events(iter(lines)))
+
+    async def run_all() -> list[Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, verify=False) as client:
+            return await asyncio.gather(*(run(client, body) for body in bodies))
+
+    return asyncio.run(run_all())
+
+
+def check_mix(server: Server, oracle: Oracle, seed: int) -> None:
+    """Cold and warm, streamed and not, many at a time."""
+    bodies = [
+        {**ASK, "prompt": [*prompt_of(70, seed=seed), *prompt_of(1 + 9 * i, seed=seed + i)], "max_tokens": 20}
+        for i in range(12)
+    ]
+    cold, warm = (
+        [
+            answer
+            for got in at_once(server, [{**body, "stream": i % 2 == turn} for i, body in enumerate(bodies)])
+            for answer in (answers_of_stream(got) if isinstance(got, list) else answers_of(got))
+        ]
+        for turn in range(2)
+    )
+    for a, b in zip(cold, warm, strict=True):
+        check(a, oracle)
+        same(a, b)
+
+
+def check_held_back(server: Server, oracle: Oracle, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """With token ids in every chunk, and as most clients ask: then a parser may keep whole chunks back."""
+    path = "/v1/chat/completions"
+    (answer,) = answers_of_stream(server.stream(path, **ASK, **body))
+    check(answer, oracle)
+    (other,) = answers_of(server.chat(**ASK, **body))
+    assert other.tokens == answer.tokens
+    assert np.array_equal(other.rows, answer.rows)
+    chunks = server.stream(path, return_routed_experts=True, **body)
+    assert len(chunks) < len(answer.tokens)  # by how many depends on the reader too
+    arrays = [choice["routed_experts"] for chunk in chunks for choice in chunk["choices"] if "routed_experts" in choice]
+    assert [array["start"] for array in arrays] == [
+        len(answer.prompt) + sum(other["shape"][0] for other in arrays[:i]) for i in range(len(arrays))
+    ]
+    assert np.array_equal(np.concatenate([decode(array) for array in arrays]), answer.rows)
+    assert sum("prompt_routed_experts" in chunk for chunk in chunks) == 1
+    assert np.array_equal(decode(chunks[0]["prompt_routed_experts"]), answer.prompt_rows)
+    return chunks

@@ -15,6 +15,7 @@ from tests.e2e.harness import (
     answers_of,
     answers_of_stream,
     check,
+    one,
     prompt_of,
 )
 from tests.e2e.shapes import HookOracle, make_eagle_models, make_mtp_model
@@ -22,34 +23,23 @@ from tests.e2e.shapes import HookOracle, make_eagle_models, make_mtp_model
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's shape with other weights."""
-    directory = tmp_path_factory.mktemp("other") / "tiny"
-    make_tiny_model(directory, seed=7)
-    return directory
-
-
 DRAFTS = ("vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total")
 
 
-def test_a_draft_model_leaves_no_rows(tiny_model: Path, other_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """A draft model with MoE layers of its own, whose drafts are sometimes right: itself, and another one."""
-    for draft, accepted in ((tiny_model, True), (other_model, False)):
-        speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
-        log = tmp_path / f"log-{accepted}"
-        # Eager on a GPU too: a draft model is compiled for a chunk at most, and to warm up, vLLM fills one with short
-        # prompts, to each of which the draft adds a token. (In graphs: tests/e2e/test_scores.py, with fewer requests.)
-        flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
-        with serving_quickly(tiny_model, log, *flags) as server:
-            assert server.info()["layer_ids"] == [1, 2, 3, 4, 5]
-            before = [server.metric(name) for name in DRAFTS]  # the startup probe's, which are sampled
-            for seed in range(6):
-                body = {**ASK, "prompt": prompt_of(10 + 13 * seed, seed=seed), "max_tokens": 40, "ignore_eos": True}
-                check(answers_of(server.complete(**body))[0], oracle)
-                check(answers_of_stream(server.stream(**body))[0], oracle)
-            drafts, right = (server.metric(name) - said for name, said in zip(DRAFTS, before, strict=True))
-            assert (right > 0.9 * drafts > 0) if accepted else (drafts > right)
+def test_a_draft_model_leaves_no_rows(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    """A draft model with MoE layers of its own and other weights, whose drafts are seldom right."""
+    make_tiny_model(tmp_path / "tiny", seed=7)
+    speculative = {"method": "draft_model", "model": str(tmp_path / "tiny"), "num_speculative_tokens": 3}
+    # Eager on a GPU too: a draft model is compiled for a chunk at most, and to warm up, vLLM fills one with short
+    # prompts, to each of which the draft adds a token. (In graphs: tests/e2e/test_scores.py, with fewer requests.)
+    flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
+    with serving_quickly(tiny_model, tmp_path / "log", *flags) as server:
+        assert server.info()["layer_ids"] == [1, 2, 3, 4, 5]
+        before = [server.metric(name) for name in DRAFTS]  # the startup probe's, which are sampled
+        for seed in range(6):
+            check(one(server, prompt=prompt_of(10 + 13 * seed, seed=seed), max_tokens=40, ignore_eos=True), oracle)
+        drafts, right = (server.metric(name) - said for name, said in zip(DRAFTS, before, strict=True))
+        assert drafts > right
 
 
 @pytest.mark.parametrize("method", ["mtp", "eagle"])

@@ -194,7 +194,7 @@ def untagged(answer: Answer, positions: slice, seed: int = 0) -> Answer:
     return Answer(answer.prompt, answer.tokens, 0, rows[:p], rows[p:])
 
 
-@pytest.mark.parametrize("length", [5, 31, 32, 33, 170])
+@pytest.mark.parametrize("length", [31, 32, 170])
 def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
     """Those of all that is pulled are the prefill engine's; the last prompt token's, and what follows, the other's."""
     prompt = prompt_of(length, seed=900 + length)
@@ -218,36 +218,12 @@ def test_each_of_two_hand_overs_brings_its_own_rows(legs: Legs, oracle: Oracle) 
         check(answer, oracle)
 
 
-def test_rows_without_time_are_refused(legs: Legs) -> None:
-    prompt = prompt_of(40, seed=989)
-    params = legs.first(prompt)
-    del params["routed_experts"]["until"]
-    with legs.decode.client() as client:
-        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": prompt, "kv_transfer_params": params})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "kv_transfer_params.routed_experts")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("remote_engine_id", []), ("remote_block_ids", []), ("remote_block_ids", None), ("tp_size", "x")],
-)
-def test_params_that_would_end_the_engine_are_refused(legs: Legs, name: str, value: Any) -> None:
-    prompt = prompt_of(40, seed=988)
-    params = {**legs.first(prompt), name: value}
-    del params["routed_experts"]
-    with legs.decode.client() as client:
-        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": prompt, "kv_transfer_params": params})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, f"kv_transfer_params.{name}")
-
-
-@pytest.mark.parametrize(
-    "said", [{}, {"remote_num_tokens": None}, {"remote_num_tokens": 1000000}], ids=["true", "absent", "more"]
-)
-def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle, said: dict[str, Any]) -> None:
+def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle) -> None:
     """NIXL's worker would end the engine: it needs more blocks, whatever number of tokens is given."""
-    params = {**legs.first(prompt_of(40, seed=987)), **said}
-    del params["routed_experts"]
-    check(answers_of(legs.second(prompt_of(150, seed=986 - 10 * len(str(said))), 4, params))[0], oracle)
+    for seed, said in enumerate(({}, {"remote_num_tokens": None}, {"remote_num_tokens": 1000000})):
+        params = {**legs.first(prompt_of(40, seed=987)), **said}
+        del params["routed_experts"]
+        check(*answers_of(legs.second(prompt_of(150, seed=980 + seed), 4, params)), oracle)
 
 
 def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Oracle) -> None:
@@ -327,8 +303,7 @@ def proxy(legs: Legs, request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("start", [0, 40])
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(("n", "start"), [(1, 0), (2, 40)])
 def test_completions(proxy: Server, oracle: Oracle, stream: bool, start: int, n: int) -> None:
     body = {"prompt": prompt_of(100, seed=800 + stream + start + n), "max_tokens": 12, "ignore_eos": True, "n": n}
     body |= {**ASK, "routed_experts_prompt_start": start, "temperature": n - 1}

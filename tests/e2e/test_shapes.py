@@ -12,15 +12,13 @@ from tests.e2e.harness import (
     ASK,
     FLOAT32,
     ON_GPU,
-    Answer,
     Oracle,
     Server,
     answers_of,
-    answers_of_stream,
     check,
     decode,
+    one,
     prompt_of,
-    same,
     serving,
 )
 from tests.e2e.shapes import DENSE, SHAPES, SLIDING_ONLY, HookOracle, Shape, attach_adapter, make_model
@@ -31,14 +29,6 @@ CHUNK = 64
 # Blocks are of the size that vLLM chooses: some of these shapes dictate it.
 FLAGS = (*FLOAT32, "--kv-cache-memory-bytes", str(64 << 20), "--max-model-len", "1024")
 FLAGS += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--enable-prefix-caching")
-
-
-def one(server: Server, **body: Any) -> Answer:
-    """The single choice of a request, asked for twice, not streamed and streamed, which must agree bit for bit."""
-    (unstreamed,) = answers_of(server.complete(**ASK, **body))
-    (streamed,) = answers_of_stream(server.stream(**ASK, **body))
-    same(unstreamed, streamed)
-    return unstreamed
 
 
 def log_of_refusal(model: Path, log: Path, *flags: str) -> str:

@@ -5,7 +5,7 @@ import pytest
 from bench import soak
 from tests.e2e.harness import ON_GPU, Server
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_a_minute_of_everything(server: Server) -> None:

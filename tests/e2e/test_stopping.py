@@ -1,4 +1,5 @@
-"""A server that is told to stop: responses under way are finished, new requests are refused, and the log is clean."""
+"""A server that is told to stop, or whose engine dies: responses under way are finished, or end with an error, and no
+process is left."""
 
 import os
 import signal
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx
 import orjson
+import psutil
 import pytest
 
 from tests.e2e.harness import (
@@ -104,9 +106,10 @@ def check_end(server: Server) -> None:
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--api-server-count", "2"), marks=pytest.mark.slow)])
 def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """On SIGTERM to the first process, as container engines send it."""
+    """On SIGTERM to the first process, as container engines send it; after a disk that was full for a while."""
     flags = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
     with serving(tiny_model, tmp_path / "log", *flags) as server:
+        check_full_disk(server)
         with under_way(server, 16, max_tokens=1000) as requests:
             os.kill(server.process.pid, signal.SIGTERM)
             wait_until_draining(server)
@@ -126,6 +129,43 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
             (answer,) = answers_of(orjson.loads(request.lines[0]))
         assert (answer.finish_reason, len(answer.tokens)) == ("length", 1000)
         check(answer, oracle)
+
+
+def check_full_disk(server: Server) -> None:
+    """What cannot be logged is lost, and nothing else. Afterwards there is room again."""
+    processes, full = processes_of(server), server.log.stat().st_size
+    for process in processes:
+        process.rlimit(psutil.RLIMIT_FSIZE, (full, psutil.RLIM_INFINITY))  # writes fail, as on a full disk
+    with server.client() as client:
+        response = client.post("/v1/completions", json={"model": "tiny", "routed_experts_format": "npy"})
+    assert response.status_code == 400
+    assert server.complete(prompt="abc", max_tokens=2, return_routed_experts=True)["prompt_routed_experts"]
+    assert server.log.stat().st_size == full
+    for process in processes:
+        process.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+
+
+def processes_of(server: Server) -> list[psutil.Process]:
+    leader = psutil.Process(server.process.pid)
+    return [leader, *leader.children(recursive=True)]
+
+
+@pytest.mark.parametrize("victim", ["EngineCore", pytest.param("Worker", marks=pytest.mark.slow)])
+def test_a_process_of_the_engine_is_killed(tiny_model: Path, tmp_path: Path, victim: str) -> None:
+    """Streams end with an error event, the server ends and its log says why, and nothing is left."""
+    with serving(tiny_model, tmp_path / "log", *FLAGS) as server:
+        with under_way(server, 4, max_tokens=5000) as requests:
+            next(process for process in processes_of(server) if victim in process.name()).kill()
+            for request in requests:
+                request.ended()
+                *_, last = request.lines
+                event = request.lines[-2] if request.body["stream"] else last
+                assert error_of(event)["code"] == 500
+                assert request.status == (200 if request.body["stream"] else 500)
+                assert not request.body["stream"] or last == "data: [DONE]"
+        server.process.wait(LIMIT_S)
+        wait_until_gone(server)
+        assert "EngineDeadError" in server.log.read_text()
 
 
 def error_of(line: str) -> dict[str, Any]:

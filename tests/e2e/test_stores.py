@@ -34,7 +34,7 @@ FLAGS += ("--max-model-len", "256", "--max-num-batched-tokens", "256", "--max-nu
 LOADED = "Inject KV cache of"
 
 
-@pytest.fixture(scope="module", params=["recompute", "missing"])
+@pytest.fixture(scope="module", params=["recompute", pytest.param("missing", marks=pytest.mark.slow)])
 def policy(request: pytest.FixtureRequest) -> str:
     policy: str = request.param
     return policy

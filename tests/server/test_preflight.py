@@ -151,7 +151,7 @@ def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     said = capsys.readouterr().out
     assert "routed-experts serve [MODEL] [options]" in said
-    assert "a tiny model is made on the spot" in said
+    assert "a tiny model is created and served" in said
     assert "Qwen/Qwen3-0.6B" not in said
     assert "vllm serve --help" not in said
 

@@ -1,17 +1,32 @@
 """vLLM's real engine core and scheduler around a model that does arithmetic, so that every row is known in advance.
 
-No weights, no processes, no sockets: `engine` makes an `EngineCore`, `Client` stands where the API process does. The
-executor takes the place of the workers. It keeps a KV cache of prefixes, and fails when a step finds another prefix
+No weights, no processes, no sockets: `engine` makes an `EngineCore`, `Client` takes the place of the API process, and
+the executor that of the workers. The executor keeps a KV cache of prefixes, and fails when a step finds another prefix
 in its blocks than its own; the row of a token says which prefix the token ends.
+
+A test of a situation makes an engine, adds requests, lets something happen between steps, and calls `finish`. Every row
+is checked as it comes (`Received`), and `finish` checks that all have come and that nothing is left:
+
+    def test_an_abort_in_the_prefill(is_async: bool) -> None:
+        client = Client(engine(is_async, chunk=48))
+        client.add("gone", tokens(150))
+        client.steps(2)
+        client.abort("gone")
+        client.add("stays", tokens(150))
+        client.finish(but="gone")
+
+Others add their own part to it: `served` an API process over HTTP, `loads` KV connectors (`engine_with_store`),
+`offloading` vLLM's own connector (`engine_that_offloads`), `test_weights` weights that change.
 """
 
 import hashlib
 import json
 import os
 import queue
+import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from copy import copy, deepcopy
 from dataclasses import dataclass
@@ -35,6 +50,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.pipeline import StepRows
@@ -48,6 +64,11 @@ NUM_BLOCKS = 64
 NUM_EXPERTS = 1 << 15
 
 Rows = np.ndarray[Any, np.dtype[np.int16]]
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """A prompt."""
+    return random.Random(seed).choices(range(VOCAB), k=count)
 
 
 def _digest(before: bytes, token: int) -> bytes:
@@ -73,7 +94,7 @@ class Tokens(list[int]):
 
 
 @dataclass
-class _Sequence:
+class Sequence:
     tokens: Tokens
     blocks: list[int]
 
@@ -94,7 +115,7 @@ class ArithmeticExecutor(Executor):
     def _init_executor(self) -> None:
         self.accepted = self.rejected = 0
         self._drafts: dict[str, list[int]] = {}
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, Sequence] = {}
         self._kv: list[bytes | None] = [None] * (NUM_BLOCKS * BLOCK)
         self._output: ModelRunnerOutput | None = None
 
@@ -145,7 +166,7 @@ class ArithmeticExecutor(Executor):
         choice = request_id.partition("_")[0]
         return int.from_bytes(_digest(prefix, int(choice) if choice.isdigit() else 0), "little") % self.vocab
 
-    def compute(self, request_id: str, sequence: _Sequence, tokens: Tokens, start: int, end: int) -> Rows:
+    def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
         """Puts positions `start` to `end` of `tokens` into the KV cache; gives their rows."""
         known = tokens.prefixes()
         before = [self._kv[slot] for slot in sequence.slots(0, start)]
@@ -182,7 +203,7 @@ class ArithmeticExecutor(Executor):
             self._sequences.pop(request_id, None)
             self._drafts.pop(request_id, None)
         for new in step.scheduled_new_reqs:
-            self._sequences[new.req_id] = _Sequence(Tokens(new.prompt_token_ids or ()), list(new.block_ids[0]))
+            self._sequences[new.req_id] = Sequence(Tokens(new.prompt_token_ids or ()), list(new.block_ids[0]))
         cached = step.scheduled_cached_reqs
         for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
             sequence = self._sequences[request_id]
@@ -229,6 +250,11 @@ class ArithmeticExecutor(Executor):
         return output
 
 
+def sent(message: Any) -> Any:
+    """A request or a message as it arrives in the other process, by vLLM's own encoding."""
+    return MsgpackDecoder(type(message)).decode(MsgpackEncoder().encode(message))
+
+
 class Core(EngineCoreProc):
     """What runs in an engine's process, without its sockets and their threads."""
 
@@ -236,6 +262,28 @@ class Core(EngineCoreProc):
         self.output_queue = queue.Queue()
         self.engines_running = False
         EngineCore.__init__(self, vllm_config, executor_class, log_stats)
+
+    def take(self, request: EngineCoreRequest) -> None:
+        """Adds a request that has been through `sent`."""
+        self.add_request(*self.preprocess_add_request(request))
+
+    def turn(self) -> None:
+        """One turn of the engine's loop."""
+        if self.has_work():
+            self._process_engine_step()
+        if not self.has_work():
+            self._notify_idle_state_callbacks()
+
+    def messages(self) -> Iterator[tuple[int, EngineCoreOutputs]]:
+        """What it has sent since, each with the API process that it is for."""
+        while not self.output_queue.empty():
+            to, message = self.output_queue.get()
+            yield to, sent(message)
+
+    @property
+    def capture(self) -> SchedulerConnector:
+        """The scheduler's side of the capture."""
+        return self.scheduler.aux_output_connector
 
 
 @cache
@@ -299,8 +347,7 @@ def engine(
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
     with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
         core = Core(config, executor, log_stats=False)
-    connector = core.scheduler.aux_output_connector
-    connector.at_once_bytes, connector.output_queue.part_bytes = AT_ONCE_BYTES, PART_BYTES
+    core.capture.at_once_bytes, core.capture.output_queue.part_bytes = AT_ONCE_BYTES, PART_BYTES
     if stages > 1:
         core.batch_queue_size = stages + is_async
         core.batch_queue = deque(maxlen=core.batch_queue_size)
@@ -418,9 +465,7 @@ class Client:
             child.request_id = request_id
             child.sampling_params = sampling if n == 1 else parent.get_child_info(index)[1]
             self.received[request_id] = self.expect(request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt))
-            core = self.engines[index % len(self.engines)]
-            sent = MsgpackDecoder(EngineCoreRequest).decode(MsgpackEncoder().encode(child))
-            core.add_request(*core.preprocess_add_request(sent))
+            self.engines[index % len(self.engines)].take(sent(child))
         return ids
 
     def expect(self, request_id: str, *about: Any) -> Received:
@@ -443,15 +488,10 @@ class Client:
     def step(self, *others: "Client") -> None:
         """One turn of each engine's loop, and its messages, through vLLM's own encoding, to this and other clients."""
         for index, core in enumerate(self.engines):
-            if core.has_work():
-                core._process_engine_step()
-            if not core.has_work():
-                core._notify_idle_state_callbacks()
-            while not core.output_queue.empty():
-                to, message = core.output_queue.get()
+            core.turn()
+            for to, message in core.messages():
                 (client,) = [client for client in (self, *others) if client.index == to]
-                received = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message))
-                client.receive(received, index)
+                client.receive(message, index)
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -463,6 +503,29 @@ class Client:
             assert steps > 0, "the engine does not come to an end"
             steps -= 1
             self.step(*others)
+
+    def finish(self, but: str | Iterable[str] = ()) -> None:
+        """Steps until nothing is left to do. All requests `but` these must have ended by their length.
+
+        Rows are checked as they come; here that all of them came, and that nothing is left in the engines.
+        """
+        self.run()
+        self.check_finished(but)
+
+    def check_finished(self, but: str | Iterable[str] = ()) -> None:
+        for request_id in [but] if isinstance(but, str) else but:
+            self.received.pop(request_id, None)
+        for request in self.received.values():
+            assert request.finish is FinishReason.LENGTH
+        for core in self.engines:
+            assert core.capture.num_tracked == 0
+            assert len(core.capture.output_queue) == 0
+            assert core.capture._steps == {}
+
+    def times_sent(self, *request_ids: str) -> int:
+        """How often the prompt of these requests was sent."""
+        (prompt_id,) = {self.received[request_id].prompt_id for request_id in request_ids}
+        return len(self.prompts[prompt_id])
 
     def receive(self, message: EngineCoreOutputs, engine_index: int = 0) -> None:
         """Takes a message of one of the engines."""
