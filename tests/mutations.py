@@ -1,14 +1,14 @@
-"""Measures the power of the tests: how many small changes of the code make a test fail.
+"""Measures the power of the tests: which of 120 small changes of the code make a test fail.
 
     python -m tests.mutations list --seed 1 --count 120 > tests/mutations.jsonl
     python -m tests.mutations run --out build/mutations.jsonl
 
-`list` chooses changes over all files, in proportion to their statements: one operator, comparison, constant, condition
-or statement each. A change is found again by file, function and text, so that the list survives moved lines.
+`list` chooses changes in all files, in proportion to their statements: one operator, comparison, constant, condition
+or statement each. A change is found again by file, function and text, so the list survives moved lines.
 
-`run` applies one change at a time to a copy of the tree and runs the tests that execute the changed line. Which tests
-do is measured once for each state of the code, with `coverage`, which must be importable. A run that was stopped goes
-on where it was. Tests that start an engine's process are left out; `--tests` takes others.
+`run` applies one change at a time to a copy of the tree and runs the tests that execute the changed lines. Which tests
+do is measured once for each state of the code with `coverage`, which must be importable. Run it again to continue a
+run that was stopped. It leaves out tests that start an engine process; `--tests` takes others.
 """
 
 import argparse
@@ -37,77 +37,69 @@ LIST = ROOT / "tests/mutations.jsonl"
 MEASURED = ("server", "capture", "protocol")
 TESTS = [f"tests/{folder}" for folder in ("protocol", "capture", "server", "contract", "clients", "page", "bench")]
 
+# By the name of the node: what its sign is, and what it becomes.
 COMPARISONS = {
-    ast.Lt: ("<", "<="), ast.LtE: ("<=", "<"), ast.Gt: (">", ">="), ast.GtE: (">=", ">"), ast.Eq: ("==", "!="),
-    ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
-    ast.NotIn: ("not in", "in"),
+    "Lt": ("<", "<="), "LtE": ("<=", "<"), "Gt": (">", ">="), "GtE": (">=", ">"), "Eq": ("==", "!="),
+    "NotEq": ("!=", "=="), "Is": ("is", "is not"), "IsNot": ("is not", "is"), "In": ("in", "not in"),
+    "NotIn": ("not in", "in"),
 }  # fmt: skip
 OPERATORS = {
-    ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "//"), ast.FloorDiv: ("//", "*"), ast.Div: ("/", "*"),
-    ast.Mod: ("%", "//"), ast.BitAnd: ("&", "|"), ast.BitOr: ("|", "&"), ast.LShift: ("<<", ">>"),
-    ast.RShift: (">>", "<<"), ast.Pow: ("**", "*"), ast.And: ("and", "or"), ast.Or: ("or", "and"),
+    "Add": ("+", "-"), "Sub": ("-", "+"), "Mult": ("*", "//"), "FloorDiv": ("//", "*"), "Div": ("/", "*"),
+    "Mod": ("%", "//"), "BitAnd": ("&", "|"), "BitOr": ("|", "&"), "LShift": ("<<", ">>"), "RShift": (">>", "<<"),
+    "Pow": ("**", "*"), "And": ("and", "or"), "Or": ("or", "and"),
 }  # fmt: skip
 Change = dict[str, Any]
-"""`id`, `kind`, `file`, `line`, `function` (dotted, or empty), `before`, `after`, `occurrence` of `before` there."""
+"""`id`, `kind`, `file`, `line`, `function` (dotted; empty outside of any), `before`, `after`, and which `occurrence` of
+`before` in the function it is, from 0."""
 
 
 # ---- which changes there are ----
 
 
-def changes(file: str, source: str) -> Iterator[Change]:
-    """All changes of a file. Left out: annotations, decorators, imports, formatted strings, logging, `__slots__`."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line.encode()))
-    data, scopes = source.encode(), _scopes(source)
+def changes(file: str, source: bytes) -> Iterator[Change]:
+    """Yields all changes of a file."""
+    starts, functions = _starts(source), _functions(source)
 
     def span(node: Any) -> tuple[int, int]:
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
-    def change(kind: str, shown: tuple[int, int], at: tuple[int, int], new: str, scope: str) -> Change:
-        before, after = data[slice(*shown)], data[shown[0] : at[0]] + new.encode() + data[at[1] : shown[1]]
-        occurrence = data[scopes[scope][0] : shown[0]].count(before)
-        found = {"kind": kind, "file": file, "line": data[: at[0]].count(b"\n") + 1, "function": scope}
-        return found | {"before": before.decode(), "after": after.decode(), "occurrence": occurrence}
-
-    def operator(kind: str, node: Any, left: Any, right: Any, signs: tuple[str, str], scope: str) -> Change:
-        gap = span(left)[1], span(right)[0]
-        return change(kind, span(node), gap, data[slice(*gap)].decode().replace(*signs, 1), scope)
-
     def visit(node: Any, parent: Any, scope: str) -> Iterator[Change]:
-        if _left_out(node, parent):
+        def change(kind: str, shown: tuple[int, int], at: tuple[int, int], new: str | bytes) -> Change:
+            new = new.encode() if isinstance(new, str) else new
+            before, after = source[slice(*shown)], source[shown[0] : at[0]] + new + source[at[1] : shown[1]]
+            found = {"kind": kind, "file": file, "line": source[: at[0]].count(b"\n") + 1, "function": scope}
+            found |= {"before": before.decode(), "after": after.decode()}
+            return found | {"occurrence": source[functions[scope][0] : shown[0]].count(before)}
+
+        def operator(kind: str, left: Any, right: Any, signs: tuple[str, str]) -> Change:
+            gap = span(left)[1], span(right)[0]
+            return change(kind, span(node), gap, source[slice(*gap)].decode().replace(*signs, 1))
+
+        if _is_left_out(node):
             return
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            scope = f"{scope}.{node.name}" if scope else node.name
         match node:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-                scope = f"{scope}.{node.name}".lstrip(".")
             case ast.Compare():
                 for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
-                    yield operator("comparison", node, left, right, COMPARISONS[type(op)], scope)
-            case ast.BinOp() if type(node.op) in OPERATORS and not _is_of_texts_or_types(node):
-                yield operator("operator", node, node.left, node.right, OPERATORS[type(node.op)], scope)
+                    yield operator("comparison", left, right, COMPARISONS[type(op).__name__])
+            case ast.BinOp() if type(node.op).__name__ in OPERATORS and not _joins_texts_or_types(node):
+                yield operator("operator", node.left, node.right, OPERATORS[type(node.op).__name__])
             case ast.BoolOp():
-                yield operator("operator", node, *node.values[:2], OPERATORS[type(node.op)], scope)
-            case ast.AugAssign() if type(node.op) in OPERATORS:
-                yield operator("operator", node, node.target, node.value, OPERATORS[type(node.op)], scope)
-            case ast.Constant(value=bool()):
-                yield change("constant", span(parent), span(node), str(not node.value), scope)
-            case ast.Constant(value=int() | float()):
-                yield change("constant", span(parent), span(node), str(node.value + 1), scope)
+                yield operator("operator", *node.values[:2], OPERATORS[type(node.op).__name__])
+            case ast.AugAssign() if type(node.op).__name__ in OPERATORS:
+                yield operator("operator", node.target, node.value, OPERATORS[type(node.op).__name__])
+            case ast.Constant(value=bool() | int() | float()) if parent is not None:
+                new = not node.value if isinstance(node.value, bool) else node.value + 1
+                yield change("constant", span(parent), span(node), str(new))
             case ast.If() | ast.While() | ast.IfExp():
                 at = span(node.test)
                 shown = span(node) if isinstance(node, ast.IfExp) else (span(node)[0], at[1])
-                yield change("condition", shown, at, f"not ({data[slice(*at)].decode()})", scope)
+                yield change("condition", shown, at, b"not (%b)" % source[slice(*at)])
             case ast.UnaryOp(op=ast.Not()):
-                yield change("condition", span(parent), span(node), data[slice(*span(node.operand))].decode(), scope)
-        match node:
-            case ast.Return(value=ast.expr()) if node not in getattr(parent, "body", [])[-1:]:
-                yield change("statement", span(node), span(node), "pass", scope)
-            case ast.Expr(value=ast.Call() | ast.Await()) | ast.Raise() | ast.Delete() | ast.AugAssign():
-                yield change("statement", span(node), span(node), "pass", scope)
-            case ast.Continue() | ast.Break() | ast.Assert():
-                yield change("statement", span(node), span(node), "pass", scope)
-            case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
-                yield change("statement", span(node), span(node), "pass", scope)
+                yield change("condition", span(parent), span(node), source[slice(*span(node.operand))])
+        if _can_be_deleted(node, parent):
+            yield change("statement", span(node), span(node), "pass")
         for name, value in ast.iter_fields(node):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and name not in ("annotation", "returns", "decorator_list", "bases"):
@@ -116,18 +108,7 @@ def changes(file: str, source: str) -> Iterator[Change]:
     yield from visit(ast.parse(source), None, "")
 
 
-def _is_of_texts_or_types(node: ast.BinOp) -> bool:
-    match node:
-        case ast.BinOp(op=ast.BitOr(), right=ast.Name() | ast.Constant() | ast.Subscript()):
-            return True
-        case ast.BinOp(left=ast.JoinedStr() | ast.Constant(value=str())):
-            return True
-        case ast.BinOp(right=ast.JoinedStr() | ast.Constant(value=str())):
-            return True
-    return False
-
-
-def _left_out(node: ast.AST, parent: ast.AST | None) -> bool:
+def _is_left_out(node: ast.AST) -> bool:
     match node:
         case ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(value=ast.Constant()):
             return True
@@ -137,21 +118,38 @@ def _left_out(node: ast.AST, parent: ast.AST | None) -> bool:
             return True
         case ast.Assign(targets=[ast.Name(id="__slots__" | "__all__")]) | ast.keyword(arg="stacklevel"):
             return True
-    return isinstance(node, ast.Constant) and parent is None
+    return False
 
 
-def _scopes(source: str) -> dict[str, tuple[int, int]]:
-    """From where to where the functions and classes go, in bytes."""
-    starts = [0]
-    for line in source.splitlines(keepends=True):
-        starts.append(starts[-1] + len(line.encode()))
+def _joins_texts_or_types(node: ast.BinOp) -> bool:
+    sides = (node.left, node.right)
+    is_text = any(isinstance(s, ast.JoinedStr) or isinstance(getattr(s, "value", None), str) for s in sides)
+    return is_text or (isinstance(node.op, ast.BitOr) and isinstance(sides[1], ast.Name | ast.Constant | ast.Subscript))
+
+
+def _can_be_deleted(node: ast.AST, parent: ast.AST | None) -> bool:
+    match node:
+        case ast.Return(value=ast.expr()):
+            return node not in getattr(parent, "body", [])[-1:]
+        case ast.Expr(value=ast.Call() | ast.Await()) | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            return True
+    return isinstance(node, ast.Raise | ast.Delete | ast.AugAssign | ast.Continue | ast.Break | ast.Assert)
+
+
+def _starts(source: bytes) -> list[int]:
+    return [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
+
+
+def _functions(source: bytes) -> dict[str, tuple[int, int]]:
+    """Where each function and class begins and ends; the whole file by an empty name."""
+    starts = _starts(source)
     found = {"": (0, starts[-1])}
 
     def visit(node: ast.AST, scope: str) -> None:
         for child in ast.iter_child_nodes(node):
             inner = scope
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inner = f"{scope}.{child.name}".lstrip(".")
+                inner = f"{scope}.{child.name}" if scope else child.name
                 found[inner] = starts[child.lineno - 1], starts[child.end_lineno or 0]
             visit(child, inner)
 
@@ -159,74 +157,69 @@ def _scopes(source: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def apply(change: Change, source: str) -> str | None:
-    """The source with the change, or None if what it changes is gone."""
-    at = _offset(change, source)
-    if at is None:
-        return None
-    data, before = source.encode(), change["before"].encode()
-    return (data[:at] + change["after"].encode() + data[at + len(before) :]).decode()
-
-
-def _offset(change: Change, source: str) -> int | None:
-    start, end = _scopes(source).get(change["function"], (0, 0))
-    data, before = source.encode(), change["before"].encode()
+def locate(change: Change, source: bytes) -> int | None:
+    """Where `before` begins in the source, or None if it is gone."""
+    start, end = _functions(source).get(change["function"], (0, 0))
+    before = change["before"].encode()
     at = start - len(before)
     for _ in range(change["occurrence"] + 1):
-        at = data.find(before, at + len(before), end)
-        if at < 0:
+        if (at := source.find(before, at + len(before), end)) < 0:
             return None
     return at
 
 
+def apply(change: Change, source: bytes, at: int) -> bytes:
+    return source[:at] + change["after"].encode() + source[at + len(change["before"].encode()) :]
+
+
 def choose(seed: int, count: int) -> list[Change]:
-    """The same changes for the same seed and code: at least one for each file, the others by its statements."""
-    files = {p.relative_to(ROOT).as_posix(): p.read_text() for d in MEASURED for p in sorted((ROOT / d).rglob("*.py"))}
-    found = {f: list(changes(f, s)) for f, s in files.items() if "/openapi/" not in f and not f.endswith("__init__.py")}
+    """Returns the same changes for the same seed and code, at least one for each file."""
+    paths = [path for folder in MEASURED for path in sorted((ROOT / folder).rglob("*.py"))]
+    sources = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths if path.name != "__init__.py"}
+    found = {file: list(changes(file, source)) for file, source in sources.items() if "/openapi/" not in file}
     found = {file: some for file, some in found.items() if some}
-    sizes = {file: sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(files[file]))) for file in found}
-    shares = collections.Counter(found)
-    for file in found:
-        shares[file] = 1
-    while shares.total() < count:
-        open_files = [file for file in found if shares[file] < len(found[file])]
-        shares[max(open_files, key=lambda file: sizes[file] / (shares[file] + 1))] += 1
+    sizes = {file: sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(sources[file]))) for file in found}
+    shares = dict.fromkeys(found, 1)
+    while sum(shares.values()) < count:
+        waiting = [file for file in found if shares[file] < len(found[file])]
+        shares[max(waiting, key=lambda file: sizes[file] / (shares[file] + 1))] += 1
     chosen: list[Change] = []
     for file, some in found.items():
         rng = random.Random(f"{seed} {file}")
         mine: list[Change] = []
         while len(mine) < shares[file]:
-            kind = rng.choice(sorted({c["kind"] for c in some}))
-            drawn = rng.choice([c for c in some if c["kind"] == kind])
+            kind = rng.choice(sorted({change["kind"] for change in some}))
+            drawn = rng.choice([change for change in some if change["kind"] == kind])
             some.remove(drawn)
-            with contextlib.suppress(SyntaxError):  # an operator's sign in a comment
-                if ast.dump(ast.parse(apply(drawn, files[file]) or "")) != ast.dump(ast.parse(files[file])):
+            with contextlib.suppress(SyntaxError):  # the sign was in a comment
+                changed = ast.parse(apply(drawn, sources[file], locate(drawn, sources[file]) or 0))
+                if ast.dump(changed) != ast.dump(ast.parse(sources[file])):
                     mine.append(drawn)
-        chosen += sorted(mine, key=lambda c: c["line"])
+        chosen += sorted(mine, key=lambda change: change["line"])
     return [{"id": number, **change} for number, change in enumerate(chosen, 1)]
 
 
-# ---- which tests there are for each ----
+# ---- which tests execute which lines ----
 
 
 class Recorder:
-    """A plugin of pytest that keeps the seconds of each test, and tells `coverage` which test runs."""
+    """A pytest plugin that times the tests and tells `coverage` which one runs."""
 
     def __init__(self, measured: Any = None, only: set[str] | None = None) -> None:
         self.measured, self.only = measured, only
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.failed: list[str] = []
 
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self.only is None or item.nodeid in self.only]
-
     def _enter(self, context: str) -> None:
         os.environ["MUTATIONS_CONTEXT"] = context  # for the processes that a test starts
         if self.measured is not None:
             self.measured.switch_context(context)
 
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if self.only is None or item.nodeid in self.only]
+
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._enter(nodeid.partition("::")[0])  # what fixtures of a whole file do is for all of its tests
+        self._enter(nodeid.partition("::")[0])  # fixtures may be shared by all tests of the file
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
@@ -238,97 +231,108 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
+        self.pytest_collectreport(report)
+
+    def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
+
+def make_map(folder: Path, tests: list[str]) -> None:
+    """Runs the tests once, unchanged, each file in a process of its own. Continues a run that was stopped."""
+    import coverage
+    from coverage.data import combine_parallel_data
+
+    (folder / "parts").mkdir(parents=True, exist_ok=True)
+    settings, kept, of_file = folder / "coveragerc", folder / "tests.json", folder / "file.json"
+    sources = "".join(f"    {Path.cwd() / name}\n" for name in MEASURED)
+    options = "context = ${MUTATIONS_CONTEXT}\nparallel = true\n"
+    settings.write_text(f"[run]\nsource =\n{sources}{options}data_file = {folder}/parts/coverage\n")
+    seconds: dict[str, dict[str, float]] = json.loads(kept.read_text()) if kept.exists() else {}
+
+    def run(file: str) -> int:
+        os.environ |= {"MUTATIONS_CONTEXT": "", "COVERAGE_PROCESS_START": str(settings)}
+        measured = coverage.Coverage(config_file=str(settings))
+        measured.start()
+        recorder = Recorder(measured)
+        code = run_pytest(recorder, [file])
+        measured.stop()
+        measured.save()
+        passed = {test: seconds for test, seconds in recorder.seconds.items() if test not in recorder.failed}
+        of_file.write_text(json.dumps([passed, recorder.failed]))
+        return code
+
+    for path in [path for name in tests for path in sorted(Path(name).rglob("test_*.py")) or [Path(name)]]:
+        file = path.as_posix()
+        if file not in seconds:
+            of_file.write_text("[{}, []]")
+            code = in_child(lambda file=file: run(file), 1200, folder / "log")  # type: ignore[misc]
+            seconds[file], failed = json.loads(of_file.read_text())
+            kept.write_text(json.dumps(seconds))
+            print(f"{file}: exit {code}, {len(seconds[file])} tests passed, {failed=}", flush=True)
+    data = coverage.CoverageData(str(folder / "coverage"))
+    combine_parallel_data(data, data_paths=[str(folder / "parts")], strict=True, keep=True)
+    data.write()
 
 
 class TestMap:
-    """Which tests execute which lines, and how long they take."""
+    """Which tests execute which lines, and the seconds that they take."""
 
     def __init__(self, folder: Path) -> None:
         from coverage import CoverageData
 
         self.data = CoverageData(str(folder / "coverage"))
         self.data.read()
-        self.seconds: dict[str, float] = json.loads((folder / "tests.json").read_text())
+        by_file: dict[str, dict[str, float]] = json.loads((folder / "tests.json").read_text())
+        self.seconds = {test: seconds for tests in by_file.values() for test, seconds in tests.items()}
 
-    def tests_of(self, change: Change, source: str, line: int, budget: float) -> list[str]:
-        """Those that execute the line, in the order in which to run them: by file, cheapest first.
+    def tests_of(self, file: str, lines: range | None, budget: float) -> dict[str, list[str]]:
+        """Returns the tests that execute one of `lines`, by test file, in the order in which to run them.
 
-        What is executed at import is for all that execute any line of the file. Of each test function the first case
-        is taken, then the second, and so on, as long as there is budget (seconds).
+        With None for `lines`, or where none does (a line that is executed at import), those that execute any line of
+        the file. The first case of each test function is taken before the second of any, up to `budget` seconds; tests
+        that execute the lines only in fixtures come last.
         """
-        measured = [file for file in self.data.measured_files() if file.endswith(f"/{change['file']}")]
         by_line: dict[int, set[str]] = collections.defaultdict(set)
-        for file in measured:
-            for number, contexts in self.data.contexts_by_lineno(file).items():
-                by_line[number] |= set(contexts)
-        lines = _lines_of_statement(source, line)
-        found = set().union(*(by_line[number] for number in lines)) - {""}
-        if not found or not _is_in_function(source, line):
-            found = set().union(*by_line.values()) - {""}
-        whole = {context for context in found if "::" not in context}
-        calls = found & set(self.seconds)
-        others = {test for test in self.seconds if test.partition("::")[0] in whole} - calls
-        seen: collections.Counter[str] = collections.Counter()
+        for measured in self.data.measured_files():
+            if measured.endswith(f"/{file}"):
+                for line, contexts in self.data.contexts_by_lineno(measured).items():
+                    by_line[line] |= {*contexts} - {""}
+        found = set().union(*(by_line[line] for line in lines or ())) or set().union(*by_line.values())
+        cases: collections.Counter[str] = collections.Counter()
         ranked = []
-        for rank, some in enumerate((calls, others)):
-            for test in self.seconds:
-                if test in some:
-                    ranked.append((rank, seen[test.partition("[")[0]], test))
-                    seen[test.partition("[")[0]] += 1
+        for test in self.seconds:
+            if test in found or test.partition("::")[0] in found:
+                function = test.partition("[")[0]
+                ranked.append((test not in found, cases[function], len(ranked), test))
+                cases[function] += 1
         chosen: dict[str, list[str]] = collections.defaultdict(list)
-        left = budget
-        for _, _, test in sorted(ranked, key=lambda r: r[:2]):
-            if left > 0:
-                left -= self.seconds[test]
+        for *_, test in sorted(ranked):
+            if budget > 0:
+                budget -= self.seconds[test]
                 chosen[test.partition("::")[0]].append(test)
-        stem = Path(change["file"]).stem
 
-        def cost(file: str) -> tuple[bool, float]:
-            return stem not in file, sum(self.seconds[test] for test in chosen[file])
+        def cost(tests_file: str) -> tuple[bool, float]:
+            return Path(file).stem not in tests_file, sum(self.seconds[test] for test in chosen[tests_file])
 
-        return [test for file in sorted(chosen, key=cost) for test in chosen[file]]
-
-
-def _lines_of_statement(source: str, line: int) -> range:
-    """The lines of the innermost statement around a line; of a compound one its header."""
-    best = range(line, line + 1)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0):
-            body = getattr(node, "body", None)
-            end = body[0].lineno if body and body[0].lineno > node.lineno else (node.end_lineno or 0) + 1
-            if line < end and node.lineno >= best.start - (line - node.lineno):
-                best = range(node.lineno, end)
-    return best
-
-
-def _is_in_function(source: str, line: int) -> bool:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, functions)]
-    return any(node.body[0].lineno <= line <= (node.end_lineno or 0) for node in found)
+        return {tests_file: chosen[tests_file] for tests_file in sorted(chosen, key=cost)}
 
 
 # ---- running them ----
 
 
 def in_child(run: Callable[[], int], limit: float, log: Path) -> int | None:
-    """What `run` returns in a fork of this process, with all processes that it started; None after `limit` seconds.
+    """Returns what `run` returns in a fork of this process, or None after `limit` seconds.
 
-    vLLM is imported here, once for all: that takes longer than most tests.
+    vLLM is imported once, in this process: that takes longer than most tests.
     """
-    pid = os.fork()
-    if pid == 0:
+    if (pid := os.fork()) == 0:
         code = 70
         try:
             os.setsid()
             with log.open("w") as file:
-                for stream in (1, 2):
-                    os.dup2(file.fileno(), stream)
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
                 code = run()
         finally:
             os._exit(code)
@@ -349,91 +353,51 @@ def run_pytest(recorder: Recorder, tests: list[str], *options: str) -> int:
     return int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu)", *options, *tests], plugins=[recorder]))
 
 
-def make_map(folder: Path, tests: list[str]) -> None:
-    """Runs the tests once, unchanged."""
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = folder / "coveragerc"
-    sources = "".join(f"    {Path.cwd() / name}\n" for name in MEASURED)
-    settings.write_text(
-        f"[run]\nsource =\n{sources}context = ${{MUTATIONS_CONTEXT}}\nparallel = true\n"
-        f"data_file = {folder}/parts/coverage\n"
-    )
-    (folder / "parts").mkdir(exist_ok=True)
-
-    def run() -> int:
-        import coverage
-
-        os.environ["MUTATIONS_CONTEXT"] = ""
-        measured = coverage.Coverage(config_file=str(settings))
-        measured.start()
-        os.environ["COVERAGE_PROCESS_START"] = str(settings)
-        recorder = Recorder(measured)
-        code = run_pytest(recorder, tests)
-        measured.stop()
-        measured.save()
-        passed = {test: seconds for test, seconds in recorder.seconds.items() if test not in recorder.failed}
-        (folder / "failed.json").write_text(json.dumps(recorder.failed))
-        (folder / "tests.json").write_text(json.dumps(passed))
-        return code
-
-    code = in_child(run, 3600, folder / "log")
-    if code not in (0, 1):
-        sys.exit(f"The tests could not be run ({code}): {folder / 'log'}")
-    from coverage import CoverageData
-    from coverage.data import combine_parallel_data
-
-    data = CoverageData(str(folder / "coverage"))
-    combine_parallel_data(data, data_paths=[str(folder / "parts")], strict=True)
-    data.write()
-
-
-_MTIMES = itertools.count(10**9)
-
-
-def run_change(change: Change, tests: TestMap, result: Path, budget: float) -> dict[str, Any]:
-    """Runs the tests with the change in the current folder, and puts it back."""
+def run_change(change: Change, tests: TestMap, result: Path, budget: float, mtimes: Iterator[int]) -> dict[str, Any]:
+    """Runs the tests of a change. A test that fails after other files is run again without them."""
     path = Path(change["file"])
-    source = path.read_text() if path.exists() else ""
-    changed, offset = apply(change, source), _offset(change, source)
-    if changed is None or offset is None:
+    source = path.read_bytes() if path.exists() else b""
+    if (at := locate(change, source)) is None:
         return {"outcome": "gone"}
-    differs = next(i for i, (a, b) in enumerate(zip(change["before"], change["after"] + "\0", strict=False)) if a != b)
-    line = source.encode()[: offset + len(change["before"][:differs].encode())].count(b"\n") + 1
-    chosen = tests.tests_of(change, source, line, budget)
-    if not chosen:
-        return {"outcome": "unseen", "tests": 0, "seconds": 0}
-    files = list(dict.fromkeys(test.partition("::")[0] for test in chosen))
+    first_line = source[:at].count(b"\n") + 1
+    lines = range(first_line, first_line + change["before"].count("\n") + 1)
+    chosen = tests.tests_of(change["file"], lines if _is_in_function(change, source) else None, budget)
+    limit = 120 + 4 * sum(tests.seconds[test] for some in chosen.values() for test in some)
+    waiting, by = list(chosen), None
 
     def run() -> int:
-        recorder = Recorder(only=set(chosen))
-        code = run_pytest(recorder, files, "-x")
+        recorder = Recorder(only={test for some in chosen.values() for test in some})
+        code = run_pytest(recorder, waiting, "-x")
         result.write_text(json.dumps(recorder.failed))
         return code
 
-    def write(text: str) -> None:
-        path.write_text(text)
-        os.utime(path, (0, next(_MTIMES)))  # so that no bytecode of another change fits
+    def write(text: bytes) -> None:
+        path.write_bytes(text)
+        os.utime(path, (0, next(mtimes)))  # no bytecode of another change has this time
 
     began = time.monotonic()
-    result.unlink(missing_ok=True)
-    write(changed)
-    try:
-        code = in_child(run, 120 + 4 * sum(tests.seconds[test] for test in chosen), result.with_suffix(".log"))
-    finally:
-        write(source)
-    found = {"tests": len(chosen), "seconds": round(time.monotonic() - began, 1)}
-    if code == 0:
-        return {"outcome": "unseen", **found}
-    failed = json.loads(result.read_text()) if result.exists() else []
-    return {"outcome": "seen", "by": failed[0] if failed else "time limit" if code is None else "crash", **found}
+    write(apply(change, source, at))
+    while waiting and by is None:
+        result.unlink(missing_ok=True)
+        if (code := in_child(run, limit, result.with_suffix(".log"))) in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            break
+        failed = json.loads(result.read_text()) if result.exists() else []
+        by = failed[0] if failed else "time limit" if code is None else f"exit {code}"
+        if (file := by.partition("::")[0]) in waiting[1:]:
+            waiting, by = waiting[waiting.index(file) :], None
+    write(source)
+    found = {"tests": sum(map(len, chosen.values())), "seconds": round(time.monotonic() - began, 1)}
+    return {"outcome": "seen", "by": by, **found} if by else {"outcome": "unseen", **found}
+
+
+def _is_in_function(change: Change, source: bytes) -> bool:
+    return "." in change["function"] or f"def {change['function']}(".encode() in source
 
 
 def copy_tree(folder: Path) -> dict[str, str]:
-    """Copies the working tree to `folder`/tree. Returns the environment in which that is what is imported."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
-    for name in filter(None, listed.stdout.decode().split("\0")):
+    """Copies the working tree to `folder`/tree. Returns the environment that imports the copy."""
+    listed = subprocess.check_output(["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
         if (ROOT / name).exists():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "tree" / name)
@@ -441,12 +405,7 @@ def copy_tree(folder: Path) -> dict[str, str]:
     subprocess.run([sys.executable, folder / "tree/bench/link_package.py", site], check=True)
     (site / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
     paths = (str(site), str(folder / "tree"), os.environ.get("PYTHONPATH", ""))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MUTATIONS_COPY": str(folder)}
-
-
-def state_of_code() -> str:
-    files = sorted(p for d in (*MEASURED, "tests") for p in Path(d).rglob("*.py") if p.name != Path(__file__).name)
-    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()[:12]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MUTATIONS_IN_COPY": "1"}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -454,21 +413,21 @@ def run(args: argparse.Namespace) -> None:
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.async_llm  # noqa: F401
 
-    assert not any(name.startswith("routed_experts") for name in sys.modules)
-    folder = args.out.parent / f"mutations-{state_of_code()}"
+    assert "routed_experts" not in sys.modules, "each child imports the code with its change"
+    code = sorted(p for d in (*MEASURED, "tests") for p in Path(d).rglob("*.py") if p.name != Path(__file__).name)
+    state = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:12]
+    folder, mtimes = args.out.parent / f"mutations-{state}", itertools.count(10**9)
     if not (folder / "coverage").exists():
         make_map(folder, args.tests)
     tests = TestMap(folder)
     results = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {result["id"] for result in results}
     for change in map(json.loads, LIST.read_text().splitlines()):
-        if change["id"] in done or (args.only and change["id"] not in args.only):
-            continue
-        result = {"id": change["id"], **run_change(change, tests, folder / "failed.json", args.budget)}
-        results.append(result)
-        with args.out.open("a") as file:
-            print(json.dumps(result), file=file)
-        print(change["id"], change["file"], change["line"], result, flush=True)
+        if change["id"] not in done and (not args.only or change["id"] in args.only):
+            results.append({"id": change["id"]} | run_change(change, tests, folder / "run.json", args.budget, mtimes))
+            with args.out.open("a") as file:
+                print(json.dumps(results[-1]), file=file)
+            print(change["file"], change["line"], results[-1], flush=True)
     print(dict(collections.Counter(result["outcome"] for result in results)))
 
 
@@ -481,7 +440,7 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("--tests", nargs="+", default=TESTS)
     running.add_argument("--only", nargs="+", type=int, help="ids of changes")
-    running.add_argument("--budget", type=float, default=60, help="seconds of tests for a change (default: 60)")
+    running.add_argument("--budget", type=float, default=60, help="seconds of tests for each change (default: 60)")
     running.add_argument("--out", type=Path, required=True, help="file for one JSON object for each change")
     args = parser.parse_args()
     if args.command == "list":
@@ -490,13 +449,13 @@ def main() -> None:
         return
     args.out = args.out.absolute()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    if (copy := os.environ.get("MUTATIONS_COPY")) is None:
-        with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-            environment = copy_tree(Path(folder))
-            again = [sys.executable, "-m", "tests.mutations", *sys.argv[1:], "--out", str(args.out)]
-            sys.exit(subprocess.run(again, cwd=f"{folder}/tree", env=environment, check=False).returncode)
-    assert Path.cwd() == Path(copy).resolve() / "tree"
-    run(args)
+    if "MUTATIONS_IN_COPY" in os.environ:
+        run(args)
+        return
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        again = [sys.executable, "-m", "tests.mutations", *sys.argv[1:], "--out", str(args.out)]
+        environment = copy_tree(Path(folder))
+        sys.exit(subprocess.run(again, cwd=f"{folder}/tree", env=environment, check=False).returncode)
 
 
 if __name__ == "__main__":
