@@ -91,6 +91,8 @@ def test_as_many_rows_as_fit_a_line(shape: tuple[int, int, int], fmt: Any, layer
     assert len(own.text(widest[:-1], 1 << 40)) <= LINE_BYTES
     if fmt != "list" or layers == "moe":  # zeros are shorter than ids
         assert len(own.text(widest, 1 << 40)) > LINE_BYTES * 0.99
+    for limit in range(own.text_bytes(2), own.text_bytes(4)):
+        assert own.text_bytes(own.rows_in(limit)) <= limit
     assert own.rows_in(1) == 1
     for few in (0, 1, 9):  # in a list, unknown ids are the longest of a model with few experts
         narrow = Encoder("list", "int16", (2, 3), 8)

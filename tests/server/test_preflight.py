@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from routed_experts.server.cli import preflight, serve
 from routed_experts.server.cli.main import main
@@ -167,3 +169,19 @@ def test_a_checkpoint_counts_once(checkpoint: Path) -> None:
     serve.take_capture_flag(args)
     half = serve.AsyncEngineArgs.from_cli_args(args).create_engine_config()
     assert preflight._loaded_bytes(half, files) == size // 2
+
+
+def test_an_error_of_pydantic_without_a_link() -> None:
+    """Errors of its own kinds have a fourth line, with a link."""
+
+    class Size(BaseModel):
+        size: int
+
+        @field_validator("size")
+        @classmethod
+        def check(cls, value: int) -> int:
+            raise PydanticCustomError("odd", "must be even")
+
+    with pytest.raises(ValidationError) as caught:
+        Size(size=3)
+    assert preflight.sentence_of(caught.value, "model") == "size: must be even."

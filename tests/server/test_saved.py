@@ -93,6 +93,15 @@ def test_dense_layers_that_nothing_names_are_not_counted(tmp_path: Path) -> None
         one.routings()
 
 
+def test_with_one_expert_a_token_no_layer_looks_dense(tmp_path: Path) -> None:
+    """Expert 0 for every token is a choice that a router can make."""
+    rows = rows_of(20, 1)[:, :, :1]
+    rows[:, 1] = 0
+    (one,) = found(tmp_path, json.dumps(answer(Told(rows, [rows[:9]]))))
+    (routing,) = one.routings()
+    assert (routing.rows[:, 1] == 0).all()
+
+
 def test_dense_layers_are_left_out(tmp_path: Path) -> None:
     """Of answers with a row for every decoder layer; but where these have experts, it is another model's."""
     rows = np.zeros((20, 6, TOP_K), dtype=np.int16)
