@@ -319,6 +319,7 @@ class TestIncomplete:
             (without, "must ask with return_routed_experts", {}),
             ({"choices": []}, "no choices", {}),
             (answer(told(fmt="raw")), "give num_layers and top_k", {}),
+            (answer(told(fmt="raw")), "give num_layers and top_k", {"num_layers": LAYERS}),
         ):
             with pytest.raises(RoutingError, match=message):
                 collect(body, **options)  # type: ignore[arg-type]
