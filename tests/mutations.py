@@ -387,7 +387,8 @@ def run_change(change: Change, tests: TestMap, result: Path, budget: float, mtim
             waiting, by = waiting[waiting.index(file) :], None
     write(source)
     found = {"tests": sum(map(len, chosen.values())), "seconds": round(time.monotonic() - began, 1)}
-    return {"outcome": "seen", "by": by, **found} if by else {"outcome": "unseen", **found}
+    outcome = "unseen" if by is None else "unclear" if by.startswith("exit ") else "seen"  # no test failed: look
+    return {"outcome": outcome, "by": by, **found}
 
 
 def _is_in_function(change: Change, source: bytes) -> bool:
