@@ -4,6 +4,8 @@ vLLM's own fields differ from version to version. The file is made with the one 
 these tests look at what the file would be there.
 """
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,7 +176,8 @@ def test_every_field_of_a_request_is_in_the_file(spec: dict[str, Any], model: An
 
 
 def test_every_reference_is_defined_and_every_definition_used(spec: dict[str, Any]) -> None:
-    assert spec_file._reachable(spec["paths"], spec["components"]["schemas"]) == set(spec["components"]["schemas"])
+    named = re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(spec))
+    assert set(named) == set(spec["components"]["schemas"])
 
 
 def test_rows_are_described_as_absent_and_not_null(spec: dict[str, Any]) -> None:
