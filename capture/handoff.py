@@ -95,7 +95,7 @@ def decode(value: Any) -> tuple[WireRows, float] | None:
     if len(data) != size or size > MAX_BYTES or max(shape) > MAX_BYTES:
         return None
     rows: WireRows = np.frombuffer(data, _DTYPES[name]).reshape(shape)
-    if rows.min(initial=0) < UNKNOWN:
+    if name == "int16" and rows.min(initial=0) < UNKNOWN:
         return None
     return rows, float(until)
 

@@ -159,7 +159,7 @@ class Collector:
         if self._events is None:
             self._events = EventReader()
         try:
-            for event in self._events.buffer(item):
+            for event in self._events.feed(item):
                 self._take_chunk(event)
         except EventError as error:
             raise RoutingError(str(error)) from error

@@ -21,7 +21,7 @@ class EventReader:
         self._with_ends = self._without_ends = False
         self._has_dropped = False
 
-    def buffer(self, text: str | bytes) -> Iterator[Any]:
+    def feed(self, text: str | bytes) -> Iterator[Any]:
         """The JSON of the events that `text` completes."""
         self._rest += text.encode(errors="surrogatepass") if isinstance(text, str) else text
         *lines, self._rest = self._rest.split(b"\n")

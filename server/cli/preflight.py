@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from routed_experts.server.cli.console import CommandError as CommandError  # launch imports it from here
+from routed_experts.server.cli.console import CommandError
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WITHOUT_FILES = ("dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer", "modelexpress")

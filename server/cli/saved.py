@@ -238,7 +238,7 @@ def _stream(text: "_Text") -> list[Any]:
     while not events.done and (line := text.peek()) is not None:
         if line.strip() and not line.lstrip().startswith(_SSE_FIELDS):
             break
-        chunks += events.buffer(line.strip() + "\n")
+        chunks += events.feed(line.strip() + "\n")
         text.skip_line()
     if chunks and not events.done:
         raise EventError("the stream that begins here was cut short: it does not end with [DONE]")

@@ -27,8 +27,8 @@ from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UN
 from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
-from routed_experts.server.cli.console import complain, say
-from routed_experts.server.cli.preflight import CommandError, check_model_folder, check_port, check_weights, sentence_of
+from routed_experts.server.cli.console import CommandError, complain, say
+from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 

@@ -20,7 +20,7 @@ class ViewServer(ThreadingHTTPServer):
     """Serves the page and the texts of files to browsers on this machine.
 
     Attributes:
-        told: what the page is told: the files' names, and what the command line says about the model.
+        page_config: the files' names, and what the command line states about the model.
     """
 
     daemon_threads = True

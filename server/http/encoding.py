@@ -102,25 +102,25 @@ class Encoder:
         Raises:
             LostRowsError: a row is not known, and the type cannot say so.
         """
-        if self._layers is not None:
-            rows = self._laid_out(rows)
-        missing, data = self._counted(rows)
-        if self.fmt == "object":
-            data_text = pybase64.b64encode_as_string(data)
-            text = f'{{"data":"{data_text}","shape":[{len(rows)}{self._middle}{start},"missing":{missing}}}'
-        elif self.fmt == "list":
+        rows = self._laid_out(rows)
+        if self.fmt == "list":
+            self._count(rows, rows.tobytes())
             text = msgspec.json.encode(rows.tolist()).decode()
         else:
-            header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
-            text = f'"{pybase64.b64encode_as_string(header + data)}"'
+            missing, data = self._counted(rows)
+            if self.fmt == "object":
+                text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
+            else:
+                header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
+                text = f'"{pybase64.b64encode_as_string(header + data)}"'
         self.sent.num_bytes += len(text)
         return text
 
     def check(self, arrays: Iterable[Rows]) -> None:
         """Raises `LostRowsError` if the type cannot say that rows are not known, and some of `arrays` are not."""
         if self._wire.kind == "u":
-            for rows in _blocks(arrays):
-                self._check_lost(count_missing(rows))
+            for missing in filter(None, map(count_missing, _blocks(arrays))):
+                self._check_lost(missing)
 
     def histogram(self, arrays: Iterable[Rows]) -> Histogram:
         """How often each expert of each layer was chosen in the rows of `arrays`; never one of a dense layer."""
@@ -191,17 +191,22 @@ class Encoder:
     def _counted(self, rows: Rows) -> tuple[int, bytes]:
         """How many of `rows`, which are sent, are not known, and their bytes on the wire."""
         data = rows.tobytes()
+        missing = self._count(rows, data)
+        return missing, data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
+
+    def _count(self, rows: Rows, data: bytes) -> int:
+        """How many of `rows`, which are sent and are `data` in int16, are not known."""
         missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
         if missing:
             self._check_lost(missing)
             self.sent.missing += missing
         self.sent.rows += len(rows)
-        return missing, data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
+        return missing
 
     def _counting(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
         """The rows of `arrays` in blocks, for lists."""
         for block in self._blocks(arrays):
-            self._counted(block)
+            self._count(block, block.tobytes())
             yield block
 
     def _blocks(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
@@ -212,7 +217,7 @@ class Encoder:
         return rows if self._layers is None else spread_layers(rows, *self._layers)
 
     def _check_lost(self, missing: int) -> None:
-        if missing and self._wire.kind == "u":
+        if self._wire.kind == "u":
             raise LostRowsError(
                 f"{missing} rows are not known and are filled with -1, which {self.dtype} cannot hold: ask for int16"
             )

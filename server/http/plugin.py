@@ -70,9 +70,8 @@ class RoutedExpertsPlugin:
         captured: CapturedEngine | None = None
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
             captured = await CapturedEngine.start(engine_client, model)
-            state.buffers_watch = asyncio.create_task(
-                watch_buffers(captured.buffers)
-            )  # kept: a task alone may be dropped
+            # Kept in the state: asyncio may drop a task that nothing refers to.
+            state.buffers_watch = asyncio.create_task(watch_buffers(captured.buffers))
         state.captured_engine = captured
         defaults = defaults_of(args, captured)
         rebind_classes(state, captured, MAX_RESPONSE_BYTES)

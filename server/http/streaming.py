@@ -22,6 +22,8 @@ logger = get_logger(__name__)
 T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 
 _DATA = "data: "
+_BEGIN_OF_CHUNK = len(_DATA) + 1
+"""Where the fields of a chunk begin."""
 _FIRST_CHOICE = '"choices":[{'
 """How vLLM's chunks begin their choice. Nothing that a client sent can hold it: quotes are escaped in JSON texts."""
 _INDEX = '"index":'
@@ -174,7 +176,7 @@ class SSERewriter:
                 if prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:  # nearly always
                     assert state is not None
                     start = state.next_row - len(rows[0])
-                    yield f'{chunk[:begin]}"routed_experts":{self._text(rows.pop(), start)},{chunk[begin:]}'
+                    yield _insert(chunk, begin, "routed_experts", self._text(rows.pop(), start))
                 elif prompt_rows is None and not rows:
                     yield chunk
                 else:
@@ -196,9 +198,9 @@ class SSERewriter:
                 await close()
 
     def _take_prompt(self, prompt: _Prompt) -> list[Rows] | None:
-        """Takes the rows of a prompt that are to be sent apart; None if there are none, or not yet."""
+        """Takes the rows of a pending prompt; None if they have not arrived, or are not sent."""
         source = prompt.source
-        if not prompt.is_pending or source is None:
+        if source is None:
             return None
         prompt.is_pending = False
         shape = self._encoder.shape if source.is_complete else None
@@ -212,7 +214,7 @@ class SSERewriter:
         options, first = self._options, state.next_row
         shape = self._encoder.shape if state.is_complete else None
         rows = state.buffer.take(first, state.end, shape)
-        state.next_row += len(rows[0]) if len(rows) == 1 else sum(map(len, rows))
+        state.next_row += sum(map(len, rows))
         if options.histogram:
             rows = [*map(own, rows)]
             prompt, own_rows = state.prompt, rows
@@ -254,13 +256,13 @@ class SSERewriter:
                 piece, prompt_rows = split(
                     prompt_rows, _rows_of_line(num_prompt, line, count) if num_prompt >= count else 1
                 )
-                array, begin = _joined(piece, self._encoder.shape), len(_DATA) + 1
-                text = f'{text[:begin]}"prompt_routed_experts":{self._text(array, next_prompt_row)},{text[begin:]}'
+                array, begin = _joined(piece, self._encoder.shape), _BEGIN_OF_CHUNK
+                text = _insert(text, begin, "prompt_routed_experts", self._text(array, next_prompt_row))
                 next_prompt_row += len(array)
             piece, rows = split(rows, _rows_of_line(num_rows, line, count))
             if piece:
                 array, begin = _joined(piece, self._encoder.shape), _begin_of_choice(text)
-                text = f'{text[:begin]}"routed_experts":{self._text(array, first)},{text[begin:]}'
+                text = _insert(text, begin, "routed_experts", self._text(array, first))
                 first += len(array)
             yield text
 
@@ -273,19 +275,23 @@ class SSERewriter:
     async def _with_histograms(self, chunk: str, state: _Choice) -> str:
         """`chunk`, the last of a choice, with the choice's histogram and, once, its prompt's."""
         prompt = state.prompt
-        at = _begin_of_choice(chunk)
-        chunk = f'{chunk[:at]}"routed_experts_histogram":{await self._histogram(state.counted)},{chunk[at:]}'
+        counted = await self._histogram(state.counted)
+        chunk = _insert(chunk, _begin_of_choice(chunk), "routed_experts_histogram", counted)
         if not prompt.was_counted:
             prompt.was_counted = True
-            at = len(_DATA) + 1
             counted = await self._histogram(prompt.counted)
-            chunk = f'{chunk[:at]}"prompt_routed_experts_histogram":{counted},{chunk[at:]}'
+            chunk = _insert(chunk, _BEGIN_OF_CHUNK, "prompt_routed_experts_histogram", counted)
         return chunk
 
     async def _histogram(self, arrays: list[Rows]) -> str:
         counted = await run_in_threadpool(self._encoder.histogram, arrays)
         arrays.clear()
         return msgspec.json.encode(counted).decode()
+
+
+def _insert(chunk: str, at: int, name: str, text: str) -> str:
+    """`chunk` with a field, whose value is the JSON `text`, ahead of the fields that begin at `at`."""
+    return f'{chunk[:at]}"{name}":{text},{chunk[at:]}'
 
 
 def _begin_of_choice(chunk: str) -> int:

@@ -73,9 +73,7 @@ class RowBuffer:
         self.num_lost = 0
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
-        self._offers: dict[
-            str, RowBuffer
-        ] = {}  # by other choices, their prompts' rows, until the first of its own come
+        self._offers: dict[str, RowBuffer] = {}  # prompt rows by other choice, until its own first row
         self._arrays: list[Rows] = []  # not empty ones, each beginning where the one before it ends
         self._first = self._end = -1  # positions of the first row in them and after the last; -1 before any came
         self._joined = 0  # how many of the first arrays are large enough

@@ -31,7 +31,7 @@ from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.models import FieldError
 from routed_experts.protocol.sse import EventError
 from routed_experts.server import vllm_api
-from routed_experts.server.cli.serve import CommandError
+from routed_experts.server.cli.console import CommandError
 from routed_experts.server.http import request, serving
 from routed_experts.server.http.encoding import LostRowsError
 from routed_experts.server.http.selftest import SelfTestError

@@ -20,6 +20,7 @@ from openai.types.chat import ChatCompletionChunk
 from routed_experts.protocol import collect as module
 from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
+from routed_experts.protocol.sse import EventReader
 from tests.protocol.answers import LAYERS, TOP_K, Told, answer, rows_of, sse, stream
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
@@ -341,3 +342,7 @@ class TestIncomplete:
         assert np.array_equal(routing.rows, told().whole())
         with pytest.raises(RoutingError, match="where the prompt ends is not known"):
             _ = routing.generated_rows
+
+
+def test_events_are_read_by_their_public_name() -> None:
+    assert [*EventReader().feed('data: {"a": 1}\n\ndata: [DONE]\n\n')] == [{"a": 1}]

@@ -17,7 +17,7 @@ from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.kv_transfer import connectors
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli import main, serve
-from routed_experts.server.cli.serve import CommandError
+from routed_experts.server.cli.console import CommandError
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

@@ -100,12 +100,12 @@ def event(body: Chunk) -> str:
 def stream(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[Chunk]:
     """The chunks that a client gets, those of the usage and of the end checked and left out."""
 
-    async def buffer() -> AsyncIterator[Result]:
+    async def feed() -> AsyncIterator[Result]:
         for item in results:
             yield item
 
     async def collect() -> list[str]:
-        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(buffer())))]
+        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(feed())))]
 
     *chunks, usage, done = asyncio.run(collect())
     assert usage == event({"choices": [], "usage": {}})
@@ -411,11 +411,11 @@ def test_all_rows_lost() -> None:
 def ended(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[str]:
     """All events of a stream that may end with an error."""
 
-    async def buffer() -> AsyncIterator[Result]:
+    async def feed() -> AsyncIterator[Result]:
         for item in results:
             yield item
 
-    chunks = (generate or generator())(aligner.watch(buffer()))
+    chunks = (generate or generator())(aligner.watch(feed()))
 
     async def collect() -> list[str]:
         events = [chunk async for chunk in aligner.rewrite(chunks)]
