@@ -65,7 +65,7 @@ $(VENV)/.installed-cpu: requirements-cpu.txt requirements-dev.txt pyproject.toml
 
 $(VENV)/.installed-cuda: requirements-dev.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing vLLM for CUDA into $(VENV); this takes several minutes."
-	@$(PIP) -e '.[cuda]' -r requirements-dev.txt $(HUSH)
+	@$(PIP) -e '.[cuda]' vllm==0.32.0 -r requirements-dev.txt $(HUSH)
 	@touch $@
 
 serve: setup

@@ -1,4 +1,4 @@
-"""Every name of vLLM that requests meet in the API process: the list to check when vLLM's version changes."""
+"""Every name of vLLM's engine that the API process and programs use; `http.vllm_http` has those of its HTTP server."""
 
 import logging
 
@@ -6,26 +6,7 @@ from vllm import SamplingParams
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
-from vllm.entrypoints.openai.chat_completion.protocol import (
-    ChatCompletionRequest,
-    ChatCompletionResponse,
-    ChatCompletionResponseChoice,
-)
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse, CompletionResponseChoice
-from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import (
-    GenerateRequest,
-    GenerateTokensChoice,
-    GenerateTokensResponse,
-)
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
-from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
-from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
-from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
-from vllm.exceptions import RetryableRequestError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
+from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger as _init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -46,44 +27,23 @@ __all__ = [
     "AsyncLLM",
     "BeamSearchOfflineMixin",
     "BeamSearchOnlineMixin",
-    "ChatCompletionRequest",
-    "ChatCompletionResponse",
-    "ChatCompletionResponseChoice",
     "CompletionOutput",
-    "CompletionRequest",
-    "CompletionResponse",
-    "CompletionResponseChoice",
     "EngineClient",
     "EngineCoreOutput",
     "EngineCoreRequest",
-    "ErrorResponse",
-    "GenerateRequest",
-    "GenerateTokensChoice",
-    "GenerateTokensResponse",
     "InputStreamError",
     "LLMEngine",
-    "OpenAIServingChat",
-    "OpenAIServingCompletion",
     "OutputProcessor",
     "OutputProcessorOutput",
     "RequestOutput",
     "RequestOutputCollector",
     "RequestOutputKind",
     "RequestState",
-    "RetryableRequestError",
     "SamplingParams",
-    "ServingTokens",
-    "VLLMClientError",
     "VLLMNotFoundError",
     "VLLMValidationError",
-    "create_error_response",
     "get_logger",
-    "load_aware_call",
-    "metrics_header",
     "tokens_input",
-    "validate_json_request",
-    "with_cancellation",
-    "with_sse_keep_alive",
 ]
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from routed_experts.capture.engine.config import REFUSALS
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import RUN_ON_GPUS
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
@@ -195,7 +195,7 @@ def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> I
     yield "# Evidence for the support matrix"
     yield ""
     sources = "`docs/support.toml` and `docs/gpu-runs.json`"
-    yield f"Written by `python -m tests.gpu_runs` from {sources}, vLLM {SUPPORTED_VLLM[0]}."
+    yield f"Written by `python -m tests.gpu_runs` from {sources}, vLLM {RUN_ON_GPUS[-1]}."
     for feature in table["feature"]:
         if "group" in feature:
             yield from ("", f"## {feature['group']}")
@@ -236,7 +236,7 @@ def main(files: Sequence[str]) -> int:
         for version, of_tests in read(Path(file)).items():
             runs.setdefault(version, {}).update(of_tests)
     write(FILE, runs)
-    newest = runs.get(SUPPORTED_VLLM[0], {})
+    newest = runs.get(RUN_ON_GPUS[-1], {})
     MATRIX.write_text(rendered(MATRIX.read_text(encoding="utf-8"), support(), newest), encoding="utf-8")
     EVIDENCE.write_text(evidence(support(), newest), encoding="utf-8")
     return 0

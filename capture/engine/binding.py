@@ -10,10 +10,6 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsMonolithic
-from vllm.model_executor.layers.fused_moe.routed_experts_capturer import (
-    RoutedExpertsCaptureSource,
-    RoutedExpertsSink,
-)
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (
@@ -29,6 +25,8 @@ from vllm.v1.worker import ubatching
 from routed_experts.capture.capturer import Capturer, LocalTokenSlice, RowShape
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
 from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.capture.seams import cpu_kernels
+from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource, RoutedExpertsSink, can_report_choice
 
 _SHARED_BY_LAYERS = ".meta_mlp."
 """In the names of InternS2-Mobius's MoE layers, each of which takes the place of several."""
@@ -89,7 +87,9 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
         own_tokens = local_token_slice(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
         # Where all ranks route all tokens, one of them is enough for the join.
         sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, owns_topk_buffer(runner))
-        if runner.is_monolithic:
+        if runner.is_monolithic and cpu_kernels.routes_itself(runner):
+            cpu_kernels.capture(runner, sink)
+        elif runner.is_monolithic:
             experts = _monolithic_experts(runner)
             runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
         elif can_write_directly(runner, dp_size):
@@ -244,7 +244,8 @@ def _check_capturable(runner: MoERunner) -> None:
     if _SHARED_BY_LAYERS in runner.layer_name:
         raise UnsupportedConfig("Decoder layers of the model share MoE layers, which rows cannot express.")
     if runner.is_monolithic:
-        _monolithic_experts(runner)
+        if not cpu_kernels.routes_itself(runner):
+            _monolithic_experts(runner)
         return
     if not isinstance(router, BaseRouter):
         raise UnsupportedConfig(f"The router {type(router).__name__} of layer {runner.layer_id} cannot be captured.")
@@ -266,7 +267,7 @@ def _monolithic_experts(runner: MoERunner) -> Any:
     """
     kernel = getattr(getattr(runner._quant_method, "moe_kernel", None), "impl", None)
     experts = getattr(kernel, "fused_experts", None)
-    if not (isinstance(experts, FusedMoEExpertsMonolithic) and experts.supports_routing_replay_capture()):
+    if not (isinstance(experts, FusedMoEExpertsMonolithic) and can_report_choice(experts)):
         raise UnsupportedConfig(
             f"The MoE kernel {type(experts).__name__} of layer {runner.layer_id} routes by itself and does not say "
             "how: choose another one with --moe-backend, for example --moe-backend triton (marlin for MXFP4)."

@@ -25,6 +25,8 @@ from routed_experts.capture.engine.kv_transfer.connectors import (
     used_by,
 )
 from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
+from routed_experts.capture.seams import engine as seams
+from routed_experts.capture.seams.arguments import vllm_captures
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ REFUSALS = (
     ),
     Refusal(
         "vLLM's own capture",
-        lambda c: c.aux_output_config.enabled,
+        vllm_captures,
         "vLLM's own capture of routed experts is on: remove enable_return_routed_experts from --aux-output-config; "
         "this server captures by itself.",
     ),
@@ -138,11 +140,43 @@ REFUSALS = (
     ),
     Refusal(
         "adaptive draft verification",
-        lambda c: c.speculative_config is not None and c.speculative_config.enable_adaptive_verification,
+        lambda c: seams.verifies_adaptively(c.speculative_config),
         "With adaptive verification the GPU decides how many drafts of each request run, and the host, which tells the "
         "requests' rows apart, does not know: set enable_adaptive_verification to false in --speculative-config.",
     ),
 )
+
+# What was not run on older versions is refused there; each says until which version.
+if not seams.HAS_SINK:  # until 0.32
+    REFUSALS += (
+        Refusal(
+            "KV connector on vLLM 0.31 or older",
+            lambda c: c.kv_transfer_config is not None,
+            "With a KV connector this server needs vLLM 0.32 or later: install it, remove --kv-transfer-config, or add "
+            "--no-enable-return-routed-experts.",
+        ),
+        Refusal(
+            "dual-batch overlap on vLLM 0.31 or older",
+            lambda c: c.parallel_config.use_ubatching,
+            "With microbatches this server needs vLLM 0.32 or later: install it, or remove --enable-dbo and "
+            "--ubatch-size.",
+        ),
+    )
+if not seams.KNOWS_STALE_STEPS:  # until 0.27.1
+    REFUSALS += (
+        Refusal(
+            "drafts on vLLM 0.26",
+            lambda c: c.speculative_config is not None,
+            "vLLM 0.26 mistakes the output of steps that began before a preemption: remove --speculative-config, or "
+            "install vLLM 0.27.1 or later.",
+        ),
+        Refusal(
+            "pipeline parallelism on vLLM 0.26",
+            lambda c: c.parallel_config.pipeline_parallel_size > 1,
+            "vLLM 0.26 mistakes the output of steps that began before a preemption: set --pipeline-parallel-size to 1, "
+            "or install vLLM 0.27.1 or later.",
+        ),
+    )
 
 BOUNDED_REPLAY = (
     "The model runs some layers on the last tokens of a prompt only (bounded replay), and routes the others nowhere "
@@ -175,7 +209,7 @@ def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
         UnsupportedConfig: all groups forget tokens (sliding windows, states), so that rows could not be found
             again for tokens that a prefix hit skips; or a hit runs its last tokens again, without what came before.
     """
-    if any(group.kv_cache_spec.prefix_replay_tokens for group in kv_cache_config.kv_cache_groups):
+    if any(seams.replays_prefixes(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         raise UnsupportedConfig(BOUNDED_REPLAY)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):
         if _keeps_every_token(group.kv_cache_spec):

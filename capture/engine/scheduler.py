@@ -33,6 +33,7 @@ from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.prompt_reader import PromptReader
+from routed_experts.capture.seams.engine import ConnectedScheduler
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
 from routed_experts.capture.stats import STATS_OUTPUT_ID, StatsRecorder
 from routed_experts.protocol.codec import UNKNOWN, Rows
@@ -454,7 +455,7 @@ class SchedulerConnector:
         return self._cache
 
 
-class SchedulerCapture(Scheduler):
+class SchedulerCapture(ConnectedScheduler):  # type: ignore[valid-type,misc]
     """What all schedulers add to vLLM's, or to a program's own."""
 
     aux_output_connector: SchedulerConnector

@@ -3,6 +3,7 @@
 from vllm.v1.outputs import ModelRunnerOutput
 
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.seams.engine import step_rows
 
 AuxOutputs = dict[str, StepRows]
 
@@ -23,5 +24,5 @@ def attach(output: ModelRunnerOutput, rows: StepRows) -> None:
 
 def detach(output: ModelRunnerOutput) -> StepRows | None:
     """The rows that travelled with `output`; None if the step ran nothing."""
-    outputs = output.aux_output_connector_output
+    outputs = step_rows(output)
     return outputs[_STEP] if outputs else None

@@ -1,9 +1,12 @@
-"""Model Runner V1: CPU always, and CUDA for the models that vLLM keeps on it.
+"""Model Runner V1: CPU always, and CUDA for the models that vLLM keeps on it; V2 too, until vLLM 0.31.
 
-It has no place to attach to, so the worker calls in here around its own steps.
+They have no place to attach to, so the worker calls in here around its own steps.
 """
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -12,13 +15,24 @@ from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.pipeline import PendingRows
+from routed_experts.capture.seams.engine import v2_batch
+
+
+def v1_batch(runner: GPUModelRunner, kv_group: int, scheduler_output: SchedulerOutput) -> tuple[Any, NDArray[np.int64]]:
+    """The KV slots of a step's tokens on the device, and where each request's tokens begin."""
+    batch = runner.input_batch
+    counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return batch.block_table[kv_group].slot_mapping.gpu, offsets
 
 
 class V1Adapter:
     """Takes each step's rows after its forward pass and puts them on its output."""
 
-    def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int) -> None:
+    def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int, runner_is_v2: bool) -> None:
         self._runner = runner
+        self._runner_is_v2 = runner_is_v2
         self._capturer = capturer
         self._kv_group = kv_group
         self._stage = PipelineStage(runner, capturer)
@@ -29,11 +43,10 @@ class V1Adapter:
         """Call after the forward pass was launched and before anything else is."""
         if not self._sends or scheduler_output.total_num_scheduled_tokens == 0:
             return
-        batch = self._runner.input_batch
-        counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
-        offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-        np.cumsum(counts, out=offsets[1:])
-        slots = batch.block_table[self._kv_group].slot_mapping.gpu
+        if self._runner_is_v2:
+            slots, offsets = v2_batch(self._runner, self._kv_group)
+        else:
+            slots, offsets = v1_batch(self._runner, self._kv_group, scheduler_output)
         self._pending = self._capturer.submit(slots, offsets, self._stage.upstream)
 
     def post_sample(

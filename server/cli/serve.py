@@ -13,7 +13,6 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -23,7 +22,13 @@ from vllm.v1.engine import utils as engine_utils
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
-from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UNTESTED_VARIABLE, UnsupportedConfig
+from routed_experts.capture.engine.versions import (
+    ALLOW_UNTESTED_FLAG,
+    ALLOW_UNTESTED_VARIABLE,
+    UnsupportedConfig,
+    missing_gpu_run,
+)
+from routed_experts.capture.seams.http import cli_env_setup, configure_logging_from_args
 from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
@@ -31,11 +36,6 @@ from routed_experts.server.cli.console import CommandError, complain, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
-
-try:
-    from vllm.entrypoints.common.startup import cli_env_setup
-except ImportError:  # vLLM 0.32: has it here
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 logger = get_logger(__name__)
 
@@ -279,6 +279,8 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
         check_engine_config(config)
     except UnsupportedConfig as error:
         raise CommandError(str(error)) from None
+    if current_platform.is_cuda() and (sentence := missing_gpu_run()) is not None:
+        logger.warning(sentence)
 
 
 def memory_bytes(config: VllmConfig) -> int | None:

@@ -10,13 +10,8 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from routed_experts.server.vllm_api import (
-    AsyncLLM,
-    InputStreamError,
-    RetryableRequestError,
-    create_error_response,
-    get_logger,
-)
+from routed_experts.server.http.vllm_http import RetryableRequestError, create_error_response
+from routed_experts.server.vllm_api import AsyncLLM, InputStreamError, get_logger
 
 logger = get_logger(__name__)
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
+from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME
@@ -52,11 +53,12 @@ class RoutedExpertsPlugin:
         self._app = app
         app.include_router(router)
         args = getattr(app.state, "args", None)
-        if getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False):
+        if scales_out(args):
             app.include_router(generate_router)
         if getattr(args, "routed_experts_page", True):
             app.include_router(page_router)
         unsupported_routes.attach(app)
+        replace_routes(app)
         app.state.drain = Drain()
         app.add_middleware(DrainMiddleware, drain=app.state.drain)
 

@@ -17,15 +17,14 @@ from routed_experts.protocol.models import (
     check_names,
     parse_options,
 )
-from routed_experts.server.outputs.row_buffer import opt_in
-from routed_experts.server.vllm_api import (
+from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerateRequest,
-    SamplingParams,
     VLLMClientError,
-    VLLMValidationError,
 )
+from routed_experts.server.outputs.row_buffer import opt_in
+from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
 ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
 

@@ -18,15 +18,15 @@ from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_answer
-from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
-from routed_experts.server.outputs.row_buffer import RowBuffer
-from routed_experts.server.vllm_api import (
+from routed_experts.server.http.vllm_http import (
     ErrorResponse,
-    RequestOutput,
     create_error_response,
     metrics_header,
     with_sse_keep_alive,
 )
+from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
+from routed_experts.server.outputs.row_buffer import RowBuffer
+from routed_experts.server.vllm_api import RequestOutput
 
 
 @dataclass

@@ -16,12 +16,8 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
-from routed_experts.server.vllm_api import (
-    VLLMNotFoundError,
-    load_aware_call,
-    validate_json_request,
-    with_cancellation,
-)
+from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
+from routed_experts.server.vllm_api import VLLMNotFoundError
 
 router = APIRouter()
 """What every server has."""

@@ -7,7 +7,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from routed_experts.protocol.models import RoutedExpertsArray, RoutedExpertsHistogram
 from routed_experts.server.http import examples
-from routed_experts.server.vllm_api import (
+from routed_experts.server.http.vllm_http import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
     CompletionResponse,

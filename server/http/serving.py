@@ -8,6 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.seams.http import set_output_kind
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import HISTOGRAM, OPT_IN, RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
@@ -15,19 +16,17 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
-from routed_experts.server.outputs import kv_handoff
-from routed_experts.server.vllm_api import (
+from routed_experts.server.http.vllm_http import (
     ChatCompletionRequest,
     CompletionRequest,
     ErrorResponse,
     GenerateRequest,
     OpenAIServingChat,
     OpenAIServingCompletion,
-    RequestOutput,
     ServingTokens,
-    VLLMValidationError,
-    get_logger,
 )
+from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.vllm_api import RequestOutput, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
 
@@ -354,6 +353,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
             request.sampling_params = request.opt_in(params)
+            set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)
 
     def serve_tokens_stream_generator(

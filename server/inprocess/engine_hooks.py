@@ -1,12 +1,12 @@
 """Engines that a program builds itself, and asks for routed experts in vLLM's way: this capture takes vLLM's place."""
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.capture.seams.arguments import withdraw
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.patching import replace_once
@@ -39,7 +39,7 @@ def take_over(args: Any) -> None:
     except UnsupportedConfig as error:
         raise UnsupportedConfig(f"{error} {GO_BACK}") from None
     args.additional_config = {**args.additional_config, VLLM_FLAG_ENABLED: True}
-    args.aux_output_config = replace(args.aux_output_config, enable_return_routed_experts=False)
+    withdraw(args)
     _follow_engines()
 
 

@@ -9,6 +9,7 @@ import os
 from types import ModuleType
 from typing import Any
 
+from routed_experts.capture.seams.arguments import asks
 from routed_experts.server import GO_BACK, PLUGIN_NAME
 from routed_experts.server.inprocess.patching import replace_once
 
@@ -32,7 +33,7 @@ def register() -> None:
 
 
 def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any) -> Any:
-    engine_hooks = _engine_hooks() if _asks(args) else None
+    engine_hooks = _engine_hooks() if asks(args) else None
     if engine_hooks is None:
         return create(args, *positional, **named)
     engine_hooks.take_over(args)
@@ -41,22 +42,20 @@ def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any
     return config
 
 
-def _asks(args: Any) -> bool:
-    """Whether engine arguments ask for routed experts; before vLLM 0.31 they have no `aux_output_config`."""
-    asked = getattr(args, "aux_output_config", args)
-    return bool(getattr(asked, "enable_return_routed_experts", False))
-
-
 def _engine_hooks() -> ModuleType | None:
     """The module that puts this capture in the place of vLLM's; None beside a version that is not supported.
 
     Raises:
         UnsupportedConfig: this capture cannot be loaded, or VLLM_PLUGINS names it beside such a version.
     """
-    from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
+    from vllm.platforms import current_platform
+
+    from routed_experts.capture.engine.versions import UnsupportedConfig, check_gpu_run, check_vllm_version
 
     try:
         check_vllm_version()
+        if current_platform.is_cuda():
+            check_gpu_run()
     except UnsupportedConfig as error:
         if PLUGIN_NAME in os.environ.get("VLLM_PLUGINS", "").split(","):
             raise UnsupportedConfig(f"{error} {GO_BACK}") from None

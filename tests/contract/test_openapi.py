@@ -104,7 +104,7 @@ def test_what_is_ours_in_the_file_is_so_on_every_vllm(spec: dict[str, Any]) -> N
     assert {name for name, _ in made["fields"]} >= {"RoutedCompletionRequest", "RoutedChatRequest", "RoutedChatChoice"}
 
 
-@pytest.mark.skipif(VLLM_VERSION.split("+")[0] != SUPPORTED_VLLM[0], reason="the file is made with another vLLM")
+@pytest.mark.skipif(VLLM_VERSION.split("+")[0] != SUPPORTED_VLLM[-1], reason="the file is made with another vLLM")
 def test_the_files_are_what_the_routes_say(tmp_path: Path) -> None:
     assert spec_file.main(["--check", str(FILE), str(PAGE)]) == 0
     made = [tmp_path / "made.yaml", tmp_path / "made.md"]

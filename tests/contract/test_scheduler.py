@@ -404,14 +404,15 @@ def share_partly(core: Core, request_id: str, source: str, num_tokens: int) -> l
     goes on writing into the copy. Gives the copies, as they are scheduled.
     """
     copies: list[tuple[int, int]] = []
-    look_up, schedule = core.scheduler._get_local_prefix_cache_hit, core.scheduler.schedule
+    manager, schedule = core.scheduler.kv_cache_manager, core.scheduler.schedule
+    look_up = manager.get_computed_blocks
 
     def hit(request: Request, *limit: Any) -> Any:
         found = look_up(request, *limit)
         if request.request_id != request_id:
             return found
-        (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        blocks = list(manager.req_to_blocks[source][: -(-num_tokens // BLOCK)])
+        (tables,) = manager.coordinator.single_type_managers
+        blocks = list(tables.req_to_blocks[source][: -(-num_tokens // BLOCK)])
         return type(found[0])((blocks,)), num_tokens, *found[2:]
 
     def scheduled(*args: Any, **kwargs: Any) -> Any:
@@ -419,7 +420,7 @@ def share_partly(core: Core, request_id: str, source: str, num_tokens: int) -> l
         copies.extend(step.kv_cache_block_copies or ())
         return step
 
-    core.scheduler._get_local_prefix_cache_hit, core.scheduler.schedule = hit, scheduled
+    manager.get_computed_blocks, core.scheduler.schedule = hit, scheduled
     return copies
 
 

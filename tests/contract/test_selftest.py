@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from routed_experts.capture.engine.scheduler import SchedulerCapture, SchedulerConnector
 from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.server import vllm_api
-from routed_experts.server.http import plugin, request, selftest
+from routed_experts.server.http import plugin, request, selftest, vllm_http
 from routed_experts.server.http import serving as http_serving
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.selftest import SelfTestError
@@ -157,11 +157,11 @@ def test_requests_of_the_probe_leave_nothing(again: Again) -> None:
 # ---- in the API process ----
 
 API: list[tuple[type, type]] = [
-    (http_serving.RoutedServingCompletion, vllm_api.OpenAIServingCompletion),
-    (http_serving.RoutedServingChat, vllm_api.OpenAIServingChat),
-    (http_serving.RoutedServingTokens, vllm_api.ServingTokens),
-    (request.RoutedCompletionRequest, vllm_api.CompletionRequest),
-    (request.RoutedChatRequest, vllm_api.ChatCompletionRequest),
+    (http_serving.RoutedServingCompletion, vllm_http.OpenAIServingCompletion),
+    (http_serving.RoutedServingChat, vllm_http.OpenAIServingChat),
+    (http_serving.RoutedServingTokens, vllm_http.ServingTokens),
+    (request.RoutedCompletionRequest, vllm_http.CompletionRequest),
+    (request.RoutedChatRequest, vllm_http.ChatCompletionRequest),
     (BufferedRequestState, vllm_api.RequestState),
 ]
 

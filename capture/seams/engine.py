@@ -1,0 +1,135 @@
+"""Schedulers, model runners and MoE layers of older versions of vLLM."""
+
+from dataclasses import fields
+from inspect import signature
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.config import SpeculativeConfig
+from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from routed_experts.capture.seams import Seam
+
+HAS_AUX_OUTPUTS = "aux_output_connector_metadata" in {field.name for field in fields(SchedulerOutput)}
+"""Whether schedulers and model runners call an auxiliary output connector."""
+
+KNOWS_STALE_STEPS = "is_stale" in signature(Scheduler._update_request_with_output).parameters
+"""Whether output of a step that began before its request was preempted is told from output of a later step."""
+
+HAS_SINK = hasattr(routed_experts_capturer, "RoutedExpertsSink")
+"""Whether monolithic kernels are given a sink for their choice: what this project was first written against."""
+
+_REFUSES_RESETS = "PauseState" in Scheduler.reset_prefix_cache.__code__.co_names
+
+RoutedExpertsSink: Any = getattr(routed_experts_capturer, "RoutedExpertsSink", None)
+RoutedExpertsCaptureSource: Any = getattr(routed_experts_capturer, "RoutedExpertsCaptureSource", ())
+"""As the second argument of `isinstance`: nothing is one, where there is none."""
+
+SEAMS = (
+    Seam("output of preempted steps is marked", "0.27.1", lambda: not KNOWS_STALE_STEPS),
+    Seam("MegaMoE layers offer a capture of their own", "0.28.0", lambda: RoutedExpertsCaptureSource == ()),
+    Seam(
+        "adaptive draft verification", "0.28.0", lambda: not hasattr(SpeculativeConfig, "enable_adaptive_verification")
+    ),
+    Seam("an auxiliary output connector", "0.31.0", lambda: not HAS_AUX_OUTPUTS),
+    Seam("bounded replay", "0.31.0", lambda: not hasattr(KVCacheSpec, "prefix_replay_tokens")),
+    Seam("resets of running requests beside a connector", "0.32.0", lambda: not HAS_AUX_OUTPUTS or _REFUSES_RESETS),
+    Seam("a sink for the choice of monolithic kernels", "0.32.0", lambda: not HAS_SINK),
+)
+
+
+class _Calling(Scheduler):
+    """Until 0.31: calls the connector where the scheduler of 0.31 does."""
+
+    aux_output_connector: Any
+    _taken: dict[str, Any]
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        tag = self.aux_output_connector.build_connector_meta(scheduler_output, self.requests)
+        scheduler_output.aux_output_connector_metadata = tag
+        super()._update_after_schedule(scheduler_output)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.aux_output_connector.request_finished(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self.aux_output_connector.request_finished(request)
+        return super()._free_request(request, *args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        is_reset = bool(super().reset_prefix_cache(*args, **kwargs))
+        if is_reset:
+            self.aux_output_connector.reset()
+        return is_reset
+
+    def _update_request_with_output(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
+        if token_ids or stopped:
+            self._taken[request.request_id] = self.aux_output_connector.take_output(request, None)
+        return token_ids, stopped
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        self._taken = {}
+        messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
+        for message in messages.values():
+            for output in message.outputs:
+                output.routed_experts = self._taken.pop(output.request_id, None)
+        return messages
+
+
+class _Resetting(Scheduler):
+    """0.31 refuses to reset running requests where there is a connector. Ours allows it: it keeps rows by KV slot."""
+
+    aux_output_connector: Any
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        connector, self.aux_output_connector = self.aux_output_connector, None
+        try:
+            for request in self.running if reset_running_requests else ():
+                connector.request_finished(request)
+            is_reset = bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+        finally:
+            self.aux_output_connector = connector
+        if is_reset:
+            connector.reset()
+        return is_reset
+
+
+ConnectedScheduler: type[Scheduler] = _Calling if not HAS_AUX_OUTPUTS else _Resetting if _REFUSES_RESETS else Scheduler
+"""vLLM's scheduler, or what makes an older one call `aux_output_connector`."""
+
+
+def step_rows(output: ModelRunnerOutput) -> Any:
+    """What a worker attached to its output; until 0.31 the class has no field for it, but takes the attribute."""
+    return getattr(output, "aux_output_connector_output", None)
+
+
+def v2_batch(runner: Any, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
+    """Until 0.31, on the V2 model runner, which calls no connector: the step's slots and requests, as `v1_batch`."""
+    batch = runner.execute_model_state.input_batch
+    offsets = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
+    return runner.block_tables.slot_mappings[kv_group], offsets
+
+
+def replays_prefixes(spec: KVCacheSpec) -> bool:
+    """Whether a prefix hit runs its last tokens again."""
+    return bool(getattr(spec, "prefix_replay_tokens", 0))
+
+
+def verifies_adaptively(speculative: SpeculativeConfig | None) -> bool:
+    """Whether the GPU decides how many drafts run."""
+    return bool(getattr(speculative, "enable_adaptive_verification", False))
+
+
+def can_report_choice(experts: Any) -> bool:
+    """Whether a monolithic kernel reports which experts it chose."""
+    reports = getattr(experts, "supports_routing_replay_capture", None)
+    return HAS_SINK and reports is not None and bool(reports())

@@ -1,0 +1,115 @@
+"""Names of vLLM's HTTP server that moved, as the newest version calls them, and substitutes for missing ones."""
+
+import argparse
+from http import HTTPStatus
+from importlib import import_module
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.sampling_params import RequestOutputKind
+
+from routed_experts.capture.seams import Seam
+
+
+def _first(name: str, *places: str) -> Any:
+    """`name` from the first of the modules that has it; None if none has."""
+    for place in places:
+        try:
+            return getattr(import_module(place), name)
+        except (ImportError, AttributeError):
+            continue
+    return None
+
+
+_ENTRY = "vllm.entrypoints"
+_NEW_ERRORS = f"{_ENTRY}.serve.exception_handling.error_response"  # 0.28
+_NEW_ENGINE = f"{_ENTRY}.serve.engine.protocol"  # 0.29
+_NEW_STARTUP = f"{_ENTRY}.common.startup"  # 0.33
+_GENERATE = f"{_ENTRY}.scale_out.token_in_token_out.protocol"
+
+ErrorResponse = _first("ErrorResponse", _NEW_ENGINE, f"{_ENTRY}.openai.engine.protocol")
+create_error_response = _first("create_error_response", _NEW_ERRORS, f"{_ENTRY}.serve.utils.error_response")
+cli_env_setup = _first("cli_env_setup", _NEW_STARTUP, f"{_ENTRY}.serve.utils.api_utils")
+GenerateTokensChoice = _first("GenerateTokensChoice", _GENERATE) or _first("GenerateResponseChoice", _GENERATE)
+GenerateTokensResponse = _first("GenerateTokensResponse", _GENERATE) or _first("GenerateResponse", _GENERATE)
+VLLMClientError = _first("VLLMClientError", "vllm.exceptions") or ()
+"""As an exception to catch: none is one, where there is none."""
+
+_keep_alive = _first("with_sse_keep_alive", f"{_ENTRY}.serve.utils.sse_keep_alive")  # 0.30
+_configure_logging = _first("configure_logging_from_args", "vllm.logger")  # 0.31
+_retryable = _first("RetryableRequestError", "vllm.exceptions")  # 0.32
+_generation_error = _first("GenerationError", "vllm.exceptions", f"{_ENTRY}.openai.engine.protocol")
+_frontend_args = _first("FrontendArgs", f"{_ENTRY}.launchers.cli_args", f"{_ENTRY}.openai.cli_args")
+_attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface")
+
+_HAS_SCALE_OUT_FLAG = "enable_scale_out" in _frontend_args.__dataclass_fields__
+_REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
+
+SEAMS = (
+    Seam("VLLMClientError", "0.27.1", lambda: VLLMClientError == ()),
+    Seam(_NEW_ERRORS, "0.28.0", lambda: _first("create_error_response", _NEW_ERRORS) is None),
+    Seam(_NEW_ENGINE, "0.29.0", lambda: _first("ErrorResponse", _NEW_ENGINE) is None),
+    Seam(
+        "responses of generate without the outputs before",
+        "0.29.0",
+        lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
+    ),
+    Seam("SSE keep-alive", "0.30.0", lambda: _keep_alive is None),
+    Seam("--enable-scale-out", "0.30.0", lambda: not _HAS_SCALE_OUT_FLAG),
+    Seam("configure_logging_from_args", "0.31.0", lambda: _configure_logging is None),
+    Seam("RetryableRequestError", "0.32.0", lambda: _retryable is None),
+    Seam("GenerateTokensResponse", "0.32.0", lambda: _first("GenerateTokensResponse", _GENERATE) is None),
+    Seam("routes of plugins replace vLLM's", "0.32.0", lambda: not _REPLACES_ROUTES),
+    Seam(_NEW_STARTUP, "0.33.0", lambda: _first("cli_env_setup", _NEW_STARTUP) is None),
+)
+
+
+class _Retryable(_generation_error):  # type: ignore[misc]
+    """Until 0.32: a failure of a request that clients may repeat."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.status_code = HTTPStatus.SERVICE_UNAVAILABLE
+
+
+RetryableRequestError: Any = _retryable or _Retryable
+
+
+def _unchanged(chunks: Any, interval: float) -> Any:
+    return chunks
+
+
+with_sse_keep_alive: Any = _keep_alive or _unchanged
+
+
+def _ignore(args: argparse.Namespace) -> None:
+    pass
+
+
+configure_logging_from_args: Any = _configure_logging or _ignore
+
+
+def set_output_kind(params: Any, stream: bool) -> None:
+    """Until 0.29: generate's responses that are not streamed would come as outputs that repeat all earlier tokens."""
+    params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+
+
+def scales_out(args: argparse.Namespace | None) -> bool:
+    """Whether vLLM serves its scale-out endpoints; until 0.30 every server does."""
+    always = args is not None and not _HAS_SCALE_OUT_FLAG
+    return always or bool(getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False))
+
+
+def replace_routes(app: FastAPI) -> None:
+    """Until 0.32: removes routes that a later one of the same path and method replaces; the first would win."""
+    if _REPLACES_ROUTES:
+        return
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    last = {(route.path, method): route for route in routes for method in route.methods}
+    app.router.routes[:] = [
+        route
+        for route in app.routes
+        if not isinstance(route, APIRoute) or any(last[route.path, method] is route for method in route.methods)
+    ]

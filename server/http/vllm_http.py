@@ -1,0 +1,48 @@
+"""Every name of vLLM's HTTP server that this one uses: the list to check when vLLM's version changes."""
+
+from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    ChatCompletionResponseChoice,
+)
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionResponse, CompletionResponseChoice
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.orca_metrics import metrics_header
+
+from routed_experts.capture.seams.http import (
+    ErrorResponse,
+    GenerateTokensChoice,
+    GenerateTokensResponse,
+    RetryableRequestError,
+    VLLMClientError,
+    create_error_response,
+    with_sse_keep_alive,
+)
+
+__all__ = [
+    "ChatCompletionRequest",
+    "ChatCompletionResponse",
+    "ChatCompletionResponseChoice",
+    "CompletionRequest",
+    "CompletionResponse",
+    "CompletionResponseChoice",
+    "ErrorResponse",
+    "GenerateRequest",
+    "GenerateTokensChoice",
+    "GenerateTokensResponse",
+    "OpenAIServingChat",
+    "OpenAIServingCompletion",
+    "RetryableRequestError",
+    "ServingTokens",
+    "VLLMClientError",
+    "create_error_response",
+    "load_aware_call",
+    "metrics_header",
+    "validate_json_request",
+    "with_cancellation",
+    "with_sse_keep_alive",
+]
