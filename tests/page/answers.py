@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import encode
+from tests.protocol.forms import encode
 
 TEXT = (
     "The router sends every token to a few experts, and which ones it takes depends on what it reads. Some prefer "

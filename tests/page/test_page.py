@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import collect
 from routed_experts.server.cli.saved import ModelInfo, opened, read
 from routed_experts.server.cli.tiny_model import make_tokenizer
@@ -18,6 +17,7 @@ from tests.contract.served import serving
 from tests.e2e.harness import ASK, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
+from tests.protocol.forms import encode
 
 pytestmark = pytest.mark.e2e
 

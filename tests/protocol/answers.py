@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import Format, encode
+from routed_experts.protocol.codec import Format
+from tests.protocol.forms import encode
 
 EXPERTS, LAYERS, TOP_K = 60, 3, 4
 
