@@ -37,7 +37,7 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
     "/v1/completions",
     dependencies=[Depends(validate_json_request)],
     responses=schemas.generate_responses(
-        schemas.RoutedCompletionResponse, examples.COMPLETION_ANSWER, examples.COMPLETION_STREAM
+        schemas.RoutedCompletionResponse, examples.COMPLETION_RESPONSE, examples.COMPLETION_STREAM
     ),
     openapi_extra=schemas.request_example(examples.COMPLETION_REQUEST),
 )
@@ -53,7 +53,7 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(schemas.RoutedChatResponse, examples.CHAT_ANSWER, examples.CHAT_STREAM),
+    responses=schemas.generate_responses(schemas.RoutedChatResponse, examples.CHAT_RESPONSE, examples.CHAT_STREAM),
     openapi_extra=schemas.request_example(examples.CHAT_REQUEST),
 )
 @with_cancellation
@@ -69,7 +69,7 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
     "/inference/v1/generate",
     dependencies=[Depends(validate_json_request)],
     responses=schemas.generate_responses(
-        schemas.RoutedGenerateResponse, examples.GENERATE_ANSWER, examples.GENERATE_STREAM
+        schemas.RoutedGenerateResponse, examples.GENERATE_RESPONSE, examples.GENERATE_STREAM
     ),
     openapi_extra=schemas.request_example(examples.GENERATE_REQUEST),
 )

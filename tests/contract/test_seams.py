@@ -149,7 +149,7 @@ def test_adopting_another_class_is_refused() -> None:
         pass
 
     for other in (Derived, vllm_api.OpenAIServingCompletion):
-        with pytest.raises(TypeError, match="does not extend RoutedServingChat extends"):
+        with pytest.raises(TypeError, match="RoutedServingChat does not extend"):
             serving.rebind_class(object.__new__(other), serving.RoutedServingChat, None, 1)
 
 
