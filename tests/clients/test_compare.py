@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol.codec import encode
 from routed_experts.server.cli import compare
 from routed_experts.server.cli.main import main
 from routed_experts.server.cli.reference import Reference
 from tests.e2e.harness import Oracle, Server, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
+from tests.protocol.forms import encode
 
 P, G = 20, 7
 L, EXPERTS = 5, 16
@@ -149,16 +149,16 @@ def test_answers_that_cannot_be_compared(
     del without_ids["choices"][0]["token_ids"]
     out_of_range = answer_of(np.where(whole == 3, 99, whole), tokens)
     for answers, message in [
-        ([without_ids], "no token ids: ask with return_token_ids"),
-        ([answer_of(whole[:, :4], tokens)], "rows of 4 layers, and the model has 5"),
-        ([answer_of(whole[..., :3], tokens)], "rows of 3 experts, and the model has 4"),
-        ([out_of_range], "an id is 99, and the model has 16 experts"),
+        ([without_ids], "no token ids: set return_token_ids"),
+        ([answer_of(whole[:, :4], tokens)], "rows of 4 layers, but the model has 5"),
+        ([answer_of(whole[..., :3], tokens)], "rows of 3 experts, but the model has 4"),
+        ([out_of_range], "an id is 99, but the model has 16 experts"),
         ([{"layer_ids": [0, 1, 2, 3, 4]}, answer_of(whole, tokens)], "line 3: its MoE layers are decoder layers [0, 1"),
         (
             [answer_of(np.full_like(whole, -1), tokens)],
-            "Nothing could be compared: all 26 rows of 1 answers are unknown",
+            "Nothing to compare: all 26 rows of 1 answers are unknown",
         ),
-        ([], "answers.jsonl has no answers"),
+        ([], "answers.jsonl has no responses"),
         ([{"error": {"message": "no"}}], "line 1: the server answered with an error: no"),
         ([answer_of(whole, tokens), {"choices": []}], "line 3: the answer has no choices"),
     ]:

@@ -48,7 +48,7 @@ def test_no_such_folder(capsys: pytest.CaptureFixture[str], model: str) -> None:
 
 
 def test_no_such_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is neither a folder here nor a name on the Hugging Face hub" in refused(capsys, "not a name")
+    assert "is neither a local folder nor a name on the Hugging Face hub" in refused(capsys, "not a name")
 
 
 def test_no_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         bars = line[head.index("load of") :]
         assert len(line) <= 100
         assert bars[int(row.argmax()) // 2] == max(bars)  # a column is two of the 60 experts
-    assert lines[LAYERS] == "1 answers, 309 rows, 0 of them not known to the server."
+    assert lines[LAYERS] == "1 answers, 309 rows, 0 of them unknown."
     assert lines[-1].startswith("MoE layers are counted from 0")
 
 
@@ -136,8 +136,8 @@ def test_streams_with_histograms(capsys: pytest.CaptureFixture[str], tmp_path: P
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "has no answers."),
-        ("[3]", "line 1 is not an answer of the server: it should be a JSON object."),
+        ("", "has no responses."),
+        ("[3]", "line 1 is not a response of the server: it should be a JSON object."),
         ('{"error": {"message": "too long"}}', "line 1: the server answered with an error: too long."),
         ('{"choices": []}', "line 1: the answer has no choices."),
     ],
