@@ -127,16 +127,25 @@ def test_dense_layers_are_left_out(tmp_path: Path) -> None:
         ("{]", "0.jsonl, line 1 is not valid JSON, or was cut off: Expecting property name"),
         (f'{body(ONE)}\n{{"a": 1,\n\n "b', "0.jsonl, line 2 is not valid JSON, or was cut off: Unterminated string"),
         ("[" * 100_000, "0.jsonl, line 1 is not valid JSON, or was cut off"),
-        ("3", "0.jsonl, line 1 is not a response of the server: it should be a JSON object."),
+        ("3", "0.jsonl, line 1 is not a response of the server: it must be a JSON object."),
         (f"{body(ONE)}\n[[]]", "0.jsonl, line 2 is not a response of the server"),
         ("data: [1]\n\ndata: [DONE]\n", "0.jsonl, line 1 is not a response of the server"),
         ("data: {]\n", "0.jsonl, line 1: an event is not JSON"),
         (f"\n{sse(*stream(ONE))[:-14]}", "0.jsonl, line 2: the stream that starts here was cut off"),
         (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", "0.jsonl, line 1: the stream that starts here was cut off"),
-        (json.dumps({**INFO, "num_experts": "many"}), "0.jsonl, line 1: num_experts is 'many'."),
-        (json.dumps({**INFO, "layer_ids": [2, 1, 0]}), "0.jsonl, line 1: layer_ids are [2, 1, 0]."),
-        (json.dumps({**INFO, "num_layers": 4}), "0.jsonl, line 1: num_layers is 4, and layer_ids are [1, 2, 4]."),
-        (json.dumps({"choices": [], "routed_experts_info": [1]}), "0.jsonl, line 1: routed_experts_info is [1]."),
+        (
+            json.dumps({**INFO, "num_experts": "many"}),
+            "0.jsonl, line 1: num_experts must be a positive integer, not 'many'.",
+        ),
+        (
+            json.dumps({**INFO, "layer_ids": [2, 1, 0]}),
+            "0.jsonl, line 1: layer_ids must be ascending layer indices, not [2, 1, 0].",
+        ),
+        (json.dumps({**INFO, "num_layers": 4}), "0.jsonl, line 1: num_layers is 4, but layer_ids are [1, 2, 4]."),
+        (
+            json.dumps({"choices": [], "routed_experts_info": [1]}),
+            "0.jsonl, line 1: routed_experts_info must be an object, not [1].",
+        ),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
