@@ -50,8 +50,8 @@ class RoutingFields(BaseModel):
     routed_experts_prompt_start: StrictInt = Field(
         default=0,
         ge=0,
-        description="First prompt row to return; at most the number of prompt tokens. Later turns can "
-        "request only new rows.",
+        description="First prompt row to return; at most the number of prompt tokens. Later turns of a "
+        "conversation can request only new rows.",
     )
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."

@@ -34,7 +34,7 @@ def _rows_field(description: str) -> Any:
 
 _GENERATED = (
     "The generated rows of the choice, starting after the prompt; with `routed_experts_layout: joined`, prompt rows "
-    "come first. Absent without `return_routed_experts`."
+    "come before them. Absent without `return_routed_experts`."
 )
 _PROMPT = (
     "The prompt rows from `routed_experts_prompt_start` on, once for all choices. Absent without "
