@@ -17,7 +17,7 @@ from routed_experts.protocol.codec import Format, WireDtype
 Layout = Literal["split", "joined"]
 Layers = Literal["moe", "all"]
 VllmDtype = Literal["vllm"]
-"""As vLLM's own capture has it: `uint8` up to 256 experts, else `uint16`."""
+"""The dtype of vLLM's own capture: `uint8` up to 256 experts, else `uint16`."""
 
 OPT_IN = "return_routed_experts"
 PROMPT_START = "routed_experts_prompt_start"
@@ -25,12 +25,12 @@ HISTOGRAM = "routed_experts_histogram"
 LAYERS = "routed_experts_layers"
 _START_LEN = "routed_experts_start_len"
 _PREFIXES = ("return_routed", "routed_expert")
-"""A field whose name begins like this is meant for this server, not for vLLM, which ignores fields it does not know."""
-_LONGEST_NAME = 64  # that is compared and shown: comparing takes time quadratic in the length
+"""Unknown fields with these prefixes are rejected. vLLM ignores other unknown fields."""
+_LONGEST_NAME = 64  # characters that are compared and shown: the comparison takes quadratic time
 
 
 class FieldError(ValueError):
-    """A routing field that the server cannot accept.
+    """An invalid routing field.
 
     Attributes:
         param: the field's name, as sent.
@@ -42,19 +42,19 @@ class FieldError(ValueError):
 
 
 class RoutingFields(BaseModel):
-    """What a completion or chat request may say about routing."""
+    """The routing fields of a request."""
 
     return_routed_experts: StrictBool = Field(
-        default=False, description="Return the experts that every token was routed to, in every MoE layer."
+        default=False, description="Return the experts that the router chose for every token in every MoE layer."
     )
     routed_experts_prompt_start: StrictInt = Field(
         default=0,
         ge=0,
-        description="Leave out the prompt rows before this position; at most the number of prompt tokens. "
-        "Turn n of a conversation asks only for what it has not seen.",
+        description="First prompt row to return; at most the number of prompt tokens. Later turns of a "
+        "conversation can request only new rows.",
     )
     routed_experts_start_len: StrictInt = Field(
-        default=0, ge=0, description="Another name for `routed_experts_prompt_start`, as SGLang has it."
+        default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
     )
     routed_experts_format: Format = Field(
         default="object",
@@ -63,8 +63,8 @@ class RoutingFields(BaseModel):
     )
     routed_experts_dtype: WireDtype = Field(
         default="int16",
-        description="Element type on the wire; `auto` is `uint8` up to 256 experts, else `int16`. `uint8` cannot "
-        "say that a row is not known (-1) and is an error where that is needed.",
+        description="Element type on the wire; `auto` is `uint8` up to 256 experts, else `int16`. `uint8` cannot hold "
+        "-1, so unknown rows are an error.",
     )
     routed_experts_layout: Layout = Field(
         default="split",
@@ -73,25 +73,25 @@ class RoutingFields(BaseModel):
     )
     routed_experts_layers: Layers = Field(
         default="moe",
-        description="Layers of a row: `moe`, the layers with experts; `all`, every decoder layer, with zeros in layers "
-        "without experts (-1 in a row that is not known), as in vLLM's own capture. A histogram has the same layers.",
+        description="Layers of a row and of a histogram. `moe`: the MoE layers. `all`: every decoder layer, as in "
+        "vLLM's own capture, with zeros in dense layers (-1 in unknown rows).",
     )
     routed_experts_histogram: StrictBool = Field(
         default=False,
-        description="Return how often each expert of each layer was chosen, in place of the rows or beside them.",
+        description="Return how often each expert of each layer was chosen, with or without the rows.",
     )
 
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """What a request wants of routing, checked.
+    """The checked routing options of a request.
 
     Attributes:
-        rows: whether it wants rows.
-        histogram: whether it wants histograms.
-        prompt_start_param: which of its two names the client gave the prompt start.
-        explicit_fields: names of the fields that the request, or the server's default for it, gave.
-        by_default: whether the request has no routing field of its own: only the server-wide default asks.
+        rows: whether to return rows.
+        histogram: whether to return histograms.
+        prompt_start_param: the name that the client used for the prompt start.
+        explicit_fields: names of the fields that the request or the server-wide default sets.
+        by_default: whether only the server-wide default asks for routing.
     """
 
     rows: bool = True
@@ -106,7 +106,7 @@ class RoutingOptions:
     by_default: bool = field(default=False, compare=False)
 
     def with_vllms_forms(self) -> "RoutingOptions":
-        """The same, for an endpoint where vLLM has a form of its own: rows get it unless another form was asked for."""
+        """The options for an endpoint where vLLM has its own form, which applies unless the request sets another."""
         if not self.rows or {"routed_experts_format", "routed_experts_layout"} & self.explicit_fields:
             return self
         dtype = self.dtype if "routed_experts_dtype" in self.explicit_fields else "vllm"
@@ -121,14 +121,14 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         defaults: values of fields that the request leaves out.
 
     Raises:
-        FieldError: a wrong type or value, a name like ours that is no field, or a field without the opt-in. A gateway
-            that strips the opt-in would otherwise lose the routing silently.
+        FieldError: an invalid value, an unknown routing field, or a field without the opt-in. The last case reveals a
+            gateway that removes the opt-in.
     """
     check_names(body)
     own = given = {name: body[name] for name in RoutingFields.model_fields if name in body}
     if defaults and given.get(OPT_IN) is not False:
         filled = {**_left_out(defaults, given), **given}
-        if filled.get(OPT_IN) or filled.get(HISTOGRAM):  # a default form alone asks for nothing
+        if filled.get(OPT_IN) or filled.get(HISTOGRAM):  # defaults without an opt-in have no effect
             given = filled
     if not given:
         return None
@@ -153,27 +153,27 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Raises `FieldError` for a name that looks like one of the routing fields, but is none of them."""
+    """Raises `FieldError` for a name that has the prefix of routing fields but is unknown."""
     for name in names:
         if name.startswith(_PREFIXES) and name not in RoutingFields.model_fields:
             _refuse_unknown(name)
 
 
 def _refuse_unknown(name: str) -> NoReturn:
-    name = name.encode("utf-8", "replace").decode()  # JSON can hold lone surrogates, which no response can
+    name = name.encode("utf-8", "replace").decode()  # without lone surrogates, which JSON allows and responses do not
     shown = name[:_LONGEST_NAME]
     (nearest,) = difflib.get_close_matches(shown, RoutingFields.model_fields, n=1, cutoff=0)
-    raise FieldError(name, f"{shown} is not a routing field; the nearest is {nearest}")
+    raise FieldError(name, f"{shown} is not a routing field: did you mean {nearest}?")
 
 
 def check_defaults(defaults: object) -> dict[str, Any]:
-    """`defaults` for `parse_options`, from the command line.
+    """Checks the server-wide `defaults` from the command line.
 
     Raises:
-        FieldError: a field that does not exist, or a value that no request could have.
+        FieldError: an unknown field or an invalid value.
     """
     if not isinstance(defaults, dict):
-        raise FieldError("", "the defaults must be a JSON object of routing fields")
+        raise FieldError("", "the defaults must be a JSON object with routing fields")
     for name in defaults:
         if name not in RoutingFields.model_fields:
             _refuse_unknown(name)
@@ -190,7 +190,7 @@ def _left_out(defaults: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str
 def _validated(given: dict[str, Any]) -> RoutingFields:
     for name, value in given.items():
         if value is None:
-            raise FieldError(name, f"{name} must not be null; leave it out for its default")
+            raise FieldError(name, f"{name} must not be null: leave it out to get its default")
     try:
         return RoutingFields.model_validate(given)
     except ValidationError as error:
@@ -200,7 +200,7 @@ def _validated(given: dict[str, Any]) -> RoutingFields:
 
 
 def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
-    """Without rows, their form means nothing; a histogram alone has a start and layers only."""
+    """Rejects fields without effect: without rows, a histogram has only a start and layers."""
     alone = {HISTOGRAM, PROMPT_START, _START_LEN, LAYERS} if fields.routed_experts_histogram else {HISTOGRAM}
     for name in RoutingFields.model_fields:
         if name in given and name != OPT_IN and name not in alone:
@@ -208,7 +208,7 @@ def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
 
 
 def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int, str]:
-    """The first prompt row to return, and the name that the client gave it."""
+    """The first prompt row to return, and the name of the field that sets it."""
     if _START_LEN not in given:
         return fields.routed_experts_prompt_start, PROMPT_START
     if PROMPT_START not in given:
@@ -223,43 +223,43 @@ class RoutedExpertsArray(BaseModel):
 
     data: str = Field(description="base64 (standard alphabet) of the little-endian array, C order")
     shape: list[int] = Field(
-        description="[rows, layers, experts per token]; which layers: `routed_experts_layers`",
+        description="[rows, layers, experts per token]; `routed_experts_layers` selects the layers",
         min_length=3,
         max_length=3,
     )
     dtype: Literal["int16", "uint8", "int32"]
     start: int = Field(description="absolute position of the first row", ge=0)
-    missing: int = Field(description="rows that the server cannot know; they are filled with -1", ge=0)
+    missing: int = Field(description="number of unknown rows; they are filled with -1", ge=0)
 
 
 class RoutedExpertsHistogram(BaseModel):
     """How often each expert was chosen."""
 
-    counts: list[list[int]] = Field(description="for each layer of `routed_experts_layers`, for each expert")
-    rows: int = Field(description="rows that were counted, the missing ones included", ge=0)
-    missing: int = Field(description="rows that the server cannot know, at least in part", ge=0)
+    counts: list[list[int]] = Field(description="[layers][experts]; `routed_experts_layers` selects the layers")
+    rows: int = Field(description="number of rows, including missing ones", ge=0)
+    missing: int = Field(description="rows with at least one unknown id; unknown ids are not counted", ge=0)
 
 
 class CaptureInfo(BaseModel):
-    """Where and how the routing is captured."""
+    """Details of the capture."""
 
     runner: Literal["v1", "v2"]
     device: str
-    kv_slots: int = Field(description="rows that the host cache can hold: one per KV slot")
-    host_cache_bytes: int = Field(description="upper bound; the operating system reserves it as it is written")
-    device_bytes: int = Field(description="memory on each worker's device that the capture takes")
-    pinned_bytes: int = Field(description="pinned host memory that each worker's capture takes")
+    kv_slots: int = Field(description="capacity of the host cache in rows: one per KV slot")
+    host_cache_bytes: int = Field(description="maximum size; memory is reserved as rows are written")
+    device_bytes: int = Field(description="memory of the capture on each worker's device")
+    pinned_bytes: int = Field(description="pinned host memory of the capture in each worker")
 
 
 class RoutedExpertsInfo(BaseModel):
-    """What the arrays mean for the served model: the response of `GET /v1/routed_experts`, constant while it runs."""
+    """The response of `GET /v1/routed_experts`: dimensions of the arrays. Constant while the server runs."""
 
     model: str
     num_layers: int
     top_k: int
     num_experts: int
-    layer_ids: list[int] = Field(description="absolute decoder-layer index of each of the L layers in a row")
+    layer_ids: list[int] = Field(description="decoder layer (absolute index) of each of the L layers")
     dtype: Literal["int16"] = "int16"
-    version: str = Field(description="of routed-experts-server")
+    version: str = Field(description="version of routed-experts-server")
     vllm_version: str
     capture: CaptureInfo

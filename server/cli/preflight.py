@@ -1,4 +1,4 @@
-"""What is wrong with a model, a port or a flag, said in a sentence before the engine's processes are started."""
+"""Checks model, weights and port before the engine starts, and reports errors in one sentence."""
 
 import errno
 import re
@@ -13,14 +13,14 @@ from routed_experts.server.cli.console import CommandError
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _WITHOUT_FILES = ("dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer", "modelexpress")
-"""Load formats that need no weights in the model's folder."""
+"""Load formats that need no weights in the model folder."""
 
 
 def check_model_folder(model: str) -> None:
-    """Refuses a folder that is not there, or that is no checkpoint. Names on the hub and URLs are left to vLLM.
+    """Checks a model folder. vLLM checks names on the hub and URLs.
 
     Raises:
-        CommandError: see above.
+        CommandError: the folder does not exist or has no checkpoint.
     """
     folder = Path(model).expanduser()
     if folder.is_file() or "://" in model:
@@ -28,24 +28,24 @@ def check_model_folder(model: str) -> None:
     if not folder.exists():
         if model.startswith((".", "~")) or folder.is_absolute() or model.count("/") > 1:
             raise CommandError(
-                f"The folder {model} does not exist: give a folder with a checkpoint, or the name of a model on the "
+                f"The folder {model} does not exist: use the folder of a checkpoint, or the name of a model on the "
                 "Hugging Face hub."
             )
         return
     if not any((folder / name).exists() for name in ("config.json", "params.json")) and not _files(folder, ("*.gguf",)):
-        raise CommandError(f"The folder {model} has no config.json: give the folder of a whole checkpoint.")
+        raise CommandError(f"The folder {model} has no config.json: use the folder of a complete checkpoint.")
 
 
 def check_weights(config: Any, memory: int | None, whose: str) -> None:
-    """Refuses a folder without weights, and weights that are larger than all memory there is.
+    """Checks that the model folder has weights, and that they fit into memory.
 
     Args:
-        config: vLLM's whole configuration.
-        memory: all of it in bytes, whoever uses it now; None where it is not known.
-        whose: memory it is, in words.
+        config: vLLM's `VllmConfig`.
+        memory: total memory in bytes, free or not; None if unknown.
+        whose: name of the device, for the message.
 
     Raises:
-        CommandError: see above.
+        CommandError: there are no weights, or they exceed the memory.
     """
     model = config.model_config
     folder = Path(model.model)
@@ -54,13 +54,13 @@ def check_weights(config: Any, memory: int | None, whose: str) -> None:
     files = _files(folder, _WEIGHTS)
     if not files:
         raise CommandError(
-            f"The folder {folder} has no weights (*.safetensors or *.bin): download the checkpoint again, or add "
-            "--load-format dummy for random ones."
+            f"The folder {folder} has no weights (*.safetensors or *.bin): download the checkpoint again, or set "
+            "--load-format dummy for random weights."
         )
     needed = _loaded_bytes(config, files)
     if memory is not None and needed > memory:
         raise CommandError(
-            f"The model's weights take {_gib(needed)}, and the memory of {whose} is {_gib(memory)}: spread it over "
+            f"The model's weights take {_gib(needed)}, but the memory of {whose} is {_gib(memory)}: spread them over "
             "more GPUs with --tensor-parallel-size, or serve a smaller or quantized model."
         )
 
@@ -70,7 +70,7 @@ def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
 
 
 def _loaded_bytes(config: Any, files: list[Path]) -> int:
-    """What the weights take at least: a checkpoint in both formats counts once."""
+    """Minimum size of the loaded weights. A checkpoint in two file formats counts once."""
     sizes: dict[str, int] = {}
     for file in files:
         sizes[file.suffix] = sizes.get(file.suffix, 0) + file.stat().st_size
@@ -84,10 +84,10 @@ def _gib(count: int) -> str:
 
 
 def check_port(host: str | None, port: int) -> None:
-    """Refuses an address that cannot be listened at.
+    """Checks that the server can listen on the address.
 
     Raises:
-        CommandError: the port is in use or not allowed, or the host is not this machine's.
+        CommandError: the port is in use or not allowed, or the host is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
@@ -95,35 +95,37 @@ def check_port(host: str | None, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host or "", port))
     except OverflowError:
-        raise CommandError(f"--port {port} is not a port: give one from 1 to 65535.") from None
+        raise CommandError(f"--port {port} is not a port: use one from 1 to 65535.") from None
     except socket.gaierror:
-        raise CommandError(f"--host {host} is not known: give an address of this machine, or leave it out.") from None
+        raise CommandError(
+            f"--host {host} cannot be resolved: use an address of this machine, or omit --host."
+        ) from None
     except OSError as error:
         raise CommandError(_why_not(error, host, port)) from None
 
 
 def _why_not(error: OSError, host: str | None, port: int) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"Port {port} is in use: choose another with --port, or end the program that listens there."
+        return f"Port {port} is in use: choose another with --port, or stop the program that listens on it."
     if error.errno == errno.EACCES:
         return f"Port {port} is not allowed for this user: choose one above 1023 with --port."
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"--host {host} is not an address of this machine: give one that is, or leave it out."
-    return f"Port {port} cannot be listened at: {error.strerror}."
+        return f"--host {host} is not an address of this machine: use one, or omit --host."
+    return f"The server cannot listen on port {port}: {error.strerror}."
 
 
 NO_HUB = (
-    "{model} is not a folder here, and the Hugging Face hub cannot be reached: check the network (or HF_ENDPOINT), or "
-    "give the folder of a checkpoint."
+    "{model} is not a local folder, and the Hugging Face hub cannot be reached: check the network (or HF_ENDPOINT), or "
+    "use the folder of a checkpoint."
 )
 NO_SUCH_MODEL = (
-    "The Hugging Face hub has no model {model}, or not for you: check the name, or log in with a token (HF_TOKEN) that "
-    "may read it."
+    "The Hugging Face hub has no model {model}, or you have no access to it: check the name, or set HF_TOKEN to a "
+    "token with access."
 )
 
 
 def sentence_of(error: BaseException, model: str) -> str:
-    """One sentence for what vLLM raised while it put its configuration together."""
+    """One sentence for an exception that was raised while vLLM or transformers read the model's configuration."""
     causes = list(_causes(error))
     names = {type(cause).__name__ for cause in causes}
     if names & {"RepositoryNotFoundError", "GatedRepoError", "RevisionNotFoundError"}:
@@ -131,7 +133,7 @@ def sentence_of(error: BaseException, model: str) -> str:
     if names & {"ConnectError", "ConnectionError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectTimeout"}:
         return NO_HUB.format(model=model)
     if "HFValidationError" in names:
-        return f"{model} is neither a folder here nor a name on the Hugging Face hub (owner/name): check the spelling."
+        return f"{model} is neither a local folder nor a name on the Hugging Face hub (owner/name): check the spelling."
     return _first_sentence(str(error))
 
 
@@ -142,12 +144,12 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _first_sentence(text: str) -> str:
-    """What a message says, without what pydantic and others put around it."""
+    """The first sentence of a message, without the text that pydantic adds."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 2 and re.match(r"\d+ validation errors? for ", lines[0]) and "Value error, " not in text:
         lines = [f"{lines[1]}: {lines[2]}"]
     said = next((line.partition("Value error, ")[2] for line in lines if "Value error, " in line), "")
-    sentence = (said or (lines[0] if lines else "vLLM refuses these arguments without saying why")).partition(
-        " [type="
-    )[0]
+    sentence = (said or (lines[0] if lines else "vLLM rejects these arguments without a reason")).partition(" [type=")[
+        0
+    ]
     return sentence if sentence.endswith((".", "!", "?")) else f"{sentence}."

@@ -1,4 +1,4 @@
-"""A checkpoint in transformers that says which experts its routers choose, and by which scores."""
+"""Runs a checkpoint in transformers and records the experts and scores of its routers."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,13 +18,13 @@ _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 class Reference:
-    """A checkpoint in transformers, whose routers are watched.
+    """A checkpoint in transformers with hooks on its routers.
 
     Attributes:
         layer_ids: decoder layer of each of the L routers.
-        top_k, num_experts: of the routers.
-        epsilon: of the coarser of two types: that of this forward pass, and that in which the checkpoint is stored,
-            which is what a server runs it in unless told otherwise.
+        top_k, num_experts: dimensions of the routers.
+        epsilon: the larger machine epsilon of two dtypes: of this forward pass, and of the stored checkpoint, which is
+            a server's default.
     """
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
@@ -46,10 +46,12 @@ class Reference:
                 module.register_forward_hook(partial(self._watch, name), with_kwargs=True)
         self._forward([0])
         if not self.layer_ids:
-            raise CommandError(f"No router of {model} shows which experts it chose; transformers has some that do not.")
+            raise CommandError(
+                f"{model} cannot be compared: its routers in transformers do not return the experts that they chose."
+            )
 
     def score(self, tokens: Sequence[int], take: Callable[[int, Ids, Scores], None]) -> None:
-        """Runs `tokens`; `take` gets each layer's place, its experts [tokens, K] and their scores [tokens, experts]."""
+        """Runs `tokens`; calls `take` with index, experts [tokens, K] and scores [tokens, experts] of each layer."""
         places = iter(range(len(self.layer_ids)))
         self._take = lambda name, chosen, scores: take(next(places), chosen, scores)
         self._forward(tokens)
@@ -59,9 +61,9 @@ class Reference:
 
         device = self._model.get_input_embeddings().weight.device
         try:
-            with torch.no_grad():  # without the head, whose logits are large
+            with torch.no_grad():  # without the head, because its logits are large
                 self._model.base_model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False)
-        except (RuntimeError, IndexError) as error:  # memory; a token that the checkpoint does not have
+        except (RuntimeError, IndexError) as error:  # out of memory, or a token outside the vocabulary
             raise CommandError(f"{len(tokens)} tokens cannot be scored: {_first_line(error)}") from error
 
     def _learn(self, name: str, chosen: Ids, scores: Scores) -> None:
@@ -70,7 +72,7 @@ class Reference:
         self.top_k, self.num_experts = chosen.shape[1], scores.shape[1]
 
     def _watch(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """A router returns its logits, weights and choice in an order of its own; blocks with `top_k` return others."""
+        """Finds logits and choice in a router's output, whose order varies. Other modules with `top_k` are ignored."""
         parts = [part for part in output if hasattr(part, "dtype")] if isinstance(output, tuple) else []
         chosen = [part for part in parts if not part.dtype.is_floating_point]
         floats = [part for part in parts if part.dtype.is_floating_point]
@@ -96,7 +98,7 @@ def _check_device(device: str) -> None:
 
 
 def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
-    """The model on its device, and the type that its checkpoint is stored in."""
+    """The model on its device, and the dtype of its stored checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -106,7 +108,7 @@ def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
         stored = getattr(AutoConfig.from_pretrained(model), "dtype", None)
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, **spread).eval()
         placed = loaded if spread else loaded.to(device)
-    except Exception as error:  # transformers, safetensors and the hub's client each have classes of their own
+    except Exception as error:  # transformers, safetensors and the hub client have their own exception classes
         raise CommandError(f"{model} cannot be loaded: {sentence_of(error, model)}") from error
     return placed, stored if isinstance(stored, torch.dtype) else torch.float32
 

@@ -1,8 +1,8 @@
-"""Saved answers, as `compare`, `stats` and `view` read them. Needs neither vLLM nor torch.
+"""Reads saved responses for `compare`, `stats` and `view`. Needs neither vLLM nor torch.
 
-A file holds JSON bodies (one on each line, pretty-printed, or in arrays), streams as curl prints them, or both. The
-object of `GET /v1/routed_experts` applies to all answers after it, including those in later files; an answer's own
-`routed_experts_info`, which the page writes, takes precedence.
+A file has JSON bodies (one per line, pretty-printed, or in arrays), streams as curl prints them, or both. The response
+of `GET /v1/routed_experts` applies to all responses after it, including later files. The field `routed_experts_info` of
+a response, which the page writes, takes precedence.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from routed_experts.server.cli.console import CommandError
 STDIN = "-"
 INFO = "routed_experts_info"
 DENSE_NEED = (
-    "its rows have dense layers too (routed_experts_layers: all), and nothing tells which: put the object of "
+    "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
 )
 RAW_NEEDS = (
-    "its rows have the form raw, which does not carry its shape: give --num-layers, --top-k and --rows-dtype, "
-    "or ask for the form object"
+    "its rows have the form raw, which does not carry its shape: set --num-layers, --top-k and --rows-dtype, "
+    "or request the form object"
 )
 _SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
 _NPY = "k05VTVBZ"  # base64 of \x93NUMPY
@@ -33,7 +33,7 @@ _NPY = "k05VTVBZ"  # base64 of \x93NUMPY
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What is known about the model of an answer; None where it is not.
+    """Known facts about the model of a response; None if unknown.
 
     Attributes:
         num_layers, top_k, num_experts, layer_ids: as in `GET /v1/routed_experts`.
@@ -48,35 +48,35 @@ class ModelInfo:
 
     @classmethod
     def of(cls, document: Any) -> "ModelInfo":
-        """From the object of `GET /v1/routed_experts`, or a part of it.
+        """Parses the response of `GET /v1/routed_experts`, or a part of it.
 
         Raises:
-            ValueError: a value that no server sends.
+            ValueError: an invalid value.
         """
         if not isinstance(document, Mapping):
-            raise ValueError(f"{INFO} is {document!r}")
+            raise ValueError(f"{INFO} must be an object, not {document!r}")
         numbers = {name: document.get(name) for name in ("num_layers", "top_k", "num_experts")}
         for name, value in numbers.items():
             if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} is {value!r}")
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
         ids = document.get("layer_ids")
         if ids is not None and not (
             isinstance(ids, list) and all(type(one) is int and one >= 0 for one in ids) and ids == sorted(set(ids))
         ):
-            raise ValueError(f"layer_ids are {ids!r}")
+            raise ValueError(f"layer_ids must be ascending layer indices, not {ids!r}")
         if ids is not None and numbers["num_layers"] not in (None, len(ids)):
-            raise ValueError(f"num_layers is {numbers['num_layers']}, and layer_ids are {ids!r}")
+            raise ValueError(f"num_layers is {numbers['num_layers']}, but layer_ids are {ids!r}")
         return cls(**numbers, layer_ids=None if ids is None else tuple(ids))
 
     def over(self, other: "ModelInfo") -> "ModelInfo":
-        """This, and what `other` knows where this knows nothing."""
+        """A copy in which `other` fills the unknown fields."""
         known = {each.name: getattr(self, each.name) for each in fields(self)}
         return replace(other, **{name: value for name, value in known.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class SavedAnswer:
-    """One answer, streamed or not.
+    """One response, streamed or not.
 
     Attributes:
         where: file and line, for messages.
@@ -91,10 +91,10 @@ class SavedAnswer:
         """The rows of each choice, in MoE layers only.
 
         Args:
-            model: what is known about the model from elsewhere. It takes precedence.
+            model: facts about the model from another source. They take precedence.
 
         Raises:
-            RoutingError: the answer is not complete, or not of this model.
+            RoutingError: the response is incomplete, or belongs to another model.
         """
         info = self.info if model is None else model.over(self.info)
         return [_checked(_moe_layers(routing, info), info) for routing in collect(self.parts, **self._asked(info))]
@@ -130,7 +130,7 @@ def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
         return routing
     dense = np.delete(rows, ids, axis=1) if max(ids) < rows.shape[1] else rows
     if (dense > 0).any():
-        raise RoutingError(f"rows of {rows.shape[1]} layers, and the model has {len(ids)} MoE layers")
+        raise RoutingError(f"rows of {rows.shape[1]} layers, but the model has {len(ids)} MoE layers")
     return replace(routing, rows=rows[:, ids])
 
 
@@ -138,14 +138,14 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
     rows = routing.rows
     if not len(rows):
         return routing
-    # No router chooses an expert twice for a token: this is a dense layer. With one expert a token, none can be told.
+    # A router never chooses an expert twice for a token, so such a layer is dense. Top-1 models do not show it.
     if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
         raise RoutingError(DENSE_NEED)
     for count, expected, what in ((rows.shape[1], info.num_layers, "layers"), (rows.shape[2], info.top_k, "experts")):
         if expected not in (None, count):
-            raise RoutingError(f"rows of {count} {what}, and the model has {expected}")
+            raise RoutingError(f"rows of {count} {what}, but the model has {expected}")
     if info.num_experts is not None and rows.max() >= info.num_experts:
-        raise RoutingError(f"an id is {rows.max()}, and the model has {info.num_experts} experts")
+        raise RoutingError(f"an id is {rows.max()}, but the model has {info.num_experts} experts")
     return routing
 
 
@@ -153,7 +153,7 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
 
 
 def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
-    """Name and text of each file, one open at a time; `-` is standard input.
+    """The name and text of each file, opened one at a time. `-` is standard input.
 
     Raises:
         CommandError: a file cannot be read.
@@ -168,22 +168,21 @@ def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
 
 
 def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
-    """The answers in files, in order.
+    """The responses in files, in order.
 
     Args:
-        given: what the command line says about the model. It takes precedence.
+        given: facts about the model from the command line. They take precedence.
 
     Raises:
-        CommandError: a file cannot be read, is empty, or holds something else; there are no answers at all.
+        CommandError: a file cannot be read, is empty, or has other contents.
     """
     about, name, found = ModelInfo(), "", False
     for name, file in files:
         is_empty = True
-        for where, value in _values(name, file):
+        for where, parts in _responses(name, file):
             is_empty = False
-            parts = value.chunks if isinstance(value, _Stream) else [value]
             if not all(isinstance(part, dict) for part in parts):
-                raise CommandError(f"{where} is not an answer of the server: it should be a JSON object.")
+                raise CommandError(f"{where} is not a response of the server: it must be a JSON object.")
             try:
                 if "layer_ids" in parts[0] and "choices" not in parts[0]:
                     about = ModelInfo.of(parts[0])
@@ -194,18 +193,13 @@ def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[Save
             found = True
             yield SavedAnswer(where, parts, given.over(own.over(about)))
         if is_empty:
-            raise CommandError(f"{name} has no answers.")
+            raise CommandError(f"{name} has no responses.")
     if not found:
-        raise CommandError(f"{name} has no answers.")
+        raise CommandError(f"{name} has no responses.")
 
 
-@dataclass
-class _Stream:
-    chunks: list[Any]
-
-
-def _values(name: str, file: TextIO) -> Iterator[tuple[str, Any]]:
-    """Each answer or other JSON value in a file, and where it is; the elements of arrays one by one."""
+def _responses(name: str, file: TextIO) -> Iterator[tuple[str, list[Any]]]:
+    """File and line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
     text = _Text(file)
     try:
         while (line := text.peek()) is not None:
@@ -213,10 +207,10 @@ def _values(name: str, file: TextIO) -> Iterator[tuple[str, Any]]:
             if line.lstrip().startswith(_SSE_FIELDS):
                 chunks = _stream(text)
                 if chunks:
-                    yield where, _Stream(chunks)
+                    yield where, chunks
             elif line.strip():
                 value = text.value()
-                yield from ((where, one) for one in value) if isinstance(value, list) else [(where, value)]
+                yield from ((where, [one]) for one in (value if isinstance(value, list) else [value]))
             else:
                 text.skip_line()
     except UnicodeDecodeError as error:
@@ -224,7 +218,7 @@ def _values(name: str, file: TextIO) -> Iterator[tuple[str, Any]]:
     except EventError as error:
         raise CommandError(f"{where}: {error}.") from error
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{where} is not JSON, or was cut short: {error}.") from error
+        raise CommandError(f"{where} is not valid JSON, or was cut off: {error}.") from error
 
 
 def _stream(text: "_Text") -> list[Any]:
@@ -241,12 +235,12 @@ def _stream(text: "_Text") -> list[Any]:
         chunks += events.feed(line.strip() + "\n")
         text.skip_line()
     if chunks and not events.done:
-        raise EventError("the stream that begins here was cut short: it does not end with [DONE]")
+        raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
     return chunks
 
 
 class _Text:
-    """A file's text by lines and JSON values. Only what a value on several lines needs is held at once."""
+    """Reads lines and JSON values of a file. Keeps only the current line; for a longer value, the rest of the file."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -254,7 +248,7 @@ class _Text:
         self.number = 1
 
     def peek(self) -> str | None:
-        """What is left of the current line; None at the end of the file."""
+        """The rest of the current line; None at the end of the file."""
         if self._at == len(self._text):
             self._text, self._at = self._file.readline(), 0
         return self._text[self._at : self._line_end()] or None
@@ -263,7 +257,7 @@ class _Text:
         self._go(self._line_end())
 
     def value(self) -> Any:
-        """The JSON value that begins in the current line.
+        """The JSON value that starts in the current line.
 
         Raises:
             ValueError: it is not JSON.
@@ -297,7 +291,7 @@ _DECODER = json.JSONDecoder()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What files may not say about their model."""
+    """Adds flags for facts about the model that files may lack."""
     parser.add_argument("--num-experts", type=_positive, help="number of experts per layer")
     parser.add_argument("--num-layers", type=_positive, help="number of MoE layers, for rows in the raw format")
     parser.add_argument("--top-k", type=_positive, help="experts per token and layer, for rows in the raw format")
@@ -305,11 +299,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def info_of(args: argparse.Namespace) -> ModelInfo:
-    """What `add_flags` were given."""
+    """The values of these flags."""
     return ModelInfo(args.num_layers, args.top_k, args.num_experts, rows_dtype=args.rows_dtype)
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
     return int(text)

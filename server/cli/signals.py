@@ -7,21 +7,20 @@ import threading
 from multiprocessing import resource_tracker
 
 ENDED_AT_ONCE = 130
-"""Exit status after a second Ctrl-C, as shells have it for SIGINT."""
+"""Exit status after a second Ctrl-C: the one of shells for SIGINT."""
 
 
 def stop_on_signals() -> None:
-    """From now on SIGTERM and Ctrl-C stop the server with exit status 0, and a second Ctrl-C ends it at once.
+    """Makes SIGTERM and Ctrl-C stop the server with exit status 0. A second Ctrl-C kills all its processes.
 
-    A terminal sends Ctrl-C's SIGINT to all processes in its foreground group. vLLM's workers end there in the middle of
-    a step, and its engine refuses requests that the API process still has. So SIGINT stays blocked here, and in all
-    processes that are started from here, which inherit it; a thread waits for it and sends SIGTERM to this process
-    alone. Until vLLM's workers leave signals to the engine.
+    A terminal sends SIGINT to all processes in its foreground group. vLLM's workers would exit in the middle of a step,
+    while the API process still has requests. So this function blocks SIGINT, child processes inherit that, and a thread
+    waits for SIGINT and sends SIGTERM to this process only. Can go when vLLM's workers leave signals to the engine.
 
-    Call it before anything starts a thread: SIGINT is blocked in threads that are started later only.
+    Call it before any thread starts: threads that already run do not block SIGINT.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until vLLM has handlers of its own
-    resource_tracker.ensure_running()  # which unblocks SIGINT in the process that starts it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until vLLM installs its handlers
+    resource_tracker.ensure_running()  # starting it unblocks SIGINT, so start it first
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     threading.Thread(target=_wait_for_ctrl_c, name="ctrl-c", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""`routed-experts stats`: how evenly the experts of each layer shared the work in saved answers. Needs no vLLM."""
+"""`routed-experts stats`: load of the experts of each layer in saved responses. Needs no vLLM."""
 
 import argparse
 import json
@@ -13,28 +13,28 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.protocol.expert_load import ExpertLoad, count_experts, expert_load
-from routed_experts.server.cli.console import CommandError
+from routed_experts.server.cli.console import CommandError, aligned
 from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, opened, read
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
-TOP = 4  # times the even share, at which a bar is full
+TOP = 4  # load of a full bar, in multiples of the even share
 WITHOUT_LAYER_IDS = (
-    "MoE layers are counted from 0; decoder layers need the object of GET /v1/routed_experts in the file."
+    "MoE layers are counted from 0. For decoder layers, put the response of GET /v1/routed_experts into the file."
 )
-_WIDTH = 100  # of the table where it does not go to a terminal
+_WIDTH = 100  # of the table if the output is not a terminal
 
 Counts = NDArray[np.int64]
 
 
 @dataclass
 class Tally:
-    """What answers add up to.
+    """Sums over responses.
 
     Attributes:
-        counts: [L, E], E being as many as were seen or stated; None before the first answer.
-        layer_ids: decoder layer of each of the L layers; None as long as no answer states it.
-        rows: counted, including those with ids that are not known.
+        counts: [L, E] for the E experts seen or stated so far; None before the first response.
+        layer_ids: decoder layer of each of the L layers; None if unknown.
+        rows: number of rows, including unknown ones.
     """
 
     counts: Counts | None = None
@@ -44,10 +44,10 @@ class Tally:
     missing: int = 0
 
     def add(self, answer: SavedAnswer) -> None:
-        """Counts the rows of an answer, or its histograms where it has no rows.
+        """Counts the rows of a response, or its histograms if it has no rows.
 
         Raises:
-            ValueError, KeyError, TypeError: it has neither, or is of another model than those before.
+            ValueError, KeyError, TypeError: it has neither, or belongs to another model than earlier ones.
         """
         info = answer.info
         histograms = list(_histograms(answer))
@@ -65,11 +65,9 @@ class Tally:
     def _add(self, counts: Counts, rows: int, missing: int, info: ModelInfo) -> None:
         before = np.zeros((len(counts), 0), dtype=np.int64) if self.counts is None else self.counts
         if len(before) != len(counts):
-            raise RoutingError(f"{len(counts)} layers, and {len(before)} before: count one model's answers at a time")
+            raise RoutingError(f"{len(counts)} layers after {len(before)} layers: count one model at a time")
         if None not in (info.layer_ids, self.layer_ids) and info.layer_ids != self.layer_ids:
-            raise RoutingError(
-                f"decoder layers {info.layer_ids}, and {self.layer_ids} before: count one model's answers at a time"
-            )
+            raise RoutingError(f"decoder layers {info.layer_ids} after {self.layer_ids}: count one model at a time")
         self.layer_ids = self.layer_ids or info.layer_ids
         experts = max(before.shape[1], counts.shape[1], info.num_experts or 0)
         self.counts = _widened(before, experts) + _widened(counts, experts)
@@ -95,7 +93,7 @@ def _histograms(answer: SavedAnswer) -> Iterator[Mapping[str, Any]]:
 
 
 def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], int]]:
-    """The rows of an answer's choices, those of a prompt once however many choices it has, and how many are missing."""
+    """The rows of each choice and the number of missing ones. The rows of a prompt come once for all its choices."""
     prompts: list[NDArray[np.int16]] = []
     for routing in routings:
         if routing.prompt_len is None:
@@ -109,10 +107,10 @@ def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], int
 
 
 def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
-    """The sum over the answers in files.
+    """The sums over the responses in files.
 
     Raises:
-        CommandError: a file cannot be read, or holds something else.
+        CommandError: a file cannot be read, or has other contents.
     """
     found = Tally()
     for answer in read(opened(paths), given):
@@ -124,7 +122,7 @@ def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
 
 
 def table(found: Tally, width: int, bars: str = BARS) -> str:
-    """The load of each layer for people, at most `width` characters wide."""
+    """The load of each layer as text, at most `width` characters wide."""
     load = _load(found)
     name = "MoE layer" if found.layer_ids is None else "decoder layer"
     head = [name, "entropy", "balance", "imbalance", "busiest", "unused"]
@@ -139,22 +137,19 @@ def table(found: Tally, width: int, bars: str = BARS) -> str:
         ]
         for layer in range(len(load.counts))
     ]
-    widths = [max(len(line[column]) for line in [head, *lines]) for column in range(len(head))]
-    room = max(width - sum(widths) - 2 * len(widths), 8)
+    cells = aligned([head, *lines])
+    room = max(width - len(cells[0]) - 2, 8)
     pictures = ["load of each expert", *(_picture(row, room, bars) for row in load.load)]
-    rows = [
-        "  ".join([*(cell.rjust(size) for cell, size in zip(line, widths, strict=True)), picture]).rstrip()
-        for line, picture in zip([head, *lines], pictures, strict=True)
-    ]
+    rows = [f"{line}  {picture}".rstrip() for line, picture in zip(cells, pictures, strict=True)]
     experts = load.counts.shape[1]
     columns = -(-experts // -(-experts // room))
     each = f"a column is {-(-experts // columns)} experts" if columns < experts else "a column is an expert"
     return "\n".join(
         [
             *rows,
-            f"{found.answers} answers, {found.rows} rows, {found.missing} of them not known to the server.",
-            f"Entropy in bits; balance is its share of what it can be at most with {experts} experts; imbalance is the",
-            f"busiest expert's load in even shares. Load: {each}, full at {TOP} even shares.",
+            f"{found.answers} responses, {found.rows} rows, {found.missing} of them unknown.",
+            f"Entropy is in bits. Balance is the entropy divided by its maximum for {experts} experts. Imbalance is",
+            f"the load of the busiest expert. Load is in multiples of the even share: {each}, full at {TOP}.",
             *([] if found.layer_ids else [WITHOUT_LAYER_IDS]),
         ]
     )
@@ -165,7 +160,7 @@ def _layer_id(found: Tally, layer: int) -> int:
 
 
 def _picture(load: NDArray[np.float64], room: int, bars: str) -> str:
-    """A character for each expert or for a few, of which the busiest counts."""
+    """One character per expert, or per group of experts for the busiest of the group."""
     each = -(-len(load) // room)
     padded = np.pad(load, (0, -len(load) % each)).reshape(-1, each).max(axis=1)
     levels = np.ceil(np.minimum(padded / TOP, 1) * (len(bars) - 1)).astype(int)
@@ -178,7 +173,7 @@ def _load(found: Tally) -> ExpertLoad:
 
 
 def report(found: Tally) -> dict[str, Any]:
-    """The findings as JSON has them."""
+    """The results for JSON."""
     load = _load(found)
     return {
         "answers": found.answers,
@@ -220,7 +215,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts stats`; returns the exit status.
 
     Raises:
-        CommandError: it cannot be carried out.
+        CommandError: the command cannot run.
     """
     args = parse(argv)
     found = tally(args.file, info_of(args))

@@ -1,7 +1,7 @@
-"""Makes a tiny MoE model on the spot: random weights from a fixed seed, a byte-level tokenizer, a chat template.
+"""Creates a tiny MoE model: random weights from a fixed seed, a byte-level tokenizer, a chat template.
 
-Shaped like Qwen3-MoE: 6 decoder layers of which the first is dense, 16 experts, top 4. It babbles, but its routing
-is as real as any, and it needs neither a download nor a GPU.
+It is a Qwen3-MoE model with 6 decoder layers (the first is dense) and 16 experts, top 4. Its text has no meaning, but
+its routing is real, and it needs neither a download nor a GPU.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ _CHAT_TEMPLATE = """\
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, and three special ones."""
+    """One token per byte, and three special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -47,8 +47,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
     """Writes the model and its tokenizer to `directory`, a few MB in float32, in a few seconds.
 
-    Files appear there whole, `config.json` last, so that a folder with one has the rest. Two processes at once write
-    the same bytes.
+    Complete files are moved there, `config.json` last, so a folder with `config.json` is complete. Concurrent processes
+    write the same bytes.
     """
     hide_transformers_progress()
     tokenizer = make_tokenizer()
@@ -77,7 +77,7 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if parameter.dim() > 1:
-                # Wide routers keep the experts' scores apart: rounding then never decides which one is chosen.
+                # Large router weights keep scores apart, so that rounding never changes the choice.
                 std = 1.0 if name.endswith("mlp.gate.weight") else 0.08
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
         _prefer_printable(model, tokenizer, generator)
@@ -93,7 +93,7 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
 def _prefer_printable(
     model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator
 ) -> None:
-    """Makes printable ASCII and the end token the only likely ones, so that the text streams a character a token."""
+    """Makes only printable ASCII and the end token likely, so that each token is one character."""
     printable = [tokenizer.convert_tokens_to_ids(chr(c)) for c in range(33, 127)]
     printable.append(tokenizer.eos_token_id)
     head = model.lm_head.weight

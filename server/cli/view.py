@@ -1,4 +1,4 @@
-"""`routed-experts view`: the page for answers in a file, without a model and without vLLM."""
+"""`routed-experts view`: the page for saved responses. Needs no model and no vLLM."""
 
 import argparse
 import io
@@ -17,16 +17,16 @@ HOST = "127.0.0.1"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves the page and the texts of files to browsers on this machine.
+    """Serves the page and the contents of files to browsers on this machine.
 
     Attributes:
-        page_config: the files' names, and what the command line states about the model.
+        page_config: names of the files, and facts about the model from the command line.
     """
 
     daemon_threads = True
 
     def __init__(self, texts: Mapping[str, str], port: int, given: ModelInfo | None = None) -> None:
-        """`texts` are the files' by their names, as `saved.read` takes them."""
+        """`texts` maps file names to contents."""
         super().__init__((HOST, port), _Handler)
         self.texts = [text.encode() for text in texts.values()]
         known = {name: value for name, value in asdict(given or ModelInfo()).items() if value is not None}
@@ -41,21 +41,21 @@ class _Handler(BaseHTTPRequestHandler):
     server: ViewServer
 
     def do_GET(self) -> None:
-        # A site elsewhere can give a name of its own this address, and would read the file as if it were from there.
+        # Against DNS rebinding: another site could point its own name to this address and read the files.
         if self.headers.get("Host") not in {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}:
-            self._answer(403, b"Open this page by the address that the command printed.", "text/plain")
+            self._respond(403, b"Open this page at the address that the command printed.", "text/plain")
             return
         path = self.path.partition("?")[0]
         folder, _, place = path.rpartition("/")
         if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.texts):
-            self._answer(200, self.server.texts[int(place)], "text/plain; charset=utf-8")
+            self._respond(200, self.server.texts[int(place)], "text/plain; charset=utf-8")
             return
         if (found := page_file(path, self.server.page_config)) is None:
-            self._answer(404, b"There is no such file.", "text/plain")
+            self._respond(404, b"File not found.", "text/plain")
         else:
-            self._answer(200, *found)
+            self._respond(200, *found)
 
-    def _answer(self, status: int, content: bytes, kind: str) -> None:
+    def _respond(self, status: int, content: bytes, kind: str) -> None:
         self.send_response(status)
         for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nobody wants to read this."""
+        """Logs nothing."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts view` until it is interrupted; returns the exit status.
 
     Raises:
-        CommandError: it cannot be carried out.
+        CommandError: the command cannot run.
     """
     args = parse(argv)
     given = info_of(args)
@@ -93,23 +93,23 @@ def main(argv: Sequence[str]) -> int:
         server = ViewServer(texts, args.port, given)
     except (OSError, OverflowError) as error:
         raise CommandError(
-            f"Port {args.port} cannot be used ({error}): choose another with --port, or leave it out."
+            f"Port {args.port} cannot be used ({error}): choose another with --port, or omit --port."
         ) from error
     try:
         print(f"Showing {', '.join(texts)} at {server.url} until Ctrl + C.", flush=True)
         if not args.no_browser:
             webbrowser.open(server.url)
         server.serve_forever()
-    except KeyboardInterrupt:  # how it is ended
+    except KeyboardInterrupt:  # the normal end
         print()
     return 0
 
 
 def read_texts(paths: Sequence[str], given: ModelInfo) -> dict[str, str]:
-    """The texts of files, by their names.
+    """The contents of files by name.
 
     Raises:
-        CommandError: one of them cannot be read, or holds something else than answers with rows.
+        CommandError: a file cannot be read, or has other contents than responses with rows.
     """
     texts = {}
     for name, file in opened(paths):

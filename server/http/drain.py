@@ -1,4 +1,4 @@
-"""What the API process does between the signal to stop and the end of vLLM's engine."""
+"""Stopping: finishes running requests before vLLM stops its engine."""
 
 import asyncio
 import math
@@ -16,24 +16,23 @@ from routed_experts.server.vllm_api import AsyncLLM, InputStreamError, get_logge
 logger = get_logger(__name__)
 
 _RESERVE_S = 5.0
-"""Of the time that `--shutdown-timeout` gives, what is kept for ending what did not finish and for the engine's end."""
+"""Part of `--shutdown-timeout` that is reserved for ending unfinished requests and stopping the engine."""
 _ERROR_S = 2.0
-"""For sending errors. Connections of clients that do not read are cut after it."""
+"""Time for sending errors. After it, connections of clients that do not read are aborted."""
 _POLL_S = 0.05
 _HEALTH = ("/health", "/ping")
-STOPPING = "The server is stopping: send the request again, to another instance or once it has started again."
+STOPPING = "The server is stopping: retry on another instance, or after the restart."
 
 
 class Drain:
-    """Lets requests under way finish before vLLM stops its engine, and refuses new ones meanwhile.
+    """Finishes running requests before vLLM stops its engine, and rejects new ones meanwhile.
 
-    vLLM stops the engine first. Requests that come later end with `finish_reason: "abort"`, and those that have not
-    finished after `--shutdown-timeout` with 500 and tracebacks in the log. Until vLLM's API process waits for its
-    requests.
+    vLLM stops the engine first: later requests end with `finish_reason: "abort"`, and unfinished ones with 500 and
+    tracebacks in the log. Can go when vLLM's API process waits for its requests.
 
     Attributes:
-        under_way: requests that are being answered.
-        until: when the server is to have stopped, on the monotonic clock; None until it is told to.
+        under_way: number of running requests.
+        until: deadline on the monotonic clock; None while the server is not stopping.
     """
 
     def __init__(self) -> None:
@@ -41,9 +40,9 @@ class Drain:
         self.until: float | None = None
 
     def guard(self, engine: AsyncLLM, state: State) -> None:
-        """Puts the wait for requests before `engine.shutdown`. Call it in the event loop that answers them.
+        """Makes `engine.shutdown` wait for requests. Call it in the event loop of the server.
 
-        vLLM's signal handlers call `shutdown` in a thread; elsewhere it is called when there is nothing to wait for.
+        vLLM's signal handlers call `shutdown` in a thread. Other callers have no requests to wait for.
         """
         loop, shutdown = asyncio.get_running_loop(), engine.shutdown
 
@@ -53,7 +52,7 @@ class Drain:
                 try:
                     asyncio.run_coroutine_threadsafe(self._run(engine, server, timeout or 0), loop).result()
                 except Exception:
-                    logger.exception("Stopping: requests under way could not be waited for.")
+                    logger.exception("Stopping: waiting for running requests failed.")
                 if self.until is not None:
                     timeout = timeout and max(self.until - time.monotonic(), 1.0)
             shutdown(timeout=timeout)
@@ -61,7 +60,7 @@ class Drain:
         engine.shutdown = shutdown_after_requests
 
     async def _run(self, engine: AsyncLLM, server: Any, timeout: float) -> None:
-        """Returns when no request is under way, at the latest about when `timeout`, in seconds, is over."""
+        """Returns when no request is running, at the latest after about `timeout` seconds."""
         begun, limit = time.monotonic(), timeout - min(_RESERVE_S, timeout / 5)
         self.until = begun + timeout
         if self.under_way:
@@ -70,12 +69,12 @@ class Drain:
             logger.warning("Stopping: %d requests did not finish in %.0f s and end with 503.", self.under_way, limit)
             await self._end_requests(engine, server)
         if (handler := engine.output_handler) is not None:
-            handler.cancel()  # or it logs a traceback if vLLM, which cancels it last, has closed its sockets
+            handler.cancel()  # vLLM cancels it last, and it logs a traceback when its sockets close before
 
     async def _end_requests(self, engine: AsyncLLM, server: Any) -> None:
-        ended = InputStreamError(RetryableRequestError(STOPPING))  # which vLLM raises as the error in it
+        ended = InputStreamError(RetryableRequestError(STOPPING))  # vLLM raises the inner error
         deadline = time.monotonic() + _ERROR_S
-        while time.monotonic() < deadline:  # again, as a request may be on its way to the engine
+        while time.monotonic() < deadline:  # repeated, because a request may be on its way to the engine
             engine.output_processor.propagate_error(ended)
             if await self._finished(time.monotonic() + _POLL_S):
                 return
@@ -91,7 +90,7 @@ class Drain:
         return True
 
     def refusal(self) -> Response:
-        """What a request gets that comes while the server stops."""
+        """The response to requests that arrive while the server stops."""
         assert self.until is not None
         error = create_error_response(RetryableRequestError(STOPPING))
         seconds = max(math.ceil(self.until - time.monotonic()), 1)
@@ -100,7 +99,7 @@ class Drain:
 
 
 class DrainMiddleware:
-    """Counts requests, and refuses new ones once the server stops. What only reads, such as `/metrics`, is answered."""
+    """Counts running requests, and rejects new ones while the server stops. Reads such as `/metrics` still work."""
 
     def __init__(self, app: ASGIApp, drain: Drain) -> None:
         self._app = app

@@ -1,10 +1,9 @@
-"""Encodes rows in the form that a request asked for.
+"""Encodes rows in the form that the request asks for.
 
-Arrays of long responses are encoded block by block, so that other requests do not wait for a whole one. The tests
-compare the bytes with `protocol.codec.encode`, which states the forms in plain terms.
+Long arrays are encoded in blocks, so that other requests run in between.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -19,30 +18,31 @@ from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, Rows, cou
 from routed_experts.protocol.expert_load import Histogram, count_experts
 
 LINE_BYTES = 64 << 10
-"""Most routing text in one line of a stream: common clients give up on lines of 128 KiB."""
+"""Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
 
-_BLOCK_BYTES = 48 << 10  # of rows, encoded at once: base64 makes 64 KiB of them
-_ENVELOPE_BYTES = 128  # at most, of what stands around `data`
+_BLOCK_BYTES = 48 << 10
+"""Bytes of rows that are encoded at once. In base64 they take 64 KiB."""
+_ENVELOPE_BYTES = 128
+"""Upper bound for the JSON text around `data`."""
 _NPY_HEADER_BYTES = 128
-_SOME_UNKNOWN = b"\xff"
-"""-1 has this byte, and hardly anything else: of the ids 255, 511 and so on. A search for one byte takes a hundredth of
-what numpy needs for a row."""
+_UNKNOWN_BYTE = b"\xff"
+"""A row without this byte has no -1; with it, the row is checked. The search takes a hundredth of numpy's time."""
 
 _DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int16", "uint8", "uint16", "int32")}
 
 
 class LostRowsError(CodecError):
-    """Rows are not known, and the type that the request asked for cannot say so."""
+    """Some rows are unknown, and the requested dtype cannot hold -1."""
 
 
 @dataclass(slots=True)
 class Sent:
-    """What one response has sent so far.
+    """Counters of one response.
 
     Attributes:
-        rows: in all of its arrays.
-        missing: rows that are not known.
-        num_bytes: of the arrays, as encoded.
+        rows: rows encoded so far.
+        missing: unknown rows among them.
+        num_bytes: size of the encoded arrays.
     """
 
     rows: int = 0
@@ -51,14 +51,14 @@ class Sent:
 
 
 class Encoder:
-    """How one request wants its arrays, and how much of them was encoded.
+    """Encodes the arrays of one response and counts them.
 
     Args:
         fmt: `object`, `npy`, `raw` or `list`.
-        dtype: of the elements on the wire.
+        dtype: element type on the wire.
         shape: (L, K) of the served model.
-        num_experts: of a layer; how wide the ids of a `list` are.
-        layers: to send every decoder layer: the layer ids of the L layers, and how many decoder layers there are.
+        num_experts: experts per layer.
+        layers: decoder layers of the L layers, and the number of decoder layers; None to send MoE layers only.
     """
 
     def __init__(
@@ -83,47 +83,45 @@ class Encoder:
         self._list_row_bytes = num_layers * (top_k * id_bytes + 2) + 2
 
     def text_bytes(self, num_rows: int) -> int:
-        """Most bytes that the JSON text of an array of so many rows takes."""
+        """Upper bound for the JSON text of an array of `num_rows` rows."""
         if self.fmt == "list":
             return num_rows * self._list_row_bytes + 2
         header = _NPY_HEADER_BYTES if self.fmt == "npy" else 0
         return _base64_bytes(num_rows * self._row_bytes + header) + _ENVELOPE_BYTES
 
     def rows_in(self, num_bytes: int) -> int:
-        """How many rows an array may have for its JSON text to fit into `num_bytes`; at least one."""
+        """Number of rows whose JSON text surely fits into `num_bytes`; at least one."""
         if self.fmt == "list":
             return max((num_bytes - 2) // self._list_row_bytes, 1)
         header = _NPY_HEADER_BYTES if self.fmt == "npy" else 0
         return max(((num_bytes - _ENVELOPE_BYTES) // 4 * 3 - header) // self._row_bytes, 1)
 
     def text(self, rows: Rows, start: int) -> str:
-        """The JSON text of one array of `rows` ([n, L, K]), of which the first is at position `start`.
+        """The JSON text of `rows` ([n, L, K]), which begin at position `start`.
 
         Raises:
-            LostRowsError: a row is not known, and the type cannot say so.
+            LostRowsError: a row is unknown, and the dtype cannot hold -1.
         """
-        rows = self._laid_out(rows)
-        if self.fmt == "list":
-            self._count(rows, rows.tobytes())
+        rows, missing = self._laid_out(rows), self.sent.missing
+        data = self._data(rows)
+        if self.fmt == "object":
+            text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
+        elif self.fmt == "list":
             text = msgspec.json.encode(rows.tolist()).decode()
         else:
-            missing, data = self._counted(rows)
-            if self.fmt == "object":
-                text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
-            else:
-                header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
-                text = f'"{pybase64.b64encode_as_string(header + data)}"'
+            header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
+            text = f'"{pybase64.b64encode_as_string(header + data)}"'
         self.sent.num_bytes += len(text)
         return text
 
     def check(self, arrays: Iterable[Rows]) -> None:
-        """Raises `LostRowsError` if the type cannot say that rows are not known, and some of `arrays` are not."""
+        """Raises `LostRowsError` if some of `arrays` are unknown and the dtype cannot hold -1."""
         if self._wire.kind == "u":
             for missing in filter(None, map(count_missing, _blocks(arrays))):
                 self._check_lost(missing)
 
     def histogram(self, arrays: Iterable[Rows]) -> Histogram:
-        """How often each expert of each layer was chosen in the rows of `arrays`; never one of a dense layer."""
+        """Counts how often each expert of each layer was chosen. Dense layers count as zero."""
         counts = np.zeros((self.shape[0], self._num_experts), dtype=np.int64)
         rows = missing = 0
         for block in _blocks(arrays):
@@ -132,98 +130,81 @@ class Encoder:
             missing += count_missing(block)
         return {"counts": self._laid_out(counts).tolist(), "rows": rows, "missing": missing}
 
-    def json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
-        """The JSON text of one array, whose rows are those of `arrays` in order; see `text`."""
-        return self._sent(self._json_parts(arrays, start))
-
-    def msgpack_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
-        """As `json_parts`, in MessagePack and with bytes where JSON has base64."""
-        return self._sent(self._msgpack_parts(arrays, start))
-
-    def _sent(self, parts: Iterator[bytes]) -> Iterator[bytes]:
-        for part in parts:
+    def parts(self, arrays: Sequence[Rows], start: int, packed: bool) -> Iterator[bytes]:
+        """The rows of `arrays` as one array, encoded in parts: as in `text`, or in MessagePack (`packed`) with bytes
+        instead of base64."""
+        for part in self._msgpack_parts(arrays, start) if packed else self._json_parts(arrays, start):
             self.sent.num_bytes += len(part)
             yield part
 
     def _json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
+        num_rows, missing = sum(map(len, arrays)), self.sent.missing
         if self.fmt == "list":
-            yield from _list_parts(self._counting(arrays), b"[", _json_rows, b",", b"]")
-            return
-        missing = 0
-
-        def data() -> Iterator[bytes]:
-            nonlocal missing
-            for block in self._blocks(arrays):
-                unknown, raw = self._counted(block)
-                missing += unknown
-                yield raw
-
-        num_rows = sum(map(len, arrays))
-        if self.fmt == "object":
+            lead = b"["
+            for rows in self._lists(arrays):
+                yield lead + msgspec.json.encode(rows)[1:-1]
+                lead = b","
+            yield b"]" if num_rows else b"[]"
+        elif self.fmt == "object":
             yield b'{"data":"'
-            yield from _base64_parts(data())
+            yield from _base64_parts(self._data_parts(arrays, num_rows))
             yield self._tail(num_rows, start, missing).encode()
-            return
-        yield b'"'
-        yield from _base64_parts(data(), self._npy_header(num_rows) if self.fmt == "npy" else b"")
-        yield b'"'
+        else:
+            yield b'"'
+            yield from _base64_parts(self._data_parts(arrays, num_rows))
+            yield b'"'
 
     def _msgpack_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
-        num_rows = sum(map(len, arrays))
+        num_rows, missing = sum(map(len, arrays)), self.sent.missing
         if self.fmt == "list":
-            head = b"\xdd" + num_rows.to_bytes(4, "big")
-            yield from _list_parts(self._counting(arrays), head, _msgpack_rows, b"", b"")
+            yield b"\xdd" + num_rows.to_bytes(4, "big")
+            for rows in self._lists(arrays):
+                yield b"".join(map(msgspec.msgpack.encode, rows))
             return
-        header = self._npy_header(num_rows) if self.fmt == "npy" else b""
-        num_bytes = len(header) + num_rows * self._row_bytes
+        num_bytes = num_rows * self._row_bytes + (_NPY_HEADER_BYTES if self.fmt == "npy" else 0)
         if self.fmt == "object":
-            yield b"\x85" + _pack("data")
-        yield b"\xc6" + num_bytes.to_bytes(4, "big") + header
-        missing = 0
+            yield b"\x85" + msgspec.msgpack.encode("data")
+        yield b"\xc6" + num_bytes.to_bytes(4, "big")
+        yield from self._data_parts(arrays, num_rows)
+        if self.fmt == "object":
+            rest = {"shape": [num_rows, *self._wire_shape], "dtype": self.dtype, "start": start}
+            rest["missing"] = self.sent.missing - missing
+            yield msgspec.msgpack.encode(rest)[1:]  # without the header of the map, which has five entries here
+
+    def _data_parts(self, arrays: Iterable[Rows], num_rows: int) -> Iterator[bytes]:
+        if self.fmt == "npy":
+            yield self._npy_header(num_rows)
+        yield from map(self._data, self._blocks(arrays))
+
+    def _lists(self, arrays: Iterable[Rows]) -> Iterator[list[Any]]:
         for block in self._blocks(arrays):
-            unknown, raw = self._counted(block)
-            missing += unknown
-            yield raw
-        if self.fmt == "object":
-            rest = {"shape": [num_rows, *self._wire_shape], "dtype": self.dtype, "start": start, "missing": missing}
-            yield b"".join(_pack(item) for pair in rest.items() for item in pair)
+            self._data(block)
+            yield block.tolist()
 
-    def _counted(self, rows: Rows) -> tuple[int, bytes]:
-        """How many of `rows`, which are sent, are not known, and their bytes on the wire."""
+    def _data(self, rows: Rows) -> bytes:
+        """The bytes of `rows` on the wire. Counts the rows as sent."""
         data = rows.tobytes()
-        missing = self._count(rows, data)
-        return missing, data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
-
-    def _count(self, rows: Rows, data: bytes) -> int:
-        """How many of `rows`, which are sent and are `data` in int16, are not known."""
-        missing = count_missing(rows) if _SOME_UNKNOWN in data else 0
-        if missing:
+        self.sent.rows += len(rows)
+        if _UNKNOWN_BYTE in data and (missing := count_missing(rows)):
             self._check_lost(missing)
             self.sent.missing += missing
-        self.sent.rows += len(rows)
-        return missing
-
-    def _counting(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
-        """The rows of `arrays` in blocks, for lists."""
-        for block in self._blocks(arrays):
-            self._count(block, block.tobytes())
-            yield block
+        return data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
 
     def _blocks(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
         return map(self._laid_out, _blocks(arrays))
 
     def _laid_out(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """`rows` [..., L, K] with the layers that are sent."""
+        """`rows` [..., L, K], with all decoder layers if they are sent."""
         return rows if self._layers is None else spread_layers(rows, *self._layers)
 
     def _check_lost(self, missing: int) -> None:
         if self._wire.kind == "u":
             raise LostRowsError(
-                f"{missing} rows are not known and are filled with -1, which {self.dtype} cannot hold: ask for int16"
+                f"{missing} rows are unknown (-1), which {self.dtype} cannot hold: set routed_experts_dtype to int16"
             )
 
-    def _tail(self, num_rows: int, start: int, missing: int) -> str:
-        return f'","shape":[{num_rows}{self._middle}{start},"missing":{missing}}}'
+    def _tail(self, num_rows: int, start: int, missing_before: int) -> str:
+        return f'","shape":[{num_rows}{self._middle}{start},"missing":{self.sent.missing - missing_before}}}'
 
     def _npy_header(self, num_rows: int) -> bytes:
         buffer = BytesIO()
@@ -232,59 +213,36 @@ class Encoder:
         return buffer.getvalue()
 
 
-def _pack(value: Any) -> bytes:
-    return msgspec.msgpack.encode(value)
-
-
 def _base64_bytes(num_bytes: int) -> int:
     return -(-num_bytes // 3) * 4
 
 
 def _blocks(arrays: Iterable[Rows]) -> Iterator[Rows]:
-    """The rows of `arrays` in order, in arrays of about `_BLOCK_BYTES`: large ones in parts, small ones together."""
-    waiting: list[Rows] = []
-    waiting_bytes = 0
-    for rows in arrays:
-        if rows.nbytes > _BLOCK_BYTES:
-            if waiting:
-                yield np.concatenate(waiting)
-                waiting, waiting_bytes = [], 0
-            count = max(_BLOCK_BYTES // (rows.nbytes // len(rows)), 1)
-            yield from (rows[first : first + count] for first in range(0, len(rows), count))
-            continue
-        waiting.append(rows)
-        waiting_bytes += rows.nbytes
-        if waiting_bytes > _BLOCK_BYTES:
-            yield np.concatenate(waiting)
-            waiting, waiting_bytes = [], 0
-    if waiting:
-        yield np.concatenate(waiting)
+    """The rows of `arrays` in order, in arrays of up to `_BLOCK_BYTES`: long arrays are split, short ones joined."""
+    block: list[Rows] = []
+    num_bytes = 0
+    for rows in _pieces(arrays):
+        if block and num_bytes + rows.nbytes > _BLOCK_BYTES:
+            yield block[0] if len(block) == 1 else np.concatenate(block)
+            block, num_bytes = [], 0
+        block.append(rows)
+        num_bytes += rows.nbytes
+    if block:
+        yield np.concatenate(block)
 
 
-def _base64_parts(parts: Iterable[bytes], rest: bytes = b"") -> Iterator[bytes]:
-    """base64 of `rest` and `parts` as of one sequence of bytes: three of them make four characters."""
+def _pieces(arrays: Iterable[Rows]) -> Iterator[Rows]:
+    for rows in filter(len, arrays):
+        count = max(_BLOCK_BYTES * len(rows) // rows.nbytes, 1)
+        yield from (rows[first : first + count] for first in range(0, len(rows), count))
+
+
+def _base64_parts(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The base64 text of all `parts` together. Remainders of three bytes move to the next part."""
+    rest = b""
     for part in parts:
         data = rest + part
         cut = len(data) - len(data) % 3
         yield pybase64.b64encode(memoryview(data)[:cut])
         rest = data[cut:]
     yield pybase64.b64encode(rest)
-
-
-def _list_parts(
-    blocks: Iterable[Rows], head: bytes, encode: Callable[[Rows], bytes], between: bytes, tail: bytes
-) -> Iterator[bytes]:
-    lead = head
-    for block in blocks:
-        if len(block):
-            yield lead + encode(block)
-            lead = between
-    yield (head if lead is head else b"") + tail
-
-
-def _json_rows(rows: Rows) -> bytes:
-    return msgspec.json.encode(rows.tolist())[1:-1]
-
-
-def _msgpack_rows(rows: Rows) -> bytes:
-    return b"".join(map(_pack, rows.tolist()))

@@ -1,4 +1,4 @@
-"""The engine of a server that captures, and what its rows mean."""
+"""The engine of a server that captures, and the dimensions of its rows."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ _BYTES_PER_ID = 2
 
 @dataclass(frozen=True)
 class CapturedEngine:
-    """A server without capture has none.
+    """The engine, its row buffers and the dimensions of its rows. A server without capture has none.
 
     Attributes:
         info: the response of `GET /v1/routed_experts`.
@@ -25,17 +25,17 @@ class CapturedEngine:
 
     @classmethod
     async def start(cls, engine: AsyncLLM, model: str) -> "CapturedEngine":
-        """Starts to take rows off the engine's outputs, and asks its workers once what they mean."""
+        """Asks the workers for the dimensions of rows, and installs the row buffers."""
         info = await _info(engine, model)
         buffers = RowBuffers.install(engine.output_processor)
         if buffers.every_request is not None:
-            buffers.every_request.is_on = False  # over HTTP, requests ask for themselves
+            buffers.every_request.is_on = False  # over HTTP, each request opts in
         buffers.on_stats = EngineMetrics(info.layer_ids, info.num_experts).update
         return cls(engine, buffers, info)
 
     @property
     def num_experts(self) -> int:
-        """Of a layer."""
+        """Experts per layer."""
         return self.info.num_experts
 
     @property
@@ -45,7 +45,7 @@ class CapturedEngine:
 
     @property
     def layers(self) -> tuple[list[int], int]:
-        """The decoder layer of each of the L layers, and how many decoder layers the model has."""
+        """The decoder layer of each of the L layers, and the number of decoder layers."""
         return self.info.layer_ids, self.engine.model_config.get_total_num_hidden_layers()
 
 

@@ -1,4 +1,4 @@
-"""Requests to the tiny model and their answers, as they came; a test makes them again."""
+"""Requests to the tiny model and their real responses. A test sends the requests again."""
 
 from typing import Any
 
@@ -12,8 +12,10 @@ def _array(data: str, rows: int, start: int) -> dict[str, Any]:
     return {"data": data, "shape": [rows, 5, 4], "dtype": "int16", "start": start, "missing": 0}
 
 
-def _events(*chunks: dict[str, Any]) -> str:
-    """`chunks` as server-sent events."""
+def _events(head: dict[str, Any], prompt_rows: dict[str, Any], *choices: dict[str, Any]) -> str:
+    """A stream with one chunk for each of `choices`; the first chunk has the prompt's rows."""
+    chunks = [{**head, "choices": [{"index": 0, **choice}]} for choice in choices]
+    chunks[0]["prompt_routed_experts"] = prompt_rows
     return "".join(f"data: {msgspec.json.encode(chunk).decode()}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
@@ -26,6 +28,11 @@ _COMPLETION_HEAD: dict[str, Any] = {
 _COMPLETION_PROMPT_ROWS = _array(
     "DwAIAAsADQAFAAoADAABAAQACAAFAAcADwAHAAsAAwALAAQACQAFAA0ADwAHAAQACgAMAAUAAQAFAAgABAANAAsADwAHAAgAAQALAAQADgA=", 2, 0
 )
+_COMPLETION_ROWS = _array(
+    "BwANAAgADwAFAAoADAAGAAUABAADAAYACwAPAAcACQAEAA8ADgAKAAwABwAKAA8ABgAMAAUACgACAAcABQAMAAcADwAJAAUADwAKAA0ACwA=", 2, 2
+)
+_COMPLETION_ROW_2 = _array("BwANAAgADwAFAAoADAAGAAUABAADAAYACwAPAAcACQAEAA8ADgAKAA==", 1, 2)
+_COMPLETION_ROW_3 = _array("DAAHAAoADwAGAAwABQAKAAIABwAFAAwABwAPAAkABQAPAAoADQALAA==", 1, 3)
 _CHAT_HEAD: dict[str, Any] = {
     "id": "chatcmpl-84e50f569b126746",
     "object": "chat.completion",
@@ -38,6 +45,12 @@ _CHAT_PROMPT_ROWS = _array(
     19,
 )
 
+_CHAT_ROWS = _array(
+    "BAAPAA0ACwAEAAEABQAOAAkABwALAAgADAAOAAIADQADAAcAAQAKAAQADwANAAsABAABAA4ACAAJAAcACAALAAIADgAMAA0AAQADAAcADgA=",
+    2,
+    21,
+)
+
 COMPLETION_REQUEST: dict[str, Any] = {
     "model": "tiny-moe",
     "prompt": "Hi",
@@ -45,51 +58,18 @@ COMPLETION_REQUEST: dict[str, Any] = {
     "temperature": 0,
     "return_routed_experts": True,
 }
-COMPLETION_ANSWER: dict[str, Any] = {
+COMPLETION_RESPONSE: dict[str, Any] = {
     **_COMPLETION_HEAD,
-    "choices": [
-        {
-            "index": 0,
-            "text": "!`s",
-            "finish_reason": "length",
-            "routed_experts": _array(
-                "BwANAAgADwAFAAoADAAGAAUABAADAAYACwAPAAcACQAEAA8ADgAKAAwABwAKAA8ABgAMAAUACgACAAcABQAMAAcADwAJAAUADwAKAA0ACwA=",
-                2,
-                2,
-            ),
-        }
-    ],
+    "choices": [{"index": 0, "text": "!`s", "finish_reason": "length", "routed_experts": _COMPLETION_ROWS}],
     "usage": {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3},
     "prompt_routed_experts": _COMPLETION_PROMPT_ROWS,
 }
 COMPLETION_STREAM = _events(
-    {
-        **_COMPLETION_HEAD,
-        "choices": [{"index": 0, "text": "!", "finish_reason": None}],
-        "prompt_routed_experts": _COMPLETION_PROMPT_ROWS,
-    },
-    {
-        **_COMPLETION_HEAD,
-        "choices": [
-            {
-                "index": 0,
-                "text": "`",
-                "finish_reason": None,
-                "routed_experts": _array("BwANAAgADwAFAAoADAAGAAUABAADAAYACwAPAAcACQAEAA8ADgAKAA==", 1, 2),
-            }
-        ],
-    },
-    {
-        **_COMPLETION_HEAD,
-        "choices": [
-            {
-                "index": 0,
-                "text": "s",
-                "finish_reason": "length",
-                "routed_experts": _array("DAAHAAoADwAGAAwABQAKAAIABwAFAAwABwAPAAkABQAPAAoADQALAA==", 1, 3),
-            }
-        ],
-    },
+    _COMPLETION_HEAD,
+    _COMPLETION_PROMPT_ROWS,
+    {"text": "!", "finish_reason": None},
+    {"text": "`", "finish_reason": None, "routed_experts": _COMPLETION_ROW_2},
+    {"text": "s", "finish_reason": "length", "routed_experts": _COMPLETION_ROW_3},
 )
 
 CHAT_REQUEST: dict[str, Any] = {
@@ -100,54 +80,28 @@ CHAT_REQUEST: dict[str, Any] = {
     "return_routed_experts": True,
     "routed_experts_prompt_start": 19,
 }
-CHAT_ANSWER: dict[str, Any] = {
+CHAT_RESPONSE: dict[str, Any] = {
     **_CHAT_HEAD,
     "choices": [
         {
             "index": 0,
             "message": {"role": "assistant", "content": "yyy"},
             "finish_reason": "length",
-            "routed_experts": _array(
-                "BAAPAA0ACwAEAAEABQAOAAkABwALAAgADAAOAAIADQADAAcAAQAKAAQADwANAAsABAABAA4ACAAJAAcACAALAAIADgAMAA0AAQADAAcADgA=",
-                2,
-                21,
-            ),
+            "routed_experts": _CHAT_ROWS,
         }
     ],
     "usage": {"prompt_tokens": 21, "total_tokens": 24, "completion_tokens": 3},
     "prompt_routed_experts": _CHAT_PROMPT_ROWS,
 }
 CHAT_STREAM = _events(
-    {
-        **_CHAT_HEAD,
-        "object": "chat.completion.chunk",
-        "choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}],
-        "prompt_routed_experts": _CHAT_PROMPT_ROWS,
-    },
-    {
-        **_CHAT_HEAD,
-        "object": "chat.completion.chunk",
-        "choices": [{"index": 0, "delta": {"content": "y"}, "finish_reason": None}],
-    },
-    {
-        **_CHAT_HEAD,
-        "object": "chat.completion.chunk",
-        "choices": [
-            {
-                "index": 0,
-                "delta": {"content": "yy"},
-                "finish_reason": "length",
-                "routed_experts": _array(
-                    "BAAPAA0ACwAEAAEABQAOAAkABwALAAgADAAOAAIADQADAAcAAQAKAAQADwANAAsABAABAA4ACAAJAAcACAALAAIADgAMAA0AAQADAAcADgA=",
-                    2,
-                    21,
-                ),
-            }
-        ],
-    },
+    {**_CHAT_HEAD, "object": "chat.completion.chunk"},
+    _CHAT_PROMPT_ROWS,
+    {"delta": {"role": "assistant", "content": ""}, "finish_reason": None},
+    {"delta": {"content": "y"}, "finish_reason": None},
+    {"delta": {"content": "yy"}, "finish_reason": "length", "routed_experts": _CHAT_ROWS},
 )
 
-INFO_ANSWER: dict[str, Any] = {
+INFO_RESPONSE: dict[str, Any] = {
     "model": "tiny-moe",
     "num_layers": 5,
     "top_k": 4,
@@ -189,7 +143,7 @@ GENERATE_REQUEST: dict[str, Any] = {
     "return_routed_experts": True,
     "routed_experts_format": "object",
 }
-GENERATE_ANSWER: dict[str, Any] = {
+GENERATE_RESPONSE: dict[str, Any] = {
     "request_id": "generate-tokens-8a159554dd3e4df7",
     "model": "tiny-moe",
     "created": 1795216497,
@@ -198,7 +152,7 @@ GENERATE_ANSWER: dict[str, Any] = {
             "index": 0,
             "finish_reason": "length",
             "token_ids": [0, 63, 82],
-            "routed_experts": COMPLETION_ANSWER["choices"][0]["routed_experts"],
+            "routed_experts": _COMPLETION_ROWS,
         }
     ],
     "usage": {"prompt_tokens": 2, "total_tokens": 5, "completion_tokens": 3},
@@ -206,34 +160,9 @@ GENERATE_ANSWER: dict[str, Any] = {
     "prompt_routed_experts": _COMPLETION_PROMPT_ROWS,
 }
 GENERATE_STREAM = _events(
-    {
-        "request_id": "generate-tokens-8a159554dd3e4df7",
-        "output_mode": "tokens",
-        "choices": [{"index": 0, "finish_reason": None, "token_ids": [0]}],
-        "prompt_routed_experts": _COMPLETION_PROMPT_ROWS,
-    },
-    {
-        "request_id": "generate-tokens-8a159554dd3e4df7",
-        "output_mode": "tokens",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": None,
-                "token_ids": [63],
-                "routed_experts": _array("BwANAAgADwAFAAoADAAGAAUABAADAAYACwAPAAcACQAEAA8ADgAKAA==", 1, 2),
-            }
-        ],
-    },
-    {
-        "request_id": "generate-tokens-8a159554dd3e4df7",
-        "output_mode": "tokens",
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "length",
-                "token_ids": [82],
-                "routed_experts": _array("DAAHAAoADwAGAAwABQAKAAIABwAFAAwABwAPAAkABQAPAAoADQALAA==", 1, 3),
-            }
-        ],
-    },
+    {"request_id": "generate-tokens-8a159554dd3e4df7", "output_mode": "tokens"},
+    _COMPLETION_PROMPT_ROWS,
+    {"finish_reason": None, "token_ids": [0]},
+    {"finish_reason": None, "token_ids": [63], "routed_experts": _COMPLETION_ROW_2},
+    {"finish_reason": "length", "token_ids": [82], "routed_experts": _COMPLETION_ROW_3},
 )

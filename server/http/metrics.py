@@ -1,7 +1,7 @@
 """Metrics of the capture, next to vLLM's own in `/metrics`. `docs/metrics.md` explains each.
 
-vLLM serves what is registered with prometheus_client in this process. With several API processes it adds up what each
-wrote into a file, which the metrics of an engine survive only because one API process alone gets its numbers.
+vLLM exports every metric that is registered with prometheus_client. With several API processes it adds up their values;
+this is right for the metrics of an engine because only one API process receives them.
 """
 
 import asyncio
@@ -19,49 +19,49 @@ _NOT_CAPTURED, _NOT_ARRIVED = "not_captured", "not_arrived"
 BUILD_INFO = Gauge(  # prometheus_client's Info does not work with several API processes
     "routed_experts_build_info", "1; the labels are versions.", ["version", "vllm_version"], multiprocess_mode="max"
 )
-ROWS_RETURNED = Counter("routed_experts_rows_returned", "Rows that were put into answers.")
-ROWS_MISSING = Counter("routed_experts_rows_missing", "Rows of answers that are not known and are -1.", ["reason"])
-SENT_BYTES = Counter("routed_experts_sent_bytes", "Bytes of the arrays of rows in answers, as encoded.")
-FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Choices under way that have rows.", multiprocess_mode="livesum")
+ROWS_RETURNED = Counter("routed_experts_rows_returned", "Rows in responses.")
+ROWS_MISSING = Counter("routed_experts_rows_missing", "Rows returned as -1 because they are unknown.", ["reason"])
+SENT_BYTES = Counter("routed_experts_sent_bytes", "Encoded bytes of the arrays in responses.")
+FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Running choices with rows.", multiprocess_mode="livesum")
 
 ROWS_CAPTURED = Counter("routed_experts_rows_captured", "Tokens whose routing was captured.", ["engine"])
 ROWS_FORGOTTEN = Counter(
     "routed_experts_rows_forgotten",
-    "Rows given up because the KV connector did something unexpected.",
+    "Rows discarded because a KV connector behaved unexpectedly.",
     ["engine"],
 )
 COPY_WAIT = Counter(
-    "routed_experts_copy_wait_seconds", "Seconds that steps waited for their rows to reach the host.", ["engine"]
+    "routed_experts_copy_wait_seconds", "Seconds that steps waited for the copy of their rows to the host.", ["engine"]
 )
 REQUESTS_TRACKED = Gauge(
     "routed_experts_requests_tracked",
-    "Requests that asked for routing and have not ended.",
+    "Running requests with routing.",
     ["engine"],
     multiprocess_mode="mostrecent",
 )
 HOST_CACHE_BYTES = Gauge(
     "routed_experts_host_cache_bytes",
-    "Memory that the rows of the tokens in the KV cache take.",
+    "Memory of the rows of cached and offloaded tokens.",
     ["engine"],
     multiprocess_mode="mostrecent",
 )
 EXPERT_LOAD = Gauge(
     "routed_experts_expert_load_ratio",
-    "How often the busiest expert of a layer was chosen lately, over the mean of all its experts.",
+    "Recent load of the busiest expert of a layer, divided by the mean load.",
     ["engine", "layer"],
     multiprocess_mode="mostrecent",
 )
 
 BUILD_INFO.labels(VERSION, VLLM_VERSION).set(1)
 for _reason in (_NOT_CAPTURED, _NOT_ARRIVED):
-    ROWS_MISSING.labels(_reason)  # so that they are there from the start, as 0
+    ROWS_MISSING.labels(_reason)  # exported as 0 from the start
 
 
-def count_answer(sent: Sent, lost: int) -> None:
-    """Counts a response that has ended.
+def count_response(sent: Sent, lost: int) -> None:
+    """Counts a finished response.
 
     Args:
-        lost: how many rows did not arrive from the engine.
+        lost: number of rows that did not arrive from the engine.
     """
     ROWS_RETURNED.inc(sent.rows)
     SENT_BYTES.inc(sent.num_bytes)
@@ -75,8 +75,8 @@ class EngineMetrics:
     """The metrics of engines.
 
     Args:
-        layer_ids: absolute decoder-layer index of each of the L layers.
-        num_experts: of a layer.
+        layer_ids: decoder layer of each of the L layers.
+        num_experts: experts per layer.
     """
 
     def __init__(self, layer_ids: Sequence[int], num_experts: int) -> None:
@@ -85,7 +85,7 @@ class EngineMetrics:
         self._last: dict[int, EngineStats] = {}
 
     def update(self, stats: EngineStats) -> None:
-        """Takes the report of an engine."""
+        """Exports the counters that an engine reported."""
         last = self._last.get(stats.engine, EngineStats(stats.engine))
         self._last[stats.engine] = stats
         engine = str(stats.engine)  # as vLLM labels its metrics
@@ -99,7 +99,7 @@ class EngineMetrics:
 
 
 async def watch_buffers(buffers: Sized, interval_s: float = 1.0) -> None:
-    """Updates the number of open buffers once a second: vLLM has no hook for requests that end or abort."""
+    """Updates the number of open buffers once a second, because vLLM has no hook for the end of a request."""
     while True:
         FEEDS_OPEN.set(len(buffers))
         await asyncio.sleep(interval_s)

@@ -1,4 +1,4 @@
-"""The request fields for routing: read from the body, checked, and passed to the engine."""
+"""Request fields for routing: reads them from the body, checks them and passes them to the engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,27 +30,27 @@ ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
 
 
 class RoutedRequest(RoutingFields):
-    """What all request models add to vLLM's."""
+    """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
 
     @model_validator(mode="wrap")
     @classmethod
     def _refuse_odd_values(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Turns odd values of vLLM's own fields into a 400; vLLM returns 500 for them.
+        """Returns 400 for values of vLLM's own fields for which vLLM returns 500.
 
-        Some of its validators see a field before its type is checked, and take a type for granted. Integers that the
-        message to the engine cannot hold fail when it is sent.
+        Some of vLLM's validators run before the type check and assume a type. Integers that are too large for the
+        message to the engine fail only when it is sent.
 
         Raises:
-            VLLMValidationError: with `parameter` set to the field's name, where it is known.
+            VLLMValidationError: `parameter` is the field's name, if known.
         """
         try:
             request = handler(data)
         except (ValueError, VLLMClientError):
             raise
         except Exception as error:
-            raise _odd_field(cls, data) or VLLMValidationError(f"The request cannot be read: {error}") from error
+            raise _odd_field(cls, data) or VLLMValidationError(f"The request is not valid: {error}") from error
         for name in request.model_fields_set & _MESSAGE_INTEGERS:
             if (getattr(request, name) or 0).bit_length() > _MESSAGE_BITS:
                 raise VLLMValidationError(f"{name} is out of range", parameter=name)
@@ -66,10 +66,10 @@ class RoutedRequest(RoutingFields):
         self._routing = options
 
     def opt_in(self, params: SamplingParams) -> SamplingParams:
-        """`params`, telling the engine to send this request's rows if it asks for them."""
+        """Adds the opt-in for the engine to `params` if the request asks for routing."""
         if self.routing is not None:
             opt_in(params, self.routing.prompt_start)
-        # vLLM's own field of that name is not used; it has its own check of it, which comes after a stream began.
+        # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params
 
@@ -93,12 +93,12 @@ class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
 
 
 _MESSAGE_INTEGERS = {"top_k", "stream_interval"}
-"""Integers that vLLM sends to its engine as they are."""
+"""Integers that vLLM sends to its engine unchecked."""
 _MESSAGE_BITS = 63
 
 
 def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | None:
-    """The error of the first field of a body that is not of its type; None if all are."""
+    """The error for the first field with a wrong type; None if there is none."""
     for name, field in model.model_fields.items():
         if isinstance(data, dict) and name in data:
             try:
@@ -109,20 +109,20 @@ def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | N
 
 
 async def routing_of(raw_request: Request) -> RoutingOptions | None:
-    """The request's routing options, checked before vLLM's model of the body is.
+    """The request's routing options. Runs before vLLM validates the body.
 
     Raises:
-        VLLMValidationError: with `parameter` set to the field's name.
+        VLLMValidationError: `parameter` is the field's name.
     """
     body = await _body(raw_request)
     return None if body is None else _parse(body, raw_request)
 
 
 async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
-    """As `routing_of`, for vLLM's token-in, token-out endpoint, whose own way of asking is understood too.
+    """As `routing_of`, for vLLM's token-in, token-out endpoint, which also has fields of its own for routing.
 
     Raises:
-        VLLMValidationError: with `parameter` set to the field's name.
+        VLLMValidationError: `parameter` is the field's name.
     """
     body = await _body(raw_request)
     if body is None:
@@ -134,8 +134,8 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
     if options is None:
         return None
     start = params.get(PROMPT_START)
-    if start:  # 0 is what clients send that send every field
-        if type(start) is not int:  # vLLM would make an integer of some, where nobody here sees it
+    if start:  # clients that send every field send 0
+        if type(start) is not int:  # vLLM would convert some values
             raise VLLMValidationError(f"{PROMPT_START} must be an integer", parameter=PROMPT_START)
         if options.prompt_start_param in body and options.prompt_start != start:
             raise VLLMValidationError(
@@ -149,10 +149,10 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
 
 
 async def refuse_routing(raw_request: Request) -> None:
-    """For endpoints that cannot return routing: a request that asks for it must not lose it silently.
+    """Rejects routing fields, for endpoints that cannot return routing.
 
     Raises:
-        VLLMValidationError: the request asks for routing, or its routing fields are wrong.
+        VLLMValidationError: the request asks for routing, or its routing fields are invalid.
     """
     try:
         options = parse_options(await _body(raw_request) or {})
@@ -164,10 +164,10 @@ async def refuse_routing(raw_request: Request) -> None:
 
 
 async def refuse_odd_values(raw_request: Request) -> None:
-    """For `/invocations`, where vLLM's own models read the body after ours failed, and turn odd values into a 500.
+    """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns 500.
 
     Raises:
-        VLLMValidationError: a value of the body is why it failed.
+        VLLMValidationError: a value of the body is invalid.
     """
     body = await _body(raw_request)
     for model in (RoutedChatRequest, RoutedCompletionRequest):  # in vLLM's order
@@ -179,20 +179,20 @@ async def refuse_odd_values(raw_request: Request) -> None:
 
 
 def _check_nested(params: Mapping[str, Any]) -> None:
-    """Raises `VLLMValidationError` for routing fields in `sampling_params`, which has vLLM's one only."""
+    """Raises `VLLMValidationError` for our routing fields in `sampling_params`, where vLLM has only its own."""
     try:
         check_names(params)
     except FieldError as error:
         raise VLLMValidationError(str(error), parameter=f"sampling_params.{error.param}") from None
     for name in RoutingFields.model_fields.keys() & params.keys() - {PROMPT_START}:
         raise VLLMValidationError(
-            f"{name} belongs at the top level of the request, not into sampling_params",
+            f"{name} belongs at the top level of the request, not in sampling_params",
             parameter=f"sampling_params.{name}",
         )
 
 
 def _vllms_default(raw_request: Request) -> dict[str, Any]:
-    """Where vLLM's own flag was given to its own command, each request of that endpoint asks."""
+    """`vllm serve --enable-return-routed-experts` opts in every request of this endpoint."""
     return {OPT_IN: True} if getattr(raw_request.app.state, "vllm_flag_enabled", False) else {}
 
 
@@ -207,7 +207,7 @@ def _parse(
 
 
 async def _body(raw_request: Request) -> dict[str, Any] | None:
-    """The request's body if it is a JSON object; None otherwise, for which vLLM has its own error."""
+    """The request's body if it is a JSON object; otherwise None, and vLLM reports the error."""
     try:
         body = await raw_request.json()
     except ValueError:

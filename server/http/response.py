@@ -1,4 +1,4 @@
-"""Whole responses: rows from the engine's final outputs, and the HTTP response that carries them."""
+"""Unstreamed responses: collects rows from final outputs and builds the HTTP response."""
 
 import asyncio
 import secrets
@@ -17,7 +17,7 @@ from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
-from routed_experts.server.http.metrics import count_answer
+from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.vllm_http import (
     ErrorResponse,
     create_error_response,
@@ -34,12 +34,12 @@ class CollectedRows:
     """The rows of one response.
 
     Attributes:
-        options: what the request asks for.
+        options: routing options of the request.
         shape: (L, K)
-        prompts: rows of each prompt, P - start in all.
-        own_prompts: prompt rows of each choice; they differ if the weights changed before it began.
-        choices: first position and rows of each choice, in the order of the response.
-        num_lost: how many rows did not arrive.
+        prompts: P - start rows for each prompt.
+        own_prompts: prompt rows of each choice. They differ if the weights changed before the choice started.
+        choices: first position and generated rows of each choice, in the order of the response.
+        num_lost: number of rows lost between engine and API process.
     """
 
     options: RoutingOptions
@@ -50,7 +50,7 @@ class CollectedRows:
     num_lost: int = 0
 
     def collect(self, output: RequestOutput) -> None:
-        """Takes the rows of a finished prompt."""
+        """Collects the rows of a finished prompt."""
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
         prompts: list[tuple[int, list[Rows]]] = []
         for choice in output.outputs:
@@ -70,32 +70,25 @@ class CollectedRows:
             self.own_prompts += [rows if arrived == most else prompt for arrived, rows in prompts]
 
     async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
-        """`outputs`, with their rows taken off."""
+        """Yields `outputs` after collecting their rows."""
         async for output in outputs:
             self.collect(output)
             yield output
 
     @property
     def num_rows(self) -> int:
-        """Of all arrays that the response will have."""
-        return sum(_count(arrays) for arrays in self._sent()) if self.options.rows else 0
+        """Number of rows in all arrays of the response."""
+        return sum(_count(arrays) for *_, arrays in self.arrays()) if self.options.rows else 0
 
     @property
     def nbytes(self) -> int:
-        """Size of the rows that are encoded or counted: of each prompt, as often as the response has it."""
-        return sum(rows.nbytes for arrays in self._sent() for rows in arrays)
-
-    def _sent(self) -> Iterator[list[Rows]]:
-        is_joined = self.options.rows and self.options.layout == "joined"
-        yield from self.own_prompts if is_joined else self.prompts
-        yield from (rows for _, rows in self.choices)
+        """Size of the rows that are encoded or counted: a joined prompt counts for each choice."""
+        return sum(rows.nbytes for *_, arrays in self.arrays() for rows in arrays)
 
     def arrays(self) -> Iterator[tuple[int | None, int, list[Rows]]]:
-        """What the response has: the index of a choice or None for a prompt's, first position, rows."""
-        if not self.options.rows:
-            return
+        """The arrays in the order of the response: index of the choice (None for a prompt), first position, rows."""
         start = self.options.prompt_start
-        if self.options.layout == "joined":
+        if self.options.rows and self.options.layout == "joined":
             for index, (prompt, (_, own)) in enumerate(zip(self.own_prompts, self.choices, strict=True)):
                 yield index, start, [*prompt, *own]
             return
@@ -115,12 +108,12 @@ def _count(arrays: list[Rows]) -> int:
 
 @dataclass(frozen=True)
 class RoutedResponse:
-    """vLLM's response, and the rows that go with it.
+    """vLLM's response with its rows.
 
     Attributes:
         response: a pydantic model with `choices`.
-        encoder: how the request wants its arrays.
-        is_list: whether the request gave a list of prompts.
+        encoder: encodes the arrays in the requested form.
+        is_list: whether the request has a list of prompts.
     """
 
     response: Any
@@ -130,26 +123,26 @@ class RoutedResponse:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows, including those in `kv_transfer_params`."""
+        """Size of all rows, including those in `kv_transfer_params`."""
         return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
 
     def prepare(self, packed: bool) -> Iterator[bytes]:
-        """The body of the HTTP response in parts, as JSON or MessagePack (`packed`). Arrays are encoded as it is read.
+        """The response body in parts, as JSON or MessagePack (`packed`). Arrays are encoded while the parts are read.
 
         Raises:
-            LostRowsError: a row is not known, and the type asked for cannot say so.
+            LostRowsError: a row is unknown, and the requested dtype cannot hold -1.
         """
         body = body_of(self.response, packed)
-        arrays = list(self.rows.arrays())
-        place = secrets.token_bytes(16)  # stands for each array until it is encoded; nobody can guess it
-        hole = msgspec.Raw(place)
+        arrays = list(self.rows.arrays()) if self.rows.options.rows else []
+        marker = secrets.token_bytes(16)  # replaced by each array; random, so that no client can send it
+        placeholder = msgspec.Raw(marker)
         prompts: list[Any] = []
         for choice, _, rows in arrays:
             self.encoder.check(rows)
             if choice is None:
-                prompts.append(hole)
+                prompts.append(placeholder)
             else:
-                body["choices"][choice]["routed_experts"] = hole
+                body["choices"][choice]["routed_experts"] = placeholder
         if prompts:
             body["prompt_routed_experts"] = self._one_or_list(prompts)
         if self.rows.options.histogram:
@@ -157,15 +150,14 @@ class RoutedResponse:
             body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
             for choice_body, counted in zip(body["choices"], of_choices, strict=True):
                 choice_body["routed_experts_histogram"] = counted
-        return self._parts(encoded(body, packed).split(place), arrays, packed)
+        return self._parts(encoded(body, packed).split(marker), arrays, packed)
 
     def _parts(
         self, texts: list[bytes], arrays: list[tuple[int | None, int, list[Rows]]], packed: bool
     ) -> Iterator[bytes]:
-        encode = self.encoder.msgpack_parts if packed else self.encoder.json_parts
         yield texts[0]
-        for text, (_, start, rows) in zip(texts[1:], arrays, strict=True):  # both in the order of the body
-            yield from encode(rows, start)
+        for text, (_, start, rows) in zip(texts[1:], arrays, strict=True):  # in the order of the body
+            yield from self.encoder.parts(rows, start, packed)
             yield text
 
     def _one_or_list(self, items: list[Any]) -> Any:
@@ -173,7 +165,7 @@ class RoutedResponse:
 
 
 def body_of(response: Any, packed: bool) -> dict[str, Any]:
-    """vLLM's response as JSON or MessagePack (`packed`) can say it, without vLLM's own field for routing."""
+    """vLLM's response as a dict for JSON or MessagePack (`packed`), without vLLM's own routing field."""
     body: dict[str, Any] = response.model_dump()
     if params := body.get("kv_transfer_params"):
         body["kv_transfer_params"] = to_wire(params)
@@ -185,22 +177,20 @@ def body_of(response: Any, packed: bool) -> dict[str, Any]:
 
 
 def encoded(body: dict[str, Any], packed: bool) -> bytes:
-    """`body` as JSON or in MessagePack."""
-    if packed:
-        return msgspec.msgpack.encode(body)
-    return msgspec.json.encode(body)
+    """`body` as JSON or MessagePack."""
+    return msgspec.msgpack.encode(body) if packed else msgspec.json.encode(body)
 
 
 MSGPACK = "application/msgpack"
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
 _AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10
-"""Responses with more bytes of rows are prepared in a thread and sent in parts, with other tasks between them. Smaller
-ones take at most about 2 ms; a thread and parts would double that."""
+"""Larger responses are prepared in a thread and sent in parts, so that other tasks run in between. Smaller ones take at
+most about 2 ms, which a thread would double."""
 
 
 async def respond(answer: Any, raw_request: Request) -> Response:
-    """The HTTP response that vLLM's route would send for `answer`, with the routing that belongs to it."""
+    """The HTTP response of vLLM's route for `answer`, with its routing."""
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(), status_code=answer.error.code)
     if not isinstance(answer, BaseModel | RoutedResponse):
@@ -224,7 +214,7 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     media_type = MSGPACK if packed else _JSON
     if answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
         body = b"".join(answer.prepare(packed))
-        count_answer(answer.encoder.sent, answer.rows.num_lost)
+        count_response(answer.encoder.sent, answer.rows.num_lost)
         return Response(body, media_type=media_type, headers=headers)
     parts = await run_in_threadpool(answer.prepare, packed)
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
@@ -236,11 +226,11 @@ async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIter
             yield part
             await asyncio.sleep(0)
     finally:
-        count_answer(answer.encoder.sent, answer.rows.num_lost)
+        count_response(answer.encoder.sent, answer.rows.num_lost)
 
 
 def wants_msgpack(accept: str) -> bool:
-    """Whether the header `Accept` names MessagePack, and JSON not rather."""
+    """Whether the `Accept` header names MessagePack and does not prefer JSON."""
     weights = {_JSON: 0.0, MSGPACK: 0.0}
     for item in accept.lower().split(","):
         name, *params = (part.strip() for part in item.split(";"))

@@ -1,4 +1,4 @@
-"""The routes: extended ones take the place of vLLM's, `/v1/routed_experts` is new."""
+"""The routes: three replace vLLM's routes of the same path, `/v1/routed_experts` is new."""
 
 from typing import Annotated, Any
 
@@ -20,10 +20,10 @@ from routed_experts.server.http.vllm_http import load_aware_call, validate_json_
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
 router = APIRouter()
-"""What every server has."""
+"""Routes of every server."""
 
 generate_router = APIRouter()
-"""What a server has where vLLM's scale-out endpoints are on."""
+"""Routes of servers with `--enable-scale-out`."""
 
 Routing = Annotated[RoutingOptions | None, Depends(routing_of)]
 GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
@@ -33,14 +33,14 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
     "/v1/completions",
     dependencies=[Depends(validate_json_request)],
     responses=schemas.generate_responses(
-        schemas.RoutedCompletionResponse, examples.COMPLETION_ANSWER, examples.COMPLETION_STREAM
+        schemas.RoutedCompletionResponse, examples.COMPLETION_RESPONSE, examples.COMPLETION_STREAM
     ),
     openapi_extra=schemas.request_example(examples.COMPLETION_REQUEST),
 )
 @with_cancellation
 @load_aware_call
 async def create_completion(request: RoutedCompletionRequest, raw_request: Request, routing: Routing) -> Response:
-    """Text completion, as OpenAI's, with the routing of every token if asked for."""
+    """OpenAI's text completion, optionally with the routing of every token."""
     serving = _serving(raw_request, "openai_serving_completion", "Completions API")
     request.routing = routing
     return await respond(await serving.create_completion(request, raw_request), raw_request)
@@ -49,13 +49,13 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(schemas.RoutedChatResponse, examples.CHAT_ANSWER, examples.CHAT_STREAM),
+    responses=schemas.generate_responses(schemas.RoutedChatResponse, examples.CHAT_RESPONSE, examples.CHAT_STREAM),
     openapi_extra=schemas.request_example(examples.CHAT_REQUEST),
 )
 @with_cancellation
 @load_aware_call
 async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, routing: Routing) -> Response:
-    """Chat completion, as OpenAI's, with the routing of every token if asked for."""
+    """OpenAI's chat completion, optionally with the routing of every token."""
     serving = _serving(raw_request, "openai_serving_chat", "Chat Completions API")
     request.routing = routing
     return await respond(await serving.create_chat_completion(request, raw_request), raw_request)
@@ -65,14 +65,14 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
     "/inference/v1/generate",
     dependencies=[Depends(validate_json_request)],
     responses=schemas.generate_responses(
-        schemas.RoutedGenerateResponse, examples.GENERATE_ANSWER, examples.GENERATE_STREAM
+        schemas.RoutedGenerateResponse, examples.GENERATE_RESPONSE, examples.GENERATE_STREAM
     ),
     openapi_extra=schemas.request_example(examples.GENERATE_REQUEST),
 )
 @with_cancellation
 @load_aware_call
 async def generate(request: RoutedGenerateRequest, raw_request: Request, routing: GenerateRouting) -> Response:
-    """Token ids in, token ids out, with the routing of every token if asked for. Needs `--enable-scale-out`."""
+    """vLLM's token-in, token-out completion, optionally with the routing of every token. Needs `--enable-scale-out`."""
     serving = _serving(raw_request, "serving_tokens", "generate tokens API")
     request.routing = routing
     return await respond(await serving.serve_tokens(request, raw_request), raw_request)
@@ -80,7 +80,7 @@ async def generate(request: RoutedGenerateRequest, raw_request: Request, routing
 
 @router.get("/v1/routed_experts", responses=schemas.info_responses())
 async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
-    """What the arrays of routed experts mean for the served model."""
+    """Dimensions of the arrays for the served model: layers, experts per token, number of experts."""
     captured: CapturedEngine | None = raw_request.app.state.captured_engine
     if captured is None:
         raise VLLMNotFoundError("This server does not capture routed experts.")

@@ -1,4 +1,4 @@
-"""What the answers look like, for the API description only: nothing is made from these models while serving."""
+"""Response models for the API description. The server does not build responses from them."""
 
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ Rows = RoutedExpertsArray | str | Ids
 
 
 def _absent_unless_asked_for(schema: dict[str, Any]) -> None:
-    """The server leaves the field out, where a default of null would say that it is there."""
+    """Removes the default, because the server omits the field instead of sending null."""
     schema.pop("default", None)
 
 
@@ -33,119 +33,118 @@ def _rows_field(description: str) -> Any:
 
 
 _GENERATED = (
-    "The choice's generated rows, from the prompt's end on; with `routed_experts_layout: joined`, its prompt rows "
-    "before them. Absent without `return_routed_experts`."
+    "The generated rows of the choice, starting after the prompt; with `routed_experts_layout: joined`, prompt rows "
+    "come before them. Absent without `return_routed_experts`."
 )
-_HISTOGRAM = "The counts of the choice's generated rows. Absent without `routed_experts_histogram`."
-_PROMPT_HISTOGRAM = "The counts of the prompt's rows, once for all choices. Absent without `routed_experts_histogram`."
 _PROMPT = (
-    "The prompt's rows from `routed_experts_prompt_start` on, once for all choices. Absent without "
+    "The prompt rows from `routed_experts_prompt_start` on, once for all choices. Absent without "
     "`return_routed_experts` and with `routed_experts_layout: joined`."
 )
+_PROMPT_HISTOGRAM = "Counts of the prompt rows, once for all choices. Absent without `routed_experts_histogram`."
 
 
-class RoutedCompletionChoice(CompletionResponseChoice):
-    """vLLM's choice of a completion, with its rows."""
-
+class _Choice(BaseModel):
     routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_GENERATED)
-    routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_HISTOGRAM)
+    routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(
+        "Counts of the generated rows of the choice. Absent without `routed_experts_histogram`."
+    )
+
+
+class _Response(BaseModel):
+    prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
+    prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_PROMPT_HISTOGRAM)
+
+
+class RoutedCompletionChoice(_Choice, CompletionResponseChoice):
+    """vLLM's choice of a completion, with its rows."""
 
 
 class RoutedCompletionResponse(CompletionResponse):
-    """vLLM's completion, with the routing that was asked for."""
+    """vLLM's completion, with routing."""
 
     choices: list[RoutedCompletionChoice]
     prompt_routed_experts: Rows | list[Rows] | SkipJsonSchema[None] = _rows_field(
-        _PROMPT + " For a list of prompts, a list of arrays in its order."
+        _PROMPT + " For a list of prompts, a list of arrays in the same order."
     )
     prompt_routed_experts_histogram: Histogram | list[Histogram] | SkipJsonSchema[None] = _rows_field(
-        _PROMPT_HISTOGRAM + " For a list of prompts, a list in its order."
+        _PROMPT_HISTOGRAM + " For a list of prompts, a list in the same order."
     )
 
 
-class RoutedChatChoice(ChatCompletionResponseChoice):
+class RoutedChatChoice(_Choice, ChatCompletionResponseChoice):
     """vLLM's choice of a chat completion, with its rows."""
 
-    routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_GENERATED)
-    routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_HISTOGRAM)
 
-
-class RoutedChatResponse(ChatCompletionResponse):
-    """vLLM's chat completion, with the routing that was asked for."""
+class RoutedChatResponse(_Response, ChatCompletionResponse):
+    """vLLM's chat completion, with routing."""
 
     choices: list[RoutedChatChoice]
-    prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
-    prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_PROMPT_HISTOGRAM)
 
 
-class RoutedGenerateChoice(GenerateTokensChoice):
-    """vLLM's choice of a token-in, token-out answer, with its rows."""
+class RoutedGenerateChoice(_Choice, GenerateTokensChoice):
+    """vLLM's choice of a token-in, token-out response, with its rows."""
 
     routed_experts: Rows | None = Field(
         default=None,
-        description=_GENERATED + " Where neither a form nor a layout was asked for, as vLLM's own capture gives them: "
-        "base64 of a .npy file with prompt and generated rows, `uint8` up to 256 experts, else `uint16`.",
+        description=_GENERATED + " Without `routed_experts_format` and `routed_experts_layout`, it has the form of "
+        "vLLM's own capture: base64 of a .npy file with prompt and generated rows, `uint8` up to 256 experts, else "
+        "`uint16`.",
     )
-    routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_HISTOGRAM)
 
 
-class RoutedGenerateResponse(GenerateTokensResponse):
-    """vLLM's token-in, token-out answer, with the routing that was asked for."""
+class RoutedGenerateResponse(_Response, GenerateTokensResponse):
+    """vLLM's token-in, token-out response, with routing."""
 
     choices: list[RoutedGenerateChoice]
-    prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
-    prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_PROMPT_HISTOGRAM)
 
 
 class HandedRows(BaseModel):
-    """The prompt's rows, beside what the KV connector says of its KV. With `return_routed_experts` the prefill leg's
-    answer has them, and the decode leg's request must bring them; whoever relays `kv_transfer_params` as it is need not
-    know of them. They are taken with `do_remote_prefill` only. Rows of more than 64 MiB are left out, and missing."""
+    """The prompt rows in `kv_transfer_params`, for prefill and decode on separate instances. With
+    `return_routed_experts`, the prefill response has them, and the decode request must bring them; a proxy relays
+    `kv_transfer_params` unchanged. Used only with `do_remote_prefill`. Rows of more than 64 MiB are left out."""
 
-    data: str = Field(description="Base64, standard alphabet, of the little-endian array in C order.")
+    data: str = Field(description="Base64 (standard alphabet) of the little-endian array in C order.")
     dtype: Literal["uint8", "int16"]
     shape: tuple[int, int, int] = Field(
-        description="[n, L, K], rows of positions 0 to n - 1, n at most P; -1 is not known."
+        description="[n, L, K]: rows of positions 0 to n - 1, n at most P. -1 means unknown."
     )
     until: float | SkipJsonSchema[None] = Field(
         default=None,
-        description="Until when the request is to come to the decode instance, in seconds since 1970, as the prefill "
-        "instance may give the KV up afterwards. Of one that comes later the decode instance computes the prompt.",
+        description="Unix time by which the decode request must arrive, because the prefill instance may free the KV "
+        "afterwards. For a later request, the decode instance computes the prompt.",
     )
 
 
-# The examples are answers of the tiny model that `routed-experts serve` makes by itself; fields that are null there
-# are left out for the reader.
-
+# The examples are real responses of the tiny model. Fields with null are left out.
 
 _STREAM = """\
-With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`. With `return_routed_experts: true`
+With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`. With `return_routed_experts: true`:
 
-- the first chunk of a prompt has its rows as `prompt_routed_experts` at the top level, once for all its choices;
-- no line holds more than 64 KiB of routing: rows that need more come in pieces, each a complete array, on chunks of the
-  same choice without text, directly before the chunk that has the last piece;
-- `choices[0].routed_experts` has the rows that became known with the chunk's tokens: after the chunk that brings a
-  choice to its g-th token, all rows before position P + g - 1 have been sent. A chunk with nothing new has no field;
-- concatenated, the arrays are equal to those of the same request without `stream`;
+- the first chunk of a prompt has the prompt rows as `prompt_routed_experts` at the top level, once for all choices;
+- `choices[0].routed_experts` has the rows that became known with the chunk's tokens: after the chunk with the g-th
+  token of a choice, all rows before position P + g - 1 have been sent. A chunk without new rows has no field;
+- no line has more than 64 KiB of routing. More rows come in pieces, each a complete array: chunks of the same choice
+  without text carry all pieces but the last, directly before the chunk that carries the last;
+- concatenated, the arrays equal those of the same request without `stream`;
 - histograms come once, with the chunk that has `finish_reason`.
 
 An error after the first byte is one event with `error`, then `[DONE]`."""
 
 _MSGPACK = """\
-With `Accept: application/msgpack`, and not for streams: the same object in MessagePack, in which `data` of arrays and
-the forms `npy` and `raw` are binary instead of base64 text. Errors stay JSON."""
+With `Accept: application/msgpack`, except for streams: the same object in MessagePack. `data` of arrays, and the forms
+`npy` and `raw`, are binary instead of base64 text. Errors stay JSON."""
 
 _ERRORS = {
-    400: "Something in the request cannot be accepted; `param` names the field.",
+    400: "The request is invalid; `param` names the field.",
     404: "The model does not exist.",
-    422: "Something that the request refers to, such as an image, cannot be used.",
-    500: "The server failed.",
+    422: "Something that the request refers to, such as an image, cannot be processed.",
+    500: "Internal server error.",
     501: "The model does not support this endpoint.",
 }
 
 
 def error_responses(*codes: int, example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """The error answers of a route, for FastAPI's `responses`; `example` is of the first one."""
+    """The error responses of a route, for FastAPI's `responses`; `example` belongs to the first."""
     responses: dict[int | str, dict[str, Any]] = {
         code: {"model": ErrorResponse, "description": _ERRORS[code]} for code in codes
     }
@@ -153,10 +152,10 @@ def error_responses(*codes: int, example: dict[str, Any]) -> dict[int | str, dic
     return responses
 
 
-def generate_responses(model: type[BaseModel], answer: dict[str, Any], stream: str) -> dict[int | str, dict[str, Any]]:
-    """The answers of a generating route, for FastAPI's `responses`."""
+def generate_responses(model: type[BaseModel], whole: dict[str, Any], stream: str) -> dict[int | str, dict[str, Any]]:
+    """The responses of a generating route, for FastAPI's `responses`."""
     content = {
-        "application/json": {"example": answer},
+        "application/json": {"example": whole},
         "application/msgpack": {"schema": {"type": "string", "format": "binary", "description": _MSGPACK}},
         "text/event-stream": {"schema": {"type": "string", "description": _STREAM}, "example": stream},
     }
@@ -165,13 +164,16 @@ def generate_responses(model: type[BaseModel], answer: dict[str, Any], stream: s
 
 
 def info_responses() -> dict[int | str, dict[str, Any]]:
-    """The answers of the route that describes the arrays, for FastAPI's `responses`."""
-    ok = {"description": "What the arrays mean.", "content": {"application/json": {"example": examples.INFO_ANSWER}}}
+    """The responses of `GET /v1/routed_experts`, for FastAPI's `responses`."""
+    ok = {
+        "description": "The dimensions of the arrays.",
+        "content": {"application/json": {"example": examples.INFO_RESPONSE}},
+    }
     errors = error_responses(404, example=examples.NO_CAPTURE_ERROR)
     errors[404]["description"] = "The server does not capture routed experts."
     return {200: ok, **errors}
 
 
 def request_example(example: dict[str, Any]) -> dict[str, Any]:
-    """An example of a route's request, for FastAPI's `openapi_extra`."""
+    """The example request of a route, for FastAPI's `openapi_extra`."""
     return {"requestBody": {"content": {"application/json": {"example": example}}}}

@@ -1,4 +1,4 @@
-"""Requests that the server sends itself before its port answers, through the application as a client reaches it."""
+"""The self-test: requests that the server sends through its own application before the port opens."""
 
 import asyncio
 import copy
@@ -32,89 +32,93 @@ logger = get_logger(__name__)
 
 _NEW_TOKENS = 4
 _SHORT = 5
-"""Tokens of a prompt that comes in the same message as other rows."""
+"""Prompt tokens whose rows share a message with other rows."""
 _MOST_TOKENS = 256
-"""Most prompt tokens that are spent on rows that take more than one line of a stream."""
+"""Maximum prompt tokens for a prompt whose rows exceed one line of a stream."""
 _TOKEN_IDS = 1000
-"""Prompts have the first ids of the vocabulary only: those of images, which some models count, are the last."""
+"""Prompts use only the first ids of the vocabulary, because ids of image tokens are at its end."""
 _LIMIT_S = 600.0
-"""Seconds for a request. The first ones may compile kernels."""
+"""Timeout of a request. The first requests may compile kernels."""
 _AGREEMENT = 0.5
-"""How many of the ids of the same tokens must be the same, if they were computed in batches of other sizes: there
-rounding decides for a few. Rows of other tokens agree by chance."""
+"""Required share of equal ids for equal tokens in batches of different sizes, where rounding changes a few. Rows of
+different tokens agree only by chance."""
 
 _MESSAGES = [{"role": "user", "content": "Which experts?"}]
 
 Body = Callable[..., dict[str, Any]]
-"""Makes the body of a request from token ids of a prompt and sampling parameters."""
+"""Builds the body of a request from prompt token ids and sampling parameters."""
 
 
 class SelfTestError(RuntimeError):
-    """The capture does not bring back what it should; the server must not start."""
+    """The self-test failed; the server must not start."""
 
 
 async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: str) -> None:
-    """Raises `SelfTestError` unless every endpoint returns complete and possible routing, the same for the same tokens.
+    """Checks that every endpoint returns complete and valid routing, and the same experts for the same tokens.
 
     Args:
-        app: with its state, but without server-wide defaults for requests.
-        args: of vLLM's command.
-        model: name to ask for.
+        app: the application with its state, but without server-wide defaults.
+        args: arguments of vLLM's command.
+        model: model name for the requests.
+
+    Raises:
+        SelfTestError: a check failed.
     """
     began = time.monotonic()
     config = captured.engine.vllm_config
     parallel = config.parallel_config
-    # Where something else balances the load, this process reaches the ranks of its own node only.
+    # With an external load balancer, this process reaches only the ranks of its own node.
     ranks = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
-    async with FrontDoor(app, args, model) as door:
+    async with AppClient(app, args, model) as client:
         try:
-            endpoints = await _endpoints(door, args, config.model_config.max_model_len)
-            await _check_endpoints(door, endpoints, captured)
+            endpoints = await _endpoints(client, args, config.model_config.max_model_len)
+            await _check_endpoints(client, endpoints, captured)
             for rank in range(ranks):
-                await _Rank(door, endpoints, captured, rank if ranks > 1 else None).check()
+                await _Rank(client, endpoints, captured, rank if ranks > 1 else None).check()
         except SelfTestError as error:
-            if captured.engine.errored:  # what vLLM's routes say then is of no use before the server runs
-                raise SelfTestError("The engine ended during the startup probe.") from error
+            if captured.engine.errored:  # vLLM's own error would not help here
+                raise SelfTestError(
+                    "The engine stopped during the self-test: read its first error in the log."
+                ) from error
             raise
-    logger.info("The startup probe passed in %.1f s.", time.monotonic() - began)
+    logger.info("The self-test passed in %.1f s.", time.monotonic() - began)
 
 
-class FrontDoor:
-    """The application with all routes and the middleware of vLLM and this server, called without a socket, which is not
-    open yet.
+class AppClient:
+    """Calls the application without a socket, with the middleware of vLLM and this server.
 
-    Other middleware is left out: an operator's may refuse this client, and HTTP metrics need not count it.
+    Other middleware is left out: an operator's may reject this client, and HTTP metrics should not count it.
     """
 
     def __init__(self, app: FastAPI, args: Namespace, model: str) -> None:
-        # With VLLM_SERVER_DEV_MODE, vLLM logs as errors what it refuses, which the probe asks for on purpose.
+        # With VLLM_SERVER_DEV_MODE, vLLM logs rejected requests as errors, and the self-test sends some on purpose.
         quiet = copy.copy(args)
         quiet.log_error_stack = False
         front = copy.copy(app)
         front.state = State({**app.state._state, "args": quiet})
-        front.root_path = ""  # paths are as behind a proxy, which strips it
+        front.root_path = ""  # as behind a proxy that strips it
         front.user_middleware = [layer for layer in app.user_middleware if _is_known(layer)]
         front.middleware_stack = None  # built anew
         keys = api_keys(args)
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(front),
-            base_url="http://startup-probe",
+            base_url="http://self-test",
             headers={"Authorization": f"Bearer {keys[0]}"} if keys else {},
         )
         self._model = model
 
-    async def __aenter__(self) -> "FrontDoor":
+    async def __aenter__(self) -> "AppClient":
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._client.aclose()
 
     async def get(self, path: str) -> httpx.Response:
-        """The response of `path`."""
+        """The response to GET `path`."""
         return await self._send("GET", path)
 
     async def post(self, path: str, rank: int | None = None, **body: Any) -> httpx.Response:
-        """The response of `path`, computed by a data parallel rank; None is any."""
+        """The response to POST `path`, from a data parallel rank (None: any)."""
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         return await self._send("POST", path, json={"model": self._model, **body}, headers=headers)
 
@@ -123,9 +127,9 @@ class FrontDoor:
             async with asyncio.timeout(_LIMIT_S):
                 return await self._client.request(method, path, timeout=None, **request)
         except TimeoutError:
-            raise SelfTestError(f"The startup probe's request to {path} took longer than {_LIMIT_S:.0f} s.") from None
+            raise SelfTestError(f"The self-test request to {path} took longer than {_LIMIT_S:.0f} s.") from None
         except Exception as error:
-            raise SelfTestError(f"The startup probe's request to {path} failed: {error!r}") from error
+            raise SelfTestError(f"The self-test request to {path} failed: {error!r}") from error
 
 
 _COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -148,57 +152,57 @@ def _is_known(layer: Middleware) -> bool:
     return str(getattr(function, "__module__", "")).startswith(("vllm.", "routed_experts."))
 
 
-async def _endpoints(door: FrontDoor, args: Namespace, max_model_len: int) -> dict[str, Body]:
-    """The paths that return routing here, and what makes the bodies of requests."""
+async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> dict[str, Body]:
+    """The endpoints of this server that return routing, and functions that build their requests."""
     found: dict[str, Body] = {_COMPLETIONS: _completion}
     if getattr(args, "tokens_only", False) or getattr(args, "enable_scale_out", False):
         found[_GENERATE] = _generate
-    # vLLM's own response, which tells whether there is a tokenizer, and a chat template that takes such a message.
-    tokenized = await door.post("/tokenize", messages=_MESSAGES)
+    # vLLM's own endpoint tells whether there is a tokenizer and a chat template.
+    tokenized = await client.post("/tokenize", messages=_MESSAGES)
     if tokenized.status_code == 200 and tokenized.json()["count"] + _NEW_TOKENS < max_model_len:
-        # Some models render their chats otherwise (gpt-oss's are of its own tokens, which a small vocabulary lacks).
-        plain = await door.post(_CHAT, **_chat([], max_tokens=1))
+        # Some models render chats in another way; gpt-oss uses special tokens that a small vocabulary lacks.
+        plain = await client.post(_CHAT, **_chat([], max_tokens=1))
         if plain.status_code == 200:
             found[_CHAT] = _chat
     return found
 
 
-async def _check_endpoints(door: FrontDoor, endpoints: dict[str, Body], captured: CapturedEngine) -> None:
-    """Raises `SelfTestError` unless each endpoint refuses what it cannot return."""
-    info = await door.get("/v1/routed_experts")
+async def _check_endpoints(client: AppClient, endpoints: dict[str, Body], captured: CapturedEngine) -> None:
+    """Raises `SelfTestError` unless each endpoint rejects invalid routing fields."""
+    info = await client.get("/v1/routed_experts")
     if info.status_code != 200 or info.json() != captured.info.model_dump(mode="json"):
-        raise SelfTestError(
-            "The startup probe did not reach this server's routes: vLLM, or another plugin, replaced them."
-        )
+        raise SelfTestError("The self-test did not reach this server's routes: vLLM or another plugin replaced them.")
     too_late = captured.engine.vllm_config.model_config.max_model_len + 1
     for path, body in endpoints.items():
         asked = {OPT_IN: True, **body([1], max_tokens=1)}
-        await _check_refusal(door, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
-        await _check_refusal(door, path, kv_handoff.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
+        await _check_refusal(client, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
+        await _check_refusal(client, path, kv_handoff.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
         if path != _GENERATE:
-            await _check_refusal(door, path, OPT_IN, **asked, use_beam_search=True)
+            await _check_refusal(client, path, OPT_IN, **asked, use_beam_search=True)
     for path in CLOSED:
-        await _check_refusal(door, path, OPT_IN, **{OPT_IN: True})
+        await _check_refusal(client, path, OPT_IN, **{OPT_IN: True})
 
 
-async def _check_refusal(door: FrontDoor, path: str, param: str, **body: Any) -> None:
-    response = await door.post(path, **body)
-    if response.status_code == 404:  # vLLM does not serve it
+async def _check_refusal(client: AppClient, path: str, param: str, **body: Any) -> None:
+    response = await client.post(path, **body)
+    if response.status_code == 404:  # the endpoint is off
         return
     error = response.json().get("error") if response.status_code == 400 else None
     if not isinstance(error, dict) or error.get("param") != param:
-        raise SelfTestError(f"{path} accepted what it must refuse ({param}): vLLM does not call this server's checks.")
+        raise SelfTestError(f"{path} accepted an invalid {param}: vLLM does not call this server's checks.")
 
 
 class _Rank:
-    """What is asked of one data parallel rank.
+    """Tests one data parallel rank.
 
     Args:
-        rank: None where there is one only.
+        rank: None if there is only one.
     """
 
-    def __init__(self, door: FrontDoor, endpoints: dict[str, Body], captured: CapturedEngine, rank: int | None) -> None:
-        self._door = door
+    def __init__(
+        self, client: AppClient, endpoints: dict[str, Body], captured: CapturedEngine, rank: int | None
+    ) -> None:
+        self._client = client
         self._endpoints = endpoints
         self._captured = captured
         self._rank = rank
@@ -207,12 +211,12 @@ class _Rank:
         self._loads_lose_rows = config.kv_transfer_config is not None and on_load() == MISSING
 
     async def check(self) -> None:
-        """Raises `SelfTestError` unless all endpoints return the same for the same tokens, however they are asked."""
+        """Raises `SelfTestError` unless all endpoints return the same experts for the same tokens."""
         short, long = self._prompt(_SHORT), self._prompt(self._long())
         several = {"n": self._n, "temperature": 1.0}
         for path, body in self._endpoints.items():
             (first,) = await self._ask(path, body(long))
-            # At once, so that they share steps; all but the last have the prompt in the prefix cache.
+            # Concurrent, so that they share steps. All but the last hit the prefix cache.
             streamed, whole, _ = await asyncio.gather(
                 self._ask(path, body(long, **several), stream=True),
                 self._ask(path, body(long, **several)),
@@ -220,7 +224,7 @@ class _Rank:
             )
             for choice in (*streamed, *whole):
                 self._compare(path, choice.prompt_rows, first.prompt_rows)
-            # What was generated, as a prompt: its rows are another request's.
+            # Send the generated tokens as a prompt and compare the rows.
             choices = [first, *streamed, *whole]
             again = (self._ask(_COMPLETIONS, _completion(_tokens(choice), max_tokens=1)) for choice in choices)
             answers = await asyncio.gather(*again)
@@ -230,23 +234,25 @@ class _Rank:
                 self._compare(path, choice.generated_rows, rows[len(choice.prompt_rows) :])
 
     async def _ask(self, path: str, body: dict[str, Any], stream: bool = False) -> list[Routing]:
-        """The choices of a response, each complete and possible."""
+        """Sends a request and returns its choices. Each must be complete and valid."""
         form = {"routed_experts_format": "object", "routed_experts_layout": "split", "return_token_ids": True}
         sampling = body.get("sampling_params", body)
         for name, value in {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}.items():
             sampling.setdefault(name, value)
-        response = await self._door.post(path, self._rank, **{OPT_IN: True}, **form, **body, stream=stream)
+        response = await self._client.post(path, self._rank, **{OPT_IN: True}, **form, **body, stream=stream)
         if response.status_code != 200:
             said = response.text
-            raise SelfTestError(f"The startup probe's request to {path} got status {response.status_code}: {said:.500}")
+            raise SelfTestError(f"The self-test request to {path} got status {response.status_code}: {said:.500}")
         n = sampling.get("n", 1)
         try:
             choices = collect(response.content, n=n)
         except RoutingError as error:
-            raise SelfTestError(f"The startup probe got an answer of {path} without its routing: {error}.") from error
+            raise SelfTestError(
+                f"The self-test got a response from {path} without complete routing: {error}."
+            ) from error
         prompt = tuple(body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ())
         if len(choices) != n or any(choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices):
-            raise SelfTestError(f"The startup probe got other choices or tokens from {path} than it asked for.")
+            raise SelfTestError(f"The self-test got wrong choices or prompt tokens from {path}: please report this.")
         for choice in choices:
             self._check_rows(choice)
         return choices
@@ -261,11 +267,11 @@ class _Rank:
     def _compare(self, path: str, some: Rows, others: Rows) -> None:
         if agreement(some, others) < _AGREEMENT:
             raise SelfTestError(
-                f"The startup probe got different experts for the same tokens from {path}: please report this."
+                f"The self-test got different experts for the same tokens from {path}: please report this."
             )
 
     def _long(self) -> int:
-        """Tokens of a prompt whose rows come in a message of their own, and of which another request hits a prefix."""
+        """Length of a prompt whose rows have a message of their own, and of which other requests hit a prefix."""
         layers, top_k = self._captured.shape
         row_bytes = 2 * layers * top_k
         of_more_than_a_line = min(LINE_BYTES // row_bytes, _MOST_TOKENS)
@@ -273,7 +279,7 @@ class _Rank:
         return max(SMALL_ARRAY_BYTES // row_bytes + 1, of_more_than_a_line, block + 2)
 
     def _prompt(self, length: int) -> list[int]:
-        """Random, so that no store has its KV, without its rows, from an earlier start."""
+        """Random token ids, so that no KV store has them from an earlier start."""
         model = self._captured.engine.vllm_config.model_config
         length = max(min(length, model.max_model_len - _NEW_TOKENS - 1), 1)
         ids: list[int] = np.random.default_rng().integers(min(model.get_vocab_size(), _TOKEN_IDS), size=length).tolist()
@@ -281,12 +287,12 @@ class _Rank:
 
 
 def _tokens(choice: Routing) -> list[int]:
-    """Of the prompt and of the choice."""
+    """Prompt and generated tokens of a choice."""
     return [*(choice.prompt_token_ids or ()), *(choice.token_ids or ())]
 
 
 def agreement(some: Rows, others: Rows) -> float:
-    """Which part of the ids of `some` [n, L, K] that are known is in the same row of `others`; 1 if there are none."""
+    """Share of known ids of `some` [n, L, K] that are in the same row and layer of `others`; 1 if there are none."""
     if some.shape != others.shape:
         return 0.0
     known = (some != UNKNOWN) & (others != UNKNOWN)
@@ -295,23 +301,23 @@ def agreement(some: Rows, others: Rows) -> float:
 
 
 def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:
-    """Raises `SelfTestError`, saying what is wrong, unless `rows` are as many as expected and could be a router's."""
+    """Raises `SelfTestError` unless `rows` has the expected shape and valid expert ids."""
     if rows.shape != (expected_rows, *shape):
         raise SelfTestError(
-            f"The startup probe got routing of shape {rows.shape}, not {(expected_rows, *shape)}: please report this."
+            f"The self-test got routing of shape {rows.shape}, not {(expected_rows, *shape)}: please report this."
         )
     if len(rows) and (rows == UNKNOWN).all():
-        raise SelfTestError("The startup probe got no routing back: the engine's worker or scheduler is not ours.")
+        raise SelfTestError("The self-test got no routing: the engine's worker or scheduler is not ours.")
     silent = np.flatnonzero((rows == UNKNOWN).any(axis=(0, 2)))
     if len(silent):
         raise SelfTestError(
-            f"The MoE layers at rows {silent.tolist()} wrote no ids for some of the tokens: their kernel routes by "
-            "itself, if only in batches of some sizes. Choose another one with --moe-backend."
+            f"MoE layers {silent.tolist()} wrote no ids for some tokens: their kernel routes by itself, at least for "
+            "some batch sizes. Choose another kernel with --moe-backend."
         )
     if not len(rows):
         return
     if rows.min() < 0 or rows.max() >= num_experts:
-        raise SelfTestError(f"The startup probe got expert ids outside 0 to {num_experts - 1}: please report this.")
+        raise SelfTestError(f"The self-test got expert ids outside 0 to {num_experts - 1}: please report this.")
     ordered = np.sort(rows, axis=2)
     if (ordered[:, :, 1:] == ordered[:, :, :-1]).any():
-        raise SelfTestError("The startup probe got the same expert twice for one token: please report this.")
+        raise SelfTestError("The self-test got the same expert twice for one token: please report this.")

@@ -1,6 +1,7 @@
-"""vLLM's serving classes, with routing added to their responses."""
+"""vLLM's serving classes, extended with routing."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -38,41 +39,41 @@ def _reject(message: str, param: str) -> NoReturn:
 
 
 def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> None:
-    """Refuses a request that asks for routing it cannot have; if only the server's default asks, takes the routing off.
+    """Rejects a request whose routing cannot be returned. If only the server-wide default asks, drops the routing.
 
     Raises:
-        VLLMValidationError: the request itself asks.
+        VLLMValidationError: the request itself asks for routing.
     """
     if not options.by_default:
         _reject(message, param)
-    logger.info("A request gets no routing, which only the server-wide default asks for: %s", message)
+    logger.info("Server-wide routing default ignored for a request: %s", message)
     request.routing = None
 
 
 def options_of(request: Any) -> RoutingOptions | None:
-    """How `request` wants its routing; None if it does not ask, or came through a route of vLLM's."""
+    """Routing options of `request`; None if it does not ask for routing or came through one of vLLM's routes."""
     return request.routing if isinstance(request, RoutedRequest) else None
 
 
 class RoutedServing:
-    """What all serving classes add to vLLM's.
+    """Extension of vLLM's serving classes.
 
     Attributes:
         captured: None if the capture is off.
-        max_bytes: most bytes of routing in one response.
+        max_bytes: maximum bytes of routing in one response.
     """
 
     captured: CapturedEngine | None
     max_bytes: int
 
     def take_handover(self, request: Any) -> None:
-        """Checks `kv_transfer_params`, wherever a request has them, and takes rows out of them.
+        """Checks `kv_transfer_params` and moves rows out of them into a `Handover`.
 
-        Called before vLLM's own handling: for a request that is refused there, or in `check`, vLLM hands these params
-        to the engine, so that the prefill instance lets its KV go.
+        Runs before vLLM's own handling. If vLLM or `check` rejects the request later, vLLM passes these params to the
+        engine, so that the prefill instance frees its KV.
 
         Raises:
-            VLLMValidationError: with the field's name.
+            VLLMValidationError: names the field.
         """
         self._move_params(request)
         params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
@@ -85,9 +86,7 @@ class RoutedServing:
         hands_over = self.captured is not None and transfer_params.hands_rows_over(config)
         if PARAM in params:
             if self.captured is not None and not hands_over:
-                _reject(
-                    f"{kv_handoff.FIELD}: this server has no KV connector that rows can come with", kv_handoff.FIELD
-                )
+                _reject(f"{kv_handoff.FIELD}: the KV connector of this server cannot receive rows", kv_handoff.FIELD)
             params = {key: value for key, value in params.items() if key != PARAM} | (
                 {PARAM: kv_handoff.Handover(params[PARAM])} if hands_over else {}
             )
@@ -96,7 +95,7 @@ class RoutedServing:
             request.kv_transfer_params = {**params, PARAM: True}
 
     def _move_params(self, request: Any) -> None:
-        """Puts params that came in vLLM's extra arguments where vLLM takes them from first."""
+        """Moves `kv_transfer_params` from vLLM's extra arguments to the field of that name."""
         sampling, name = getattr(request, "sampling_params", None), "vllm_xargs"
         extra = getattr(request, name, None)
         if sampling is not None:
@@ -111,7 +110,7 @@ class RoutedServing:
             request.kv_transfer_params = params
 
     def check(self, request: Any) -> None:
-        """Raises `VLLMValidationError` for a request whose routing this server cannot give."""
+        """Raises `VLLMValidationError` for routing that this server cannot return."""
         options = options_of(request)
         if options is None:
             return
@@ -129,7 +128,7 @@ class RoutedServing:
             _reject(str(error), "routed_experts_dtype")
 
     async def check_handover(self, request: Any, prompt_lens: list[int]) -> None:
-        """Raises `VLLMValidationError` for rows that are not those of the prompt."""
+        """Raises `VLLMValidationError` for rows from a prefill instance that do not fit the prompt."""
         handed = (request.kv_transfer_params or {}).get(PARAM)
         if self.captured is None or not isinstance(handed, kv_handoff.Handover):
             return
@@ -144,11 +143,12 @@ class RoutedServing:
         count, *_ = handed.shape or [0]
         if len(prompt_lens) != 1 or count > prompt_lens[0]:
             _reject(
-                f"{kv_handoff.FIELD} has rows of {count} tokens, but the prompts have {prompt_lens}", kv_handoff.FIELD
+                f"{kv_handoff.FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens",
+                kv_handoff.FIELD,
             )
 
     def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
-        """Raises `VLLMValidationError` for a start behind a prompt, and for a response that would be too large."""
+        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large."""
         options = options_of(request)
         if options is None:
             return
@@ -168,20 +168,20 @@ class RoutedServing:
             self.check_size(request, options, copies * prompt_rows + own_rows)
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
-        """Raises `VLLMValidationError` if so many rows are more than one response may hold."""
+        """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
         num_bytes = self.encoder(options).text_bytes(num_rows)
         if num_bytes > self.max_bytes:
             _cannot(
                 request,
                 options,
-                f"The routing of {num_rows} tokens would take {num_bytes} bytes, and this server sends at most "
-                f"{self.max_bytes} (--routed-experts-max-response-bytes): ask for fewer tokens, a later "
+                f"The routing of {num_rows} tokens would take {num_bytes} bytes, and the limit of this server is "
+                f"{self.max_bytes} (--routed-experts-max-response-bytes): ask for fewer tokens, a higher "
                 "routed_experts_prompt_start or a narrower routed_experts_dtype",
                 OPT_IN,
             )
 
     def encoder(self, options: RoutingOptions) -> Encoder:
-        """How the arrays of a request with `options` are encoded."""
+        """The encoder for a request with `options`."""
         assert self.captured is not None
         dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
         layers = self.captured.layers if options.layers == "all" else None
@@ -190,7 +190,7 @@ class RoutedServing:
     def aligner(
         self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0, has_own_field: bool = False
     ) -> SSERewriter:
-        """What puts rows on the chunks of a stream; see `SSERewriter`."""
+        """The `SSERewriter` for a request with `options`."""
         assert self.captured is not None
         return SSERewriter(
             options,
@@ -202,16 +202,23 @@ class RoutedServing:
             has_own_field,
         )
 
-    def collected(self, options: RoutingOptions) -> CollectedRows:
-        """Where the rows of a response that is not streamed are put together."""
+    async def collect(
+        self, make: Callable[..., Awaitable[Any]], request: Any, results: AsyncIterator[RequestOutput], *args: Any
+    ) -> Any:
+        """The unstreamed response that vLLM's generator `make` builds from `results`, with its rows."""
+        options = options_of(request)
+        if options is None:
+            return await make(request, results, *args)
         assert self.captured is not None
-        return CollectedRows(options, self.captured.shape)
+        rows = CollectedRows(options, self.captured.shape)
+        response = await make(request, rows.collect_from(results), *args)
+        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
-        """A `RoutedResponse` of `response` and `rows`; `response` alone if a server-wide default asks for too much.
+        """`response` with its rows; without them if only a server-wide default asks and they are too large.
 
         Raises:
-            VLLMValidationError: the response would be larger than the server allows.
+            VLLMValidationError: the rows exceed the maximum size of a response.
         """
         assert self.captured is not None
         self.check_size(request, rows.options, rows.num_rows)
@@ -223,7 +230,7 @@ class RoutedServing:
     def _error_event(self, error: Exception) -> str:
         said = isinstance(error, LostRowsError | StreamLimitError)
         event: str = self.create_streaming_error_response(  # type: ignore[attr-defined]
-            str(error) if said else "The server failed to encode the routing of this answer.",
+            str(error) if said else "The server failed to encode the routing of this response.",
             err_type="InternalServerError",
             status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
         )
@@ -240,7 +247,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         return await super().create_completion(request, raw_request)
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:
-        self.check(request)  # here, vLLM tells the prefill instance of a request that is refused
+        self.check(request)  # here, so that vLLM tells the prefill instance if the request is rejected
         rendered = await super().render_completion_request(request)
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
@@ -270,7 +277,8 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         make = super().request_output_to_completion_response
         if options is None:
             return make(final_res_batch, request, *args, **kwargs)
-        rows = self.collected(options)
+        assert self.captured is not None
+        rows = CollectedRows(options, self.captured.shape)
         for output in final_res_batch:
             rows.collect(output)
         prompt = request.prompt
@@ -312,7 +320,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         if options is None:
             return make(request, result_generator, request_id, model_name, conversation, *args, **kwargs)
         num_choices = request.n or 1
-        # A chunk with the role for each choice, and with `echo` one with the last message's text if it is the role's.
+        # One chunk with the role per choice, and with `echo` one with the last message if it has the same role.
         preface = num_choices
         last = conversation[-1] if conversation else {}
         if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
@@ -324,13 +332,8 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> Any:
-        options = options_of(request)
-        make = super().chat_completion_full_generator
-        if options is None:
-            return await make(request, result_generator, *args, **kwargs)
-        rows = self.collected(options)
-        response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
-        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
+        make = partial(super().chat_completion_full_generator, **kwargs)
+        return await self.collect(make, request, result_generator, *args)
 
 
 class RoutedServingTokens(RoutedServing, ServingTokens):
@@ -347,7 +350,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         await self.check_handover(request, [len(request.token_ids)])
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
-            # vLLM checks the tokens before it says so, with an error that its engine client turns into 500.
+            # vLLM would check the tokens first, and return 500.
             if params.trace_decode_token_ids is not None and not self.model_config.enable_trace_replay:
                 _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
@@ -369,24 +372,19 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     async def serve_tokens_full_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> Any:
-        options = options_of(request)
-        make = super().serve_tokens_full_generator
-        if options is None:
-            return await make(request, result_generator, *args, **kwargs)
-        rows = self.collected(options)
-        response = await make(request, rows.collect_from(result_generator), *args, **kwargs)
-        return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
+        make = partial(super().serve_tokens_full_generator, **kwargs)
+        return await self.collect(make, request, result_generator, *args)
 
 
 def rebind_class(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None, max_bytes: int) -> None:
-    """Makes vLLM's serving object `serving` an instance of `cls`, a subclass of its class without state of its own.
+    """Changes the class of vLLM's `serving` to its stateless subclass `cls`. Safe to repeat.
 
-    vLLM makes the object from two dozen arguments; making it a second time would copy that list and break with it.
-    Until vLLM lets a plugin name its serving classes. Safe to repeat.
+    vLLM builds the object from two dozen arguments, so building it again would break with each change of that list.
+    Can go when a plugin can name vLLM's serving classes.
     """
     if not isinstance(serving, cls):
         if type(serving) is not cls.__mro__[2]:
-            raise TypeError(f"{type(serving).__name__} is not the class that {cls.__name__} extends")
+            raise TypeError(f"{cls.__name__} does not extend {type(serving).__name__}")
         serving.__class__ = cls
     serving.captured = captured
     serving.max_bytes = max_bytes

@@ -1,4 +1,4 @@
-"""Adds rows to the chunks of a stream, each to the chunk that brings its tokens."""
+"""Adds rows to the chunks of a stream: each row to the chunk whose tokens made it known."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,7 +13,7 @@ from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
-from routed_experts.server.http.metrics import count_answer
+from routed_experts.server.http.metrics import count_response
 from routed_experts.server.outputs.row_buffer import RowBuffer, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
@@ -23,32 +23,31 @@ T = TypeVar("T", RequestOutput, tuple[int, RequestOutput])
 
 _DATA = "data: "
 _BEGIN_OF_CHUNK = len(_DATA) + 1
-"""Where the fields of a chunk begin."""
+"""Index of the first field in a chunk."""
 _FIRST_CHOICE = '"choices":[{'
-"""How vLLM's chunks begin their choice. Nothing that a client sent can hold it: quotes are escaped in JSON texts."""
+"""Start of the choice in vLLM's chunks. Client text cannot contain it, because JSON escapes quotes."""
 _INDEX = '"index":'
-"""What the choice begins with; its place in the order of the response follows."""
+"""First field of a choice."""
 _OWN_FIELD = '"routed_experts":null,'
 _COMPLETE = ("stop", "length", "repetition")
-"""How choices end whose tokens all have rows, but the last."""
+"""Finish reasons after which every token but the last has a row."""
 
 
 class StreamLimitError(Exception):
-    """A stream would hold more routing than the server allows."""
+    """The stream exceeds `--routed-experts-max-response-bytes`."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """A choice's place in its stream.
+    """State of one choice.
 
     Attributes:
-        begin: the first bytes of the choice in its chunks.
-        prompt: the prompt of the choice.
-        next_row: absolute position of the first row that was not sent with the choice.
-        end: position after the last row that its tokens so far make known.
-        buffer: rows that wait for the chunk they belong to.
-        finish: its `finish_reason`, once an output brought it.
-        counted: rows for its histogram.
+        begin: first characters of the choice in its chunks.
+        next_row: absolute position of the next row to send.
+        end: position after the last row that the tokens so far make known.
+        buffer: rows that arrived and were not sent.
+        finish: `finish_reason` of the last output.
+        counted: rows for the histogram.
     """
 
     begin: str
@@ -61,18 +60,18 @@ class _Choice:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no more rows come, and all of them are due."""
+        """Whether the choice has finished and all its rows are due."""
         return self.finish in _COMPLETE
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """The rows of a prompt: sent once, with the first chunk of any of its choices.
+    """State of one prompt. Its rows are sent once, with the first chunk of any of its choices.
 
     Attributes:
-        length: its tokens.
-        source: the choice whose buffer holds them.
-        is_pending: True until they are sent or counted, unless the choices carry them.
+        length: number of prompt tokens.
+        is_pending: True until the rows are sent or counted; False in the joined layout.
+        source: the choice whose buffer has the rows.
         counted: rows for the histogram.
         was_counted: whether the histogram was sent.
     """
@@ -85,19 +84,19 @@ class _Prompt:
 
 
 class SSERewriter:
-    """Watches the engine's outputs going into vLLM's stream generator and adds rows to the chunks coming out.
+    """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks that leave it.
 
-    vLLM makes at most one chunk for each output, after it has taken that output and before it takes the next. So
-    what an output brought belongs to the next chunk of its choice.
+    vLLM makes at most one chunk per output, before it reads the next output. So the rows of an output belong to the
+    next chunk of its choice.
 
     Args:
-        options: what the request asks for.
-        encoder: how it wants its arrays.
-        num_choices: `n`, choices for each prompt.
-        error_event: the text of the event that ends a stream that failed.
-        preface_chunks: chunks that the generator sends before the first one that brings tokens.
-        max_bytes: most bytes of routing that the whole stream may hold.
-        has_own_field: whether the generator's chunks have vLLM's own field for routing, which is null here.
+        options: routing options of the request.
+        encoder: encodes the arrays in the requested form.
+        num_choices: `n`, choices per prompt.
+        error_event: makes the JSON text of an error event.
+        preface_chunks: number of chunks that the generator sends before the first tokens.
+        max_bytes: maximum bytes of routing in the stream.
+        has_own_field: whether the generator's chunks have vLLM's own routing field (null).
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class SSERewriter:
         self._prompts: dict[int, _Prompt] = {}
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
-        """`results`, unchanged but for the buffers, which are taken off."""
+        """Yields `results` after taking off their row buffers."""
         choices, num_choices = self._choices, self._num_choices
         async for result in results:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
@@ -149,7 +148,7 @@ class SSERewriter:
         return state
 
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
-        """`chunks` (server-sent events) with rows added. An error ends the stream with an error event and `[DONE]`."""
+        """Adds rows to `chunks` (server-sent events). An error ends the stream with an error event and `[DONE]`."""
         state: _Choice | None = None
         try:
             async for chunk in chunks:
@@ -173,7 +172,7 @@ class SSERewriter:
                     if self._options.histogram and state.finish is not None:
                         chunk = await self._with_histograms(chunk, state)
                         begin = _begin_of_choice(chunk)
-                if prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:  # nearly always
+                if prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:  # the usual case
                     assert state is not None
                     start = state.next_row - len(rows[0])
                     yield _insert(chunk, begin, "routed_experts", self._text(rows.pop(), start))
@@ -182,23 +181,25 @@ class SSERewriter:
                 else:
                     for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
                         yield line
-                        await asyncio.sleep(0)  # so that other tasks run between the lines of a long prompt
+                        await asyncio.sleep(0)  # lets other tasks run between the lines of a long prompt
         except Exception as error:
             logger.error(
-                "A stream was ended: %s", error, exc_info=not isinstance(error, LostRowsError | StreamLimitError)
+                "The stream ended with an error: %s",
+                error,
+                exc_info=not isinstance(error, LostRowsError | StreamLimitError),
             )
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
-            count_answer(self._encoder.sent, sum(state.buffer.num_lost for state in self._choices.values()))
-            self._choices.clear()  # a cancelled stream lives on in its traceback until garbage is collected
+            count_response(self._encoder.sent, sum(state.buffer.num_lost for state in self._choices.values()))
+            self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
             self._prompts.clear()
-            close = getattr(chunks, "aclose", None)  # ends the request in the engine, where it has not ended
+            close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
             if close is not None:
                 await close()
 
     def _take_prompt(self, prompt: _Prompt) -> list[Rows] | None:
-        """Takes the rows of a pending prompt; None if they have not arrived, or are not sent."""
+        """Takes the rows of a pending prompt; None if they have not arrived or are not sent."""
         source = prompt.source
         if source is None:
             return None
@@ -210,7 +211,7 @@ class SSERewriter:
         return rows if self._options.rows else None
 
     def _take(self, state: _Choice) -> list[Rows]:
-        """Takes the rows that a choice's tokens made known, to be sent with its next chunk."""
+        """Takes the rows to send with the next chunk of a choice."""
         options, first = self._options, state.next_row
         shape = self._encoder.shape if state.is_complete else None
         rows = state.buffer.take(first, state.end, shape)
@@ -228,23 +229,23 @@ class SSERewriter:
             return []
         if rows or not self._is_joined or first > options.prompt_start:
             return rows
-        # A response without rows still carries one empty array.
+        # A joined response without rows has one empty array.
         is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
         return [_joined([], self._encoder.shape)] if is_due else []
 
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
-        """`chunk` with the rows of its prompt and its own; before it chunks without text, if they do not fit a line.
+        """`chunk` with its rows and those of its prompt. If they exceed a line, chunks without text come before it.
 
         Args:
-            prompt_rows: None if the prompt's array is not sent with this chunk.
+            prompt_rows: None if this chunk does not carry the prompt's array.
             next_row: position after the last of `rows`.
         """
         has_prompt, prompt_rows = prompt_rows is not None, prompt_rows or []
-        rows = [*map(own, rows)]  # a reader that stalls keeps them, and not the engine's message
+        rows = [*map(own, rows)]  # a slow reader must not keep the engine's message alive
         num_prompt, num_rows = sum(map(len, prompt_rows)), sum(map(len, rows))
         next_prompt_row = self._options.prompt_start
         fit = self._line_rows
-        if num_prompt and num_rows:  # two envelopes, and both numbers are rounded up
+        if num_prompt and num_rows:  # a line may have two arrays, and both counts are rounded up
             fit = max(2 * self._encoder.rows_in(LINE_BYTES // 2) - 2, 2)
         count = max(-(-(num_prompt + num_rows) // fit), 1)
         first = next_row - num_rows
@@ -252,7 +253,7 @@ class SSERewriter:
         for line in range(count):
             text = blank if line < count - 1 else chunk
             if has_prompt and (line == 0 or prompt_rows):
-                # Where there are fewer rows than lines, the first lines have them: a client waits for them first.
+                # Fewer rows than lines: one row in each of the first lines, because clients expect the prompt first.
                 piece, prompt_rows = split(
                     prompt_rows, _rows_of_line(num_prompt, line, count) if num_prompt >= count else 1
                 )
@@ -270,10 +271,10 @@ class SSERewriter:
         text = self._encoder.text(rows, start)
         if self._encoder.sent.num_bytes <= self._max_bytes:
             return text
-        raise StreamLimitError("the routing of this answer is larger than --routed-experts-max-response-bytes")
+        raise StreamLimitError("the routing of this response is larger than --routed-experts-max-response-bytes")
 
     async def _with_histograms(self, chunk: str, state: _Choice) -> str:
-        """`chunk`, the last of a choice, with the choice's histogram and, once, its prompt's."""
+        """Adds the histogram of a finished choice and, once, of its prompt to `chunk`."""
         prompt = state.prompt
         counted = await self._histogram(state.counted)
         chunk = _insert(chunk, _begin_of_choice(chunk), "routed_experts_histogram", counted)
@@ -290,23 +291,22 @@ class SSERewriter:
 
 
 def _insert(chunk: str, at: int, name: str, text: str) -> str:
-    """`chunk` with a field, whose value is the JSON `text`, ahead of the fields that begin at `at`."""
+    """Inserts a field with the JSON value `text` at index `at`, before other fields."""
     return f'{chunk[:at]}"{name}":{text},{chunk[at:]}'
 
 
 def _begin_of_choice(chunk: str) -> int:
-    """Where the fields of a chunk's choice begin; -1 for other events."""
-    at = chunk.find(_FIRST_CHOICE)
-    return at + len(_FIRST_CHOICE) if at >= 0 else -1
+    """Index of the first field of the choice in a chunk that has one."""
+    return chunk.index(_FIRST_CHOICE) + len(_FIRST_CHOICE)
 
 
 def _index_of_choice(chunk: str, begin: int) -> int:
-    """The place in the response of the choice whose fields begin there."""
+    """`index` of the choice whose first field is at `begin`."""
     return int(chunk[begin + len(_INDEX) : chunk.index(",", begin)])
 
 
 def _rows_of_line(count: int, line: int, num_lines: int) -> int:
-    """How many of `count` rows a line has; where there are fewer rows than lines, the last lines have them."""
+    """Number of `count` rows in a line. If there are fewer rows than lines, the last lines have them."""
     return (line + 1) * count // num_lines - line * count // num_lines
 
 
@@ -317,7 +317,7 @@ def _joined(arrays: list[Rows], shape: tuple[int, int]) -> Rows:
 
 
 def _without_text(chunk: str) -> str:
-    """A chunk of the same choice that brings no tokens."""
+    """A chunk of the same choice without tokens."""
     body = msgspec.json.decode(chunk[len(_DATA) :])
     blank: dict[str, Any] = {"text": "", "delta": {}}
     choice = {
@@ -333,4 +333,4 @@ _ONCE = {
     *("usage", "metrics", "system_fingerprint", "prompt_token_ids", "prompt_text", "mm_placeholders"),
     *("prompt_routed_experts_histogram", "routed_experts_histogram", "kv_transfer_params"),
 }
-"""Fields that only the last of several lines repeats."""
+"""Fields that only the last of several lines has."""

@@ -1,4 +1,4 @@
-"""vLLM's other endpoints that generate: what they do with a request for routing."""
+"""vLLM's other generating endpoints: most reject routing fields, `/invocations` dispatches to our routes."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ from routed_experts.server.http.request import (
 )
 
 CLOSED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
-"""Endpoints whose responses have no place for routing."""
+"""Endpoints that cannot return routing."""
 
 INVOCATIONS = "/invocations"
-"""SageMaker's one endpoint for all."""
+"""SageMaker's endpoint for all kinds of requests."""
 
 
 def attach(app: FastAPI) -> None:
-    """Makes the closed endpoints refuse routing, and SageMaker's give what the endpoints behind it give.
+    """Replaces the closed endpoints by routes that reject routing, and SageMaker's by one that returns it.
 
-    vLLM replaces routes of its own by those that a plugin adds for the same path.
+    A plugin's route takes precedence over vLLM's route of the same path.
     """
     for path in CLOSED:
         if (route := _route(app, path)) is not None:
@@ -54,14 +54,14 @@ def _add(app: FastAPI, route: APIRoute, endpoint: Any, dependencies: Any) -> Non
     )
 
 
-def _dispatching(otherwise: Any) -> Any:
-    """SageMaker's one endpoint for all: a request for routing goes where its body belongs, others as before."""
-    # vLLM has it by now, and puts the log levels back that importing it changes.
+def _dispatching(vllms: Any) -> Any:
+    """SageMaker's endpoint: requests for routing go to the route that fits their body, others to `vllms` endpoint."""
+    # Imported here, after vLLM, which resets the log levels that this import changes.
     import model_hosting_container_standards.sagemaker as standards
 
     @standards.stateful_session_manager()
-    @standards.inject_adapter_id(adapter_path="model")  # a header of SageMaker's says the adapter, and nothing else
-    async def asked(raw_request: Request) -> Response:
+    @standards.inject_adapter_id(adapter_path="model")  # the adapter comes in a header
+    async def routed(raw_request: Request) -> Response:
         routing, body = await routing_of(raw_request), await raw_request.json()
         try:
             if body.get("messages") is not None:
@@ -73,16 +73,16 @@ def _dispatching(otherwise: Any) -> Any:
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
         await refuse_routing(raw_request)
-        answer: Response = await otherwise(raw_request=raw_request)
-        return answer
+        response: Response = await vllms(raw_request=raw_request)
+        return response
 
     async def invocations(raw_request: Request) -> Response:
         routing = await routing_of(raw_request)
         try:
-            answer: Response = await (otherwise if routing is None else asked)(raw_request=raw_request)
+            response: Response = await (vllms if routing is None else routed)(raw_request=raw_request)
         except Exception:
             await refuse_odd_values(raw_request)
             raise
-        return answer
+        return response
 
     return invocations

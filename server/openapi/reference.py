@@ -1,4 +1,4 @@
-"""The description of the API as a page to read: `docs/http.md`."""
+"""Renders the API description as Markdown: `docs/http.md`."""
 
 import json
 import re
@@ -8,16 +8,16 @@ from typing import Any
 _HEAD = """\
 # HTTP reference
 
-Made from the routes, as [`openapi.yaml`](../openapi.yaml) is, by `make spec`. vLLM's own fields and its other endpoints
-are in vLLM's documentation, and at `/docs` of a running server.
+`make spec` generates this page and [`openapi.yaml`](../openapi.yaml) from the routes. For vLLM's own fields and other
+endpoints, see vLLM's documentation, or `/docs` of a running server.
 """
 _PARTS = ("RoutedExpertsArray", "RoutedExpertsHistogram", "RoutedExpertsInfo")
 _FIELDS_OF = "RoutedCompletionRequest"
-"""All endpoints have the same fields of ours."""
+"""Every endpoint has the same routing fields."""
 
 
 def render(spec: dict[str, Any]) -> str:
-    """The page, in Markdown."""
+    """The page in Markdown."""
     return "\n".join(_lines(spec)) + "\n"
 
 
@@ -25,8 +25,8 @@ def _lines(spec: dict[str, Any]) -> Iterator[str]:
     schemas = spec["components"]["schemas"]
     yield _HEAD
     yield spec["info"]["description"].strip()
-    yield "\n## Fields of a request\n"
-    yield "Beside all of vLLM's:\n"
+    yield "\n## Request fields\n"
+    yield "In addition to vLLM's own:\n"
     fields = schemas[_FIELDS_OF]["properties"]
     names = sorted(
         (name for name in fields if "routed_experts" in name), key=lambda name: name != "return_routed_experts"
@@ -40,7 +40,7 @@ def _lines(spec: dict[str, Any]) -> Iterator[str]:
         for method, operation in operations.items():
             yield f"\n## `{method.upper()} {path}`\n"
             yield operation["description"].strip()
-            yield from _examples("A request", operation.get("requestBody", {}).get("content", {}))
+            yield from _examples("Example request", operation.get("requestBody", {}).get("content", {}))
             for status, response in operation["responses"].items():
                 yield f"\n**{status}**: {response['description'].strip()}"
                 yield from _examples("", response.get("content", {}))
@@ -83,6 +83,6 @@ def _examples(title: str, content: dict[str, Any]) -> Iterator[str]:
 
 
 def _json(value: Any) -> str:
-    """Indented, with lists of numbers in a line each."""
+    """Indented, with each list of numbers on one line."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     return re.sub(r"\[\s+(-?\d+(?:,\s+-?\d+)*)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)

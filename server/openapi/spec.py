@@ -1,7 +1,7 @@
-"""Writes the description of the API, from the routes as the server declares them, as YAML or as a page (`.md`).
+"""Writes the API description, generated from the server's routes, as YAML or Markdown (`.md`).
 
 python -m routed_experts.server.openapi FILE ...          writes the files
-python -m routed_experts.server.openapi --check FILE ...  fails if one is not what it would write
+python -m routed_experts.server.openapi --check FILE ...  fails if a file is not up to date
 """
 
 import argparse
@@ -20,14 +20,14 @@ from routed_experts.server.openapi import reference
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
-A request that does not ask for them gets what vLLM answers, and all of vLLM's other endpoints are served as well.
+Without routing fields, responses equal vLLM's. All other endpoints of vLLM are served as well.
 
-P is the number of prompt tokens, G of generated tokens, L of MoE layers (dense layers are not counted), K of experts
-per token. Row p holds the `[L, K]` logical expert ids that the token at absolute position p was routed to in its
-forward pass, in the order of the layers, experts in the router's own order, which need not be that of their scores.
-The last generated token never enters a forward pass, so a finished request has P + G - 1 rows: P prompt rows and
-G - 1 generated rows. A row that the server cannot know is filled with -1 and counted in `missing`. With
-`routed_experts_layers: "all"` a row has every decoder layer of the model, with zeros in dense layers.
+P is the number of prompt tokens, G of generated tokens, L of MoE layers (without dense layers), K of experts per token.
+Row p holds the `[L, K]` logical expert ids that the router chose for the token at absolute position p: layers in
+decoder order, experts in the router's order, which may differ from the order of their scores. The last generated token
+never enters the model, so a finished request has P + G - 1 rows: P prompt rows and G - 1 generated rows. Unknown rows
+are filled with -1 and counted in `missing`. With `routed_experts_layers: "all"`, a row has every decoder layer of the
+model, with zeros in dense layers.
 
 To decode the default form:
 
@@ -36,7 +36,7 @@ To decode the default form:
 
 
 def describe() -> dict[str, Any]:
-    """The OpenAPI description of our routes, and of nothing else of vLLM's."""
+    """The OpenAPI description of our routes, without vLLM's others."""
     app = FastAPI(
         title="routed-experts-server", version=version("routed-experts-server"), description=DESCRIPTION.strip()
     )
@@ -73,7 +73,7 @@ _Dumper.add_representer(list, _Dumper.represent_items)
 
 def render(spec: dict[str, Any]) -> str:
     """The text of `openapi.yaml`."""
-    head = "# Made from the routes by `make spec`; a test compares the two.\n"
+    head = "# Generated from the routes by `make spec`.\n"
     return head + yaml.dump(spec, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -89,6 +89,6 @@ def main(argv: list[str] | None = None) -> int:
         if not args.check:
             file.write_text(text, encoding="utf-8")
         elif not file.exists() or file.read_text(encoding="utf-8") != text:
-            print(f"{file} is not what the server's routes say: run `make spec`.", file=sys.stderr)
+            print(f"{file} is not up to date: run `make spec`.", file=sys.stderr)
             stale = True
     return int(stale)

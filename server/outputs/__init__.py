@@ -1,4 +1,4 @@
-"""Rows of requests under way in the process that has vLLM's output processor: buffered, as arrays, or handed over.
+"""Rows of running requests in the process with vLLM's output processor: buffers, arrays, hand-over between instances.
 
-Used by the HTTP server and by engines in programs alike: nothing here knows of HTTP.
+The HTTP server and engines in programs use it; nothing here depends on HTTP.
 """

@@ -1,4 +1,4 @@
-"""Rows as vLLM's own capture returns them: an array on each finished output of an engine in this process."""
+"""Rows in the form of vLLM's own capture: an array on each finished output of an engine in a program."""
 
 import asyncio
 import os
@@ -32,25 +32,25 @@ Array = NDArray[np.integer[Any]]
 """[n, H, K] for the H decoder layers of the model: uint8 up to 256 experts, else uint16."""
 
 VLLM_FLAG_ENABLED = "routed_experts.every_request"
-"""Key in `VllmConfig.additional_config`, true for an engine all of whose requests are asked for their rows."""
+"""Key in `VllmConfig.additional_config`; true if the engine returns the rows of all requests."""
 
 _ENDED = ("stop", "length", "repetition")
-"""How requests end whose tokens all have rows, but the last."""
+"""Finish reasons after which every token but the last has a row."""
 
 
 def asks_for_every_request(config: Any) -> bool:
-    """Whether the engine of a `VllmConfig` was asked, in vLLM's way, to return the rows of all requests."""
+    """Whether the program set vLLM's own argument, so that all requests return rows."""
     return isinstance(config.additional_config, dict) and bool(config.additional_config.get(VLLM_FLAG_ENABLED))
 
 
 class ArrayForm:
-    """How vLLM's own capture lays out the rows of a model: with all decoder layers, zeros in those without experts.
+    """Converts rows to the layout of vLLM's own capture: all decoder layers, zeros in dense layers.
 
     Args:
         model: vLLM's `ModelConfig`.
 
     Attributes:
-        shape: (L, K) of the workers' rows, once they have said so.
+        shape: (L, K) of the workers' rows; (0, 0) until known.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,17 +61,16 @@ class ArrayForm:
 
     @property
     def is_known(self) -> bool:
-        """Whether the workers have said which layers their rows are of."""
+        """Whether the workers have reported the layers of their rows."""
         return self._layer_ids is not None
 
     def learn(self, worker: dict[str, Any]) -> None:
-        """Takes what a worker says of its rows."""
+        """Stores the dimensions that a worker reported."""
         self.shape = worker["num_layers"], worker["top_k"]
         self._layer_ids = worker["layer_ids"]
 
     def array(self, arrays: list[Rows]) -> Array:
-        """The rows of `arrays` in one, which is the caller's own. Where some are not known it is int16, because vLLM's
-        type has no -1."""
+        """Joins `arrays` into a new array. Unknown rows make it int16, because vLLM's dtype cannot hold -1."""
         assert self._layer_ids is not None
         rows = np.concatenate([np.empty((0, *self.shape), np.int16), *arrays])
         is_known = rows.min(initial=0) >= 0
@@ -82,12 +81,12 @@ class ArrayForm:
 
 
 class ArrayBuffer(RowBuffer):
-    """The rows of one choice, which become an array on its outputs.
+    """The rows of one choice, which become arrays on its outputs.
 
     Args:
-        start: position of the first of the prompt's rows that were asked for.
-        prompt_len: tokens of the prompt.
-        kind: which outputs the request gets: of all tokens so far, of new ones, or the last one only.
+        start: position of the first row to return.
+        prompt_len: number of prompt tokens.
+        kind: outputs of the request: cumulative, new tokens only (`DELTA`), or final only.
     """
 
     def __init__(self, form: ArrayForm, request_id: str, start: int, prompt_len: int, kind: RequestOutputKind) -> None:
@@ -99,8 +98,8 @@ class ArrayBuffer(RowBuffer):
         self._num_tokens = 0
 
     def array_of(self, choice: CompletionOutput) -> Array | None:
-        """What an output of the choice carries: with `DELTA`, the rows that became known with its tokens; otherwise all
-        of them, once the choice has finished. None before, and where it ended before it had any."""
+        """The array for an output: with `DELTA`, the rows that became known with its tokens; otherwise all rows of a
+        finished choice. None before the end, and for a choice that ended without rows."""
         is_delta = self._kind == RequestOutputKind.DELTA
         if not is_delta and choice.finish_reason is None:
             return None
@@ -113,7 +112,7 @@ class ArrayBuffer(RowBuffer):
         array = self._form.array(arrays)
         if array.dtype == np.int16:
             logger.error(
-                "Request %r: of its rows from %d on, some are not known and are -1, in an array of int16.",
+                "Request %r: some rows from position %d on are unknown (-1). Their array is int16.",
                 self._request_id,
                 first,
             )
@@ -121,9 +120,9 @@ class ArrayBuffer(RowBuffer):
 
 
 class ArrayCollector(RequestOutputCollector):
-    """vLLM's hand-over from an engine to the task that reads a request, whose outputs carry arrays when they are read.
+    """vLLM's queue between the engine and the task that reads a request. Outputs get their arrays when they are read.
 
-    Outputs that a slow reader leaves are merged before, when they still carry the one buffer of their choice.
+    vLLM merges the outputs of a slow reader before that, while they still carry the buffer of their choice.
     """
 
     arrays: "EveryRequest"
@@ -144,10 +143,10 @@ class ArrayCollector(RequestOutputCollector):
 
 
 class EveryRequest:
-    """Asks for the rows of each request of an engine that does not ask by itself, and gives them out as arrays.
+    """Opts in every request of an engine, and puts arrays on the outputs.
 
     Attributes:
-        is_on: off where requests ask for themselves, over HTTP.
+        is_on: False over HTTP, where each request opts in by itself.
     """
 
     def __init__(self, engine: LLMEngine | AsyncLLM) -> None:
@@ -159,15 +158,15 @@ class EveryRequest:
         self._ask: Callable[[], Awaitable[list[Any]]] | None = None
         self._asked: asyncio.Future[None] | None = None
         if isinstance(engine, AsyncLLM):
-            core = engine.engine_core  # and not the engine, which is to end when its program lets go of it
+            core = engine.engine_core  # a reference to the engine would keep it alive
             self._ask = lambda: core.collective_rpc_async("routed_experts_info")
         else:
             self.form.learn(engine.collective_rpc("routed_experts_info")[0])
 
     @classmethod
     def install(cls, engine: LLMEngine | AsyncLLM) -> "EveryRequest":
-        """Replaces `add_request` of the engine's output processor, which each request goes through on its way to the
-        engine, and which makes the record that its outputs are made from."""
+        """Replaces `add_request` of the engine's output processor. Each request passes it on its way to the engine, and
+        it creates the state that builds the outputs."""
         processor = engine.output_processor
         every = cls(engine)
         RowBuffers.install(processor).every_request = every
@@ -175,15 +174,15 @@ class EveryRequest:
         return every
 
     async def ready(self) -> None:
-        """Waits until the workers have said what their rows are."""
+        """Waits until the workers have reported the dimensions of rows."""
         if not self.is_ready():
             assert self._asked is not None
-            await asyncio.shield(self._asked)  # a reader that leaves takes it from nobody else
+            await asyncio.shield(self._asked)  # other readers wait for it too
 
     def is_ready(self) -> bool:
-        """Whether the workers have said what their rows are; they are asked, if they were not."""
+        """Whether the workers have reported the dimensions of rows. Asks them if nobody has."""
         if self._asked is not None and self._asked.done():
-            self._asked.result()  # raises what went wrong
+            self._asked.result()  # raises its exception
         if not self.form.is_known and self._asked is None:
             self._asked = asyncio.ensure_future(self._learn())
         return self.form.is_known
@@ -202,10 +201,10 @@ class EveryRequest:
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """vLLM's `add_request`, of a request that asks for its rows.
+        """vLLM's `add_request`, with the opt-in.
 
         Raises:
-            VLLMValidationError: its prompt comes bit by bit, which has no rows by position.
+            VLLMValidationError: the prompt is streamed in, so its rows have no fixed positions.
         """
         params = request.sampling_params
         if not self.is_on or params is None or _asks(params):
@@ -214,7 +213,7 @@ class EveryRequest:
         if request.resumable:
             raise VLLMValidationError("Routed experts cannot be returned for a prompt that is streamed in.")
         start: int = params.routed_experts_prompt_start
-        # A copy: several requests, and the program, may have these parameters.
+        # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
         asked = OptIn(start, _prompt_id(parent_req), shared=parent_req is not None)
         params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
@@ -227,7 +226,7 @@ class EveryRequest:
             queue.arrays = self
 
     def fill(self, outputs: Iterable[Any]) -> None:
-        """Puts arrays in the place of buffers."""
+        """Replaces the buffers on `outputs` by arrays."""
         for output in outputs:
             if isinstance(output, RequestOutput):
                 for choice in output.outputs:
@@ -240,6 +239,6 @@ def _asks(params: SamplingParams) -> bool:
 
 
 def _prompt_id(parent: Any) -> bytes:
-    """Random; the same for all requests of one prompt (`n` > 1)."""
+    """A random id, the same for all requests of one prompt (`n` > 1)."""
     new = os.urandom(16)
     return new if parent is None else vars(parent).setdefault("routed_experts_prompt_id", new)

@@ -15,19 +15,18 @@ PARAMS = "kv_transfer_params"
 FIELD = f"{PARAMS}.{PARAM}"
 
 LARGE_TEXT = 1 << 20
-"""Base64 of more characters is decoded, and checked, in a thread."""
+"""Longer base64 is decoded and checked in a thread."""
 
 
 class HandoffError(ValueError):
-    """What came in is not the rows of a prompt."""
+    """The value of `kv_transfer_params.routed_experts` is invalid."""
 
 
 @dataclass(init=False, eq=False)
 class Handover:
-    """The rows that a request brings, in the place of `kv_transfer_params.routed_experts` on their way to the engine.
+    """Stands for `kv_transfer_params.routed_experts` in a request, so that vLLM neither logs nor copies the rows.
 
-    vLLM logs, copies and encodes requests and their sampling parameters: it only finds `shape` here. The rows go into
-    the message to the engine when that is made (`put_rows`), and are not kept.
+    vLLM sees only `shape`. `put_rows` moves the rows into the message to the engine.
 
     Attributes:
         shape: [n, L, K]; None until `read`.
@@ -45,25 +44,25 @@ class Handover:
 
     @property
     def is_large(self) -> bool:
-        """Whether `read` takes long enough for others to notice."""
+        """Whether `read` takes long enough to delay other requests."""
         data = self._value.get("data") if isinstance(self._value, Mapping) else None
         return isinstance(data, str) and len(data) > LARGE_TEXT
 
     def read(self, shape: tuple[int, int], num_experts: int) -> None:
-        """Decodes and checks what came in.
+        """Decodes and checks the rows.
 
         Args:
             shape: (L, K) of the served model.
 
         Raises:
-            HandoffError: says what is wrong.
+            HandoffError: the value is invalid.
         """
         value, self._value = self._value, None
         self._rows = from_wire(value, shape, num_experts)
         self.shape = self._rows["shape"]
 
     def take(self) -> dict[str, Any] | None:
-        """The rows as the engine takes them, the first time; then as many of no tokens."""
+        """The rows for the engine on the first call, an empty array later."""
         rows = self._rows
         if rows is not None:
             self._rows = without_rows(rows)
@@ -71,30 +70,26 @@ class Handover:
 
 
 def put_rows(request: EngineCoreRequest, index: int) -> None:
-    """Puts the rows that a request brings into the message to the engine, for the first choice of its prompt alone.
-
-    Args:
-        index: of the choice.
-    """
+    """Puts the rows of a request into the message to the engine, for the first choice (`index` 0) only."""
     sampling = request.sampling_params
     params = sampling.extra_args.get(PARAMS) if sampling is not None and sampling.extra_args else None
     if not isinstance(params, dict) or (given := params.get(PARAM)) is None or given is True:
         return
     if isinstance(given, Handover):
         given = given.take()
-    elif index and decode(given) is not None:  # of a program
+    elif index and decode(given) is not None:  # from a program
         given = without_rows(given)
-    request.sampling_params = sampling = copy(sampling)  # vLLM gives all choices the same object
+    request.sampling_params = sampling = copy(sampling)  # all choices share the object
     sampling.extra_args = {**sampling.extra_args, PARAMS: {**params, PARAM: given}}
 
 
 def handed_bytes(params: dict[str, Any] | None) -> int:
-    """Bytes of rows in the `kv_transfer_params` of a response."""
+    """Size of the rows in the `kv_transfer_params` of a response."""
     return len(params[PARAM]["data"]) if params and PARAM in params else 0
 
 
 def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`kv_transfer_params` of a response, as JSON can say it."""
+    """`kv_transfer_params` of a response, with rows in base64 for JSON."""
     if not params or PARAM not in params:
         return params
     handed = params[PARAM]
@@ -102,29 +97,24 @@ def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str, Any]:
-    """What came in, as the engine takes it.
-
-    Args:
-        shape: (L, K) of the served model.
-
-    Raises:
-        HandoffError: says what is wrong.
-    """
+    """Decodes the rows in a request into the form for the engine; see `Handover.read`."""
     data = value.get("data") if isinstance(value, Mapping) else None
     if not isinstance(data, str):
         raise HandoffError(f"{FIELD} must be an object with data (base64), dtype, shape and until")
     if len(data) > MAX_BYTES // 3 * 4 + 4:
-        raise HandoffError(f"{FIELD} holds more than {MAX_BYTES} bytes")
+        raise HandoffError(f"{FIELD} has more than {MAX_BYTES} bytes")
     if not is_time(value.get("until")):
-        raise HandoffError(f"{FIELD}.until must be a number: seconds since 1970")
+        raise HandoffError(f"{FIELD}.until must be a Unix time in seconds")
     try:
         raw = pybase64.b64decode(data, validate=True)
-    except ValueError as error:  # not in the alphabet, or not even ASCII
+    except ValueError as error:
         raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
     handed = {"data": raw, **{name: value.get(name) for name in ("dtype", "shape", "until")}}
     rows, _ = decode(handed) or (None, None)
     if rows is None or rows.shape[1:] != shape:
-        raise HandoffError(f"{FIELD} must be [n, {shape[0]}, {shape[1]}] of uint8 or int16, and data as long as that")
+        raise HandoffError(
+            f"{FIELD} must have shape [n, {shape[0]}, {shape[1]}], dtype uint8 or int16, and data of that size"
+        )
     if rows.min(initial=0) < UNKNOWN or rows.max(initial=0) >= num_experts:
-        raise HandoffError(f"{FIELD} has ids outside of {UNKNOWN} to {num_experts - 1}")
+        raise HandoffError(f"{FIELD} has ids outside {UNKNOWN} to {num_experts - 1}")
     return handed

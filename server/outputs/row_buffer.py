@@ -27,15 +27,14 @@ logger = get_logger(__name__)
 
 
 _JOINED_ROWS = 64
-"""Single rows that wait, as in a response that is not streamed, are joined into one array when there are this many:
-code that handles a long response loops over its arrays while other requests wait."""
+"""Number of single rows that are joined into one array, so that a long response has few arrays to loop over."""
 _ROOM_BYTES = 1 << 20
-"""Size of the memory map that rows are joined in. On the heap they would share pages with other responses, and the C
-library would return all of it to the system at once, in the middle of some later request."""
+"""Size of the memory map for joined rows. On the heap they would share pages with other responses, and the C library
+would free all of them at once, during some later request."""
 
 
 def opt_in(params: SamplingParams, prompt_start: int) -> None:
-    """Has the engine send the rows of the request that `params` are for, its prompt's from `prompt_start` on."""
+    """Opts the request in: the engine sends its rows from position `prompt_start` on."""
     asked = OptIn(prompt_start, os.urandom(16), shared=params.n > 1)
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
@@ -43,17 +42,17 @@ def opt_in(params: SamplingParams, prompt_start: int) -> None:
 class RowBuffer:
     """The rows of one choice that arrived from the engine and were not taken yet.
 
-    It rides on the choice's outputs as `CompletionOutput.routed_experts`, so it lives as long as they do, and
-    merged outputs lose nothing: they carry the same buffer.
+    The outputs of the choice carry it as `CompletionOutput.routed_experts`. So it lives as long as they do, and merged
+    outputs lose no rows.
 
-    Every array comes with the position of its first row. A gap before it is filled with -1, and rows that were there
-    before are dropped, so that each row that is taken belongs to the position that it is taken for.
+    Every array arrives with the position of its first row. A gap before it is filled with -1, and repeated rows are
+    dropped.
 
     Args:
         request_id: for the log.
 
     Attributes:
-        num_lost: how many rows did not arrive.
+        num_lost: number of rows that did not arrive.
     """
 
     __slots__ = (
@@ -73,21 +72,20 @@ class RowBuffer:
         self.num_lost = 0
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
-        self._offers: dict[str, RowBuffer] = {}  # prompt rows by other choice, until its own first row
-        self._arrays: list[Rows] = []  # not empty ones, each beginning where the one before it ends
-        self._first = self._end = -1  # positions of the first row in them and after the last; -1 before any came
-        self._joined = 0  # how many of the first arrays are large enough
-        self._room: Rows | None = None  # the last of these is its beginning
+        self._offers: dict[str, RowBuffer] = {}  # prompt rows from other choices, until the first own row
+        self._arrays: list[Rows] = []  # contiguous and not empty
+        self._first = self._end = -1  # position of the first row and after the last; -1 at first
+        self._joined = 0  # number of arrays at the front that are joined or long
+        self._room: Rows | None = None  # memory of the last of these; the rest of it is free
 
     @property
     def end(self) -> int:
-        """Position after the last row that has arrived, without prompts of other choices; -1 before any."""
+        """Position after the last row that has arrived, without prompts from other choices; -1 at first."""
         return self._end
 
     def push(self, start: int, rows: Rows) -> None:
-        """Adds `rows` ([n, L, K]) at position `start`. A few rows that wait are copied, so that they do not keep the
-        engine's message alive.
-        """
+        """Adds `rows` ([n, L, K]) at position `start`. Copies a few rows that wait, so that the engine's message is
+        freed."""
         if start != self._end:
             if self._end < 0 and self._offers:
                 self._accept(start)
@@ -102,11 +100,11 @@ class RowBuffer:
             self._append(rows)
 
     def push_prompt(self, sender: str, is_own: bool, start: int, rows: Rows) -> None:
-        """As `push`, of rows of the prompt that the engine sent before the first token of the choice `sender`, this one
-        or another of the same prompt. Its own go before those of others.
+        """As `push`, for prompt rows that the engine sent with the choice `sender` of the same prompt. Rows of this
+        choice (`is_own`) take precedence.
 
-        Engines that have some of the choices each send the prompt, in parts of their own. Those of each are kept apart:
-        this choice comes after the whole prompt of its own engine, and maybe after a part of another's.
+        With data parallelism, each engine sends the prompt in its own parts. They are kept apart by sender, because
+        this choice may start after the whole prompt of its engine and a part of another's.
         """
         if is_own:
             self._offers.clear()
@@ -115,7 +113,7 @@ class RowBuffer:
             self._offers.setdefault(sender, RowBuffer(self._request_id)).push(start, rows)
 
     def _accept(self, end: int) -> None:
-        """Begins with the prompt of another choice: one that is complete up to position `end`, else the longest."""
+        """Starts with the prompt rows from another choice: complete ones up to `end`, else the longest."""
         best = max(self._offers.values(), key=lambda offer: (offer.end == end, offer.end))
         self._offers.clear()
         self._first = self._end = best._first
@@ -127,7 +125,7 @@ class RowBuffer:
     def _append(self, rows: Rows) -> None:
         arrays = self._arrays
         self._end += len(rows)
-        if arrays:  # not where each row is taken as it comes
+        if arrays:  # never in a stream that is read at once
             if self._joined < len(arrays):
                 arrays[-1] = own(arrays[-1])
             rows = own(rows)
@@ -155,16 +153,15 @@ class RowBuffer:
         return np.full((count, *self._shape), UNKNOWN, dtype=np.int16)
 
     def take(self, first: int, end: int, shape: tuple[int, int] | None = None) -> list[Rows]:
-        """The rows from position `first` to `end` in order, or fewer if they have not arrived. Rows before `first` are
-        dropped.
+        """Takes the rows from position `first` to `end`, or fewer if they have not arrived. Drops rows before `first`.
 
         Args:
-            shape: (L, K), once no more can arrive: rows that are missing up to `end` are -1 then.
+            shape: (L, K) if no more rows can arrive. Rows that are missing up to `end` are then -1.
         """
-        if self._end < 0 and self._offers:  # no row of its own has come
+        if self._end < 0 and self._offers:  # no own row has arrived
             self._accept(end)
         arrays = self._arrays
-        if self._first == first and self._end == end and len(arrays) == 1:  # nearly always
+        if self._first == first and self._end == end and len(arrays) == 1:  # the usual case
             self._arrays, self._first, self._joined, self._room = [], end, 0, None
             return arrays
         self._joined, self._room = 0, None
@@ -178,7 +175,7 @@ class RowBuffer:
         at += sum(map(len, some))
         taken += some
         if arrays and arrays[0] is not self._arrays[-len(arrays)]:
-            arrays[0] = arrays[0].copy()  # a view would keep the rows before it
+            arrays[0] = arrays[0].copy()  # a view would keep the rows before it alive
         self._arrays = arrays
         self._first = self._end - sum(map(len, self._arrays))
         if shape is not None and at < end:
@@ -188,17 +185,17 @@ class RowBuffer:
 
 
 class BufferedRequestState(RequestState):
-    """vLLM's record of a request whose rows are taken off, and put on each of its outputs as a buffer.
+    """vLLM's state of a request, with a row buffer that it puts on each output.
 
-    vLLM would collect the rows until the request finishes, and keep the last ones only when outputs merge for a slow
-    reader. Until vLLM streams routed experts.
+    vLLM would collect rows until the request finishes, and lose rows when it merges outputs for a slow reader. Can go
+    when vLLM streams routed experts.
     """
 
     buffer: RowBuffer
 
     @classmethod
     def give(cls, state: RequestState, buffer: RowBuffer) -> None:
-        """Makes `state` one whose outputs carry `buffer`. vLLM makes it itself, and cannot be given a subclass."""
+        """Gives `state` a buffer by changing its class, because vLLM creates the state itself."""
         state.__class__ = cls
         state.buffer = buffer
 
@@ -212,19 +209,19 @@ _new_completion_output = RequestState._new_completion_output
 
 
 class AllRequests(Protocol):
-    """What asks for the rows of all requests; see `arrays.EveryRequest`."""
+    """Opts in every request; see `arrays.EveryRequest`."""
 
     is_on: bool
 
     def fill(self, outputs: Iterable[Any]) -> None:
-        """Makes buffers on outputs arrays."""
+        """Replaces the buffers on `outputs` by arrays."""
 
 
 class RowBuffers:
-    """Takes rows, and the engine's numbers, off the engine's outputs.
+    """Takes rows and counters off the engine's outputs.
 
     Attributes:
-        on_stats: called with the numbers.
+        on_stats: receives the counters.
         every_request: None if requests opt in one by one.
     """
 
@@ -238,8 +235,8 @@ class RowBuffers:
 
     @classmethod
     def install(cls, processor: OutputProcessor) -> "RowBuffers":
-        """Replaces `processor.process_outputs` and `add_request`, once for each processor: AsyncLLM makes its
-        OutputProcessor itself, so it cannot be given a subclass."""
+        """Replaces `processor.process_outputs` and `add_request`, once per processor. A subclass is not possible,
+        because AsyncLLM creates its OutputProcessor itself."""
         installed = vars(processor).get("process_outputs")
         if installed is not None:
             return installed.__self__
@@ -249,7 +246,7 @@ class RowBuffers:
         return buffers
 
     def __len__(self) -> int:
-        """Choices under way that rows have come for."""
+        """Number of running choices with rows."""
         return sum(_has_begun(state) for state in self._processor.request_states.values())
 
     def add_request(
@@ -261,15 +258,15 @@ class RowBuffers:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """vLLM's `add_request`, which each choice of a prompt passes just before it goes to the engine."""
+        """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the engine."""
         put_rows(request, request_index)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
-        """vLLM's `process_outputs`, of which the rows were taken off."""
-        if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # they are nowhere else
+        """vLLM's `process_outputs`, after the rows are taken off."""
+        if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # always the first
             self._take_stats(engine_core_outputs.pop(0))
         states = self._processor.request_states
         for output, start, rows in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
@@ -278,17 +275,15 @@ class RowBuffers:
             elif (sender := request_of_prompt(output.request_id)) is not None:
                 self._take_prompt(sender, start, rows)
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
-        if self.every_request is not None:  # an engine without tasks that read from it returns its outputs
+        if self.every_request is not None:  # LLMEngine returns its outputs
             self.every_request.fill(processed.request_outputs)
         return processed
 
     def _take_prompt(self, sender: str, start: int, rows: Rows) -> None:
-        """Gives a prompt's rows to the request that they were sent with, and to all others of it that have none; those
-        share one array.
+        """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt. They share one array.
 
-        The request that the engine sent them with may have been aborted meanwhile, and the others not. They come once
-        from each engine that has some of the requests (data parallelism), and again with requests whose prompt was
-        computed with other weights.
+        `sender` may have been aborted, and the others not. With data parallelism the rows arrive once from each engine,
+        and after new weights again with choices that start later.
         """
         states, parents = self._processor.request_states, self._processor.parent_requests
         state = states.get(sender)
@@ -315,13 +310,13 @@ def _buffer_of(state: RequestState) -> RowBuffer:
 
 
 def own(rows: Rows) -> Rows:
-    """`rows` for code that keeps them. A few rows are copied, because they are views of a message with all requests'
-    rows; many rows came in an array of their own."""
+    """`rows` for code that keeps them. Copies a few rows, which are views of a message with the rows of all requests.
+    Many rows have an array of their own."""
     return rows if rows.base is None or len(rows) >= _JOINED_ROWS else rows.copy()
 
 
 def _room_for(rows: Rows, count: int) -> Rows:
-    """An array in memory of its own for rows like `rows`, at least `count` of them."""
+    """A new memory map for at least `count` rows like `rows`."""
     row_bytes = rows.itemsize * math.prod(rows.shape[1:])
     count = max(_ROOM_BYTES // row_bytes, count)
     memory = mmap.mmap(-1, count * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -329,12 +324,12 @@ def _room_for(rows: Rows, count: int) -> Rows:
 
 
 def _parent_of(child_id: str) -> str:
-    """The request that a request of `n` > 1 belongs to, by how vLLM names it."""
+    """The parent id of a choice of `n` > 1; vLLM names it `<index>_<parent>`."""
     return child_id.partition("_")[2]
 
 
 def split(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:
-    """The first `count` rows of `arrays`, and the rest."""
+    """Splits `arrays` after `count` rows."""
     first: list[Rows] = []
     for index, rows in enumerate(arrays):
         if len(rows) > count:

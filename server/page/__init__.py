@@ -1,4 +1,4 @@
-"""The page that shows an answer's experts: plain files, served as they are. Imports the standard library only."""
+"""The page that shows the experts of a response: static files. Imports the standard library only."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -16,7 +16,7 @@ CONTENT_TYPES = {
 }
 
 HEADERS = {
-    # Nothing from elsewhere, nothing written into the page: the tokens of a model are shown, and are not trusted.
+    # Nothing from other hosts and no inline scripts, because the tokens of a model are untrusted.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -29,7 +29,7 @@ HEADERS = {
 
 @cache
 def page_files() -> dict[str, tuple[bytes, str]]:
-    """The content and the type of each file of the page, by its name."""
+    """The content and media type of each file of the page."""
     static = files(__name__) / "static"
     return {
         file.name: (file.read_bytes(), CONTENT_TYPES[file.name.rpartition(".")[2]])
@@ -39,9 +39,9 @@ def page_files() -> dict[str, tuple[bytes, str]]:
 
 
 def page_file(path: str, page_config: Mapping[str, str]) -> tuple[bytes, str] | None:
-    """The content and the type of what a URL's path asks for; None where there is no such file.
+    """The content and media type of the file at a URL path; None if there is none.
 
-    `page_config` is what the page is told of its server, as `data-` attributes.
+    `page_config` becomes `data-` attributes of the page.
     """
     if path == PAGE_PATH:
         content, kind = page_files()[INDEX]

@@ -1,4 +1,4 @@
-"""The page as routes of the API server. They need no key; what the page asks the server does."""
+"""Routes of the page in the API server. They need no API key; the requests that the page sends do."""
 
 import os
 from argparse import Namespace
@@ -17,25 +17,24 @@ async def page(raw_request: Request, name: str | None = None) -> Response:
     """A file of the page."""
     found = page_file(PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", page_config(raw_request))
     if found is None:
-        return Response("The page has no such file.", status_code=404)
+        return Response("File not found.", status_code=404)
     content, kind = found
     return Response(content, media_type=kind, headers=HEADERS)
 
 
 def page_config(raw_request: Request) -> dict[str, str]:
-    """What the page should know before it asks anything."""
+    """Settings that the page needs before its first request."""
     state = raw_request.app.state
-    args = getattr(state, "args", Namespace())
     if getattr(state, "captured_engine", None) is None:
         return {"capture": "off"}
-    return {"api-key": "wanted"} if wants_key(args) else {}
+    return {"api-key": "wanted"} if wants_key(getattr(state, "args", Namespace())) else {}
 
 
 def wants_key(args: Namespace) -> bool:
-    """Whether vLLM's routes ask for a key."""
+    """Whether vLLM's routes require an API key."""
     return bool(api_keys(args))
 
 
 def api_keys(args: Namespace) -> list[str]:
-    """The keys that vLLM's routes accept; none if they need none."""
+    """The API keys that vLLM's routes accept; empty if they need none."""
     return [key for key in (getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]) if key]

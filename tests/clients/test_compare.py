@@ -72,7 +72,7 @@ def test_the_same_experts(
     assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (2, 0, "float32")
     out, err = capsys.readouterr()
     assert "decoder layer" in out.splitlines()[0]
-    assert "2 answers; 0 rows" in out
+    assert "2 responses; 0 unknown rows" in out
     assert err == "", "a progress bar where there is no terminal"
 
 
@@ -149,16 +149,16 @@ def test_answers_that_cannot_be_compared(
     del without_ids["choices"][0]["token_ids"]
     out_of_range = answer_of(np.where(whole == 3, 99, whole), tokens)
     for answers, message in [
-        ([without_ids], "no token ids: ask with return_token_ids"),
-        ([answer_of(whole[:, :4], tokens)], "rows of 4 layers, and the model has 5"),
-        ([answer_of(whole[..., :3], tokens)], "rows of 3 experts, and the model has 4"),
-        ([out_of_range], "an id is 99, and the model has 16 experts"),
+        ([without_ids], "no token ids: set return_token_ids"),
+        ([answer_of(whole[:, :4], tokens)], "rows of 4 layers, but the model has 5"),
+        ([answer_of(whole[..., :3], tokens)], "rows of 3 experts, but the model has 4"),
+        ([out_of_range], "an id is 99, but the model has 16 experts"),
         ([{"layer_ids": [0, 1, 2, 3, 4]}, answer_of(whole, tokens)], "line 3: its MoE layers are decoder layers [0, 1"),
         (
             [answer_of(np.full_like(whole, -1), tokens)],
-            "Nothing could be compared: all 26 rows of 1 answers are unknown",
+            "Nothing to compare: all 26 rows of 1 responses are unknown",
         ),
-        ([], "answers.jsonl has no answers"),
+        ([], "answers.jsonl has no responses"),
         ([{"error": {"message": "no"}}], "line 1: the server answered with an error: no"),
         ([answer_of(whole, tokens), {"choices": []}], "line 3: the answer has no choices"),
     ]:
@@ -207,7 +207,7 @@ def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.Captur
     make_model(shape_named("llama4"), tmp_path)
     (tmp_path / "answers.jsonl").write_text("{}\n")
     assert main(["compare", str(tmp_path), "--answers", str(tmp_path / "answers.jsonl")]) == 2
-    assert "No router" in capsys.readouterr().err
+    assert "its routers in transformers do not return" in capsys.readouterr().err
 
 
 @pytest.mark.e2e

@@ -354,7 +354,7 @@ def test_names_that_nobody_knows(api: Server, asks: bool) -> None:
             asked = {"model": "tiny", **body, name: True, **({"return_routed_experts": True} if asks else {})}
             response = client.post(path, json=asked)
             assert response.status_code == 400, response.text
-            assert f"{name} is not a routing field; the nearest is" in response.text
+            assert f"{name} is not a routing field: did you mean" in response.text
             if path != "/v1/messages":  # whose errors name no field
                 assert response.json()["error"]["param"] == name
 

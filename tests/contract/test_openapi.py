@@ -70,12 +70,12 @@ def validate(spec: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
 def check_array(array: dict[str, Any], start: int) -> np.ndarray:
     """Decodes an array of an example; its ids must be possible for the tiny model."""
     rows = decode(array)  # type: ignore[arg-type]
-    assert rows.shape[1:] == (examples.INFO_ANSWER["num_layers"], examples.INFO_ANSWER["top_k"])
+    assert rows.shape[1:] == (examples.INFO_RESPONSE["num_layers"], examples.INFO_RESPONSE["top_k"])
     assert (array["start"], array["missing"]) == (start, 0)
     ordered = np.sort(rows, axis=2)
     assert (ordered[:, :, 1:] > ordered[:, :, :-1]).all()
     assert ordered.min() >= 0
-    assert ordered.max() < examples.INFO_ANSWER["num_experts"]
+    assert ordered.max() < examples.INFO_RESPONSE["num_experts"]
     return rows
 
 

@@ -1,4 +1,4 @@
-"""The startup probe on vLLM's real API process: it passes as the server is configured, and fails where a method of ours
+"""The self-test on vLLM's real API process: it passes as the server is configured, and fails where a method of ours
 is not called.
 
 A method is dead here as if vLLM had renamed it: ours is taken away, so that vLLM's own is called.

@@ -35,7 +35,7 @@ def test_a_draft_model_leaves_no_rows(tiny_model: Path, oracle: Oracle, tmp_path
     flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
     with serving_quickly(tiny_model, tmp_path / "log", *flags) as server:
         assert server.info()["layer_ids"] == [1, 2, 3, 4, 5]
-        before = [server.metric(name) for name in DRAFTS]  # the startup probe's, which are sampled
+        before = [server.metric(name) for name in DRAFTS]  # the self-test's, which are sampled
         for seed in range(6):
             check(one(server, prompt=prompt_of(10 + 13 * seed, seed=seed), max_tokens=40, ignore_eos=True), oracle)
         drafts, right = (server.metric(name) - said for name, said in zip(DRAFTS, before, strict=True))

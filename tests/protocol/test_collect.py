@@ -319,8 +319,8 @@ class TestIncomplete:
             (answer(told(start=4)), "rows from 4 on, asked for from 3 on", {"prompt_start": 3}),
             (without, "must ask with return_routed_experts", {}),
             ({"choices": []}, "no choices", {}),
-            (answer(told(fmt="raw")), "give num_layers and top_k", {}),
-            (answer(told(fmt="raw")), "give num_layers and top_k", {"num_layers": LAYERS}),
+            (answer(told(fmt="raw")), "pass num_layers and top_k", {}),
+            (answer(told(fmt="raw")), "pass num_layers and top_k", {"num_layers": LAYERS}),
         ):
             with pytest.raises(RoutingError, match=message):
                 collect(body, **options)  # type: ignore[arg-type]

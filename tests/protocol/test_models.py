@@ -133,7 +133,7 @@ def test_by_default() -> None:
 
 
 def test_invalid_defaults() -> None:
-    with pytest.raises(FieldError, match="return_experts is not a routing field; the nearest is return_routed_experts"):
+    with pytest.raises(FieldError, match="return_experts is not a routing field: did you mean return_routed_experts"):
         check_defaults({"return_experts": True})
     with pytest.raises(FieldError, match="JSON object"):
         check_defaults([])
@@ -171,7 +171,7 @@ def test_unknown_routing_fields(name: str, nearest: str) -> None:
     """Refused whatever their value, and whether routing is asked for or not."""
     for body in ({}, OPT_IN, {"return_routed_experts": False}):
         for value in (None, False, 1):
-            with pytest.raises(FieldError, match=f"not a routing field; the nearest is {nearest}") as raised:
+            with pytest.raises(FieldError, match=f"not a routing field: did you mean {nearest}") as raised:
                 parse_options({"model": "tiny", **body, name: value})
             assert raised.value.param == name
             assert len(str(raised.value)) < 200

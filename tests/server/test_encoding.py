@@ -1,4 +1,4 @@
-"""The bytes of arrays, against the plain statement of the formats in `protocol.codec.encode`."""
+"""The bytes of arrays, against the plain statement of the forms in `protocol.codec.encode`."""
 
 import base64
 import random
@@ -11,6 +11,7 @@ import orjson
 import pytest
 
 from routed_experts.protocol import codec
+from routed_experts.protocol.codec import encode
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 
 SHAPES = [(48, 8, 128), (5, 4, 16), (2, 3, 300)]  # L, K, experts
@@ -63,12 +64,12 @@ def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: A
         if dtype == "uint8" and shape[2] > 256:
             continue
         rows = rows_of(count, shape, unknown=dtype != "uint8")
-        expected = codec.encode(spread(rows) if layers == "all" else rows, fmt=fmt, dtype=dtype, start=70_000)
+        expected = encode(spread(rows) if layers == "all" else rows, fmt=fmt, dtype=dtype, start=70_000)
         text, json, msgpack = (encoder(fmt, dtype, shape, layers) for _ in range(3))
-        sent = text.text(rows, 70_000).encode(), b"".join(json.json_parts(parts_of(rows), 70_000))
+        sent = text.text(rows, 70_000).encode(), b"".join(json.parts(parts_of(rows), 70_000, packed=False))
         assert sent[0] == sent[1] == orjson.dumps(expected)
         assert len(sent[0]) <= text.text_bytes(count)
-        packed = b"".join(msgpack.msgpack_parts(parts_of(rows), 70_000))
+        packed = b"".join(msgpack.parts(parts_of(rows), 70_000, packed=True))
         binary = (
             base64.b64decode(expected["data"] if isinstance(expected, dict) else expected) if fmt != "list" else b""
         )
@@ -105,14 +106,14 @@ def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
     for dtype in ("uint8", "uint16"):
         for layers in ("moe", "all"):
             own = encoder(fmt, dtype, SHAPES[1], layers)
-            for encode in (
+            for encode_all in (
                 lambda own=own: own.text(rows, 0),
                 lambda own=own: own.check([rows[3:], rows[:3]]),
-                lambda own=own: list(own.json_parts([rows], 0)),
-                lambda own=own: list(own.msgpack_parts([rows], 0)),
+                lambda own=own: list(own.parts([rows], 0, packed=False)),
+                lambda own=own: list(own.parts([rows], 0, packed=True)),
             ):
-                with pytest.raises(LostRowsError, match=f"2 rows are not known .* {dtype} cannot hold: ask for int16"):
-                    encode()
+                with pytest.raises(LostRowsError, match=f"2 rows are unknown .* {dtype} cannot hold: set"):
+                    encode_all()
             own.check([rows[3:]])
     encoder("object", "int16", SHAPES[1]).check([rows])
 
@@ -132,10 +133,12 @@ def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
         rows = np.ones((count, *shape), dtype=np.int16)
         arrays = [rows[:0], *(rows[at : at + 1] for at in range(count))]
         own = Encoder(fmt, "int16", shape, 8)
-        for parts in (list(own.json_parts(arrays, 0)), list(own.msgpack_parts(arrays, 0))):
+        for parts in (list(own.parts(arrays, 0, packed=False)), list(own.parts(arrays, 0, packed=True))):
             assert len(parts) > 3
             assert max(map(len, parts)) < rows.nbytes
-        assert orjson.loads(b"".join(own.json_parts(arrays, 0))) == codec.encode(rows, fmt=fmt, dtype="int16", start=0)
+        assert orjson.loads(b"".join(own.parts(arrays, 0, packed=False))) == encode(
+            rows, fmt=fmt, dtype="int16", start=0
+        )
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2])

@@ -138,7 +138,7 @@ OF_A_PROCESS = """
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http import metrics
 from routed_experts.server.http.encoding import Sent
-metrics.count_answer(Sent(rows=10, missing=1, num_bytes=100), lost=0)
+metrics.count_response(Sent(rows=10, missing=1, num_bytes=100), lost=0)
 metrics.FEEDS_OPEN.set(2)
 if {first}:
     metrics.EngineMetrics([1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))

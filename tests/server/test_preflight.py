@@ -42,13 +42,13 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 @pytest.mark.parametrize("model", ["/nonexistent", "./nowhere", "some/deep/folder"])
 def test_no_such_folder(capsys: pytest.CaptureFixture[str], model: str) -> None:
     assert refused(capsys, model) == (
-        f"The folder {model} does not exist: give a folder with a checkpoint, or the name of a model on the Hugging "
+        f"The folder {model} does not exist: use the folder of a checkpoint, or the name of a model on the Hugging "
         "Face hub."
     )
 
 
 def test_no_such_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is neither a folder here nor a name on the Hugging Face hub" in refused(capsys, "not a name")
+    assert "is neither a local folder nor a name on the Hugging Face hub" in refused(capsys, "not a name")
 
 
 def test_no_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_no_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_is_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "has no config.json: give the folder of a whole checkpoint." in refused(capsys, str(tmp_path))
+    assert "has no config.json: use the folder of a complete checkpoint." in refused(capsys, str(tmp_path))
 
 
 def test_no_weights(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
@@ -83,19 +83,22 @@ def taken() -> Iterator[int]:
 
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path, taken: int) -> None:
     assert refused(capsys, str(tiny_model), "--port", str(taken)) == (
-        f"Port {taken} is in use: choose another with --port, or end the program that listens there."
+        f"Port {taken} is in use: choose another with --port, or stop the program that listens on it."
     )
 
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (("--port", "70000"), "--port 70000 is not a port: give one from 1 to 65535."),
+        (("--port", "70000"), "--port 70000 is not a port: use one from 1 to 65535."),
         (
             ("--host", "203.0.113.9"),
-            "--host 203.0.113.9 is not an address of this machine: give one that is, or leave it",
+            "--host 203.0.113.9 is not an address of this machine: use one, or omit",
         ),
-        (("--host", "nobody.invalid"), "--host nobody.invalid is not known: give an address of this machine, or leave"),
+        (
+            ("--host", "nobody.invalid"),
+            "--host nobody.invalid cannot be resolved: use an address of this machine, or omit",
+        ),
         (("--max-model-len", "99999999"), "User-specified max_model_len (99999999) is greater than the derived"),
         (("--tensor-parallel-size", "3"), "Total number of attention heads (4) must be divisible by tensor parallel"),
         (("--config", "/nonexistent.yaml"), "/nonexistent.yaml"),

@@ -241,7 +241,7 @@ def test_an_abort_is_never_padded() -> None:
 def test_a_type_that_cannot_say_that_rows_are_lost_fails_before_the_first_byte() -> None:
     answer, _ = answer_of([output(2, choice(4, buffer_of(0, 3)))], dtype="uint8")
     for packed in (False, True):
-        with pytest.raises(LostRowsError, match="2 rows are not known"):
+        with pytest.raises(LostRowsError, match="2 rows are unknown"):
             answer.prepare(packed)
 
 

@@ -113,30 +113,39 @@ def test_dense_layers_are_left_out(tmp_path: Path) -> None:
     assert np.array_equal(routing.rows, every.whole()[:, [1, 2, 4]])
     rows[4, 0, 0] = 1
     (one,) = found(tmp_path, f"{json.dumps(INFO)}\n{body(every)}")
-    with pytest.raises(ValueError, match="rows of 6 layers, and the model has 3 MoE layers"):
+    with pytest.raises(ValueError, match="rows of 6 layers, but the model has 3 MoE layers"):
         one.routings()
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "0.jsonl has no answers."),
-        ("\n\n", "0.jsonl has no answers."),
-        ("[]", "0.jsonl has no answers."),
-        (json.dumps(INFO), "0.jsonl has no answers."),
-        ("{]", "0.jsonl, line 1 is not JSON, or was cut short: Expecting property name"),
-        (f'{body(ONE)}\n{{"a": 1,\n\n "b', "0.jsonl, line 2 is not JSON, or was cut short: Unterminated string"),
-        ("[" * 100_000, "0.jsonl, line 1 is not JSON, or was cut short"),
-        ("3", "0.jsonl, line 1 is not an answer of the server: it should be a JSON object."),
-        (f"{body(ONE)}\n[[]]", "0.jsonl, line 2 is not an answer of the server"),
-        ("data: [1]\n\ndata: [DONE]\n", "0.jsonl, line 1 is not an answer of the server"),
+        ("", "0.jsonl has no responses."),
+        ("\n\n", "0.jsonl has no responses."),
+        ("[]", "0.jsonl has no responses."),
+        (json.dumps(INFO), "0.jsonl has no responses."),
+        ("{]", "0.jsonl, line 1 is not valid JSON, or was cut off: Expecting property name"),
+        (f'{body(ONE)}\n{{"a": 1,\n\n "b', "0.jsonl, line 2 is not valid JSON, or was cut off: Unterminated string"),
+        ("[" * 100_000, "0.jsonl, line 1 is not valid JSON, or was cut off"),
+        ("3", "0.jsonl, line 1 is not a response of the server: it must be a JSON object."),
+        (f"{body(ONE)}\n[[]]", "0.jsonl, line 2 is not a response of the server"),
+        ("data: [1]\n\ndata: [DONE]\n", "0.jsonl, line 1 is not a response of the server"),
         ("data: {]\n", "0.jsonl, line 1: an event is not JSON"),
-        (f"\n{sse(*stream(ONE))[:-14]}", "0.jsonl, line 2: the stream that begins here was cut short"),
-        (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", "0.jsonl, line 1: the stream that begins here was cut short"),
-        (json.dumps({**INFO, "num_experts": "many"}), "0.jsonl, line 1: num_experts is 'many'."),
-        (json.dumps({**INFO, "layer_ids": [2, 1, 0]}), "0.jsonl, line 1: layer_ids are [2, 1, 0]."),
-        (json.dumps({**INFO, "num_layers": 4}), "0.jsonl, line 1: num_layers is 4, and layer_ids are [1, 2, 4]."),
-        (json.dumps({"choices": [], "routed_experts_info": [1]}), "0.jsonl, line 1: routed_experts_info is [1]."),
+        (f"\n{sse(*stream(ONE))[:-14]}", "0.jsonl, line 2: the stream that starts here was cut off"),
+        (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", "0.jsonl, line 1: the stream that starts here was cut off"),
+        (
+            json.dumps({**INFO, "num_experts": "many"}),
+            "0.jsonl, line 1: num_experts must be a positive integer, not 'many'.",
+        ),
+        (
+            json.dumps({**INFO, "layer_ids": [2, 1, 0]}),
+            "0.jsonl, line 1: layer_ids must be ascending layer indices, not [2, 1, 0].",
+        ),
+        (json.dumps({**INFO, "num_layers": 4}), "0.jsonl, line 1: num_layers is 4, but layer_ids are [1, 2, 4]."),
+        (
+            json.dumps({"choices": [], "routed_experts_info": [1]}),
+            "0.jsonl, line 1: routed_experts_info must be an object, not [1].",
+        ),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
@@ -146,7 +155,7 @@ def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
 
 
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"1\.jsonl has no answers"):
+    with pytest.raises(CommandError, match=r"1\.jsonl has no responses"):
         found(tmp_path, body(ONE), "", body(OTHER))
 
 

@@ -1,4 +1,4 @@
-"""What the startup probe refuses, and what it says."""
+"""What the self-test refuses, and what it says."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def test_wrong_shape(rows: Any) -> None:
         (np.s_[:], -1, "worker or scheduler is not ours"),
         (np.s_[:, [1]], -1, r"(?s)\[1\].*--moe-backend|--moe-backend.*\[1\]"),  # a kernel that routes by itself
         (np.s_[:, [0, 2]], -1, r"(?s)\[0, 2\].*--moe-backend|--moe-backend.*\[0, 2\]"),
-        (np.s_[3, 2, 1], -1, r"at rows \[2\]"),
+        (np.s_[3, 2, 1], -1, r"layers \[2\]"),
         *((np.s_[1, 1, 1], value, "outside 0 to 7") for value in (EXPERTS, 255, -2)),
         (np.s_[:], 0, "same expert twice"),  # as in vLLM's issues 44116 and 54730
         (np.s_[2, 0], 5, "same expert twice"),

@@ -91,7 +91,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         bars = line[head.index("load of") :]
         assert len(line) <= 100
         assert bars[int(row.argmax()) // 2] == max(bars)  # a column is two of the 60 experts
-    assert lines[LAYERS] == "1 answers, 309 rows, 0 of them not known to the server."
+    assert lines[LAYERS] == "1 responses, 309 rows, 0 of them unknown."
     assert lines[-1].startswith("MoE layers are counted from 0")
 
 
@@ -136,8 +136,8 @@ def test_streams_with_histograms(capsys: pytest.CaptureFixture[str], tmp_path: P
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "has no answers."),
-        ("[3]", "line 1 is not an answer of the server: it should be a JSON object."),
+        ("", "has no responses."),
+        ("[3]", "line 1 is not a response of the server: it must be a JSON object."),
         ('{"error": {"message": "too long"}}', "line 1: the server answered with an error: too long."),
         ('{"choices": []}', "line 1: the answer has no choices."),
     ],
@@ -156,7 +156,7 @@ def test_files_that_cannot_be_counted(
 def test_answers_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bodies = [answer(Told(rows_of(9, layers=layers), [rows_of(3, layers=layers)])) for layers in (2, 3)]
     assert main(["stats", str(written(tmp_path, *bodies))]) == 2
-    assert "line 2: 3 layers, and 2 before: count one model's answers at a time." in capsys.readouterr().err
+    assert "line 2: 3 layers after 2 layers: count one model at a time." in capsys.readouterr().err
 
 
 def test_no_such_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -432,7 +432,7 @@ def test_uint8_cannot_say_that_a_row_is_lost(form: Any) -> None:
     results = [engine.step(), engine.step(2, finish="stop", lost=1)]
     first, error, done = ended(aligner_of(dtype="uint8", format=form), results)
     assert "prompt_routed_experts" in first
-    assert "1 rows are not known" in error
+    assert "1 rows are unknown" in error
     assert "uint8 cannot hold" in error
     assert done == "data: [DONE]\n\n"
 
