@@ -88,7 +88,8 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
     if low < limits.min or high > limits.max:
         raise CodecError(f"{dtype} cannot hold ids from {low} to {high}: use int16")
     if fmt == "list":
-        return rows.tolist()
+        listed: list[Any] = rows.tolist()
+        return listed
     array = np.ascontiguousarray(rows, dtype=_NUMPY_DTYPES[dtype])
     if fmt == "npy":
         buffer = io.BytesIO()

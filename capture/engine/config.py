@@ -46,7 +46,7 @@ class Refusal:
 
 EXTERNAL_LAUNCHER = "external_launcher"
 
-REFUSALS = (
+REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "dense model",
         lambda c: not c.model_config.is_moe,

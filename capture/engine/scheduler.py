@@ -455,7 +455,7 @@ class SchedulerConnector:
         return self._cache
 
 
-class SchedulerCapture(ConnectedScheduler):  # type: ignore[valid-type,misc]
+class SchedulerCapture(ConnectedScheduler):
     """What all schedulers add to vLLM's, or to a program's own."""
 
     aux_output_connector: SchedulerConnector

@@ -34,7 +34,7 @@ create_error_response = _first("create_error_response", _NEW_ERRORS, f"{_ENTRY}.
 cli_env_setup = _first("cli_env_setup", _NEW_STARTUP, f"{_ENTRY}.serve.utils.api_utils")
 GenerateTokensChoice = _first("GenerateTokensChoice", _GENERATE) or _first("GenerateResponseChoice", _GENERATE)
 GenerateTokensResponse = _first("GenerateTokensResponse", _GENERATE) or _first("GenerateResponse", _GENERATE)
-VLLMClientError = _first("VLLMClientError", "vllm.exceptions") or ()
+VLLMClientError: Any = _first("VLLMClientError", "vllm.exceptions") or ()
 """As an exception to catch: none is one, where there is none."""
 
 _keep_alive = _first("with_sse_keep_alive", f"{_ENTRY}.serve.utils.sse_keep_alive")  # 0.30
@@ -66,7 +66,7 @@ SEAMS = (
 )
 
 
-class _Retryable(_generation_error):  # type: ignore[misc]
+class _Retryable(_generation_error):  # type: ignore[misc,valid-type]
     """Until 0.32: a failure of a request that clients may repeat."""
 
     def __init__(self, message: str) -> None:

@@ -170,8 +170,8 @@ def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAns
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url + path, data=data, headers=headers)
         with urllib.request.urlopen(request, timeout=600) as response:
-            body: dict[str, Any] = json.load(response)
-            return body
+            answer: dict[str, Any] = json.load(response)
+            return answer
 
     try:
         info = call("/v1/routed_experts")
