@@ -28,11 +28,13 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -255,6 +257,16 @@ def sent(message: Any) -> Any:
     return MsgpackDecoder(type(message)).decode(MsgpackEncoder().encode(message))
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """vLLM collects all garbage as an engine starts and ends, several times, each of which takes longer than a test."""
+    nothing = SimpleNamespace(collect=lambda *_: 0, freeze=lambda: None, unfreeze=lambda: None)
+    with ExitStack() as stack:
+        for module in ("utils.gc_utils", "v1.engine.core", "distributed.parallel_state"):
+            stack.enter_context(patch(f"vllm.{module}.gc", nothing))
+        yield
+
+
 class Core(EngineCoreProc):
     """What runs in an engine's process, without its sockets and their threads."""
 
@@ -345,7 +357,7 @@ def engine(
     if num_blocks is not None:
         config.cache_config.num_gpu_blocks_override = num_blocks
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
-    with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
+    with no_collections():
         core = Core(config, executor, log_stats=False)
     core.capture.at_once_bytes, core.capture.output_queue.part_bytes = AT_ONCE_BYTES, PART_BYTES
     if stages > 1:
