@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -73,6 +73,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=count)
 
 
+@lru_cache(1 << 18)
 def _digest(before: bytes, token: int) -> bytes:
     return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=16).digest()
 

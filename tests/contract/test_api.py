@@ -291,6 +291,8 @@ def test_no_client_can_forge_the_opt_in(api: Server, value: Any) -> None:
             assert answer.status_code == 200, answer.text
             assert "error" not in answer.text.replace('"error":null', "")
             assert not re.search(r'routed_experts": ?[^n]', answer.text)
+    for answer in both(api, prompt=prompt_of(9, 1), n=2, max_tokens=3, **SAMPLED, vllm_xargs={**args, "theirs": 1}):
+        check(answer, tokens=3)  # beside ours, it is nothing
 
 
 @pytest.mark.parametrize("asks", [{}, ASKS])

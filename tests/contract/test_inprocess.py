@@ -489,6 +489,7 @@ def test_arguments_that_were_filled_in_can_be_used_again(tiny_model: Path) -> No
 
 GIVEN = """
 import os, sys
+import vllm.v1.worker.cpu_worker  # and with it what a configuration imports
 from vllm.engine.arg_utils import EngineArgs
 given = dict(model=sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=8 << 20)
 
