@@ -26,7 +26,7 @@ import queue
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
@@ -570,3 +570,36 @@ class Client:
             return
         request = self.received[output.request_id]
         request.take(output, self.prompts.get(request.prompt_id, []))
+
+
+def requests_at_random(
+    client: Client,
+    dice: random.Random,
+    turns: int,
+    disturb: Callable[[], object],
+    ns: tuple[int, ...] = (),
+    length: int = 120,
+    chances: tuple[float, float] = (0.6, 0.2),
+) -> set[str]:
+    """Shared prefixes, with and without the opt-in, starts within prompts, aborts; gives those that were aborted.
+
+    Args:
+        disturb: what else happens in each turn.
+        ns: how many choices prompts have; none where each has one.
+        length: of the longest prompt.
+        chances: of a request, and of an abort, in each turn.
+    """
+    stems = [tokens(length, seed=100 + stem) for stem in range(3)]
+    gone: set[str] = set()
+    for turn in range(turns):
+        if dice.random() < chances[0]:
+            prompt = dice.choice(stems)[: dice.randrange(1, length)] + dice.choices(range(VOCAB), k=dice.randrange(3))
+            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
+            n = dice.choice(ns) if ns else 1
+            client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30))
+        if client.received and dice.random() < chances[1]:
+            gone.add(one := dice.choice(list(client.received)))
+            client.abort(one)
+        disturb()
+        client.steps(dice.randrange(6))
+    return gone
