@@ -26,13 +26,15 @@ import queue
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -71,6 +73,7 @@ def tokens(count: int, seed: int = 0) -> list[int]:
     return random.Random(seed).choices(range(VOCAB), k=count)
 
 
+@lru_cache(1 << 18)
 def _digest(before: bytes, token: int) -> bytes:
     return hashlib.blake2b(before + token.to_bytes(4, "little"), digest_size=16).digest()
 
@@ -255,6 +258,16 @@ def sent(message: Any) -> Any:
     return MsgpackDecoder(type(message)).decode(MsgpackEncoder().encode(message))
 
 
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """vLLM collects all garbage as an engine starts and ends, several times, each of which takes longer than a test."""
+    nothing = SimpleNamespace(collect=lambda *_: 0, freeze=lambda: None, unfreeze=lambda: None)
+    with ExitStack() as stack:
+        for module in ("utils.gc_utils", "v1.engine.core", "distributed.parallel_state"):
+            stack.enter_context(patch(f"vllm.{module}.gc", nothing))
+        yield
+
+
 class Core(EngineCoreProc):
     """What runs in an engine's process, without its sockets and their threads."""
 
@@ -345,7 +358,7 @@ def engine(
     if num_blocks is not None:
         config.cache_config.num_gpu_blocks_override = num_blocks
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
-    with patch("vllm.v1.engine.core.freeze_gc_heap"):  # several collections, longer than any test
+    with no_collections():
         core = Core(config, executor, log_stats=False)
     core.capture.at_once_bytes, core.capture.output_queue.part_bytes = AT_ONCE_BYTES, PART_BYTES
     if stages > 1:
@@ -557,3 +570,36 @@ class Client:
             return
         request = self.received[output.request_id]
         request.take(output, self.prompts.get(request.prompt_id, []))
+
+
+def requests_at_random(
+    client: Client,
+    dice: random.Random,
+    turns: int,
+    disturb: Callable[[], object],
+    ns: tuple[int, ...] = (),
+    length: int = 120,
+    chances: tuple[float, float] = (0.6, 0.2),
+) -> set[str]:
+    """Shared prefixes, with and without the opt-in, starts within prompts, aborts; gives those that were aborted.
+
+    Args:
+        disturb: what else happens in each turn.
+        ns: how many choices prompts have; none where each has one.
+        length: of the longest prompt.
+        chances: of a request, and of an abort, in each turn.
+    """
+    stems = [tokens(length, seed=100 + stem) for stem in range(3)]
+    gone: set[str] = set()
+    for turn in range(turns):
+        if dice.random() < chances[0]:
+            prompt = dice.choice(stems)[: dice.randrange(1, length)] + dice.choices(range(VOCAB), k=dice.randrange(3))
+            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
+            n = dice.choice(ns) if ns else 1
+            client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30))
+        if client.received and dice.random() < chances[1]:
+            gone.add(one := dice.choice(list(client.received)))
+            client.abort(one)
+        disturb()
+        client.steps(dice.randrange(6))
+    return gone

@@ -34,7 +34,6 @@ from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import (
     BLOCK,
     NUM_BLOCKS,
-    VOCAB,
     ArithmeticExecutor,
     Client,
     Core,
@@ -45,7 +44,7 @@ from tests.contract.engine import (
     Sequence,
     Tokens,
     engine,
-    tokens,
+    requests_at_random,
 )
 
 Slot = tuple[bytes | None, int]
@@ -477,23 +476,16 @@ def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_runn
     """
     dice = random.Random(seed)
     client = TracingClient(core)
-    stems = [tokens(150, seed=100 + stem) for stem in range(3)]
-    gone: set[str] = set()
-    for turn in range(turns):
-        if dice.random() < 0.7:
-            prompt = dice.choice(stems)[: dice.randrange(1, 150)] + dice.choices(range(VOCAB), k=dice.randrange(3))
-            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
-            client.add(f"r{turn}", prompt, start, max_tokens=dice.randrange(1, 30))
-        if client.received and dice.random() < 0.2:
-            gone.add(dice.choice(list(client.received)))
-            client.abort(*gone)
+
+    def reset() -> None:
         (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
         loading = manager.req_to_blocks.keys() - {request.request_id for request in core.scheduler.running}
         fenced = core.scheduler.defer_block_free and core.batch_queue  # in both cases vLLM cannot reset
         if not loading and not fenced and dice.random() < resets:
             both = dice.random() < 0.3
             core.scheduler.reset_prefix_cache(reset_running_requests=both or resets_running, reset_connector=both)
-        client.steps(dice.randrange(6))
+
+    gone = requests_at_random(client, dice, turns, reset, length=150, chances=(0.7, 0.2))
     client.run()
     for request_id in gone:
         client.received.pop(request_id)

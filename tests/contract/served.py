@@ -38,7 +38,19 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
-from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, ArithmeticExecutor, Core, K, L, Rows, Tokens, sent
+from tests.contract.engine import (
+    BLOCK,
+    NUM_BLOCKS,
+    NUM_EXPERTS,
+    ArithmeticExecutor,
+    Core,
+    K,
+    L,
+    Rows,
+    Tokens,
+    no_collections,
+    sent,
+)
 from tests.e2e.harness import Answer, Server, free_port
 from tests.e2e.harness import serving as serving_processes
 
@@ -234,7 +246,7 @@ def serving_quickly(model: Path, log: Path, *flags: str, env: Mapping[str, str] 
 
 @contextmanager
 def served(model: Path, executor: type[Executor], *flags: str, command: Command = ours) -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch:
+    with no_collections(), pytest.MonkeyPatch.context() as patch:
         for variable in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):
             patch.setenv(variable, os.environ.get(variable, ""))  # so that it is put back as it was
             if command is ours or not os.environ[variable]:

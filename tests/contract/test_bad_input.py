@@ -15,11 +15,15 @@ from typing import Any
 import httpx
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+from vllm.v1.outputs import KVConnectorOutput
 
-from tests.contract.connectors import KINDS, flags_of
-from tests.contract.engine import BLOCK, NUM_BLOCKS, K, L, Tokens, _digest
+from tests.contract.engine import K, L, Tokens, _digest
 from tests.contract.hostile import PULL, VALID, Hostile, check_response
-from tests.contract.served import DECODER_LAYERS, ServedExecutor, served
+from tests.contract.loads import TracingExecutor, _Metadata
+from tests.contract.offloading import NAME, OffloadingExecutor
+from tests.contract.served import DECODER_LAYERS, SIZES, ServedExecutor, served
 from tests.e2e.harness import prompt_of
 
 COUNT = int(os.environ.get("BAD_INPUT_REQUESTS", "0"))
@@ -41,12 +45,55 @@ LEFT_OUT = ("logprobs", "top_logprobs", "prompt_logprobs", "use_beam_search", "s
 LEFT_OUT += ("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs")
 
 
-@pytest.fixture(scope="module", params=["none", "offloading", "both"])
+class UnreachableNixl(TracingExecutor):
+    """The worker's side of NIXL where no other instance can be reached: every pull fails, and nobody comes for KV."""
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        given = scheduler_output.kv_connector_metadata
+        children = given.metadata if isinstance(given, MultiKVConnectorMetadata) else (given,)
+        (nixl,) = (child for child in children if isinstance(child, NixlConnectorMetadata))
+        others = tuple(_Metadata([], []) if child is nixl else child for child in children)
+        scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(others)
+        result = super().execute_model(scheduler_output, non_block)
+        assert self._output is not None
+        report = self._output.kv_connector_output or KVConnectorOutput()
+        pulls = {name for name, request in nixl.reqs_to_recv.items() if request.awaiting_kvs}
+        report.finished_recving = (report.finished_recving or set()) | pulls
+        report.failed_recving |= pulls
+        report.finished_sending = (report.finished_sending or set()) | set(nixl.reqs_to_send)
+        if not report.is_empty():
+            self._output.kv_connector_output = report
+        return result
+
+
+class Offloads(OffloadingExecutor, ServedExecutor):
+    pass
+
+
+class NixlAndOffloads(UnreachableNixl, OffloadingExecutor, ServedExecutor):
+    pass
+
+
+BOTH: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+OFFLOADING = {"cpu_bytes_to_use": 40 * 4096, "blocks_per_chunk": 1}
+CHILDREN = [
+    {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+    {"kv_connector": NAME, "kv_role": "kv_both", "kv_connector_extra_config": OFFLOADING},
+]
+SEVERAL = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": CHILDREN}}
+KINDS: dict[str, tuple[type[ServedExecutor], tuple[str, ...]]] = {
+    "none": (ServedExecutor, ()),
+    "offloading": (Offloads, ("--kv-transfer-config", json.dumps({**CHILDREN[1], **BOTH}))),
+    "both": (NixlAndOffloads, ("--kv-transfer-config", json.dumps({**SEVERAL, **BOTH}))),
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    flags = ("--enable-scale-out", "--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
+    flags = ("--enable-scale-out", *SIZES)
     layers = json.dumps({"num_hidden_layers": DECODER_LAYERS})
-    flags = (*flags, "--hf-overrides", layers, *flags_of(request.param))
-    with served(tiny_model, KINDS[request.param][0], *flags) as server, server.client() as opened:
+    executor, of_kind = KINDS[request.param]
+    with served(tiny_model, executor, *flags, "--hf-overrides", layers, *of_kind) as server, server.client() as opened:
         before = server.state_left()  # of other tests' servers in this process
         yield opened
         deadline = time.monotonic() + LIMIT_S

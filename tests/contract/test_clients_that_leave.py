@@ -73,15 +73,8 @@ def kept() -> int:
 def vanish(server: Server, seed: int) -> None:
     """A client that ends its connection: in its request, before the answer, or anywhere in it; sometimes rudely."""
     dice = random.Random(seed)
-    stream, n = dice.random() < 0.7, dice.choice((1, 1, 1, 1, 1, 3))
-    sent = request(
-        prompt=prompt_of(dice.choice((1, 20, 60)), seed),
-        max_tokens=dice.choice((1, 3, 20)),
-        n=n,
-        temperature=1,
-        stream=stream,
-        ignore_eos=True,
-    )
+    body = {"n": dice.choice((1, 1, 1, 1, 1, 3)), "stream": dice.random() < 0.7, "max_tokens": dice.choice((1, 3, 20))}
+    sent = request(prompt=prompt_of(dice.choice((1, 20, 60)), seed), temperature=1, ignore_eos=True, **body)
     with connect(server) as sock:
         if dice.random() < 0.5:  # the server is told by a reset, not by an end
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -107,11 +107,7 @@ RUNS = {
         (["test"], True, "2026-01-01, NVIDIA H200, `older`; 2026-01-02, NVIDIA H200, `newer`"),
         (["test[two]", "test_another"], True, "2026-01-01, NVIDIA H200, `old`, `older`"),
         (["test_without"], True, "2026-01-01, NVIDIA H200, commit not recorded"),
-        (
-            ["test[one]", "test_fails"],
-            False,
-            "2026-01-01, NVIDIA H200, `abc1234` (failed); 2026-01-02, NVIDIA H200, `newer`",
-        ),
+        (["test_fails"], False, "2026-01-01, NVIDIA H200, `abc1234` (failed)"),
         (["test[one]", "test_new"], False, "2026-01-02, NVIDIA H200, `newer`"),
         (["tes"], False, "not run"),
     ],

@@ -4,6 +4,7 @@ import gc
 import pickle
 import tracemalloc
 from collections.abc import Iterator
+from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -94,43 +95,34 @@ def test_every_row_is_there(is_async: bool) -> None:
             assert pair.missing(name) == []
 
 
-def test_a_prefix_that_the_decode_instance_has_keeps_its_own_rows(pair: Pair) -> None:
-    for own in (BLOCK, 4 * BLOCK, 100):
-        prompt = tokens(100, seed=own)
-        pair.decode.add(f"own {own}", prompt[:own])
-        pair.decode.run()
-        name = pair.add(prompt, pair.export_rows(prompt))
-        pair.decode.run()
-        assert pair.missing(name) == []
-
-
-def test_a_prefix_that_the_prefill_instance_has(pair: Pair) -> None:
+@pytest.mark.parametrize(
+    ("start", "own", "others"),
+    [(0, BLOCK, 0), (0, 4 * BLOCK, 0), (0, 100, 0), (0, 0, 70), (1, 0, 0), (50, 0, 0), (99, 0, 0), (100, 0, 0)],
+)
+def test_starts_and_prefixes_that_an_instance_has(pair: Pair, start: int, own: int, others: int) -> None:
     prompt = tokens(100)
-    pair.prefill.add("before", prompt[:70])
-    pair.prefill.run()
-    name = pair.add(prompt, pair.export_rows(prompt))
+    for client, count in ((pair.decode, own), (pair.prefill, others)):
+        if count:
+            client.add("before", prompt[:count])
+            client.run()
+    name = pair.add(prompt, pair.export_rows(prompt, start), start)
     pair.decode.run()
     assert pair.missing(name) == []
 
 
-def test_later_turns_hit_what_was_pulled(pair: Pair) -> None:
+@pytest.mark.parametrize("start", [0, None])
+def test_later_turns_hit_what_was_pulled(pair: Pair, start: int | None) -> None:
+    """Also where who pulled it did not ask for rows."""
     prompt = tokens(100)
-    name = pair.add(prompt, pair.export_rows(prompt), max_tokens=30)
+    name = pair.add(prompt, pair.export_rows(prompt), start, max_tokens=30)
     pair.decode.run()
     turn = [*pair.decode.received[name].sequence, *tokens(20, seed=1)]
     direct = pair.add(turn, None)
     pair.decode.run()
+    assert (pair.missing(direct), pair.kept.num_loaded) == ([], 1)
     again = pair.add(turn, pair.export_rows(turn))
     pair.decode.run()
-    assert pair.missing(direct) == pair.missing(again) == []
-
-
-def test_a_start_within_the_prompt(pair: Pair) -> None:
-    for start in (1, 50, 99, 100):
-        prompt = tokens(100, seed=start)
-        name = pair.add(prompt, pair.export_rows(prompt, start), start)
-        pair.decode.run()
-        assert pair.missing(name) == []
+    assert pair.missing(again) == []
 
 
 def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
@@ -148,16 +140,6 @@ def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
     pair.decode.run()
     assert pair.missing(again) == []
     assert pair.missing(direct) == []
-
-
-def test_a_decode_leg_that_does_not_ask_for_rows_brings_them_to_others(pair: Pair) -> None:
-    prompt = tokens(100)
-    pair.add(prompt, pair.export_rows(prompt), start=None)
-    pair.decode.run()
-    pulled = pair.kept.num_loaded
-    direct = pair.add(prompt, None)
-    pair.decode.run()
-    assert (pair.missing(direct), pair.kept.num_loaded) == ([], pulled)
 
 
 def test_programs_that_do_not_say_that_they_want_them_get_no_bytes(pair: Pair) -> None:
@@ -213,41 +195,25 @@ def leased(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Clock:
+    """What leases go by, also in the instance that keeps the KV."""
     clock = Clock()
     monkeypatch.setattr("routed_experts.capture.engine.kv_transfer.remote_prefill.time", clock)
+    if "leased" in request.fixturenames:
+        request.getfixturevalue("leased").kept.clock = clock
     return clock
 
 
-@pytest.fixture(autouse=True)
-def leases_go_by_it(request: pytest.FixtureRequest) -> None:
-    """Also those of the instance that keeps the KV."""
-    if "clock" in request.fixturenames and "leased" in request.fixturenames:
-        request.getfixturevalue("leased").kept.clock = request.getfixturevalue("clock")
-
-
-def check_given_up(pair: Pair, name: str) -> None:
-    """What would be pulled is another request's: the decode instance computes the prompt."""
-    assert pair.missing(name) == []
-    assert pair.kept.num_loaded == 0
-
-
-@pytest.mark.parametrize(("seconds", "num_loaded"), [(9, 1), (10, 0)])
-def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, num_loaded: int) -> None:
+@pytest.mark.parametrize(("seconds", "waits", "num_loaded"), [(9, False, 1), (10, False, 0), (5.1, True, 0)])
+def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits: bool, num_loaded: int) -> None:
+    """Or that `waits` while there are no steps, as during a pause: there are no heartbeats either."""
     params = leased.export_rows(tokens(100))
-    clock.passed = seconds
+    clock.passed = 0 if waits else seconds
     name = leased.add(tokens(100), params)
+    clock.passed = seconds
     leased.decode.run()
     assert leased.missing(name) == []
     assert leased.kept.num_loaded == num_loaded
-
-
-def test_a_leg_that_waits_while_there_are_no_steps(leased: Pair, clock: Clock) -> None:
-    """As during a pause: there are no heartbeats either."""
-    name = leased.add(tokens(100), leased.export_rows(tokens(100)))
-    clock.passed = 5.1
-    leased.decode.run()
-    check_given_up(leased, name)
 
 
 def test_a_leg_that_waits_while_others_have_steps(leased: Pair, clock: Clock) -> None:
@@ -255,8 +221,7 @@ def test_a_leg_that_waits_while_others_have_steps(leased: Pair, clock: Clock) ->
     clock.passed = 100
     params = leased.export_rows(tokens(100))
     both = [leased.add(tokens(40, seed=10 + seed), None, max_tokens=60) for seed in range(NUM_SEQS)]
-    for _ in range(3):
-        leased.decode.step()
+    leased.decode.steps(3)
     name = leased.add(tokens(100), params)
     for _ in range(40):
         clock.passed += 4
@@ -274,7 +239,8 @@ def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
     leased.decode.abort(first)
     name = leased.add(tokens(100), params)
     leased.decode.run()
-    check_given_up(leased, name)
+    assert leased.missing(name) == []
+    assert leased.kept.num_loaded == 0  # what would be pulled is another request's
 
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
@@ -295,38 +261,32 @@ def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     assert comes("near after a lease", 1, 10)
 
 
-@pytest.mark.parametrize("failures", ["recompute", "fail"])
-@pytest.mark.parametrize("start", [0, None])
-def test_a_pull_that_outlives_the_lease(failures: str, start: int | None, clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("failures", "start", "seconds"),
+    [("recompute", 0, 1), ("recompute", None, 1), ("fail", 0, 1), ("fail", None, 1), ("fail", 0, -1)],
+)
+def test_a_pull_that_outlives_the_lease(failures: str, start: int | None, seconds: float, clock: Clock) -> None:
     """It reads whatever other prompts put into those blocks meanwhile, as vLLM does not know of the lease's end."""
     with store(clock=clock, heartbeats=False) as kept:
         pair = Pair(kept, failures=failures)
         name = pair.add(tokens(100), pair.export_rows(tokens(100)), start)
         while not pair.decode.engines[0].model_executor._underway:  # type: ignore[attr-defined]
             pair.decode.step()
-        clock.passed = LEASE_S + 1
-        for seed in range(20):
+        clock.passed = LEASE_S + seconds
+        for seed in range(20 if seconds > 0 else 0):
             pair.prefill.add(f"other {seed}", tokens(100, seed=20 + seed), max_tokens=1)
         pair.prefill.run()
         later = pair.add(tokens(100), None)
         pair.decode.run()
         assert kept.num_loaded == 1
         assert pair.missing(later) == []
-        if failures == "fail":
+        if failures == "fail" and seconds > 0:
             assert pair.decode.received[name].finish is FinishReason.ERROR
-        else:
-            assert pair.missing(name) == []
-
-
-def test_a_pull_within_the_lease_is_not_failed(leased: Pair, clock: Clock) -> None:
-    name = leased.add(tokens(100), leased.export_rows(tokens(100)))
-    while not leased.decode.engines[0].model_executor._underway:  # type: ignore[attr-defined]
-        leased.decode.step()
-    clock.passed = LEASE_S - 1
-    leased.decode.run()
-    read, made = (client.engines[0].model_executor.seen for client in (leased.decode, leased.prefill))  # type: ignore[attr-defined]
-    assert leased.missing(name) == []
-    assert all(read[name][position] == made["prefill-1"][position] for position in range(99))
+            return
+        assert pair.missing(name) == []
+        if seconds < 0:
+            read, made = (client.engines[0].model_executor.seen for client in (pair.decode, pair.prefill))  # type: ignore[attr-defined]
+            assert all(read[name][position] == made["prefill-1"][position] for position in range(99))
 
 
 def test_an_aborted_prefill_hands_no_rows_over(pair: Pair) -> None:
@@ -415,24 +375,17 @@ def encode(rows: np.ndarray) -> dict[str, Any] | None:
 def test_rows_come_back(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the one is that takes more than a byte."""
     monkeypatch.setattr(handoff, "_PIECE_BYTES", 256 * 48 * 8)
-    for other, dtype in ((0, "uint8"), (255, "uint8"), (256, "int16"), (32767, "int16"), (-1, "int16")):
-        check_come_back(num_rows, other, dtype)
-
-
-def check_come_back(num_rows: int, other: int, dtype: str) -> None:
     ids = np.random.default_rng(num_rows).integers(0, 256, (num_rows, 48, 8), dtype=np.int16)
-    for at in {0, num_rows // 2, num_rows - 1} if num_rows else ():
+    for other, at in product((0, 255, 256, 32767, -1), {0, num_rows // 2, num_rows - 1}):
         rows = ids.copy()
-        rows[at, 47, 7] = other
+        rows[at : at + 1, 47, 7] = other
         handed = encode(rows)
         assert handed is not None
-        assert (handed["dtype"], handed["shape"]) == (dtype, [num_rows, 48, 8])
-        decoded = handoff.decode(handed)
-        assert decoded is not None
-        assert np.array_equal(decoded[0], rows)
-        assert decoded[1] == 1.5
-    if not num_rows:
-        assert handoff.decode(encode(ids))[0].shape == (0, 48, 8)  # type: ignore[index]
+        is_narrow = not num_rows or other in (0, 255)
+        assert (handed["dtype"], handed["shape"]) == ("uint8" if is_narrow else "int16", [num_rows, 48, 8])
+        decoded, until = handoff.decode(handed)  # type: ignore[misc]
+        assert np.array_equal(decoded, rows)
+        assert until == 1.5
 
 
 def test_too_many_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,38 +416,19 @@ def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.int
 
 
 GOOD = {"data": bytes(12), "dtype": "int16", "shape": [1, 3, 2], "until": 1e9}
-WITHOUT_TIME = {key: value for key, value in GOOD.items() if key != "until"}
-
-
-WRONG: list[Any] = [
-    None,
-    [],
-    {},
-    {**GOOD, "data": "AAAA"},  # what JSON can say
-    {**GOOD, "data": bytes(11)},
-    {**GOOD, "data": b"\xfe\xff" * 6},  # -2
-    {**GOOD, "dtype": "float16"},
-    {**GOOD, "dtype": ["int16"]},
-    {**GOOD, "shape": [3, 2]},
-    {**GOOD, "shape": [-1, 3, -2]},
-    {**GOOD, "shape": [1.0, 3, 2]},
-    {**GOOD, "shape": [True, 3, 2]},
-    {**GOOD, "shape": "132"},
-    {**GOOD, "shape": [10**400, 3, 2]},
-    WITHOUT_TIME,
-    {**GOOD, "until": "noon"},
-    {**GOOD, "until": None},
-    {**GOOD, "until": True},
-    {**GOOD, "until": -1},
-    {**GOOD, "until": float("nan")},
-    {**GOOD, "until": float("inf")},
-    {**GOOD, "until": 10**400},
-]
+WRONG: dict[str, list[Any]] = {
+    "data": ["AAAA", bytes(11), b"\xfe\xff" * 6],  # what JSON can say, too little, -2
+    "dtype": ["float16", ["int16"]],
+    "shape": [[3, 2], [-1, 3, -2], [1.0, 3, 2], [True, 3, 2], "132", [10**400, 3, 2]],
+    "until": ["noon", None, True, -1, float("nan"), float("inf"), 10**400],
+}
 
 
 def test_the_engine_takes_nothing_else() -> None:
     assert handoff.decode(GOOD) is not None
-    assert [wrong for wrong in WRONG if handoff.decode(wrong) is not None] == []
+    wrong = [{**GOOD, key: value} for key, values in WRONG.items() for value in values]
+    wrong += [None, [], {}, {key: value for key, value in GOOD.items() if key != "until"}]
+    assert [each for each in wrong if handoff.decode(each) is not None] == []
 
 
 # ---- what programs can put there ----

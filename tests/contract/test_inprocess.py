@@ -3,20 +3,25 @@
 
 import asyncio
 import gc
+import itertools
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
 from fastapi import FastAPI
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -31,7 +36,7 @@ from routed_experts.capture.engine.scheduler import SchedulerCapture
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.server.http import entry_point
-from tests.contract.engine import BLOCK, NUM_BLOCKS, K, Tokens
+from tests.contract.engine import BLOCK, NUM_BLOCKS, K, Tokens, no_collections
 from tests.contract.served import InProcessClient, ServedExecutor
 from tests.e2e.harness import prompt_of
 
@@ -95,9 +100,8 @@ def params(**more: Any) -> SamplingParams:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_collections() -> Iterator[None]:
-    """Of garbage, at each start of an engine: several, longer than a test."""
-    with patch("vllm.v1.engine.core.freeze_gc_heap"):
+def quick() -> Iterator[None]:
+    with no_collections():
         yield
 
 
@@ -133,6 +137,7 @@ def test_generate_with_lists_of_prompts(llm: LLM, n: int) -> None:
 def test_parameters_of_each_prompt(llm: LLM) -> None:
     prompts = prompts_of(20, 40, 60, 20)
     each = [params(routed_experts_prompt_start=start, seed=4) for start in (0, 40, 33, 20)]
+    each[-1].max_tokens = 1
     for output, asked in zip(llm.generate(prompts, each, use_tqdm=True), each, strict=True):
         check_finished(output, asked.routed_experts_prompt_start)
     assert [asked.extra_args for asked in each] == [None] * 4, "the program's own parameters"
@@ -148,13 +153,6 @@ def test_the_readme(llm: LLM, monkeypatch: pytest.MonkeyPatch, documented: list[
     assert asked == [{"enable_return_routed_experts": True}]
     assert names["rows"].shape == (2 + 16 - 1, DECODER_LAYERS, K)
     check(names["rows"][:2].copy(), [39, 72, 0])  # the tiny model's tokens for "Hi"
-
-
-def test_one_token(llm: LLM) -> None:
-    asked = params(max_tokens=1, routed_experts_prompt_start=20)
-    (output,) = llm.generate(prompts_of(20), asked, use_tqdm=False)
-    assert output.outputs[0].routed_experts.shape == (0, DECODER_LAYERS, K)
-    check_finished(output, 20)
 
 
 def test_parameters_that_requests_share(llm: LLM) -> None:
@@ -192,38 +190,27 @@ def test_beam_search_is_refused(llm: LLM) -> None:
 def test_the_engines_own_steps(llm: LLM) -> None:
     """`LLMEngine.add_request` and `step`, with the three kinds of outputs at once."""
     engine = llm.llm_engine
-    asked = {"d": DELTA, "c": CUMULATIVE, "f": FINAL}
-    for name, kind in asked.items():
-        engine.add_request(name, prompts_of(40)[0], params(output_kind=kind, n=2))
-    got: dict[tuple[str, int], list[Any]] = {}
-    tokens: dict[tuple[str, int], list[int]] = {}
+    for kind in (DELTA, CUMULATIVE, FINAL):
+        engine.add_request(kind.name, prompts_of(40)[0], params(output_kind=kind, n=2))
+    outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():
-        for output in engine.step():
-            for choice in output.outputs:
-                key = (output.request_id, choice.index)
-                new = list(choice.token_ids)
-                tokens[key] = [*tokens.get(key, ()), *new] if output.request_id == "d" else new
-                got.setdefault(key, []).append((choice.routed_experts, len(tokens[key]), choice.finish_reason))
-    prompt = prompt_of(40, 40)
-    for (name, index), arrays in got.items():
-        sequence = [*prompt, *tokens[name, index]]
-        check_kind(asked[name], [(rows, count, reason is not None) for rows, count, reason in arrays], sequence, 40)
-    assert len(got) == 6
+        outputs += engine.step()
+    for kind in (DELTA, CUMULATIVE, FINAL):
+        check_outputs(kind, 2, [output for output in outputs if output.request_id == kind.name], prompt_of(40, 40))
 
 
 def check_kind(kind: RequestOutputKind, outputs: list[tuple[Any, int, bool]], tokens: list[int], prompt: int) -> None:
     """A choice's outputs, in order: rows, tokens so far, whether finished."""
-    *before, (last, _, finished) = outputs
-    assert finished
-    if kind == DELTA:
-        first = 0
-        for rows, count, _ in outputs:
-            check(rows, tokens, first, prompt + count - 1)
-            first = prompt + count - 1
+    assert outputs[-1][2]
+    if kind != DELTA:
+        assert all(rows is None for rows, *_ in outputs[:-1])
+        assert len(outputs) == 1 or kind == CUMULATIVE
+        check(outputs[-1][0], tokens)
         return
-    assert all(rows is None for rows, _, _ in before)
-    assert len(before) == 0 or kind == CUMULATIVE
-    check(last, tokens)
+    first = 0
+    for rows, count, _ in outputs:
+        check(rows, tokens, first, prompt + count - 1)
+        first = prompt + count - 1
 
 
 def test_aux_output_config_asks_too(no_process: None, tiny_model: Path) -> None:
@@ -258,87 +245,97 @@ def test_an_engine_that_is_let_go_ends(no_process: None, tiny_model: Path) -> No
 # ---- AsyncLLM ----
 
 
+class Online:
+    """An engine, and the event loop that it lives in."""
+
+    def __init__(self, model: Path, in_loop: bool) -> None:
+        self._runner = asyncio.Runner()
+        make = partial(AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments(model)))
+
+        async def make_in_loop() -> AsyncLLM:
+            return make()
+
+        self.engine = self.run(make_in_loop()) if in_loop else make()
+
+    def run(self, test: Coroutine[Any, Any, Any]) -> Any:
+        return self._runner.run(asyncio.wait_for(test, 60))
+
+    def end(self) -> None:
+        self.engine.shutdown()
+        self._runner.close()
+
+
+@contextmanager
+def running(model: Path, in_loop: bool = True) -> Iterator[Online]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
+        made = Online(model, in_loop)
+        yield made
+        made.end()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["made in the loop", "made before"])
+def online(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Online]:
+    with running(tiny_model, request.param) as made:
+        yield made
+
+
 @pytest.fixture
-def make_async(monkeypatch: pytest.MonkeyPatch, tiny_model: Path) -> Callable[..., AsyncLLM]:
-    monkeypatch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
-    return lambda **more: AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(tiny_model, **more)))
+def new(tiny_model: Path) -> Iterator[Online]:
+    with running(tiny_model) as made:
+        yield made
 
 
-async def read(
-    engine: AsyncLLM, name: str, prompt: Any, asked: SamplingParams, wait: float = 0
-) -> list[tuple[RequestOutput, Any]]:
+async def read(engine: AsyncLLM, prompt: Any, asked: SamplingParams, wait: float = 0) -> list[RequestOutput]:
     outputs = []
-    async for output in engine.generate(prompt, asked, name):
-        outputs.append((output, [choice.routed_experts for choice in output.outputs]))
+    async for output in engine.generate(prompt, asked, str(next(_names))):
+        outputs.append(output)
         await asyncio.sleep(wait)
     return outputs
 
 
-@pytest.mark.parametrize("in_loop", [True, False], ids=["made in the loop", "made before"])
-def test_all_kinds_of_outputs_at_once(make_async: Callable[..., AsyncLLM], in_loop: bool) -> None:
-    made = None if in_loop else make_async()
-
-    async def run() -> None:
-        engine = made or make_async()
-        jobs = []
-        for index, kind in enumerate((DELTA, CUMULATIVE, FINAL)):
-            for wait in (0, 0.5):
-                for n in (1, 3):
-                    jobs.append((f"{index}-{wait}-{n}", kind, wait, n))
-        prompt = prompts_of(100)[0]
-        results = await asyncio.gather(
-            *(
-                read(engine, name, prompt, params(output_kind=kind, n=n, max_tokens=20), wait)
-                for name, kind, wait, n in jobs
-            )
-        )
-        merged = 0
-        for (_, kind, wait, n), outputs in zip(jobs, results, strict=True):
-            merged += wait > 0 and kind == DELTA and len(outputs) < 20
-            for index in range(n):
-                tokens = prompt_of(100, 100)
-                seen = []
-                for output, _ in outputs:
-                    for choice in output.outputs:
-                        if choice.index == index:
-                            new = list(choice.token_ids)
-                            tokens = [*tokens, *new] if kind == DELTA else [*tokens[:100], *new]
-                            finished = choice.finish_reason is not None
-                            seen.append((choice.routed_experts, len(tokens) - 100, finished))
-                check_kind(kind, seen, tokens, 100)
-        assert merged == 2, "no outputs merged"
-        engine.shutdown()
-
-    asyncio.run(run())
+_names = itertools.count()
 
 
-def test_outputs_of_several_tokens(make_async: Callable[..., AsyncLLM]) -> None:
+def check_outputs(kind: RequestOutputKind, n: int, outputs: list[RequestOutput], prompt: list[int]) -> None:
+    """All choices of a request, whose outputs came in this order."""
+    for index in range(n):
+        tokens, seen = list(prompt), []
+        for choice in (choice for output in outputs for choice in output.outputs if choice.index == index):
+            tokens = [*(tokens if kind == DELTA else prompt), *choice.token_ids]
+            seen.append((choice.routed_experts, len(tokens) - len(prompt), choice.finish_reason is not None))
+        check_kind(kind, seen, tokens, len(prompt))
+
+
+def test_all_kinds_of_outputs_at_once(online: Online) -> None:
+    jobs = list(itertools.product((DELTA, CUMULATIVE, FINAL), (0, 0.25), (1, 3)))
+
+    async def run() -> list[list[RequestOutput]]:
+        asked = [(params(output_kind=kind, n=n, max_tokens=20), wait) for kind, wait, n in jobs]
+        return await asyncio.gather(*(read(online.engine, prompts_of(100)[0], *each) for each in asked))
+
+    results = online.run(run())
+    merged = 0
+    for (kind, wait, n), outputs in zip(jobs, results, strict=True):
+        merged += wait > 0 and kind == DELTA and len(outputs) < 20
+        check_outputs(kind, n, outputs, prompt_of(100, 100))
+    assert merged == 2, "no outputs merged"
+
+
+def test_outputs_of_several_tokens(online: Online) -> None:
     """`stream_interval` keeps tokens back, and their rows with them."""
-
-    async def run() -> None:
-        engine = make_async()
-        asked = params(output_kind=DELTA, max_tokens=20, stream_interval=7)
-        outputs = await read(engine, "r", prompts_of(40)[0], asked)
-        tokens, first = prompt_of(40, 40), 0
-        tokens += [token for output, _ in outputs for token in output.outputs[0].token_ids]
-        count = 40
-        for output, (rows,) in outputs:
-            count += len(output.outputs[0].token_ids)
-            check(rows, tokens, first, count - 1)
-            first = count - 1
-        assert 2 < len(outputs) < 6
-        engine.shutdown()
-
-    asyncio.run(run())
+    asked = params(output_kind=DELTA, max_tokens=20, stream_interval=7)
+    outputs = online.run(read(online.engine, prompts_of(40)[0], asked))
+    check_outputs(DELTA, 1, outputs, prompt_of(40, 40))
+    assert 2 < len(outputs) < 6
 
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE, FINAL])
-def test_requests_that_are_aborted(make_async: Callable[..., AsyncLLM], kind: RequestOutputKind) -> None:
+def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind) -> None:
     """As with vLLM's own: the rows of what was generated, or nothing where nothing was."""
+    engine, long = online.engine, params(output_kind=kind, max_tokens=900)
 
     async def run() -> None:
-        engine = make_async()
-        long = params(output_kind=kind, max_tokens=900)
         queue = await engine.add_request("long", prompts_of(40)[0], long)
         early = await engine.add_request("early", prompts_of(30)[0], long)
         await engine.abort("early")
@@ -352,80 +349,63 @@ def test_requests_that_are_aborted(make_async: Callable[..., AsyncLLM], kind: Re
         while output is None or not output.finished:
             output = await queue.get()
             (choice,) = output.outputs
-            tokens = [*tokens, *choice.token_ids] if kind == DELTA else [*prompt_of(40, 40), *choice.token_ids]
+            tokens = [*(tokens if kind == DELTA else prompt_of(40, 40)), *choice.token_ids]
             parts += [] if choice.routed_experts is None else [choice.routed_experts]
         assert choice.finish_reason == "abort"
         assert len(tokens) > 45
         check(np.concatenate(parts), tokens)
-        engine.shutdown()
 
-    asyncio.run(run())
+    online.run(run())
 
 
-def test_a_reader_that_leaves(make_async: Callable[..., AsyncLLM]) -> None:
+def test_a_reader_that_leaves(online: Online) -> None:
     async def run() -> None:
-        engine = make_async()
-        async for _ in engine.generate(prompts_of(40)[0], params(output_kind=DELTA, max_tokens=500), "gone"):
+        async for _ in online.engine.generate(prompts_of(40)[0], params(output_kind=DELTA, max_tokens=500), "gone"):
             break
-        ((output, _),) = await read(engine, "r", prompts_of(40)[0], params(output_kind=FINAL))
+        (output,) = await read(online.engine, prompts_of(40)[0], params(output_kind=FINAL))
         check_finished(output)
-        engine.shutdown()
 
-    asyncio.run(run())
+    online.run(run())
 
 
 async def poll(queue: Any) -> Any:
-    async with asyncio.timeout(30):
-        while (output := queue.get_nowait()) is None:
-            await asyncio.sleep(0.01)
+    while (output := queue.get_nowait()) is None:
+        await asyncio.sleep(0.01)
     return output
 
 
-def test_a_reader_that_polls(make_async: Callable[..., AsyncLLM]) -> None:
+def test_a_reader_that_polls(new: Online) -> None:
     """From the first request on, when nobody has said yet what rows look like."""
 
     async def run() -> None:
-        engine = make_async()
         for number in range(2):
-            queue = await engine.add_request(f"polled{number}", prompts_of(40)[0], params(output_kind=FINAL))
-            check_finished(await poll(queue))
-        engine.shutdown()
+            asked = prompts_of(40)[0], params(output_kind=FINAL)
+            check_finished(await poll(await new.engine.add_request(f"polled {number}", *asked)))
 
-    asyncio.run(run())
+    new.run(run())
 
 
-def test_a_reader_that_polls_sees_errors(make_async: Callable[..., AsyncLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_polls_sees_errors(new: Online, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        engine = make_async()
-        first = await engine.add_request("first", prompts_of(40)[0], params(output_kind=FINAL, max_tokens=500))
+        asked = prompts_of(40)[0], params(output_kind=FINAL, max_tokens=500)
+        first = await new.engine.add_request("first", *asked)
         first.put(ValueError("of the engine"))
         with pytest.raises(ValueError, match="of the engine"):
             first.get_nowait()
-        monkeypatch.setattr(engine.engine_core, "collective_rpc_async", fails)
-        second = await engine.add_request("second", prompts_of(40)[0], params(output_kind=FINAL))
+        fails = AsyncMock(side_effect=RuntimeError("no worker says so"))
+        monkeypatch.setattr(new.engine.engine_core, "collective_rpc_async", fails)
         with pytest.raises(RuntimeError, match="no worker says"):
-            await poll(second)
-        engine.shutdown()
+            await poll(await new.engine.add_request("second", *asked))
 
-    async def fails(name: str) -> None:
-        raise RuntimeError(f"no worker says {name}")
-
-    asyncio.run(run())
+    new.run(run())
 
 
-def test_a_prompt_that_is_streamed_in_is_refused(make_async: Callable[..., AsyncLLM]) -> None:
-    from vllm.engine.protocol import StreamingInput
-
+def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput(prompt=prompts_of(5)[0])
 
-    async def run() -> None:
-        engine = make_async()
-        with pytest.raises(VLLMValidationError, match="cannot be returned for a prompt that is streamed in"):
-            await read(engine, "r", inputs(), params(output_kind=DELTA))
-        engine.shutdown()
-
-    asyncio.run(run())
+    with pytest.raises(VLLMValidationError, match="cannot be returned for a prompt that is streamed in"):
+        online.run(read(online.engine, inputs(), params(output_kind=DELTA)))
 
 
 # ---- classes of a program's own ----
@@ -468,8 +448,6 @@ def test_a_scheduler_of_the_programs_own(no_process: None, tiny_model: Path, by_
 
 
 def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
     config = EngineArgs(**arguments(tiny_model, worker_cls=f"{__name__}.OwnWorker")).create_engine_config()
     assert is_capturing(config.parallel_config.worker_cls)
     made = resolve_obj_by_qualname(config.parallel_config.worker_cls)
@@ -509,54 +487,71 @@ def test_arguments_that_were_filled_in_can_be_used_again(tiny_model: Path) -> No
     assert args.enable_return_routed_experts
 
 
-CHANGES = """
-import sys
+GIVEN = """
+import os, sys
+import vllm.v1.worker.cpu_worker  # and with it what a configuration imports
 from vllm.engine.arg_utils import EngineArgs
-given = dict(model={model!r}, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=8 << 20)
+given = dict(model=sys.argv[1], dtype="float32", enforce_eager=True, kv_cache_memory_bytes=8 << 20)
+
+def refused(*words):
+    try:
+        EngineArgs(**given, enable_return_routed_experts=True).create_engine_config()
+    except ValueError as error:
+        assert all(word in str(error) for word in words), error
+    else:
+        raise AssertionError("it was built")
+"""
+PROGRAMS = {
+    "without the argument nothing changes, and with it one line says so": """
 config = EngineArgs(**given).create_engine_config()
 assert hasattr(EngineArgs.create_engine_config, "__wrapped__"), "the plugin was not loaded"
-assert config.additional_config == {{}}
+assert config.additional_config == {}
 assert config.scheduler_config.scheduler_cls is None
 assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-loaded = {{name for name in sys.modules if name.startswith("routed_experts.")}}
+loaded = {name for name in sys.modules if name.startswith("routed_experts.")}
 inprocess = ("server.inprocess", "server.inprocess.patching", "server.inprocess.plugin")
 ours = ("protocol", "protocol.version", "server", *inprocess)
-assert loaded <= {{f"routed_experts.{{name}}" for name in ours}}, loaded
+assert loaded <= {f"routed_experts.{name}" for name in ours}, loaded
 for _ in range(2):
     EngineArgs(**given, enable_return_routed_experts=True).create_engine_config()
-"""
-
-
-def test_without_the_argument_nothing_changes_and_with_it_one_line_says_so(tiny_model: Path) -> None:
-    command = [sys.executable, "-c", CHANGES.format(model=str(tiny_model))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    (said,) = [line for line in (done.stdout + done.stderr).splitlines() if "routed-experts-server" in line]
-    assert "INFO" in said
-    assert "VLLM_PLUGINS" in said
-
-
-BROKEN = """
-import sys
+""",
+    # What fails in this package fails for those who ask.
+    **{
+        missing: f"""
 sys.modules["routed_experts.{missing}"] = None  # so that importing it fails
-from vllm.engine.arg_utils import EngineArgs
-given = dict(model={model!r}, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=8 << 20)
 config = EngineArgs(**given).create_engine_config()
 assert config.parallel_config.worker_cls == "vllm.v1.worker.cpu_worker.CPUWorker"
-try:
-    EngineArgs(**given, enable_return_routed_experts=True).create_engine_config()
-except ValueError as error:
-    assert "The capture of routed experts cannot be loaded: " in str(error), error
-    assert "VLLM_PLUGINS" in str(error)
-else:
-    raise AssertionError("it was built")
+refused("The capture of routed experts cannot be loaded: ", "VLLM_PLUGINS")
+"""
+        for missing in ("server.inprocess.engine_hooks", "capture.engine.config")
+    },
+    "without the plugin vLLM's own capture is meant": """
+os.environ["VLLM_PLUGINS"] = "another"
+args = EngineArgs(**given, enable_return_routed_experts=True)
+assert args.aux_output_config.enabled
+refused("AuxOutput Connector requires Model Runner V2")  # it does not run here
+""",
+}
+FORK = """
+for name, program in eval(sys.argv[2]).items():
+    print("----", name, flush=True)
+    if os.fork() == 0:
+        exec(program)
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, name
 """
 
 
-@pytest.mark.parametrize("missing", ["server.inprocess.engine_hooks", "capture.engine.config"])
-def test_what_fails_in_this_package_fails_for_those_who_ask(tiny_model: Path, missing: str) -> None:
-    program = BROKEN.format(model=str(tiny_model), missing=missing)
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+def test_programs_in_processes_of_their_own(tiny_model: Path) -> None:
+    """Forks of one that has imported vLLM, which takes longer than all the rest."""
+    command = [sys.executable, "-c", GIVEN + FORK, str(tiny_model), repr(PROGRAMS)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout
+    first = done.stdout.split("---- ")[1]
+    (said,) = [line for line in first.splitlines() if "routed-experts-server" in line]
+    assert "INFO" in said
+    assert "VLLM_PLUGINS" in said
 
 
 def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -566,21 +561,3 @@ def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(monkeypatch: py
     assert set(plugin.required_tasks) == {"generate"}
     with pytest.raises(UnsupportedConfig, match=r"cannot be loaded: .*server\.http\.plugin.*VLLM_PLUGINS"):
         plugin.attach_router(FastAPI())
-
-
-VLLMS_OWN = """
-from vllm.engine.arg_utils import EngineArgs
-args = EngineArgs(model={model!r}, dtype="float32", enforce_eager=True, enable_return_routed_experts=True)
-assert args.aux_output_config.enabled
-try:
-    args.create_engine_config()
-except ValueError as error:
-    assert "AuxOutput Connector requires Model Runner V2" in str(error), error
-else:
-    raise AssertionError("vLLM's own capture does not run here")
-"""
-
-
-def test_without_the_plugin_vllms_own_capture_is_meant(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "another")
-    subprocess.run([sys.executable, "-c", VLLMS_OWN.format(model=str(tiny_model))], check=True, timeout=120)

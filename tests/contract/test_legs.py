@@ -101,7 +101,7 @@ def check(answer: Answer, prefill_rows: np.ndarray) -> None:
         (COMPLETIONS, {"prompt": "several" * 9, "max_tokens": 5, "n": 2, "temperature": 1.0}),
         (COMPLETIONS, {"prompt": [5], "max_tokens": 2}),
         (COMPLETIONS, {"prompt": "one token" * 9, "max_tokens": 1}),
-        (CHAT, {"messages": [{"role": "user", "content": "a chat" * 9}], "max_tokens": 7}),
+        (CHAT, {"max_tokens": 7}),
     ],
 )
 def test_every_row_is_there(legs: Legs, path: str, body: dict[str, Any], stream: bool) -> None:
@@ -109,7 +109,7 @@ def test_every_row_is_there(legs: Legs, path: str, body: dict[str, Any], stream:
     if isinstance(prompt, str):  # of its own, so that no prefix is hit
         body = {**body, "prompt": f"{stream}{prompt}"}
     elif prompt is None:
-        body = {**body, "messages": [{"role": "user", "content": f"{stream}{body['messages'][0]['content']}"}]}
+        body = {**body, "messages": [{"role": "user", "content": f"{stream} chat" * 9}]}
     first, answers = legs.answers(path, {**ASK, **body}, stream)
     rows = handed(first)[body.get("routed_experts_prompt_start", 0) :]
     if "n" not in body:  # else there is KV of several choices, and only of one of them the rows
@@ -180,22 +180,12 @@ def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict
     return {"data": data, "dtype": dtype, "shape": list(shape), "until": time.time() + 5}
 
 
+FITS = encoded((2, L, K))
 WRONG: list[Any] = [
-    None,
-    "AAAA",
-    {},
-    {**encoded((2, L, K)), "data": None},
-    {**encoded((2, L, K)), "data": "!"},
-    {**encoded((2, L, K)), "data": "é"},
-    {**encoded((2, L, K)), "data": encoded((1, L, K))["data"]},
-    encoded((2, L, K + 1)),
-    encoded((2, L)),
-    encoded((2, L, K), "int32"),
-    encoded((2, L, K), fill=-2),
-    encoded((99, L, K)),
-    {**encoded((2, L, K)), "until": None},
-    {**encoded((2, L, K)), "until": "noon"},
-    {**encoded((2, L, K)), "until": 1e300},
+    *(None, "AAAA", {}, encoded((2, L, K + 1)), encoded((2, L)), encoded((2, L, K), "int32")),
+    *(encoded((2, L, K), fill=-2), encoded((99, L, K))),
+    *({**FITS, "data": data} for data in (None, "!", "é", encoded((1, L, K))["data"])),
+    *({**FITS, "until": until} for until in (None, "noon", 1e300)),
 ]
 
 
@@ -228,37 +218,28 @@ def post(server: Server, path: str, **fields: Any) -> httpx.Response:
 
 
 PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine_id": "an engine"}
+WRONG_PULL, EXTRA = {**PULLED, "remote_engine_id": []}, ("sampling_params", "extra_args")
 
-
-BESIDE: list[tuple[str, Any]] = [
-    ("remote_engine_id", []),
-    ("remote_engine_id", {"a": 1}),
-    ("remote_engine_id", 5),
-    ("remote_request_id", ["none"]),
-    ("remote_request_id", None),
-    ("remote_host", 1),
-    ("remote_port", "5600; rm"),
-    ("remote_block_ids", 3),
-    ("remote_block_ids", [1, 2]),
-    ("remote_block_ids", [[-1]]),
-    ("remote_block_ids", [[1 << 40]]),
-    ("tp_size", 0),
-    ("tp_size", "1"),
-    ("remote_num_tokens", 1.5),
-    ("do_remote_prefill", "yes"),
-    ("do_remote_decode", {}),
-    ("remote_prefiller", "text"),
-    ("remote_kv_source", {"kv_request_id": []}),
-    ("remote_prefiller", {"remote_host": ["a"]}),
-    ("remote_kv_source", {"remote_port": {"a": 1}}),
-]
+BESIDE: dict[str, list[Any]] = {
+    "remote_engine_id": [[], {"a": 1}, 5],
+    "remote_request_id": [["none"], None],
+    "remote_host": [1],
+    "remote_port": ["5600; rm"],
+    "remote_block_ids": [3, [1, 2], [[-1]], [[1 << 40]]],
+    "tp_size": [0, "1"],
+    "remote_num_tokens": [1.5],
+    "do_remote_prefill": ["yes"],
+    "do_remote_decode": [{}],
+    "remote_prefiller": ["text", {"remote_host": ["a"]}],
+    "remote_kv_source": [{"kv_request_id": []}, {"remote_port": {"a": 1}}],
+}
 
 
 @pytest.mark.parametrize("path", SHORT)
 def test_what_is_beside_the_rows_is_checked(legs: Legs, path: str) -> None:
     """The prefill instance is not told: to do so takes these fields."""
     legs.kept.refused.clear()
-    for index, (name, value) in enumerate(BESIDE):
+    for index, (name, value) in enumerate((name, value) for name, values in BESIDE.items() for value in values):
         if path != COMPLETIONS and index % 4:
             continue  # how they are checked is the same for all of them
         params = {**PULLED, name: value, **({"routed_experts": encoded((2, L, K))} if index % 2 else {})}
@@ -274,16 +255,8 @@ def test_what_is_beside_the_rows_is_checked(legs: Legs, path: str) -> None:
     [
         (COMPLETIONS, {"vllm_xargs": {"kv_transfer_params": "text"}}, "vllm_xargs.kv_transfer_params"),
         (CHAT, {"vllm_xargs": {"kv_transfer_params": [1]}}, "vllm_xargs.kv_transfer_params"),
-        (
-            GENERATE,
-            {"sampling_params": {"extra_args": {"kv_transfer_params": "text"}}},
-            "sampling_params.extra_args.kv_transfer_params",
-        ),
-        (
-            GENERATE,
-            {"sampling_params": {"extra_args": {"kv_transfer_params": {**PULLED, "remote_engine_id": []}}}},
-            "kv_transfer_params.remote_engine_id",
-        ),
+        (GENERATE, {EXTRA[0]: {EXTRA[1]: {"kv_transfer_params": "text"}}}, ".".join((*EXTRA, "kv_transfer_params"))),
+        (GENERATE, {EXTRA[0]: {EXTRA[1]: {"kv_transfer_params": WRONG_PULL}}}, "kv_transfer_params.remote_engine_id"),
     ],
 )
 def test_params_in_extra_arguments_are_checked(legs: Legs, path: str, fields: dict[str, Any], param: str) -> None:
@@ -297,18 +270,13 @@ def test_rows_are_refused_where_nothing_transfers(tiny_model: Path, connector: s
     """What is beside them is nobody's there: without rows, such a request is answered as vLLM answers it."""
     transfer = {"kv_connector": connector, "kv_role": "kv_both"}
     flags = ("--kv-transfer-config", json.dumps(transfer)) if connector else ()
-    params = {**PULLED, "remote_engine_id": []}
-    with (
-        store(),
-        served(
-            tiny_model, LegExecutor if connector else ServedExecutor, *SIZES, "--enable-scale-out", *flags
-        ) as server,
-    ):
+    executor = LegExecutor if connector else ServedExecutor
+    with store(), served(tiny_model, executor, *SIZES, "--enable-scale-out", *flags) as server:
         for path in SHORT:
-            response = post(server, path, kv_transfer_params={**params, "routed_experts": encoded((1, L, K))})
+            response = post(server, path, kv_transfer_params={**WRONG_PULL, "routed_experts": encoded((1, L, K))})
             assert response.status_code == 400, response.text
             assert response.json()["error"]["param"] == "kv_transfer_params.routed_experts"
-            assert post(server, path, kv_transfer_params=params).status_code == 200
+            assert post(server, path, kv_transfer_params=WRONG_PULL).status_code == 200
 
 
 @pytest.mark.parametrize(("path", "level"), [(COMPLETIONS, logging.DEBUG), (GENERATE, logging.INFO)])

@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
-from tests.contract.engine import BLOCK, Client, tokens
+from tests.contract.engine import BLOCK, tokens
 from tests.contract.loads import (
     NAME,
     TRANSFER,
@@ -27,7 +27,7 @@ def beside(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-@pytest.mark.parametrize(("seed", "policy"), [(0, "recompute"), (1, "recompute"), (1, "missing")])
+@pytest.mark.parametrize(("seed", "policy"), [(0, "recompute"), (1, "missing")])
 def test_at_random(is_async: bool, beside: bool, policy: str, seed: int) -> None:
     with store(policy, is_async=beside) as kept:
         role = ("kv_both", "kv_producer")[seed]  # blocks of those that only produce are not fenced
@@ -37,12 +37,11 @@ def test_at_random(is_async: bool, beside: bool, policy: str, seed: int) -> None
     assert (client.missing() == 0) == (policy == "recompute")
 
 
-@pytest.mark.parametrize("seed", [1])
-def test_stores_that_fetch_what_is_there_already(is_async: bool, beside: bool, seed: int) -> None:
+def test_stores_that_fetch_what_is_there_already(is_async: bool, beside: bool) -> None:
     """Then rows of a request that is running may get lost, but never become another's."""
     with store(is_async=beside, fetches_hits=True) as kept:
-        role = ("kv_both", "kv_producer")[seed]  # blocks of those that only produce are not fenced
-        client = mix(engine_with_store(role=role, is_async=is_async, num_blocks=24, max_num_seqs=4), seed)
+        core = engine_with_store(role="kv_producer", is_async=is_async, num_blocks=24, max_num_seqs=4)
+        client = mix(core, seed=1)
         assert kept.num_loaded > 1
     assert all(request.finish is FinishReason.LENGTH for request in client.received.values())
 
@@ -68,12 +67,18 @@ def test_without_the_hook_rows_are_of_other_computations(monkeypatch: pytest.Mon
         mix(engine_with_store(is_async=False, num_blocks=24, max_num_seqs=4), seed=1)
 
 
-@pytest.mark.parametrize("failures", ["recompute", "fail"])
-@pytest.mark.parametrize("fails_as", ["blocks", "request"])
-@pytest.mark.parametrize("policy", ["recompute", "missing"])
+@pytest.mark.parametrize(
+    ("policy", "failures", "fails_as", "beside"),
+    [
+        ("recompute", "recompute", "blocks", False),
+        ("missing", "recompute", "blocks", True),
+        ("recompute", "recompute", "request", True),  # which vLLM knows of loads beside steps only
+        ("missing", "fail", "blocks", False),
+        ("recompute", "fail", "blocks", True),
+        ("missing", "fail", "request", True),
+    ],
+)
 def test_loads_that_fail(beside: bool, policy: str, failures: str, fails_as: str) -> None:
-    if fails_as == "request" and not beside:
-        pytest.skip("vLLM knows failed requests of loads beside steps only")
     with store(policy, is_async=beside, fails=dice(1, 0.4), fails_as=fails_as) as kept:
         core = engine_with_store(failures, is_async=False, num_blocks=24, max_num_seqs=4)
         client = mix(core, seed=5)
@@ -81,19 +86,15 @@ def test_loads_that_fail(beside: bool, policy: str, failures: str, fails_as: str
     ends = {request.finish for request in client.received.values()}
     assert ends <= {FinishReason.LENGTH, FinishReason.ERROR}
     assert (FinishReason.ERROR in ends) == (failures == "fail")
-    if policy == "recompute":
-        assert client.missing() == 0
+    assert policy == "missing" or client.missing() == 0
 
 
 def test_rows_before_a_failed_load_are_read_again() -> None:
     """The request's first step, whose output vLLM throws away, was to bring all of them."""
     with store("missing") as kept:
         core = engine_with_store(is_async=False)
-        client = TracingClient(core)
         prompt = tokens(6 * BLOCK)
-        client.add("before", prompt)
-        client.run()
-        empty_prefix_cache(core)
+        client = computed_before(core, prompt)
         kept.fails = lambda: True
         client.add("after", prompt)
         client.run()
@@ -107,6 +108,9 @@ def test_rows_before_a_failed_load_are_read_again() -> None:
 # ---- one at a time ----
 
 
+Warm = tuple[TracingClient, list[int], Store]
+
+
 @pytest.fixture
 def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Any:
     """An engine whose store has a prompt that its prefix cache has not."""
@@ -115,22 +119,25 @@ def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Any:
         yield computed_before(engine_with_store(is_async=is_async), prompt), prompt, kept
 
 
-def test_without_the_opt_in_nothing_is_computed_again(warm: tuple[Client, list[int], Store]) -> None:
-    client, prompt, kept = warm
-    client.add("plain", prompt, start=None)
-    client.run()
-    assert kept.num_loaded == 1
-
-
-def test_with_the_opt_in_nothing_is_loaded(warm: tuple[TracingClient, list[int], Store]) -> None:
+def test_blocks_that_another_request_loaded(warm: Warm) -> None:
+    """With the opt-in nothing is loaded; what others loaded is in the prefix cache, without rows."""
     client, prompt, kept = warm
     client.add("asks", prompt)
     client.run()
     assert kept.num_loaded == 0
+    empty_prefix_cache(client.engines[0])
+    client.add("plain", prompt, start=None)
+    client.run()
+    assert kept.num_loaded == 1
+    client.add("asks again", prompt)
+    client.run()
     assert client.missing() == 0
+    client.add("hits", prompt, start=None)
+    client.run()
+    assert kept.num_loaded == 1
 
 
-def test_rows_that_are_not_asked_for_may_be_loaded(warm: tuple[TracingClient, list[int], Store]) -> None:
+def test_rows_that_are_not_asked_for_may_be_loaded(warm: Warm) -> None:
     client, prompt, kept = warm
     client.add("asks for the rest", prompt, start=5 * BLOCK)
     client.run()
@@ -140,22 +147,8 @@ def test_rows_that_are_not_asked_for_may_be_loaded(warm: tuple[TracingClient, li
     assert client.missing() == 0
 
 
-def test_blocks_that_another_request_loaded(warm: tuple[TracingClient, list[int], Store]) -> None:
-    """They are in the prefix cache, without rows."""
-    client, prompt, kept = warm
-    client.add("plain", prompt, start=None)
-    client.run()
-    assert kept.num_loaded == 1
-    client.add("asks", prompt)
-    client.run()
-    assert client.missing() == 0
-    client.add("hits", prompt, start=None)
-    client.run()
-    assert kept.num_loaded == 1
-
-
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
-def test_what_is_loaded_is_missing(warm: tuple[TracingClient, list[int], Store]) -> None:
+def test_what_is_loaded_is_missing(warm: Warm) -> None:
     client, prompt, kept = warm
     client.add("asks", prompt)
     client.run()
@@ -171,11 +164,8 @@ def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str,
     """It is what the request came for. Where there are several connectors, the one that loads is what counts."""
     with store() as kept:
         core = engine_with_store(connectors=connectors, is_async=is_async)
-        client = TracingClient(core)
         prompt = tokens(5 * BLOCK + 3)
-        client.add("before", prompt)
-        client.run()
-        empty_prefix_cache(core)
+        client = computed_before(core, prompt)
         client.add("asks", prompt)
         client.run()
         assert kept.num_loaded == 0
@@ -190,7 +180,7 @@ def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str,
 
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
 @pytest.mark.parametrize("asked", [("another", 0), ("asks", 1 << 20)], ids=["of another", "behind its blocks"])
-def test_a_load_that_nobody_was_asked_for(warm: tuple[TracingClient, list[int], Store], asked: tuple[str, int]) -> None:
+def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int]) -> None:
     """Which of the request's blocks it fills is not known: none of them has rows, and the engine goes on."""
     client, prompt, kept = warm
     core = client.engines[0]
@@ -215,11 +205,8 @@ def test_an_abort_around_a_load(is_async: bool, steps: int) -> None:
     """Blocks of a request that is aborted while they are loaded are another's soon."""
     with store("missing", is_async=True):
         core = engine_with_store(is_async=is_async, num_blocks=16)
-        client = TracingClient(core)
         prompt = tokens(8 * BLOCK)
-        client.add("before", prompt)
-        client.run()
-        empty_prefix_cache(core)
+        client = computed_before(core, prompt)
         client.add("gone", prompt)
         client.steps(steps)
         client.abort("gone")
@@ -239,11 +226,8 @@ def test_a_write_in_flight_does_not_come_after_a_load(steps: int) -> None:
     """
     with store("missing") as kept:
         core = engine_with_store(role="kv_producer", is_async=True, num_blocks=12, chunk=256)
-        client = TracingClient(core)
         stem = tokens(9 * BLOCK + 1)
-        client.add("before", stem)
-        client.run()
-        empty_prefix_cache(core)
+        client = computed_before(core, stem)
         client.add("gone", tokens(2 * BLOCK + 8, seed=1), start=None, max_tokens=100)
         client.steps(steps)
         client.abort("gone")

@@ -24,13 +24,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.engine import binding
-from routed_experts.capture.engine.binding import (
-    MoELayers,
-    bind,
-    find_moe_layers,
-    has_parts,
-    write_directly,
-)
+from routed_experts.capture.engine.binding import MoELayers, bind, find_moe_layers, has_parts, write_directly
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.pipeline import StepRows
@@ -76,17 +70,8 @@ class Engine:
         self.core.scheduler.update_from_output = recording
         for prompt in prompts:
             self._requests += 1
-            request = EngineCoreRequest(
-                request_id=str(self._requests),
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True),
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            )
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+            request = EngineCoreRequest(str(self._requests), prompt, None, sampling, None, 0.0, None, None, None)
             self.core.add_request(*self.core.preprocess_add_request(request))
         while self.core.scheduler.has_unfinished_requests():
             self.core.step()
@@ -133,21 +118,12 @@ def test_the_steps_of_requests(engine: Engine) -> None:
         assert len(set(step.slots.tolist())) == len(step.slots)
 
 
-def capture_only(run: Callable[[int], bool], capture: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """A capture function for a layer that goes around its router for some sizes of a batch."""
-
-    def captured(ids: torch.Tensor) -> None:
-        if run(len(ids)):
-            capture(ids)
-
-    return captured
-
-
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
     """Such as a kernel for small batches that routes by itself: its rows are unknown, and not those of another step."""
     router = engine.runners[layer].router
-    monkeypatch.setattr(router, "capture_fn", capture_only(lambda n: n > 3, router.capture_fn))
+    capture = router.capture_fn
+    monkeypatch.setattr(router, "capture_fn", lambda ids: capture(ids) if len(ids) > 3 else None)
     prefill, *decode = engine.steps([[70, 71, 72], [73, 74, 75]], max_tokens=4)
     assert prefill.rows.min() >= 0
     assert len(decode) == 3

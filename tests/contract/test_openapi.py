@@ -62,11 +62,6 @@ def operations(spec: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]
             yield path, method, operation
 
 
-def validate(spec: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
-    """Checks `value` against a schema of the file, whose references are to its components."""
-    jsonschema.Draft202012Validator({**schema, "components": spec["components"]}).validate(value)
-
-
 def check_array(array: dict[str, Any], start: int) -> np.ndarray:
     """Decodes an array of an example; its ids must be possible for the tiny model."""
     rows = decode(array)  # type: ignore[arg-type]
@@ -116,16 +111,15 @@ def test_the_files_are_what_the_routes_say(tmp_path: Path) -> None:
 
 def test_the_page_has_our_fields_and_every_example(spec: dict[str, Any]) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for name in RoutingFields.model_fields:
-        assert f"| `{name}` |" in page
+    assert all(f"| `{name}` |" in page for name in RoutingFields.model_fields)
     shown = [orjson.loads(block.split("```")[0]) for block in page.split("```json\n")[1:]]
-    contents = [
-        body
+    examples = [
+        body["example"]
         for _, _, operation in operations(spec)
         for part in (operation.get("requestBody", {}), *operation["responses"].values())
         for body in part.get("content", {}).values()
+        if "example" in body
     ]
-    examples = [body["example"] for body in contents if "example" in body]
     assert shown == [example for example in examples if not isinstance(example, str)]
     assert len(shown) > 5
     assert all(example.strip() in page for example in examples if isinstance(example, str))
@@ -140,21 +134,13 @@ def test_a_stale_file_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "run `make spec`" in capsys.readouterr().err
 
 
-def test_our_routes_are_in_the_file_and_nothing_else(spec: dict[str, Any]) -> None:
-    routes = {
-        (route.path, method.lower())
-        for route in (*router.routes, *generate_router.routes)
-        if isinstance(route, APIRoute)
-        for method in route.methods
-    }
-    assert {(path, method) for path, method, _ in operations(spec)} == routes
-    assert len(routes) == 4
-
-
-def test_vllms_application_serves_the_file(spec: dict[str, Any], served: dict[str, Any]) -> None:
-    """Our routes have taken the place of vLLM's, and say the same there."""
-    for path, method, operation in operations(spec):
-        assert served["paths"][path][method] == operation
+def test_our_routes_are_in_the_file_and_nothing_else(spec: dict[str, Any], served: dict[str, Any]) -> None:
+    """They have taken the place of vLLM's in its application, and say the same there."""
+    routes = [route for route in (*router.routes, *generate_router.routes) if isinstance(route, APIRoute)]
+    found = {(path, method): operation for path, method, operation in operations(spec)}
+    assert found.keys() == {(route.path, method.lower()) for route in routes for method in route.methods}
+    assert len(found) == 4
+    assert all(served["paths"][path][method] == operation for (path, method), operation in found.items())
 
 
 def test_fields_of_the_file_and_of_vllms_application(spec: dict[str, Any], served: dict[str, Any]) -> None:
@@ -167,12 +153,15 @@ def test_fields_of_the_file_and_of_vllms_application(spec: dict[str, Any], serve
         assert here.get("required") == there.get("required"), name
 
 
-@pytest.mark.parametrize("model", GENERATING.values())
-def test_every_field_of_a_request_is_in_the_file(spec: dict[str, Any], model: Any) -> None:
+@pytest.mark.parametrize(("path", "model"), GENERATING.items())
+def test_every_field_of_a_request_is_in_the_file(spec: dict[str, Any], path: str, model: Any) -> None:
     properties = spec["components"]["schemas"][model.__name__]["properties"]
     assert set(properties) == set(model.model_fields)
     for name, field in RoutingFields.model_fields.items():
         assert properties[name]["description"] == field.description
+    example = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
+    model.model_validate(example)
+    assert parse_options(example) is not None
 
 
 def test_every_reference_is_defined_and_every_definition_used(spec: dict[str, Any]) -> None:
@@ -195,32 +184,19 @@ def test_rows_are_described_as_absent_and_not_null(spec: dict[str, Any]) -> None
         assert {"$ref": "#/components/schemas/RoutedExpertsArray"} in described["anyOf"]
 
 
-@pytest.mark.parametrize("path", GENERATING)
-def test_errors_are_vllms_and_not_fastapis(spec: dict[str, Any], path: str) -> None:
-    responses = spec["paths"][path]["post"]["responses"]
-    assert {"200", "400", "404", "500", "501"} <= set(responses)
-    for code, response in responses.items():
-        if code != "200":
-            assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
-
-
 def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
-    count = 0
-    for _, _, operation in operations(spec):
-        bodies = [operation.get("requestBody", {}), *operation["responses"].values()]
-        for body in bodies:
-            described = body.get("content", {}).get("application/json", {})
-            if "example" in described:
-                validate(spec, described["schema"], described["example"])
-                count += 1
-    assert count == 3 + 4 + 4  # requests, answers, errors
-
-
-@pytest.mark.parametrize(("path", "model"), GENERATING.items())
-def test_example_requests_are_accepted(spec: dict[str, Any], path: str, model: Any) -> None:
-    example = spec["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
-    model.model_validate(example)
-    assert parse_options(example) is not None
+    described = [
+        body.get("content", {}).get("application/json", {})
+        for _, _, operation in operations(spec)
+        for body in (operation.get("requestBody", {}), *operation["responses"].values())
+    ]
+    examples = [(each["schema"], each["example"]) for each in described if "example" in each]
+    for schema, example in examples:
+        jsonschema.Draft202012Validator({**schema, "components": spec["components"]}).validate(example)
+    assert len(examples) == 3 + 4 + 4  # requests, answers, errors
+    info = content(spec, "/v1/routed_experts")["example"]
+    assert RoutedExpertsInfo.model_validate(info).model_dump() == info
+    assert len(info["layer_ids"]) == info["num_layers"]
 
 
 @pytest.mark.parametrize(("path", "start"), zip(GENERATING, (0, 19, 0), strict=True))
@@ -235,22 +211,20 @@ def test_example_answers_have_all_their_rows(spec: dict[str, Any], path: str, st
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_example_streams_are_the_same_answers(spec: dict[str, Any], path: str) -> None:
+    """And errors are vLLM's, not FastAPI's."""
+    responses = spec["paths"][path]["post"]["responses"]
+    assert {"200", "400", "404", "500", "501"} <= set(responses)
+    for code, response in responses.items():
+        if code != "200":
+            assert response["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorResponse"}
     events = content(spec, path, kind="text/event-stream")["example"].split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     chunks = [orjson.loads(event.removeprefix("data: ")) for event in events[:-2]]
     answer = content(spec, path)["example"]
-    assert [chunk.get("prompt_routed_experts") for chunk in chunks] == [
-        answer["prompt_routed_experts"],
-        *([None] * (len(chunks) - 1)),
-    ]
+    prompts = [chunk.get("prompt_routed_experts") for chunk in chunks]
+    assert prompts == [answer["prompt_routed_experts"], *([None] * (len(chunks) - 1))]
     arrays = [chunk["choices"][0]["routed_experts"] for chunk in chunks if "routed_experts" in chunk["choices"][0]]
     rows = [check_array(array, array["start"]) for array in arrays]
     whole = answer["choices"][0]["routed_experts"]
     assert arrays[0]["start"] == whole["start"]
     assert np.array_equal(np.concatenate(rows), check_array(whole, whole["start"]))
-
-
-def test_example_of_the_info_is_whole(spec: dict[str, Any]) -> None:
-    example = content(spec, "/v1/routed_experts")["example"]
-    assert RoutedExpertsInfo.model_validate(example).model_dump() == example
-    assert len(example["layer_ids"]) == example["num_layers"]

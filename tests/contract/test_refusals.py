@@ -51,6 +51,7 @@ def several(*connectors: str) -> dict[str, Any]:
 
 
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_local_experts": None}
+DRAFTS = "speculative_config"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 EXPERT_PARALLEL = {"enable_expert_parallel": True, "data_parallel_size": 2}
 NOT_THESE_MICROBATCHES = "microbatches, but for dual-batch overlap on the V2 model runner"
@@ -73,26 +74,17 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}),
 ]
 
+ENCODER = ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer")
 # What vLLM does not make here, whatever is asked for: set on a configuration that it made.
 SET_AFTERWARDS: list[tuple[str, dict[str, Any], str, Any]] = [
     # With the package installed, the argument means this capture.
     ("vLLM's own capture", {}, "aux_output_config.enable_return_routed_experts", True),
     # Needs full CUDA graphs.
-    (
-        "adaptive draft verification",
-        {"speculative_config": NGRAM},
-        "speculative_config.enable_adaptive_verification",
-        True,
-    ),
+    ("adaptive draft verification", {"speculative_config": NGRAM}, f"{DRAFTS}.enable_adaptive_verification", True),
     # Needs expert load balancing, which needs CUDA.
     ("elastic expert parallelism", EXPERT_PARALLEL, "parallel_config.enable_elastic_ep", True),
     # Needs a multimodal model, whose class does not load there.
-    (
-        "encoder-only instance",
-        {},
-        "ec_transfer_config",
-        ECTransferConfig(ec_connector="ECExampleConnector", ec_role="ec_producer"),
-    ),
+    ("encoder-only instance", {}, "ec_transfer_config", ENCODER),
 ]
 
 
@@ -185,12 +177,10 @@ def test_refusals_of_what_needs_a_gpu(
 ) -> None:
     config = configuration(folder, **arguments)
     check_engine_config(config)
-    *owners, attribute = path.split(".")
-    owner: Any = config
-    for part in owners:
-        owner = getattr(owner, part)
-    assert hasattr(owner, attribute)
-    setattr(owner, attribute, value)
+    owner, _, attribute = path.rpartition(".")
+    of: Any = getattr(config, owner) if owner else config
+    assert hasattr(of, attribute)
+    setattr(of, attribute, value)
     assert_refused(config, name)
 
 
@@ -261,18 +251,12 @@ def test_the_group_that_keeps_every_token() -> None:
         full_attention_group(kv_cache_config(SLIDING))
 
 
-@pytest.mark.parametrize("replays", [False, True])
-def test_tokens_of_a_prefix_hit_that_run_again(replays: bool) -> None:
+def test_tokens_of_a_prefix_hit_that_run_again() -> None:
     """DeepSeek-V4.1: as their windows are not kept, what they are routed to then is not what it was the first time."""
-    window = SlidingWindowMLASpec(
-        block_size=4, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=16, bounded_replay=replays
-    )
-    config = kv_cache_config(FULL, window)
-    if not replays:
-        assert full_attention_group(config) == 0
-        return
+    sizes = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32, "sliding_window": 16}
+    assert full_attention_group(kv_cache_config(FULL, SlidingWindowMLASpec(**sizes, bounded_replay=False))) == 0
     with pytest.raises(UnsupportedConfig, match="--no-swa-bounded-replay"):
-        full_attention_group(config)
+        full_attention_group(kv_cache_config(FULL, SlidingWindowMLASpec(**sizes, bounded_replay=True)))
 
 
 def test_layers_that_run_on_a_window_of_the_prompt() -> None:

@@ -89,6 +89,7 @@ async def refuse(request: Request, call_next: Callable[[Request], Awaitable[Resp
     return JSONResponse({"error": "nobody's"}, status_code=403)
 
 
+DEFAULT = ("--routed-experts-default",)
 DEFAULTS = {"return_routed_experts": True, "routed_experts_format": "npy", "routed_experts_layout": "joined"}
 SAMPLING = {"temperature": 0.3, "max_new_tokens": 2, "repetition_penalty": 1.2, "top_k": 5}
 
@@ -98,19 +99,11 @@ STARTS = {
     "short sequences": ("--max-model-len", "8"),
     "sequences too short for a chat": ("--max-model-len", "20"),
     "small answers": ("--routed-experts-max-response-bytes", "100", "--no-enable-prefix-caching"),
-    "defaults, with a path of the API": ("--routed-experts-default", json.dumps(DEFAULTS), "--root-path", "/v1"),
+    "defaults, with a path of the API": (*DEFAULT, json.dumps(DEFAULTS), "--root-path", "/v1"),
     "sampling": ("--generation-config", "vllm", "--override-generation-config", json.dumps(SAMPLING)),
     "tokens only": ("--tokens-only",),
     "no tokenizer": ("--skip-tokenizer-init", "--enable-scale-out"),
-    "one at a time": (
-        *(
-            "--max-num-seqs",
-            "1",
-            "--enable-scale-out",
-            "--routed-experts-default",
-            '{"routed_experts_histogram": true}',
-        ),
-    ),
+    "one at a time": ("--max-num-seqs", "1", "--enable-scale-out", *DEFAULT, '{"routed_experts_histogram": true}'),
     "drafts": ("--speculative-config", json.dumps({"method": "ngram", "num_speculative_tokens": 3})),
     "all that is said": (
         *("--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
@@ -193,31 +186,22 @@ ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", *
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_a_route_that_is_vllms_own(again: Again, path: str) -> None:
+def test_a_route_that_is_vllms_own(again: Again, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
         stock = build_app(again.app.state.args, ("generate",))
-    (vllms,) = (route for route in stock.routes if isinstance(route, APIRoute) and route.path == path)
-    routes = again.app.router.routes
-    (place,) = (at for at, route in enumerate(routes) if isinstance(route, APIRoute) and route.path == path)
-    ours = routes[place]
-    routes[place] = vllms
-    try:
-        with pytest.raises(SelfTestError):
-            again()
-    finally:
-        routes[place] = ours
+    (vllms,) = (route for route in stock.routes if getattr(route, "path", None) == path)
+    routes = [vllms if getattr(route, "path", None) == path else route for route in again.app.router.routes]
+    monkeypatch.setattr(again.app.router, "routes", routes)
+    with pytest.raises(SelfTestError):
+        again()
 
 
-def test_no_route_of_ours(again: Again) -> None:
+def test_no_route_of_ours(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
     routes = again.app.router.routes
     kept = [route for route in routes if getattr(route, "path", None) != "/v1/routed_experts"]
-    before = list(routes)
-    routes[:] = kept
-    try:
-        with pytest.raises(SelfTestError, match="did not reach this server's routes"):
-            again()
-    finally:
-        routes[:] = before
+    monkeypatch.setattr(again.app.router, "routes", kept)
+    with pytest.raises(SelfTestError, match="did not reach this server's routes"):
+        again()
 
 
 def test_every_route_of_ours_was_taken_away() -> None:
@@ -256,16 +240,13 @@ def nothing_starts() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", SCHEDULER)
+@pytest.mark.parametrize("name", [*SCHEDULER, *sorted(CALLED)])
 def test_a_dead_method_of_the_scheduler(tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(SchedulerCapture, name)
-    with nothing_starts(), serving(tiny_model):
-        pass
-
-
-@pytest.mark.parametrize("name", sorted(CALLED))
-def test_a_connector_that_is_not_called(tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SchedulerConnector, name, lambda *_: None)
+    """Or one of the connector in it, that is not called."""
+    if name in CALLED:
+        monkeypatch.setattr(SchedulerConnector, name, lambda *_: None)
+    else:
+        monkeypatch.delattr(SchedulerCapture, name)
     with nothing_starts(), serving(tiny_model):
         pass
 

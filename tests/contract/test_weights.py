@@ -16,7 +16,6 @@ from routed_experts.capture.engine import scheduler
 from tests.contract.engine import (
     BLOCK,
     NUM_BLOCKS,
-    VOCAB,
     ArithmeticExecutor,
     Client,
     Core,
@@ -25,6 +24,7 @@ from tests.contract.engine import (
     Sequence,
     Tokens,
     engine,
+    requests_at_random,
     tokens,
 )
 
@@ -266,23 +266,16 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
     client, core, executor = trained(
         is_async=is_async, chunk=chunk, max_num_seqs=dice.choice((2, 5)), num_blocks=16, drafts=drafts, stages=stages
     )
-    stems = [tokens(120, seed=100 + stem) for stem in range(3)]
-    for turn in range(80):
-        if dice.random() < 0.6:
-            prompt = dice.choice(stems)[: dice.randrange(1, 120)] + dice.choices(range(VOCAB), k=dice.randrange(3))
-            start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
-            n = dice.choice((1, 2, 5)) if pauses else 1
-            client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30))
-        if client.received and dice.random() < 0.1:
-            client.abort(gone := dice.choice(list(client.received)))
-            client.received[gone].finish = None
+
+    def disturb() -> None:
         if dice.random() < 0.25:
             train(client, core, executor, dice, pauses)
-        client.steps(dice.randrange(6))
+
+    aborted = requests_at_random(client, dice, 80, disturb, ns=(1, 2, 5) if pauses else (), chances=(0.6, 0.1))
     client.run()
-    for request_id, request in list(client.received.items()):
-        if request.finish in (None, FinishReason.ABORT):
-            client.received.pop(request_id)
+    aborted |= {name for name, request in client.received.items() if request.finish is FinishReason.ABORT}
+    for request_id in aborted:
+        client.received.pop(request_id)
     assert len(client.received) > 15
     client.check_finished()
     assert executor.weights > 5
