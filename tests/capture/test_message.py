@@ -107,7 +107,7 @@ def test_a_message_that_breaks_off_leaves_nothing_for_the_next() -> None:
 
 
 def test_rows_without_a_header_are_dropped() -> None:
-    """Nothing says where they belong. The packed ones still arrive where a large array is lost."""
+    """Nothing says where they belong."""
     assert received(Unpacker(), sent(message(1, LARGE, 2))[1:], 1) == [None] * 3
     outputs = message(1, LARGE, 2)
     expected = [output.routed_experts for output in outputs]

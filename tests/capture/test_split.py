@@ -53,7 +53,7 @@ def test_rows_of_a_step_and_of_the_cache(
     next_row: int, steps: list[tuple[int, int, int, bool]], known: set[int]
 ) -> None:
     """Prefix hits, chunks, rejected drafts, preemptions and lost rows alike: the step's own rows; before them the
-    cache's, if there is a block table; otherwise unknown. No row is sent twice."""
+    cache's, if there is a block table; otherwise unknown."""
     cache, state = cache_of(known), RequestRows(OptIn(0, bytes(16), shared=False), next_row)
     for start, count, end, has_table in steps:
         part = StepPart(start, rows_of(start, start + count), (lambda: BLOCKS) if has_table else None)

@@ -92,7 +92,7 @@ def test_collect_from_generate(server: Server, oracle: Oracle) -> None:
     ],
 )
 def test_beam_search(server: Server, path: str, body: dict[str, Any]) -> None:
-    """Only the server's default asks: vLLM's answer is better than none. A request's own field still gets 400."""
+    """Only the server's default asks: vLLM's answer is better than none."""
     asked = {"model": "tiny", "max_tokens": 4, "use_beam_search": True, "n": 2, **body}
     with server.client() as client:
         answered = client.post(path, json=asked)

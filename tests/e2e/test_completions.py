@@ -197,8 +197,7 @@ def test_hit_on_the_blocks_of_a_running_request(server: Server, oracle: Oracle) 
 
 
 def test_a_list_of_prompts_with_several_choices(server: Server, oracle: Oracle) -> None:
-    """The rows of one prompt do not fit a common message. Without a seed: on CPU, vLLM's engine dies of one in a batch
-    with others."""
+    """The rows of one prompt do not fit a common message."""
     prompts = [prompt_of(length, seed=length) for length in (3, 470, 33)]
     assert np.prod([len(prompts[1]), 5, 4]) * 2 > SMALL_ARRAY_BYTES
     body = {"prompt": prompts, "max_tokens": 20, "n": 2, "temperature": 1.0}

@@ -219,7 +219,7 @@ def test_tensor_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank")
 def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """Each tensor-parallel rank routes a part of the tokens. A data-parallel rank without any takes part by padding."""
+    """Each tensor-parallel rank routes a part of the tokens."""
     flags = (*TINY_KV, "-tp", "2", "-dp", "2", "--enable-expert-parallel", "--data-parallel-rpc-port", str(free_port()))
     flags += ("--api-server-count", "1")
     with left_without_state(tiny_model, tmp_path / "log", *flags, module="tests.e2e.ranks_on_cpu") as server:

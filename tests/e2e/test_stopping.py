@@ -173,7 +173,7 @@ def error_of(line: str) -> dict[str, Any]:
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
-    """After Ctrl-C, which a terminal sends to all processes. A client that does not read is not waited for."""
+    """After Ctrl-C, which a terminal sends to all processes."""
     with serving(tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout", "3") as server:
         stuck = httpx.Client(base_url=server.url, timeout=LIMIT_S, verify=False)
         body = {"model": "tiny", "prompt": prompt_of(40, 1), "max_tokens": 8000, "ignore_eos": True, "stream": True}

@@ -561,10 +561,7 @@ def test_light_dark_and_both_sizes(tab: Tab, viewed: Viewed, width: int) -> None
 
 
 def test_4000_tokens_of_60_layers_and_512_experts(tab: Tab, viewed: Viewed) -> None:
-    """The page's own work leaves most of each second, and most of a frame, to the browser.
-
-    Measured in processor time, as a busy machine stretches the clock's.
-    """
+    """The page's own work leaves most of each second, and most of a frame, to the browser."""
     rows = np.random.default_rng(0).random((4000, 60, 512), dtype=np.float32).argpartition(10)[:, :, :10]
     tab.open(viewed(answer(rows.astype(np.int16), 500)))
     tab.wait(ENDED, 120)

@@ -71,7 +71,7 @@ def test_the_users_plugins_stay(
 
 
 def test_plugins_that_load_without_being_named_stay(plugins: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`VLLM_PLUGINS` filters every group, where it is set. Other endpoint plugins were not loaded before either."""
+    """`VLLM_PLUGINS` filters every group, where it is set."""
     plugins += [
         EntryPoint("general", "a:b", "vllm.general_plugins"),
         EntryPoint("platform", "a:b", "vllm.platform_plugins"),
@@ -160,7 +160,7 @@ def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
     ],
 )
 def test_a_headless_node_has_them_too(tiny_model: Path, argv: tuple[str, ...]) -> None:
-    """What vLLM starts there, it makes of the same arguments. The slow tests start it."""
+    """What vLLM starts there, it makes of the same arguments."""
     args = serve.parse([str(tiny_model), "--headless", "--dtype", "float32", *argv])
     serve.fill_in(args)
     parallel = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True).parallel_config

@@ -250,8 +250,7 @@ class Play:
     ("dtype", "histogram"), [("int16", False), ("uint8", False), ("int32", False), ("int16", True)]
 )
 def test_every_row_once_with_its_tokens(layout: str, dtype: str, histogram: bool) -> None:
-    """The prompt's rows with its first chunk; then, with each chunk, all rows that its tokens made known. At the end
-    lost rows are unknown, but for an abort."""
+    """The prompt's rows with its first chunk; then, with each chunk, all rows that its tokens made known."""
     for seed in range(10 if histogram else 60):
         play = Play(random.Random(seed), {"layout": layout, "dtype": dtype, "histogram": histogram})
         chunks = play.run()
