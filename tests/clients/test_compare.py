@@ -158,7 +158,6 @@ def test_answers_that_cannot_be_compared(
             [answer_of(np.full_like(whole, -1), tokens)],
             "Nothing could be compared: all 26 rows of 1 answers are unknown",
         ),
-        ([], "answers.jsonl has no answers"),
         ([{"error": {"message": "no"}}], "line 1: the server answered with an error: no"),
         ([answer_of(whole, tokens), {"choices": []}], "line 3: the answer has no choices"),
     ]:
@@ -189,7 +188,7 @@ def shape_named(name: str) -> Shape:
     return next(shape for shape in SHAPES if shape.name.startswith(name))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3, plain", "gpt-oss", "lfm2", "qwen3-moe, 300"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3, plain", "gpt-oss", "lfm2"])
 def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
     """Softmax, sigmoid with bias, groups: what the router returns is what its experts are called with."""
     shape, tokens = shape_named(name), prompt_of(30, seed=2)
@@ -214,15 +213,7 @@ def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.Captur
 def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
-    command = [
-        sys.executable,
-        "-m",
-        "routed_experts.server.cli",
-        "compare",
-        str(server.model),
-        "--url",
-        server.url,
-    ]
+    command = [sys.executable, "-m", "routed_experts.server.cli", "compare", str(server.model), "--url", server.url]
     command += ["--prompts", str(prompts), "--max-tokens", "10", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

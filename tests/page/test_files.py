@@ -113,11 +113,6 @@ def test_without_the_page(tiny_model: Path) -> None:
         assert server.info()["num_layers"] == 8
 
 
-def test_view_needs_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["view", str(tmp_path / "nothing"), "--no-browser"]) == 2
-    assert capsys.readouterr().err == f"routed-experts: {tmp_path}/nothing cannot be read: No such file or directory.\n"
-
-
 def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], tmp_path: Path, viewed: Viewed) -> None:
     port = httpx.URL(viewed({"choices": []})).port
     file = tmp_path / "answers.jsonl"

