@@ -86,7 +86,6 @@ def test_chunks_with_several_tokens_and_pieces_without() -> None:
 
 @pytest.mark.parametrize("kind", ["json", "msgpack"])
 def test_unstreamed_choices(kind: str) -> None:
-    """Whole, and in parts."""
     own = [encoded(ids(G - 1, i), P, binary=kind == "msgpack") for i in range(2)]
     choices = [{"index": i, "text": "".join(WORDS), "routed_experts": own[i]} for i in range(2)]
     body = {"choices": choices, "prompt_routed_experts": encoded(ids(P), 0, binary=kind == "msgpack")}
@@ -165,7 +164,6 @@ def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
 
 
 def test_what_is_sent() -> None:
-    """Every case what it says; runs compare the same lengths and share no prompt."""
     ours, (_, vllms) = lines_of(["off", "captured", "returned", "vllm"], ["streamed", "unstreamed"])
     for case in CPU_CASES:
         for line in ours:

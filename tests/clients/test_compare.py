@@ -86,7 +86,6 @@ def test_the_order_of_experts_does_not_matter(
 def test_other_experts_are_found_with_their_gaps(
     tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path
 ) -> None:
-    """In layer 2, the last expert of a row is the one with the next lower score; in layer 4, two are others."""
     rows, scores = rows_of(oracle, tokens), oracle.logits(tokens)
     order = np.argsort(-scores, axis=2)
     rows[3, 2, 3] = order[3, 2, 4]
@@ -111,7 +110,6 @@ def test_other_experts_are_found_with_their_gaps(
 
 
 def test_rows_of_other_tokens_are_found(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
-    """Off by one: nearly every row is another's."""
     rows = np.roll(rows_of(oracle, tokens), 1, axis=0)
     run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
     assert run.status == 1
@@ -190,7 +188,6 @@ def shape_named(name: str) -> Shape:
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek-v3, plain", "gpt-oss", "lfm2"])
 def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
-    """Softmax, sigmoid with bias, groups: what the router returns is what its experts are called with."""
     shape, tokens = shape_named(name), prompt_of(30, seed=2)
     make_model(shape, tmp_path)
     reference = Reference(str(tmp_path), "float32", "cpu")

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -200,14 +200,16 @@ def _wait_until_healthy(server: Server, beside: Sequence[Server]) -> None:
     raise AssertionError(f"the server did not start:\n{logs}")
 
 
-def wait_until_idle(server: Server, limit_s: float = 120) -> None:
+def wait_until(condition: Callable[[], Any], fails: Callable[[], Any] | str, limit_s: float = 240) -> None:
+    """Until the condition holds; `fails` says what is wrong if that takes too long."""
     deadline = time.monotonic() + limit_s
-    while True:
-        left = server.state_left()
-        if not any(left.values()):
-            return
-        assert time.monotonic() < deadline, f"state is left: {left}"
-        time.sleep(0.05)
+    while not condition():
+        assert time.monotonic() < deadline, fails if isinstance(fails, str) else fails()
+        time.sleep(0.02)
+
+
+def wait_until_idle(server: Server) -> None:
+    wait_until(lambda: not any(server.state_left().values()), lambda: f"state is left: {server.state_left()}")
 
 
 def commands_in_session(server: Server) -> list[str]:
@@ -221,12 +223,9 @@ def commands_in_session(server: Server) -> list[str]:
     return found
 
 
-def wait_until_gone(server: Server, limit_s: float = 90) -> None:
+def wait_until_gone(server: Server) -> None:
     """Until nothing is left of a server that has been told to end."""
-    deadline = time.monotonic() + limit_s
-    while left := commands_in_session(server):
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.2)
+    wait_until(lambda: not commands_in_session(server), lambda: f"left behind: {commands_in_session(server)}")
 
 
 def decode(array: dict[str, Any]) -> np.ndarray:
@@ -455,6 +454,12 @@ def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: 
     return [answers[index] for index in sorted(answers)]
 
 
+def answer_of(got: Any) -> Answer:
+    """The only choice of an answer: the chunks of a streamed one, or a body."""
+    (answer,) = answers_of_stream(got) if isinstance(got, list) else answers_of(got)
+    return answer
+
+
 def same(a: Answer, b: Answer) -> None:
     """Bit-equality of two answers to one request."""
     assert (a.prompt, a.tokens, a.text, a.finish_reason) == (b.prompt, b.tokens, b.text, b.finish_reason)
@@ -506,11 +511,7 @@ def check_mix(server: Server, oracle: Oracle, seed: int) -> None:
         for i in range(12)
     ]
     cold, warm = (
-        [
-            answer
-            for got in at_once(server, [{**body, "stream": i % 2 == turn} for i, body in enumerate(bodies)])
-            for answer in (answers_of_stream(got) if isinstance(got, list) else answers_of(got))
-        ]
+        [*map(answer_of, at_once(server, [{**body, "stream": i % 2 == turn} for i, body in enumerate(bodies)]))]
         for turn in range(2)
     )
     for a, b in zip(cold, warm, strict=True):

@@ -100,7 +100,6 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """Under vLLM's default backend for all-to-all."""
     engine = Engine("sequence-parallel MoE", ("-tp", "2", "-dp", "2", "--enable-expert-parallel"), gpus=4)
     test_every_row_is_exact(engine, tiny_model, oracle, tmp_path)
 

@@ -35,7 +35,6 @@ APART_ENV = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_HOST_IP": "127.0.0.1"}
 @RAY
 @pytest.mark.parametrize("parallel", ["-tp", "-pp"])
 def test_ray(parallel: str, tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """500 requests each, and an end that leaves nothing behind."""
     flags = (*SERVER_FLAGS, parallel, "2", "--distributed-executor-backend", "ray")
     with serving(tiny_model, tmp_path / "log", *flags) as server:
         exact(server, oracle, requests=500)

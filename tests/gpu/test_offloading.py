@@ -24,7 +24,6 @@ FLAGS = {
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_every_row_is_exact(flags: tuple[str, ...], tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """A KV cache for one or two of the requests, and space for many outside it."""
     few = ("--num-gpu-blocks-override", "20")
     with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, *few, *flags) as server:
         for _ in range(3):

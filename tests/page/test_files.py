@@ -100,7 +100,6 @@ def test_nothing_is_loaded_from_elsewhere(name: str) -> None:
 
 
 def test_every_file_is_used() -> None:
-    """Each is named by another."""
     files = {name: content.decode() for name, (content, _) in page_files().items()}
     for name in files.keys() - {"index.html"}:
         assert any(name in text for other, text in files.items() if other != name), name

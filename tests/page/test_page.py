@@ -37,6 +37,11 @@ def ask(tab: Tab, prompt: str = PROMPT, tokens: int = 40, kind: str = "chat") ->
     tab.click("#send")
 
 
+def show(tab: Tab, url: str, **window: Any) -> None:
+    tab.open(url, **window)
+    tab.wait(ENDED)
+
+
 def status(tab: Tab) -> str:
     return tab.text("#map-status")
 
@@ -61,7 +66,6 @@ def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> bool:
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_an_answer_streams_in(tab: Tab, api: Server, kind: str) -> None:
-    """Every token with its text, and the experts that the API gives for the same request."""
     body: dict[str, Any] = {**ASK, "max_tokens": 40}
     chat = {"messages": [{"role": "user", "content": PROMPT}]}
     (said,) = answers_of(api.chat(**body, **chat) if kind == "chat" else api.complete(**body, prompt=PROMPT))
@@ -81,7 +85,6 @@ def test_an_answer_streams_in(tab: Tab, api: Server, kind: str) -> None:
 
 
 def test_what_is_shown_grows(tab: Tab, viewed: Viewed) -> None:
-    """An answer is played again as it was made; the load grows with it, and Stop shows the rest."""
     tab.open(viewed(answer(rows_of(399, 6, 2, 16), 30)))
     tab.wait(ENDED)
     tab.click("#play")
@@ -112,8 +115,7 @@ def test_stop_ends_the_request(tab: Tab, api: Server) -> None:
 
 def test_keys_on_the_map(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(199, 6, 4, 32)
-    tab.open(viewed(answer(rows, 10)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10)))
     tab.js("document.querySelector('#map').focus()")
     token, layer = 10, 0
     steps = [("ArrowRight", 5, 0), ("ArrowDown", 0, 2), ("ArrowUp", 0, -1), ("PageDown", 50, 0), ("ArrowLeft", -1, 0)]
@@ -134,10 +136,8 @@ def test_keys_on_the_map(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_clicks(tab: Tab, viewed: Viewed) -> None:
-    """On the map, the load, the balance and a token's experts."""
     rows = rows_of(59, 6, 4, 32)
-    tab.open(viewed(answer(rows, 10), given=ModelInfo(num_experts=32)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10), given=ModelInfo(num_experts=32)))
     wide = tab.js("(document.querySelector('#map').clientWidth - 42) / 60")
     wide = min(max(wide, 2), 18)
     tab.click("#map", GUTTER + 33.5 * wide, 20 + 2.5 * 26)
@@ -162,8 +162,7 @@ def test_clicks(tab: Tab, viewed: Viewed) -> None:
 def test_balance(tab: Tab, viewed: Viewed) -> None:
     """The entropy of the load so far, or of the last tokens, as a share of the most that it can be."""
     rows = rows_of(99, 3, 2, 8)
-    tab.open(viewed(answer(rows, 10), given=ModelInfo(num_experts=8)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10), given=ModelInfo(num_experts=8)))
 
     def evenness(part: np.ndarray) -> list[float]:
         shares = [np.bincount(part[:, layer].ravel(), minlength=8) / part[:, layer].size for layer in range(3)]
@@ -200,34 +199,15 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     assert tab.js("document.querySelector('#tokens-b .parts').dataset.i") == "71"
 
 
-def test_answers_of_two_models_are_not_compared(tab: Tab, viewed: Viewed) -> None:
-    tab.open(viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
-    tab.wait("!document.querySelector('#error').hidden")
-    assert "from different models" in tab.text("#error")
-    assert tab.js("document.querySelector('#side-b').hidden")
-
-
-@pytest.mark.parametrize("form", ["object", "npy", "list"])
-@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize(("form", "layout"), [("object", "split"), ("npy", "joined"), ("list", "split")])
 def test_saved_answers_of_every_form(tab: Tab, api: Server, viewed: Viewed, form: str, layout: str) -> None:
     said = {"prompt": "Hello there", "max_tokens": 6, **ASK, "routed_experts_layout": layout}
     body = api.complete(**said, routed_experts_format=form)
     (routing,) = collect(body)
-    tab.open(viewed(body))
-    tab.wait(ENDED)
+    show(tab, viewed(body))
     assert f"11 prompt and 6 generated tokens, {len(routing.rows)} rows of 8 layers {TIMES} 64 of" in tab.text(
         "#summary"
     )
-    assert shows(tab, routing.rows[11])
-
-
-def test_a_saved_stream(tab: Tab, api: Server, viewed: Viewed) -> None:
-    with api.client() as client:
-        body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 6, "stream": True, **ASK}
-        text = client.post("/v1/completions", json=body).text
-    (routing,) = collect(text)
-    tab.open(viewed(text=text))
-    tab.wait(ENDED)
     assert shows(tab, routing.rows[11])
 
 
@@ -245,7 +225,6 @@ def save(tab: Tab, folder: Path) -> Path:
 
 
 def test_what_is_saved_can_be_read(tab: Tab, api: Server, viewed: Viewed, tmp_path: Path) -> None:
-    """By the page, and by everything that reads answers."""
     tab.open(f"{api.url}/routed_experts")
     ask(tab, tokens=12)
     tab.wait(ENDED)
@@ -283,8 +262,7 @@ def joined(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", [lambda body: body, without_texts, joined], ids=["texts", "ids", "neither"])
-@pytest.mark.parametrize("info", [{}, {"routed_experts_info": INFO}], ids=["alone", "with layers"])
-@pytest.mark.parametrize("reason", ["length", None])
+@pytest.mark.parametrize(("info", "reason"), [({}, "length"), ({"routed_experts_info": INFO}, None)])
 def test_saving_and_opening_change_nothing(
     tab: Tab, viewed: Viewed, tmp_path: Path, change: Any, info: dict[str, Any], reason: str | None
 ) -> None:
@@ -311,7 +289,6 @@ def texts_of(ids: list[int]) -> list[str]:
 
 
 def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path, viewed: Viewed) -> None:
-    """Each has its own text, or its number where the text of a saved chunk belongs to several."""
     body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 24, "stream": True, **ASK}
     with serving(tiny_model, "--stream-interval", "5") as server:
         with server.client() as client:
@@ -324,8 +301,7 @@ def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path, viewed: Viewed) -
         tab.wait(ENDED)
         tab.wait("!document.querySelector('#tokens-a .number')")
         assert token_texts(tab) == texts
-    tab.open(viewed(text=stream))
-    tab.wait(ENDED)
+    show(tab, viewed(text=stream))
     shown = token_texts(tab)
     numbers = [f"#{i}" for i in (*(routing.prompt_token_ids or ()), *(routing.token_ids or ()))]
     assert len(shown) == len(texts)
@@ -354,15 +330,13 @@ def test_texts_of_a_saved_stream(tab: Tab, viewed: Viewed) -> None:
     chunks[-1]["choices"][0] |= last
     for expected in ("#1 #2 a b #5 #6 #7 #8", "#1 #2 a b c d e f"):
         text = "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n"
-        tab.open(viewed(text=text))
-        tab.wait(ENDED)
+        show(tab, viewed(text=text))
         assert token_texts(tab) == expected.split()
         for one, tokens in zip(chunks, ("a", "b", "c", "d", "ef"), strict=True):
             one["choices"][0]["logprobs"] = {"tokens": list(tokens)}
 
 
 def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
-    """By the object of `GET /v1/routed_experts` before a stream or a body, also over dense layers."""
     rows = np.zeros((29, 7, 2), dtype=np.int16)
     rows[:, INFO["layer_ids"]] = rows_of(29, 3, 2, 32)
     tab.open(viewed(text=f"{json.dumps(INFO, indent=1)}\n{json.dumps(answer(rows, 12), indent=1)}"))
@@ -377,27 +351,23 @@ def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
     assert "; decoder layer 1: " in status(tab)
 
 
-@pytest.mark.parametrize("layout", ["split", "joined"])
-def test_raw_rows_by_flags(tab: Tab, api: Server, viewed: Viewed, layout: str) -> None:
-    form = {"routed_experts_layout": layout, "routed_experts_format": "raw", "routed_experts_dtype": "int32"}
+def test_raw_rows_by_flags(tab: Tab, api: Server, viewed: Viewed) -> None:
+    form = {"routed_experts_layout": "split", "routed_experts_format": "raw", "routed_experts_dtype": "int32"}
     body = api.complete(prompt="Hello there", max_tokens=6, **ASK, **form)
     info = api.info()
     given = ModelInfo(info["num_layers"], info["top_k"], rows_dtype="int32")
     (saved,) = read([("", StringIO(json.dumps(body)))], given)
-    tab.open(viewed(body, given=given))
-    tab.wait(ENDED)
+    show(tab, viewed(body, given=given))
     assert shows(tab, saved.routings()[0].rows[11])
 
 
 def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
-    """Several streams, arrays, bodies over lines or after one another: an answer each."""
     body = answer(rows_of(9, 2, 2, 8), 3)
     body["choices"][0]["text"] = 'a "quoted\\" } text\n'
     stream = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
     pretty = json.dumps(body, indent=2)
     text = f"{stream}: ping\n\n{stream}{pretty}\n{json.dumps([body, body])}{json.dumps(body)}\n\n{pretty}"
-    tab.open(viewed(text=text))
-    tab.wait(ENDED)
+    show(tab, viewed(text=text))
     names = tab.js("[...document.querySelectorAll('#pick-a option')].slice(1).map(e => e.textContent)")
     found = [answer.where for answer in read([("answers.jsonl", StringIO(text))], ModelInfo())]
     assert len(found) == 7
@@ -409,7 +379,6 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
     [
         ("", "answers.jsonl contains no responses."),
         ("no json", "answers.jsonl, line 1: invalid or truncated JSON."),
-        ('{"a": 1}', "answers.jsonl, line 1: not a response: it has no choices."),
         ('{"error": {"message": "too long"}}', "answers.jsonl, line 1: too long"),
         ('{"choices": [{}]}', "no routed_experts: the request needs return_routed_experts."),
         ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw format has no shape"),
@@ -442,14 +411,11 @@ def test_a_server_that_is_gone(tab: Tab, tiny_model: Path) -> None:
     with serving(tiny_model) as server:
         tab.open(f"{server.url}/routed_experts")
         tab.wait("!document.querySelector('#ask').hidden")
-        tab.call(
-            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
-        )
+        network = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        tab.call("Network.emulateNetworkConditions", offline=True, **network)
         ask(tab)
         tab.wait("!document.querySelector('#error').hidden")
-        tab.call(
-            "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
-        )
+        tab.call("Network.emulateNetworkConditions", offline=False, **network)
     assert tab.text("#error") == "Cannot reach the server."
     tab.console.clear()
 
@@ -476,7 +442,6 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path) -> No
 
 
 def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
-    """Says so, and shows saved answers."""
     file = tmp_path / "saved.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
     with serving(tiny_model, "--no-enable-return-routed-experts") as server:
@@ -501,8 +466,7 @@ def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
 def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(69, 3, 2, 8)
     rows[30, 1] = -1
-    tab.open(viewed(answer(rows, 10)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10)))
     assert "69 rows (1 unknown)" in tab.text("#summary")
     tab.click("#table summary")
     tab.wait("document.querySelectorAll('#table tbody tr').length === 25")
@@ -519,8 +483,7 @@ def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
-    tab.open(viewed(*two_that_part(39, 10, 20)))
-    tab.wait(ENDED)
+    show(tab, viewed(*two_that_part(39, 10, 20)))
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
     found = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]}
     assert {
@@ -540,8 +503,7 @@ def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
 @pytest.mark.parametrize("width", [1440, 420])
 def test_light_dark_and_both_sizes(tab: Tab, viewed: Viewed, width: int) -> None:
     """As the system has it, unless the switch says otherwise; nothing is wider than the window."""
-    tab.open(viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
-    tab.wait(ENDED)
+    show(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
     dark = tab.js(background)
     pixel = "document.querySelector('#legend').toDataURL()"

@@ -102,7 +102,6 @@ def test_resolve_dtype(requested: Any, num_experts: int, dtype: str | None) -> N
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_ids_out_of_range(fmt: Format) -> None:
-    """Of the dtype when encoding; of any model when decoding."""
     for dtype, id_ in (("uint8", 300), ("int16", 40_000), ("uint16", 70_000), ("int16", -40_000)):
         if fmt != "list":
             with pytest.raises(CodecError, match=f"{dtype} cannot hold ids"):

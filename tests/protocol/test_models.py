@@ -125,7 +125,6 @@ def test_a_request_overrides_the_servers_defaults() -> None:
 
 
 def test_by_default() -> None:
-    """True if only the server's default asks for rows."""
     defaults = {**OPT_IN, "routed_experts_format": "npy"}
     for body, by_default in (({}, True), ({"prompt": "abc"}, True), (OPT_IN, False)):
         assert parse(body, defaults).by_default is by_default
@@ -164,7 +163,6 @@ def test_vllms_formats_apply_where_no_other_was_asked_for() -> None:
     ],
 )
 def test_unknown_routing_fields(name: str, nearest: str) -> None:
-    """Refused whatever their value, and whether routing is asked for or not."""
     for body in ({}, OPT_IN, {"return_routed_experts": False}):
         for value in (None, False, 1):
             with pytest.raises(FieldError, match=f"not a routing field; the nearest is {nearest}") as raised:

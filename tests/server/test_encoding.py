@@ -52,7 +52,6 @@ def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int], layers: str = "mo
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: Any) -> None:
-    """Text for a line of a stream, and the parts of JSON and MessagePack bodies; what is sent is counted."""
     cases = [
         (dtype, layers, count)
         for dtype in ("int16", "int32", "uint8")
@@ -127,7 +126,6 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
-    """Many small ones, and rows that are larger than a part each, behind an empty array."""
     for shape, count in (((48, 8), 2000), ((200, 200), 3)):
         rows = np.ones((count, *shape), dtype=np.int16)
         arrays = [rows[:0], *(rows[at : at + 1] for at in range(count))]
@@ -140,7 +138,6 @@ def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_histograms(shape: tuple[int, int, int]) -> None:
-    """Dense layers count nothing."""
     rows = rows_of(1000, shape, unknown=True)
     counts = [
         np.bincount(ids[ids >= 0], minlength=shape[2]).tolist() for ids in rows.swapaxes(0, 1).reshape(shape[0], -1)

@@ -144,7 +144,6 @@ def test_a_disk_that_is_full(files: Path) -> None:
     ],
 )
 def test_an_interrupt_while_imports_run(tiny_model: Path, files: Path, command: str, module: str) -> None:
-    """Python reports each import as it ends; then comes the interrupt."""
     words = command.replace("FILES", str(files)).replace("MODEL", str(tiny_model)).split()
     with started(*words, options=("-X", "importtime"), stdin=subprocess.PIPE) as process:
         assert process.stderr is not None
@@ -158,7 +157,6 @@ def test_an_interrupt_while_imports_run(tiny_model: Path, files: Path, command: 
 
 
 def test_an_interrupt_while_a_server_is_asked(tiny_model: Path) -> None:
-    """After the model was loaded."""
     asked, over = Event(), Event()
 
     class Silent(BaseHTTPRequestHandler):

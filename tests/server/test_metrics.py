@@ -150,7 +150,6 @@ print(generate_latest(registry).decode())
 
 
 def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
-    """As vLLM runs them: each writes files that whichever is scraped reads, and one gets the engine's numbers."""
     env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     command = [sys.executable, "-c"]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -173,7 +172,6 @@ def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
 
 
 def test_the_documentation_lists_them_all() -> None:
-    """With their types and labels."""
     listed = {}
     for line in (ROOT / "docs/metrics.md").read_text().splitlines():
         if line.startswith(f"| `{PREFIX}"):

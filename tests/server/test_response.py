@@ -98,7 +98,6 @@ def positions(array: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["split", "joined"])
 def test_every_row_of_every_choice(layout: str) -> None:
-    """Of several prompts and choices, of which some rows, or a prompt's, were lost on the way; and their counts."""
     for seed in range(60):
         check_response(random.Random(seed), layout)
 
@@ -151,7 +150,6 @@ def check_response(rng: random.Random, layout: str) -> None:
 
 
 def test_the_form_of_the_response() -> None:
-    """What is vLLM's stays; `data` comes first; a response that only counts has no rows."""
     body = body_of([output(3, choice(4, buffer_of(0, 3, 4, 6)))])
     assert body["choices"][0]["text"] == Choice(index=0).text
     assert next(iter(body["choices"][0]["routed_experts"])) == "data"

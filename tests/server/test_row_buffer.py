@@ -346,7 +346,6 @@ def test_the_opt_in_is_added_to_what_a_client_sent(n: int, shared: bool) -> None
 
 @pytest.mark.parametrize("in_slices", [False, True])
 def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
-    """And the rows that come with them go where they belong."""
     frontend = Frontend()
     queues = [frontend.add(name) for name in "ab"]
     seen: list[EngineStats] = []
@@ -375,7 +374,6 @@ def test_numbers_that_nobody_wants_are_passed_over() -> None:
 
 @pytest.mark.parametrize("prompt", [5, 5000])
 def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
-    """Of a long answer that is not streamed, whose rows come one by one."""
     buffer = RowBuffer()
     first = rows_of(0, prompt)
     buffer.push(0, first)
@@ -390,7 +388,6 @@ def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
 
 
 def test_a_row_that_is_not_known_is_sent_as_missing() -> None:
-    """From the engine's message to the chunks of a stream."""
     at, frontend = 4, Frontend()
     queue = frontend.add("a")
 

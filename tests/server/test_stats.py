@@ -26,7 +26,6 @@ def counts_said(capsys: pytest.CaptureFixture[str], file: Path, *flags: str) -> 
 
 @pytest.mark.parametrize(("fmt", "layout"), [("object", "split"), ("list", "joined")])
 def test_every_row_is_counted_once(capsys: pytest.CaptureFixture[str], tmp_path: Path, fmt: Any, layout: str) -> None:
-    """Also the prompt's, which several choices share."""
     one = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], fmt=fmt, layout=layout)
     other = Told(rows_of(7, 4), [rows_of(3, 5)], fmt=fmt, layout=layout)
     counts, report = counts_said(capsys, written(tmp_path, answer(one), answer(other)))
@@ -99,7 +98,6 @@ INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_decoder_layers_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path, is_own: bool) -> None:
-    """Where the answer, or the object of `GET /v1/routed_experts` before it, states them."""
     body = answer(Told(rows_of(30, 1), [rows_of(9, 2)]))
     file = written(tmp_path, *([{**body, "routed_experts_info": INFO}] if is_own else [INFO, body]))
     assert main(["stats", str(file)]) == 0

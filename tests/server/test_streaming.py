@@ -289,8 +289,6 @@ def test_a_histogram_alone() -> None:
     [(4060, 1), (4090, 1), (31000, 1), (15000, 15000), (1, 20000), (2000, 2089)],
 )
 def test_no_line_has_more_than_64_kib_of_routing(prompt_len: int, tokens: int, layout: str) -> None:
-    """Rows that need more come in pieces before the chunk, and other tasks get their turn between them."""
-
     async def results() -> AsyncIterator[Result]:
         engine = Engine(prompt_len)
         yield engine.step(tokens)
