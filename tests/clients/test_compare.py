@@ -175,11 +175,9 @@ def test_every_decoder_layer_and_raw_rows(tiny_model: Path, oracle: Oracle, toke
     assert (run.status, run.findings["answers"], run.findings["total"]["differing_slots"]) == (0, 2, 0)
 
 
-@pytest.mark.parametrize(
-    "url", ["host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"]
-)
-def test_addresses_as_people_write_them(url: str) -> None:
-    assert compare.base_of(url) == "http://host:8000"
+def test_addresses_as_people_write_them() -> None:
+    for url in ("host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"):
+        assert compare.base_of(url) == "http://host:8000"
 
 
 def shape_named(name: str) -> Shape:

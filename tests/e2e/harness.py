@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -129,37 +129,23 @@ def free_port() -> int:
             return port
 
 
-class Process(TypedDict, total=False):
-    """What is run for a server.
-
-    Attributes:
-        env: variables beside those of this process.
-        module: what has `serve`; by default `routed-experts`.
-        python: the interpreter; by default this one.
-    """
-
-    env: dict[str, str] | None
-    module: str
-    python: str
-
-
-def start(model: Path, log: Path, *flags: str, **process: Unpack[Process]) -> subprocess.Popen[bytes]:
-    """`routed-experts serve` for `model` in a process group of its own."""
-    module, python = process.get("module", "routed_experts.server.cli"), process.get("python", sys.executable)
+def start(
+    model: Path,
+    log: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    module: str = "routed_experts.server.cli",
+    python: str = sys.executable,
+) -> subprocess.Popen[bytes]:
+    """`routed-experts serve`, or that of another `module`, in a process group of its own."""
+    command = [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags]
+    every = {**os.environ, **FULL_PRECISION, **(env or {})}
     with log.open("wb") as out:
-        return subprocess.Popen(
-            [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **FULL_PRECISION, **(process.get("env") or {})},
-        )
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=every)
 
 
 @contextmanager
-def serving(
-    model: Path, log: Path, *flags: str, beside: Sequence[Server] = (), **process: Unpack[Process]
-) -> Iterator[Server]:
+def serving(model: Path, log: Path, *flags: str, beside: Sequence[Server] = (), **process: Any) -> Iterator[Server]:
     """A running server for `model`; `flags` are those of `routed-experts serve`.
 
     It does not start without those `beside` it.
@@ -175,7 +161,7 @@ def serving(
 
 
 @contextmanager
-def headless(model: Path, log: Path, *flags: str, **process: Unpack[Process]) -> Iterator[Server]:
+def headless(model: Path, log: Path, *flags: str, **process: Any) -> Iterator[Server]:
     """A node that runs a part of the engine of a server elsewhere, and answers nobody."""
     node = Server(model, "", start(model, log, "--headless", *flags, **process), log)
     try:

@@ -1,6 +1,5 @@
 """Engines that are more than one machine's: Ray as executor, and two nodes that share a host, with a GPU each."""
 
-import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -85,7 +84,7 @@ def exact(server: Server, oracle: Oracle, requests: int) -> None:
     for length in (1, 32, 65, 150):
         one(server, oracle, prompt=prompt_of(length, length), max_tokens=9)
     started = time.monotonic()
-    rows = asyncio.run(load(server, oracle, requests=requests))
+    rows = load(server, oracle, requests)
     print(f"{requests} requests, {rows} rows exact, {time.monotonic() - started:.0f} s")
 
 

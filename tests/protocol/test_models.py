@@ -69,32 +69,28 @@ def test_accepted_values() -> None:
     assert parse({**OPT_IN, "routed_experts_start_len": 7}).prompt_start == 7
 
 
-@pytest.mark.parametrize("field", INVALID)
-def test_invalid_values(field: str) -> None:
-    for value in INVALID[field]:
+def test_invalid_values() -> None:
+    for field, value in ((field, value) for field, values in INVALID.items() for value in values):
         refuse({**OPT_IN, field: value}, field, field)
         with pytest.raises(FieldError) as raised:
             check_defaults({field: value})
         assert raised.value.param == field
 
 
-@pytest.mark.parametrize("field", VALID)
-def test_a_field_requires_the_opt_in(field: str) -> None:
+def test_a_field_requires_the_opt_in() -> None:
     """So that a gateway that drops the opt-in does not drop the routing silently."""
-    body, message = {field: VALID[field]}, f"{field} needs return_routed_experts: true"
-    refuse(body, field, message)
-    refuse({**body, "return_routed_experts": False}, field, message)
-    refuse({**body, "return_routed_experts": False}, field, message, {**OPT_IN})
-    if field not in WITH_HISTOGRAM:
-        refuse({**body, **HISTOGRAM}, field, message)
-    # A server's default requires none.
-    assert parse_options({}, body) is None
-    assert parse_options({"return_routed_experts": False}, body) is None
-    assert parse_options(OPT_IN, body) == parse({**OPT_IN, **body})
-
-
-def test_a_default_value_requires_the_opt_in_too() -> None:
     refuse({"routed_experts_prompt_start": 0}, "routed_experts_prompt_start")
+    for field, value in VALID.items():
+        body, message = {field: value}, f"{field} needs return_routed_experts: true"
+        refuse(body, field, message)
+        refuse({**body, "return_routed_experts": False}, field, message)
+        refuse({**body, "return_routed_experts": False}, field, message, {**OPT_IN})
+        if field not in WITH_HISTOGRAM:
+            refuse({**body, **HISTOGRAM}, field, message)
+        # A server's default requires none.
+        assert parse_options({}, body) is None
+        assert parse_options({"return_routed_experts": False}, body) is None
+        assert parse_options(OPT_IN, body) == parse({**OPT_IN, **body})
 
 
 def test_the_two_names_of_prompt_start() -> None:

@@ -216,17 +216,6 @@ def test_a_prompt_is_whole_if_one_of_its_choices_has_it(aborted: int) -> None:
     assert body["choices"][aborted]["routed_experts"]["shape"] == [0, L, K]
 
 
-@pytest.mark.parametrize("layout", ["split", "joined"])
-def test_a_choice_whose_prompt_did_not_arrive_has_that_of_another(layout: str) -> None:
-    late = RowBuffer()
-    late.push(3, rows_of(3, 5))
-    body = body_of([output(3, choice(3, late, 0), choice(3, buffer_of(0, 3, 5), 1))], layout=layout)
-    if layout == "split":
-        assert positions(body["prompt_routed_experts"]) == [0, 1, 2]
-    first = 0 if layout == "joined" else 3
-    assert [positions(each["routed_experts"]) for each in body["choices"]] == [list(range(first, 5))] * 2
-
-
 def test_an_abort_is_never_padded() -> None:
     body = body_of([output(3, choice(4, buffer_of(0, 4), finish="abort"))])
     assert positions(body["prompt_routed_experts"]) == [0, 1, 2]

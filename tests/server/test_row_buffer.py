@@ -117,22 +117,6 @@ def test_an_output_without_rows_does_not_take_the_buffer_away() -> None:
     assert positions(buffer_of(merged).take(0, 3)) == [0, 1, 2]
 
 
-def prompt_rows(request_id: str, value: int) -> EngineCoreOutput:
-    rows = PlacedRows(0, rows_of(value, value + 1).repeat(3, axis=0))
-    return EngineCoreOutput(prompt_output_id(request_id), [], routed_experts=rows)
-
-
-def test_rows_of_a_prompt_that_were_sent_with_another_choice() -> None:
-    """Those that came first are everybody's, and those that come later are that choice's which they come with."""
-    frontend = Frontend()
-    queue = frontend.add("a", n=3)
-    frontend.step(prompt_rows("1_a", 10), output("1_a", 1))
-    frontend.step(prompt_rows("2_a", 20), output("2_a", 1), output("1_a", 1, first=3))
-    frontend.step(output("0_a", 1))
-    by_index = {choice.index: choice.routed_experts for choice in take(queue).outputs}
-    assert [positions(by_index[index].take(0, 9)) for index in range(3)] == [[10] * 3, [10] * 3 + [3], [20] * 3]
-
-
 def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
     frontend = Frontend(stream_interval=3)
     queue = frontend.add("a")

@@ -380,13 +380,6 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout
         assert [each["missing"] for each in counted] == [2 * (0 in lost), len(lost - {0})]
 
 
-def test_lost_prompt_rows_are_unknown() -> None:
-    engine = Engine(prompt_len=3)
-    (chunk,) = stream(aligner_of(), [engine.step(2, finish="length", lost=2)])
-    assert prompt_positions(chunk) == [0, 1, -1]
-    assert positions(chunk) == [-1]
-
-
 def test_all_rows_lost() -> None:
     """Not one array arrived to tell the shape: the fields are there all the same."""
     results: list[Result] = [result(2, choice(1)), result(2, choice(2, finish="stop"))]
