@@ -42,6 +42,11 @@ def show(tab: Tab, url: str, **window: Any) -> None:
     tab.wait(ENDED)
 
 
+def error_in(tab: Tab) -> str:
+    tab.wait("!document.querySelector('#error').hidden")
+    return tab.text("#error")
+
+
 def status(tab: Tab) -> str:
     return tab.text("#map-status")
 
@@ -85,8 +90,7 @@ def test_an_answer_streams_in(tab: Tab, api: Server, kind: str) -> None:
 
 
 def test_what_is_shown_grows(tab: Tab, viewed: Viewed) -> None:
-    tab.open(viewed(answer(rows_of(399, 6, 2, 16), 30)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows_of(399, 6, 2, 16), 30)))
     tab.click("#play")
     tab.wait("document.querySelector('#summary').textContent.includes('streaming')")
     seen: set[int] = set()
@@ -197,6 +201,12 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     assert f"({differ[70, 2].sum()} differ)" in status(tab)
     assert tab.js("document.querySelector('#tokens-b .selected').dataset.i") == "70"
     assert tab.js("document.querySelector('#tokens-b .parts').dataset.i") == "71"
+
+
+def test_answers_of_two_models_are_not_compared(tab: Tab, viewed: Viewed) -> None:
+    tab.open(viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
+    assert "from different models" in error_in(tab)
+    assert tab.js("document.querySelector('#side-b').hidden")
 
 
 @pytest.mark.parametrize(("form", "layout"), [("object", "split"), ("npy", "joined"), ("list", "split")])
@@ -339,8 +349,7 @@ def test_texts_of_a_saved_stream(tab: Tab, viewed: Viewed) -> None:
 def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
     rows = np.zeros((29, 7, 2), dtype=np.int16)
     rows[:, INFO["layer_ids"]] = rows_of(29, 3, 2, 32)
-    tab.open(viewed(text=f"{json.dumps(INFO, indent=1)}\n{json.dumps(answer(rows, 12), indent=1)}"))
-    tab.wait(ENDED)
+    show(tab, viewed(text=f"{json.dumps(INFO, indent=1)}\n{json.dumps(answer(rows, 12), indent=1)}"))
     assert f"29 rows of 3 layers {TIMES} 2 of 40 experts" in tab.text("#summary")
     tab.click("#tokens-a [data-i='14']")
     assert shows(tab, rows[14, INFO["layer_ids"]])
@@ -390,16 +399,14 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
 )
 def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, text: str, sentence: str) -> None:
     tab.open(viewed(text=text))
-    tab.wait("!document.querySelector('#error').hidden")
-    assert sentence in tab.text("#error")
+    assert sentence in error_in(tab)
     assert tab.js("document.querySelector('#error').getAttribute('role')") == "alert"
 
 
 def test_errors_of_the_server_are_shown(tab: Tab, api: Server) -> None:
     tab.open(f"{api.url}/routed_experts")
     ask(tab, prompt="x" * 3000)
-    tab.wait("!document.querySelector('#error').hidden")
-    assert tab.text("#error").startswith("The server returned 400: ")
+    assert error_in(tab).startswith("The server returned 400: ")
     assert "context length" in tab.text("#error")
     tab.console.clear()  # the browser itself notes failed requests
     ask(tab, tokens=3)
@@ -427,8 +434,7 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path) -> No
         assert tab.console == []
         tab.type("#key", "wrong")
         tab.click("#key-form button")
-        tab.wait("!document.querySelector('#error').hidden")
-        assert tab.text("#error") == "The server rejected this API key."
+        assert error_in(tab) == "The server rejected this API key."
         tab.console.clear()
         tab.type("#key", "a-secret")
         tab.click("#key-form button")
@@ -454,8 +460,7 @@ def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) ->
 
 def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
     texts = ["<script>hacked = 1</script>", "<img src=x onerror='hacked = 1'>", "</span>", "&amp;", "<b>", "x"]
-    tab.open(viewed(answer(rows_of(5, 2, 2, 8), 2, texts)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows_of(5, 2, 2, 8), 2, texts)))
     tab.click("#table summary")
     tab.wait("document.querySelectorAll('#table tbody tr').length === 6")
     assert tab.js("typeof hacked") == "undefined"
