@@ -2,6 +2,8 @@
 
 import base64
 import io
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 from bench.http import CPU_CASES, figures, lines_of, requests_of
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_load import Load, Result
+from bench.http_server import cpu_seconds
 from bench.http_table import table
 
 pytestmark = pytest.mark.release
@@ -201,3 +204,12 @@ def test_table_has_medians_beside_off_and_says_what_was_wrong() -> None:
     assert "| 55.0 | +13.0 |" in lines["returned"]
     assert "| 90.0 | -10.0 % |" in lines["returned"]
     assert "1 ANSWERS WRONG" in lines["captured"]
+
+
+def test_cpu_seconds_are_those_of_the_process() -> None:
+    script = "import time\nwhile time.process_time() < 0.3: pass\nprint(time.process_time(), flush=True)\ninput()"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+        said = float(process.stdout.readline())
+        assert cpu_seconds(process.pid) == pytest.approx(said, abs=0.05)
+        process.communicate("\n")

@@ -142,17 +142,61 @@ SHAPES = (
     Shape("mixtral", "mixtral", _MIXTRAL, (0, 1, 2, 3), 8, 2),
     Shape("olmoe", "olmoe", _OLMOE, (0, 1, 2)),
     Shape("qwen2-moe, shared expert, every other layer", "qwen2_moe", _QWEN2_MOE, (1, 3, 5), 12, 3),
-    Shape("deepseek-v2, latent attention", "deepseek_v2", _DEEPSEEK_V2, (1, 2, 3), prefix_cache=False, needs_cpu=_NO_FLOAT32),
+    Shape(
+        "deepseek-v2, latent attention",
+        "deepseek_v2",
+        _DEEPSEEK_V2,
+        (1, 2, 3),
+        prefix_cache=False,
+        needs_cpu=_NO_FLOAT32,
+    ),
     Shape("deepseek-v2, plain attention", "deepseek_v2", _DEEPSEEK_V2, (1, 2, 3), env=_WITHOUT_MLA),
-    Shape("deepseek-v3, latent attention", "deepseek_v3", _DEEPSEEK_V3, (1, 2, 3), router_std=0.2, prefix_cache=False, needs_cpu=_NO_FLOAT32),
+    Shape(
+        "deepseek-v3, latent attention",
+        "deepseek_v3",
+        _DEEPSEEK_V3,
+        (1, 2, 3),
+        router_std=0.2,
+        prefix_cache=False,
+        needs_cpu=_NO_FLOAT32,
+    ),
     Shape("deepseek-v3, plain attention", "deepseek_v3", _DEEPSEEK_V3, (1, 2, 3), router_std=0.2, env=_WITHOUT_MLA),
     Shape("gpt-oss, sliding and full attention", "gpt_oss", _GPT_OSS, (0, 1, 2, 3)),
     Shape("granite-moe-hybrid, mamba and full attention", "granitemoehybrid", _GRANITEMOEHYBRID, (0, 1, 2, 3)),
-    Shape("jamba, mamba and full attention", "jamba", _JAMBA, (1, 3), 8, 2, needs_gpu="vLLM's CPU build has no operator for Mamba 1 (selective_scan_fwd)"),
-    Shape("lfm2-moe, convolutions and full attention, sigmoid with bias", "lfm2_moe", _LFM2_MOE, (2, 3, 4), router_std=0.15, needs_gpu="vLLM's CPU operator for rotary embeddings rotates [tokens, heads, head size] queries wrongly"),
+    Shape(
+        "jamba, mamba and full attention",
+        "jamba",
+        _JAMBA,
+        (1, 3),
+        8,
+        2,
+        needs_gpu="vLLM's CPU build has no operator for Mamba 1 (selective_scan_fwd)",
+    ),
+    Shape(
+        "lfm2-moe, convolutions and full attention, sigmoid with bias",
+        "lfm2_moe",
+        _LFM2_MOE,
+        (2, 3, 4),
+        router_std=0.15,
+        needs_gpu="vLLM's CPU operator for rotary embeddings rotates [tokens, heads, head size] queries wrongly",
+    ),
     Shape("llama4, chunked and full attention, top 1", "llama4_text", _LLAMA4, (1, 3), 8, 1),
-    Shape("qwen3-moe, 300 experts", "qwen3_moe", {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 8}, (0, 1, 2), 300, 8),
-    Shape("qwen3-moe, top 1", "qwen3_moe", {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1}, (0, 1, 2), 8, 1),
+    Shape(
+        "qwen3-moe, 300 experts",
+        "qwen3_moe",
+        {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 8},
+        (0, 1, 2),
+        300,
+        8,
+    ),
+    Shape(
+        "qwen3-moe, top 1",
+        "qwen3_moe",
+        {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1},
+        (0, 1, 2),
+        8,
+        1,
+    ),
 )
 
 _GATED_DELTA = {
@@ -171,7 +215,15 @@ _SPARSE_ENV = {
     "VLLM_USE_DEEP_GEMM": "0",  # for products of matrices; the indexer has nothing else
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "without_deep_gemm"), os.environ.get("PYTHONPATH", "")]),
 }
-_DEEPSEEK_V32 = Shape("deepseek-v3.2, sparse attention", "deepseek_v32", {**_SPARSE, "index_topk": 128}, (1, 2, 3), router_std=0.2, env=_SPARSE_ENV, needs_gpu="vLLM's CPU build has no sparse attention for this model")
+_DEEPSEEK_V32 = Shape(
+    "deepseek-v3.2, sparse attention",
+    "deepseek_v32",
+    {**_SPARSE, "index_topk": 128},
+    (1, 2, 3),
+    router_std=0.2,
+    env=_SPARSE_ENV,
+    needs_gpu="vLLM's CPU build has no sparse attention for this model",
+)
 _OF_GLM_5 = {"index_topk": 512, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 192, "v_head_dim": 256}
 
 _GLM4_MOE = {
@@ -197,7 +249,14 @@ _GEMMA4 = {
 }
 SIXTEEN_BIT = (
     Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), engine=_FLA),
-    Shape("qwen3.5-moe, gated delta networks", "qwen3_5_moe_text", _GATED_DELTA, (0, 1, 2, 3), engine=_FLA, needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring"),
+    Shape(
+        "qwen3.5-moe, gated delta networks",
+        "qwen3_5_moe_text",
+        _GATED_DELTA,
+        (0, 1, 2, 3),
+        engine=_FLA,
+        needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring",
+    ),
     _DEEPSEEK_V32,
     replace(
         _DEEPSEEK_V32,
@@ -206,8 +265,22 @@ SIXTEEN_BIT = (
         options={**_DEEPSEEK_V32.options, **_OF_GLM_5},
     ),
     Shape("glm4-moe, sigmoid with bias in float32", "glm4_moe", _GLM4_MOE, (1, 2, 3), router_std=0.2),
-    Shape("minimax-m2, sigmoid with bias in float32", "minimax_m2", _MINIMAX_M2, (0, 1, 2), router_std=0.2, needs_gpu="vLLM's router for CPUs has no sigmoid without groups"),
-    Shape("nemotron-h, mamba, experts and full attention by turns", "nemotron_h", _NEMOTRON_H, (1, 3, 5), router_std=0.2, needs_gpu="vLLM's CPU build has no experts without a gate (relu2)"),
+    Shape(
+        "minimax-m2, sigmoid with bias in float32",
+        "minimax_m2",
+        _MINIMAX_M2,
+        (0, 1, 2),
+        router_std=0.2,
+        needs_gpu="vLLM's router for CPUs has no sigmoid without groups",
+    ),
+    Shape(
+        "nemotron-h, mamba, experts and full attention by turns",
+        "nemotron_h",
+        _NEMOTRON_H,
+        (1, 3, 5),
+        router_std=0.2,
+        needs_gpu="vLLM's CPU build has no experts without a gate (relu2)",
+    ),
     Shape("gemma4, experts beside a dense layer", "gemma4_text", _GEMMA4, (0, 1, 2, 3)),
 )
 """Run in 16 bits only."""
