@@ -388,6 +388,7 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
     [
         ("", "answers.jsonl contains no responses."),
         ("no json", "answers.jsonl, line 1: invalid or truncated JSON."),
+        ('{"a": 1}', "answers.jsonl, line 1: not a response: it has no choices."),
         ('{"error": {"message": "too long"}}', "answers.jsonl, line 1: too long"),
         ('{"choices": [{}]}', "no routed_experts: the request needs return_routed_experts."),
         ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw format has no shape"),

@@ -118,6 +118,12 @@ def test_other_decoder_layers_are_another_model(capsys: pytest.CaptureFixture[st
     assert "line 4: decoder layers (0, 1, 2), and (1, 3, 4) before" in capsys.readouterr().err
 
 
+def test_an_error_in_place_of_an_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["stats", str(written(tmp_path, {"error": {"message": "too long"}}))]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith("line 1: the server answered with an error: too long.")
+
+
 def test_answers_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     bodies = [answer(Told(rows_of(9, layers=layers), [rows_of(3, layers=layers)])) for layers in (2, 3)]
     assert main(["stats", str(written(tmp_path, *bodies))]) == 2
