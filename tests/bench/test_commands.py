@@ -1,27 +1,88 @@
-"""Each benchmark says what it does and which options it has."""
+"""Each benchmark says what it does, and runs; those that count rows fail where one is missing."""
 
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from bench.host_step import host_step_table
+from bench.offloading import VARIANTS, play, reload_table
+from bench.proxy import milliseconds
+from bench.scheduler import long_prompt_table, queue_table
+from bench.streamed_token import Stream
 from tests.command_lines import module_parser
 
 pytestmark = pytest.mark.release
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-COMMANDS = sorted(path.stem for path in BENCH.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text("utf-8"))
 
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        module_parser(f"bench.{name}", "--help")
-    assert ended.value.code == 0
-    said = capsys.readouterr().out
-    assert said.startswith("usage:")
-    assert len(said.splitlines()) > 4, "a sentence on what it measures"
-
-
-def test_those_that_make_calls() -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"cpu", "gpu", "http", "soak", "streamed_token", "scheduler", "offloading"} < set(COMMANDS)
+    for name in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            module_parser(f"bench.{name}", "--help")
+        said = capsys.readouterr().out
+        assert (ended.value.code, said[:6]) == (0, "usage:"), name
+        assert len(said.splitlines()) > 4, f"a sentence on what {name} measures"
+
+
+def rows_of(table: str) -> list[list[str]]:
+    """The cells of the tables in a text in Markdown, without their heads."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:2] == "| "]
+    ruled = [at for at, row in enumerate(rows) if row[0] == "---"]
+    return [row for at, row in enumerate(rows) if at not in ruled and at + 1 not in ruled]
+
+
+def said_by(name: str, *options: str) -> list[list[str]]:
+    command = [sys.executable, "-m", f"bench.{name}", *options]
+    return rows_of(subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True).stdout)
+
+
+def test_parts_of_a_step() -> None:
+    rows = rows_of(host_step_table("cpu", num_layers=2, top_k=2, repeats=2))
+    assert [row[0] for row in rows] == ["1", "64", "256", "8192"]
+    assert all(cell.endswith(" µs") for row in rows for cell in row[1:])
+    assert [len(row) for row in rows_of(queue_table(waiting=(0, 30), steps=2))] == [3, 3, 3, 3]
+    *_, returned = rows_of(long_prompt_table(length=1024, repeats=2, forward_s=0, num_running=3))
+    assert "steps, at most" in returned[4]
+    assert asyncio.run(Stream(3).figures())["of it encoding"] > 0
+    assert asyncio.run(milliseconds(16, requests=2, repeats=1)) > 0
+
+
+def test_the_capture_changes_no_schedule_of_reloads() -> None:
+    plays = [play(*variant, prompts=60, length=1700, rounds=1) for variant in VARIANTS.values()]
+    assert {(each.steps, each.num_loaded, each.num_stored) for each in plays} == {(plays[0].steps, 60 * 1696, 0)}
+    off, *_ = rows_of(reload_table(repeats=1, prompts=60, length=1700, rounds=1))
+    assert off[:3] == ["off", f"{plays[0].steps:,}", "101,760"]
+
+
+def test_long_answers() -> None:
+    options = ["--rows", "600", "--answers", "2", "--streams", "4", "--seconds", "0.2", "--repeats", "1"]
+    rows = said_by("long_answers", *options)
+    assert {"base64", "MessagePack"} < {row[0] for row in rows if len(row) == 6}
+    held = [float(row[1]) for row in rows if len(row) == 4 and row[1][0].isdigit()]
+    assert len(held) == 9
+    assert min(held) > 0
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
+def test_rows_as_a_layer_of_the_kv_cache() -> None:
+    rows = said_by("rows_layer", "--prompts", "32", "64", "--repeats", "3")
+    assert [row[0] for row in rows] == ["32 tokens", "64 tokens", "32", "64"]
+
+
+def test_the_api_process_without_an_engine(tmp_path: Path) -> None:
+    """Every answer has all its tokens and rows, or the benchmark fails."""
+    options = ["--without-engine", "5", "--cases", "1", "--variants", "off", "returned", "--repeats", "1"]
+    said_by("http", *options, "--layers", "4", "--clients", "1", "--out", str(tmp_path))
+    runs = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    expected = [(mode, *of) for mode in ("streamed", "unstreamed") for of in (("off", 0), ("returned", 128 + 255))]
+    assert [(run["mode"], run["variant"], run["rows"]) for run in runs] == expected
+    assert all(run["cpu_us"] > 0 and not run["faults"] for run in runs)

@@ -72,7 +72,6 @@ COUNT = st.sampled_from([None, 0, 1, 1, 2, 4, LARGE])
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
 @given(st.lists(st.lists(COUNT, max_size=6), min_size=1, max_size=4), st.integers(1, 4))
 def test_messages_in_slices(messages: list[list[int | None]], slice_size: int) -> None:
-    """vLLM processes a message's outputs in slices."""
     unpacker = Unpacker()
     for number, counts in enumerate(messages):
         outputs = message(*counts)
@@ -107,7 +106,6 @@ def test_a_message_that_breaks_off_leaves_nothing_for_the_next() -> None:
 
 
 def test_rows_without_a_header_are_dropped() -> None:
-    """Nothing says where they belong. The packed ones still arrive where a large array is lost."""
     assert received(Unpacker(), sent(message(1, LARGE, 2))[1:], 1) == [None] * 3
     outputs = message(1, LARGE, 2)
     expected = [output.routed_experts for output in outputs]

@@ -37,8 +37,6 @@ def offsets_of(*counts: int) -> np.ndarray:
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
 def test_steps_in_flight_keep_their_own_rows(cache: DeviceCache, in_flight: int) -> None:
-    """The next forward pass overwrites the device cache before the last step's output is read, in any order or never.
-    Padding tokens are cut off."""
     rng, pipeline = random.Random(in_flight), Pipeline(cache, in_flight)
     for first in range(0, 60, in_flight):
         pending = []

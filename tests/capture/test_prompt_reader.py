@@ -65,7 +65,6 @@ def test_slots_that_are_being_read_are_written_afterwards(reader: PromptReader, 
 
 @pytest.mark.parametrize("slot", [7 * BLOCK, 2 * BLOCK + 1])
 def test_writes_wait_for_each_of_several_reads(reader: PromptReader, read: Read, slot: int) -> None:
-    """They run one after another."""
     other = Read(reader, np.array([0, 2, 6]))
     other.go.set()
     read.end_soon()

@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import requests
-from openai import AsyncOpenAI, OpenAI
+from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from routed_experts.protocol.batch import join_turns, verify
 from routed_experts.protocol.collect import Routing, collect, collect_async
@@ -75,22 +75,16 @@ async def httpx_async_bytes(server: Server, body: dict[str, Any]) -> AsyncIterat
             yield piece
 
 
-@pytest.mark.parametrize("client", [openai_client, httpx_lines, httpx_bytes, requests_lines])
-def test_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
-    check(collect(client(server, {**BODY, **ROUTING, "prompt": PROMPT, "stream": True})), oracle)
-
-
-@pytest.mark.parametrize("client", [aiohttp_lines, httpx_async_bytes])
-def test_asynchronous_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
-    body = {**BODY, **ROUTING, "prompt": PROMPT[:60], "stream": True}
-    check(asyncio.run(collect_async(client(server, body))), oracle)
-
-
 def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) -> None:
     async def run() -> list[Routing]:
+        bad: Any = {**ROUTING, "routed_experts_prompt_start": 6}
         async with AsyncOpenAI(
             base_url=f"{server.url}/v1", api_key="none", http_client=httpx.AsyncClient(verify=False)
         ) as client:
+            for streamed in (False, True):
+                with pytest.raises(BadRequestError, match="the prompt has 5 tokens") as raised:
+                    await client.completions.create(model="tiny", prompt="Hello", stream=streamed, extra_body=bad)
+                assert raised.value.param == "routed_experts_prompt_start"
             stream: Any = await client.chat.completions.create(
                 model="tiny",
                 messages=[{"role": "user", "content": "Which experts?"}],
@@ -104,8 +98,20 @@ def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) 
     check(asyncio.run(run()), oracle)
 
 
-@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
-@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize("client", [openai_client, httpx_lines, httpx_bytes, requests_lines])
+def test_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
+    check(collect(client(server, {**BODY, **ROUTING, "prompt": PROMPT, "stream": True})), oracle)
+
+
+@pytest.mark.parametrize("client", [aiohttp_lines, httpx_async_bytes])
+def test_asynchronous_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
+    body = {**BODY, **ROUTING, "prompt": PROMPT[:60], "stream": True}
+    check(asyncio.run(collect_async(client(server, body))), oracle)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "layout"), [("object", "split"), ("npy", "joined"), ("raw", "split"), ("list", "joined")]
+)
 def test_unstreamed_and_streamed_are_the_same(server: Server, oracle: Oracle, fmt: str, layout: str) -> None:
     prompts = [PROMPT[:40], PROMPT[40:60]]
     body = {**BODY, **ROUTING, "n": 1, "temperature": 0, "prompt": prompts}

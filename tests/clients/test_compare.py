@@ -86,7 +86,6 @@ def test_the_order_of_experts_does_not_matter(
 def test_other_experts_are_found_with_their_gaps(
     tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path
 ) -> None:
-    """In layer 2, the last expert of a row is the one with the next lower score; in layer 4, two are others."""
     rows, scores = rows_of(oracle, tokens), oracle.logits(tokens)
     order = np.argsort(-scores, axis=2)
     rows[3, 2, 3] = order[3, 2, 4]
@@ -111,7 +110,6 @@ def test_other_experts_are_found_with_their_gaps(
 
 
 def test_rows_of_other_tokens_are_found(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
-    """Off by one: nearly every row is another's."""
     rows = np.roll(rows_of(oracle, tokens), 1, axis=0)
     run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
     assert run.status == 1
@@ -158,7 +156,6 @@ def test_answers_that_cannot_be_compared(
             [answer_of(np.full_like(whole, -1), tokens)],
             "Nothing to compare: all 26 rows of 1 responses are unknown",
         ),
-        ([], "answers.jsonl has no responses"),
         ([{"error": {"message": "no"}}], "line 1: the server answered with an error: no"),
         ([answer_of(whole, tokens), {"choices": []}], "line 3: the answer has no choices"),
     ]:
@@ -178,20 +175,17 @@ def test_every_decoder_layer_and_raw_rows(tiny_model: Path, oracle: Oracle, toke
     assert (run.status, run.findings["answers"], run.findings["total"]["differing_slots"]) == (0, 2, 0)
 
 
-@pytest.mark.parametrize(
-    "url", ["host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"]
-)
-def test_addresses_as_people_write_them(url: str) -> None:
-    assert compare.base_of(url) == "http://host:8000"
+def test_addresses_as_people_write_them() -> None:
+    for url in ("host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"):
+        assert compare.base_of(url) == "http://host:8000"
 
 
 def shape_named(name: str) -> Shape:
     return next(shape for shape in SHAPES if shape.name.startswith(name))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3, plain", "gpt-oss", "lfm2", "qwen3-moe, 300"])
+@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3, plain", "gpt-oss", "lfm2"])
 def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
-    """Softmax, sigmoid with bias, groups: what the router returns is what its experts are called with."""
     shape, tokens = shape_named(name), prompt_of(30, seed=2)
     make_model(shape, tmp_path)
     reference = Reference(str(tmp_path), "float32", "cpu")
@@ -214,15 +208,7 @@ def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.Captur
 def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
-    command = [
-        sys.executable,
-        "-m",
-        "routed_experts.server.cli",
-        "compare",
-        str(server.model),
-        "--url",
-        server.url,
-    ]
+    command = [sys.executable, "-m", "routed_experts.server.cli", "compare", str(server.model), "--url", server.url]
     command += ["--prompts", str(prompts), "--max-tokens", "10", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

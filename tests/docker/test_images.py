@@ -288,7 +288,6 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
 def test_cpu_image_has_the_libraries_of_pytorchs_cuda_build(
     builder: Builder, minimal_debian: str, tmp_path: Path
 ) -> None:
-    """Where there is no CPU build; on an index of packages with nothing in them."""
     wheels = write_wheels(tmp_path, ["requirements-cpu.txt"])
     settings = {"find-links": str(wheels), "no-index": "true"}
     offline = replace(builder, build_options=tuple(pip_options(builder.folder / "offline.conf", settings)))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from routed_experts.server.cli.tiny_model import make_tiny_model
-from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answers_of_stream, read_events, scores_of
+from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answer_of, read_events, scores_of, wait_until
 
 _FILE = "model.safetensors"
 
@@ -106,10 +106,7 @@ class Running:
         return sum(len(choice.get("token_ids") or ()) for chunk in self._chunks for choice in chunk["choices"])
 
     def wait_for(self, num_tokens: int) -> None:
-        deadline = time.monotonic() + 60
-        while self.num_tokens < num_tokens:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(lambda: self.num_tokens >= num_tokens, "tokens do not come")
 
     def wait_until_quiet(self) -> int:
         """Tokens that came before a pause."""
@@ -121,8 +118,7 @@ class Running:
 
     def answer(self) -> Answer:
         self._thread.join(120)
-        (answer,) = answers_of_stream(self._chunks)
-        return answer
+        return answer_of(self._chunks)
 
 
 def post(server: Server, path: str, body: dict[str, Any] | None = None) -> None:

@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
@@ -129,37 +129,23 @@ def free_port() -> int:
             return port
 
 
-class Process(TypedDict, total=False):
-    """What is run for a server.
-
-    Attributes:
-        env: variables beside those of this process.
-        module: what has `serve`; by default `routed-experts`.
-        python: the interpreter; by default this one.
-    """
-
-    env: dict[str, str] | None
-    module: str
-    python: str
-
-
-def start(model: Path, log: Path, *flags: str, **process: Unpack[Process]) -> subprocess.Popen[bytes]:
-    """`routed-experts serve` for `model` in a process group of its own."""
-    module, python = process.get("module", "routed_experts.server.cli"), process.get("python", sys.executable)
+def start(
+    model: Path,
+    log: Path,
+    *flags: str,
+    env: Mapping[str, str] | None = None,
+    module: str = "routed_experts.server.cli",
+    python: str = sys.executable,
+) -> subprocess.Popen[bytes]:
+    """`routed-experts serve`, or that of another `module`, in a process group of its own."""
+    command = [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags]
+    every = {**os.environ, **FULL_PRECISION, **(env or {})}
     with log.open("wb") as out:
-        return subprocess.Popen(
-            [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **FULL_PRECISION, **(process.get("env") or {})},
-        )
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=every)
 
 
 @contextmanager
-def serving(
-    model: Path, log: Path, *flags: str, beside: Sequence[Server] = (), **process: Unpack[Process]
-) -> Iterator[Server]:
+def serving(model: Path, log: Path, *flags: str, beside: Sequence[Server] = (), **process: Any) -> Iterator[Server]:
     """A running server for `model`; `flags` are those of `routed-experts serve`.
 
     It does not start without those `beside` it.
@@ -175,7 +161,7 @@ def serving(
 
 
 @contextmanager
-def headless(model: Path, log: Path, *flags: str, **process: Unpack[Process]) -> Iterator[Server]:
+def headless(model: Path, log: Path, *flags: str, **process: Any) -> Iterator[Server]:
     """A node that runs a part of the engine of a server elsewhere, and answers nobody."""
     node = Server(model, "", start(model, log, "--headless", *flags, **process), log)
     try:
@@ -200,14 +186,16 @@ def _wait_until_healthy(server: Server, beside: Sequence[Server]) -> None:
     raise AssertionError(f"the server did not start:\n{logs}")
 
 
-def wait_until_idle(server: Server, limit_s: float = 120) -> None:
+def wait_until(condition: Callable[[], Any], fails: Callable[[], Any] | str, limit_s: float = 240) -> None:
+    """Until the condition holds; `fails` says what is wrong if that takes too long."""
     deadline = time.monotonic() + limit_s
-    while True:
-        left = server.state_left()
-        if not any(left.values()):
-            return
-        assert time.monotonic() < deadline, f"state is left: {left}"
-        time.sleep(0.05)
+    while not condition():
+        assert time.monotonic() < deadline, fails if isinstance(fails, str) else fails()
+        time.sleep(0.02)
+
+
+def wait_until_idle(server: Server) -> None:
+    wait_until(lambda: not any(server.state_left().values()), lambda: f"state is left: {server.state_left()}")
 
 
 def commands_in_session(server: Server) -> list[str]:
@@ -221,12 +209,9 @@ def commands_in_session(server: Server) -> list[str]:
     return found
 
 
-def wait_until_gone(server: Server, limit_s: float = 90) -> None:
+def wait_until_gone(server: Server) -> None:
     """Until nothing is left of a server that has been told to end."""
-    deadline = time.monotonic() + limit_s
-    while left := commands_in_session(server):
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.2)
+    wait_until(lambda: not commands_in_session(server), lambda: f"left behind: {commands_in_session(server)}")
 
 
 def decode(array: dict[str, Any]) -> np.ndarray:
@@ -455,6 +440,12 @@ def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: 
     return [answers[index] for index in sorted(answers)]
 
 
+def answer_of(got: Any) -> Answer:
+    """The only choice of an answer: the chunks of a streamed one, or a body."""
+    (answer,) = answers_of_stream(got) if isinstance(got, list) else answers_of(got)
+    return answer
+
+
 def same(a: Answer, b: Answer) -> None:
     """Bit-equality of two answers to one request."""
     assert (a.prompt, a.tokens, a.text, a.finish_reason) == (b.prompt, b.tokens, b.text, b.finish_reason)
@@ -506,11 +497,7 @@ def check_mix(server: Server, oracle: Oracle, seed: int) -> None:
         for i in range(12)
     ]
     cold, warm = (
-        [
-            answer
-            for got in at_once(server, [{**body, "stream": i % 2 == turn} for i, body in enumerate(bodies)])
-            for answer in (answers_of_stream(got) if isinstance(got, list) else answers_of(got))
-        ]
+        [*map(answer_of, at_once(server, [{**body, "stream": i % 2 == turn} for i, body in enumerate(bodies)]))]
         for turn in range(2)
     )
     for a, b in zip(cold, warm, strict=True):

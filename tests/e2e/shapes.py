@@ -35,7 +35,6 @@ class Shape:
         env: of the server.
         engine: further arguments of vLLM, in 16 bits.
         prefix_cache: whether vLLM has a prefix cache for it.
-        repeats_logits: whether the model hands out `router_logits` that alone say which experts are chosen.
         needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
         needs_cpu: why it is not run on a GPU, if it is not.
     """
@@ -44,16 +43,23 @@ class Shape:
     model_type: str
     options: dict[str, Any]
     layer_ids: tuple[int, ...]
-    num_experts: int
-    top_k: int
+    num_experts: int = 16
+    top_k: int = 4
     router_std: float = 1.0
     flags: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     prefix_cache: bool = True
-    repeats_logits: bool = True
     needs_gpu: str = ""
     needs_cpu: str = ""
+
+    @property
+    def repeats_logits(self) -> bool:
+        """Whether the model hands out `router_logits` that alone say which experts are chosen.
+
+        Some releases of transformers do not hand out Granite's.
+        """
+        return self.model_type not in ("deepseek_v2", "deepseek_v3", "granitemoehybrid", "lfm2_moe", "llama4_text")
 
 
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
@@ -91,109 +97,76 @@ _YARN |= {"truncate": False, "original_max_position_embeddings": 1024}
 _WITHOUT_MLA = {"VLLM_MLA_DISABLE": "1"}
 _NO_FLOAT32 = "vLLM's kernels for latent attention take no float32 on CUDA, and in bfloat16 near-ties decide"
 
+_OLMOE = {
+    **{"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4},
+}
+_QWEN2_MOE = {
+    **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6},
+    **{"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    **{"num_experts": 12, "num_experts_per_tok": 3, "decoder_sparse_step": 2},
+}
+_GPT_OSS = {
+    **_ATTENTION,
+    **{"intermediate_size": 64, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 4},
+    **{"sliding_window": 40, "rope_parameters": _YARN},
+}
+_GRANITEMOEHYBRID = {
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 4},
+    **{"shared_intermediate_size": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
+    **{"layer_types": ["mamba", "attention", "mamba", "attention"], "mamba_n_heads": 4, "mamba_d_state": 32},
+    **{"mamba_expand": 2, "mamba_chunk_size": 64, "attention_multiplier": 0.2},
+}
+_JAMBA = {
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 4},
+    **{"num_experts": 8, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+}
+_LFM2_MOE = {
+    **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128},
+    **{"moe_intermediate_size": 64, "num_hidden_layers": 5, "num_dense_layers": 2, "num_experts": 16},
+    **{
+        "num_experts_per_tok": 4,
+        "tie_word_embeddings": True,
+        "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    },
+}
+_LLAMA4 = {
+    **_ATTENTION,
+    **{"intermediate_size": 64, "intermediate_size_mlp": 128, "num_hidden_layers": 4},
+    **{"num_local_experts": 8, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+    **{"attention_chunk_size": 128, "no_rope_layers": [1, 0, 1, 0]},
+    **{"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+}
 SHAPES = (
     Shape("mixtral", "mixtral", _MIXTRAL, (0, 1, 2, 3), 8, 2),
-    Shape(
-        "olmoe",
-        "olmoe",
-        {
-            **{"hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
-            **{"num_key_value_heads": 4, "num_experts": 16, "num_experts_per_tok": 4},
-        },
-        (0, 1, 2),
-        16,
-        4,
-    ),
-    Shape(
-        "qwen2-moe, shared expert, every other layer",
-        "qwen2_moe",
-        {
-            **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6},
-            **{"intermediate_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
-            **{"num_experts": 12, "num_experts_per_tok": 3, "decoder_sparse_step": 2},
-        },
-        (1, 3, 5),
-        12,
-        3,
-    ),
+    Shape("olmoe", "olmoe", _OLMOE, (0, 1, 2)),
+    Shape("qwen2-moe, shared expert, every other layer", "qwen2_moe", _QWEN2_MOE, (1, 3, 5), 12, 3),
     Shape(
         "deepseek-v2, latent attention",
         "deepseek_v2",
         _DEEPSEEK_V2,
         (1, 2, 3),
-        16,
-        4,
         prefix_cache=False,
-        repeats_logits=False,
         needs_cpu=_NO_FLOAT32,
     ),
-    Shape(
-        "deepseek-v2, plain attention",
-        "deepseek_v2",
-        _DEEPSEEK_V2,
-        (1, 2, 3),
-        16,
-        4,
-        env=_WITHOUT_MLA,
-        repeats_logits=False,
-    ),
+    Shape("deepseek-v2, plain attention", "deepseek_v2", _DEEPSEEK_V2, (1, 2, 3), env=_WITHOUT_MLA),
     Shape(
         "deepseek-v3, latent attention",
         "deepseek_v3",
         _DEEPSEEK_V3,
         (1, 2, 3),
-        16,
-        4,
         router_std=0.2,
         prefix_cache=False,
-        repeats_logits=False,
         needs_cpu=_NO_FLOAT32,
     ),
-    Shape(
-        "deepseek-v3, plain attention",
-        "deepseek_v3",
-        _DEEPSEEK_V3,
-        (1, 2, 3),
-        16,
-        4,
-        router_std=0.2,
-        env=_WITHOUT_MLA,
-        repeats_logits=False,
-    ),
-    Shape(
-        "gpt-oss, sliding and full attention",
-        "gpt_oss",
-        {
-            **_ATTENTION,
-            **{"intermediate_size": 64, "num_hidden_layers": 4, "num_local_experts": 16, "num_experts_per_tok": 4},
-            **{"sliding_window": 40, "rope_parameters": _YARN},
-        },
-        (0, 1, 2, 3),
-        16,
-        4,
-    ),
-    Shape(
-        "granite-moe-hybrid, mamba and full attention",
-        "granitemoehybrid",
-        {
-            **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 4},
-            **{"shared_intermediate_size": 64, "num_local_experts": 16, "num_experts_per_tok": 4},
-            **{"layer_types": ["mamba", "attention", "mamba", "attention"], "mamba_n_heads": 4, "mamba_d_state": 32},
-            **{"mamba_expand": 2, "mamba_chunk_size": 64, "attention_multiplier": 0.2},
-        },
-        (0, 1, 2, 3),
-        16,
-        4,
-        repeats_logits=False,  # some releases of transformers do not hand out this model's router scores
-    ),
+    Shape("deepseek-v3, plain attention", "deepseek_v3", _DEEPSEEK_V3, (1, 2, 3), router_std=0.2, env=_WITHOUT_MLA),
+    Shape("gpt-oss, sliding and full attention", "gpt_oss", _GPT_OSS, (0, 1, 2, 3)),
+    Shape("granite-moe-hybrid, mamba and full attention", "granitemoehybrid", _GRANITEMOEHYBRID, (0, 1, 2, 3)),
     Shape(
         "jamba, mamba and full attention",
         "jamba",
-        {
-            **{"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 4},
-            **{"num_experts": 8, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
-            **{"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-        },
+        _JAMBA,
         (1, 3),
         8,
         2,
@@ -202,37 +175,12 @@ SHAPES = (
     Shape(
         "lfm2-moe, convolutions and full attention, sigmoid with bias",
         "lfm2_moe",
-        {
-            **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128},
-            **{"moe_intermediate_size": 64, "num_hidden_layers": 5, "num_dense_layers": 2, "num_experts": 16},
-            **{
-                "num_experts_per_tok": 4,
-                "tie_word_embeddings": True,
-                "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
-            },
-        },
+        _LFM2_MOE,
         (2, 3, 4),
-        16,
-        4,
         router_std=0.15,
-        repeats_logits=False,
         needs_gpu="vLLM's CPU operator for rotary embeddings rotates [tokens, heads, head size] queries wrongly",
     ),
-    Shape(
-        "llama4, chunked and full attention, top 1",
-        "llama4_text",
-        {
-            **_ATTENTION,
-            **{"intermediate_size": 64, "intermediate_size_mlp": 128, "num_hidden_layers": 4},
-            **{"num_local_experts": 8, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
-            **{"attention_chunk_size": 128, "no_rope_layers": [1, 0, 1, 0]},
-            **{"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-        },
-        (1, 3),
-        8,
-        1,
-        repeats_logits=False,
-    ),
+    Shape("llama4, chunked and full attention, top 1", "llama4_text", _LLAMA4, (1, 3), 8, 1),
     Shape(
         "qwen3-moe, 300 experts",
         "qwen3_moe",
@@ -270,25 +218,42 @@ _SPARSE_ENV = {
 _DEEPSEEK_V32 = Shape(
     "deepseek-v3.2, sparse attention",
     "deepseek_v32",
-    {**_SPARSE, "index_topk": 128},  # of contexts of up to 340 tokens
+    {**_SPARSE, "index_topk": 128},
     (1, 2, 3),
-    16,
-    4,
     router_std=0.2,
     env=_SPARSE_ENV,
     needs_gpu="vLLM's CPU build has no sparse attention for this model",
 )
 _OF_GLM_5 = {"index_topk": 512, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 192, "v_head_dim": 256}
 
+_GLM4_MOE = {
+    **{**_ATTENTION, "num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 128},
+    **{"moe_intermediate_size": 64, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1},
+    **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "use_qk_norm": True},
+}
+_MINIMAX_M2 = {
+    **{**_ATTENTION, "num_hidden_layers": 3, "intermediate_size": 64, "num_local_experts": 16},
+    **{"num_experts_per_tok": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
+}
+_NEMOTRON_H = {
+    **{**_ATTENTION, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "moe"]},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1, "chunk_size": 64},
+    **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 16},
+    **{"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "use_mamba_kernels": False},
+}
+_GEMMA4 = {
+    **{**_ATTENTION, "num_hidden_layers": 4, "intermediate_size": 128, "enable_moe_block": True},
+    **{"num_experts": 16, "top_k_experts": 4, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0},
+    **{"sliding_window": 40, "global_head_dim": 32},
+    **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+}
 SIXTEEN_BIT = (
-    Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), 16, 4, engine=_FLA),
+    Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), engine=_FLA),
     Shape(
         "qwen3.5-moe, gated delta networks",
         "qwen3_5_moe_text",
         _GATED_DELTA,
         (0, 1, 2, 3),
-        16,
-        4,
         engine=_FLA,
         needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring",
     ),
@@ -299,60 +264,24 @@ SIXTEEN_BIT = (
         model_type="glm_moe_dsa",
         options={**_DEEPSEEK_V32.options, **_OF_GLM_5},
     ),
-    Shape(
-        "glm4-moe, sigmoid with bias in float32",
-        "glm4_moe",
-        {
-            **{**_ATTENTION, "num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 128},
-            **{"moe_intermediate_size": 64, "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1},
-            **{"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "use_qk_norm": True},
-        },
-        (1, 2, 3),
-        16,
-        4,
-        router_std=0.2,
-    ),
+    Shape("glm4-moe, sigmoid with bias in float32", "glm4_moe", _GLM4_MOE, (1, 2, 3), router_std=0.2),
     Shape(
         "minimax-m2, sigmoid with bias in float32",
         "minimax_m2",
-        {
-            **{**_ATTENTION, "num_hidden_layers": 3, "intermediate_size": 64, "num_local_experts": 16},
-            **{"num_experts_per_tok": 4, "rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
-        },
+        _MINIMAX_M2,
         (0, 1, 2),
-        16,
-        4,
         router_std=0.2,
         needs_gpu="vLLM's router for CPUs has no sigmoid without groups",
     ),
     Shape(
         "nemotron-h, mamba, experts and full attention by turns",
         "nemotron_h",
-        {
-            **{**_ATTENTION, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba", "moe"]},
-            **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 32, "n_groups": 1, "chunk_size": 64},
-            **{"moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "n_routed_experts": 16},
-            **{"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "use_mamba_kernels": False},
-        },
+        _NEMOTRON_H,
         (1, 3, 5),
-        16,
-        4,
         router_std=0.2,
         needs_gpu="vLLM's CPU build has no experts without a gate (relu2)",
     ),
-    Shape(
-        "gemma4, experts beside a dense layer",
-        "gemma4_text",
-        {
-            **{**_ATTENTION, "num_hidden_layers": 4, "intermediate_size": 128, "enable_moe_block": True},
-            **{"num_experts": 16, "top_k_experts": 4, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0},
-            **{"sliding_window": 40, "global_head_dim": 32},
-            **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
-        },
-        (0, 1, 2, 3),
-        16,
-        4,
-    ),
+    Shape("gemma4, experts beside a dense layer", "gemma4_text", _GEMMA4, (0, 1, 2, 3)),
 )
 """Run in 16 bits only."""
 

@@ -5,7 +5,6 @@ A test of another situation on it is a call of `one` and of `check`. What needs 
 where no server has to be started.
 """
 
-import asyncio
 import json
 import os
 import socket
@@ -16,14 +15,12 @@ from typing import Any
 
 import httpx
 import numpy as np
-import openai
 import orjson
 import psutil
 import pytest
 import torch
 
 from routed_experts.capture.message import SMALL_ARRAY_BYTES
-from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutedExpertsInfo
 from tests.conftest import BLOCK_SIZE, CHUNK
 from tests.e2e.changes import post
@@ -33,6 +30,7 @@ from tests.e2e.harness import (
     Answer,
     Oracle,
     Server,
+    answer_of,
     answers_of,
     answers_of_stream,
     at_once,
@@ -44,6 +42,7 @@ from tests.e2e.harness import (
     prompt_of,
     read_events,
     same,
+    wait_until,
     wait_until_idle,
 )
 from tests.e2e.hostile import check_alive, send
@@ -57,7 +56,6 @@ LIMIT_S = 240
 
 
 def test_a_mix_of_everything(server: Server, oracle: Oracle) -> None:
-    """Each situation that `tests/e2e/torture.py` lists occurs: preemptions, resets, aborts, forms, stops and more."""
     report = Torture(server, oracle, "async", REQUESTS, seed=1).run()
     print(report.table())
     assert report.problems() == []
@@ -96,7 +94,6 @@ def test_prompt_start(server: Server, oracle: Oracle) -> None:
 
 
 def test_ends_by_stop_string(server: Server, oracle: Oracle) -> None:
-    """Found in the API process, when the engine has gone on; and by a stop token and the end token."""
     free = one(server, prompt=prompt_of(20, seed=5), max_tokens=24, ignore_eos=True)
     for stop, count in (
         ({"stop": [free.text[8:10]]}, free.text.index(free.text[8:10]) + 2),
@@ -115,7 +112,6 @@ def test_structured_output(server: Server, oracle: Oracle) -> None:
 
 
 def test_same_answer_with_and_without_routing(server: Server) -> None:
-    """Also log probabilities, whole and streamed."""
     for ask, path, body in (
         (server.complete, PATH, {"prompt": prompt_of(70, seed=6), "logprobs": 3}),
         (server.chat, CHAT, {**USER, "logprobs": True, "top_logprobs": 2}),
@@ -144,7 +140,6 @@ def test_hits_on_a_prefix_that_was_written_without_routing(server: Server, oracl
 
 
 def test_hits_on_generated_tokens(server: Server, oracle: Oracle) -> None:
-    """The next turn of a conversation: its prompt is the last turn's prompt and answer."""
     first = one(server, prompt=prompt_of(30, seed=8), max_tokens=50, ignore_eos=True)
     turn = [*first.prompt, *first.tokens, *prompt_of(9, seed=9)]
     second = one(server, prompt=turn, max_tokens=5, ignore_eos=True)
@@ -197,8 +192,7 @@ def test_hit_on_the_blocks_of_a_running_request(server: Server, oracle: Oracle) 
 
 
 def test_a_list_of_prompts_with_several_choices(server: Server, oracle: Oracle) -> None:
-    """The rows of one prompt do not fit a common message. Without a seed: on CPU, vLLM's engine dies of one in a batch
-    with others."""
+    """The rows of one prompt do not fit a common message."""
     prompts = [prompt_of(length, seed=length) for length in (3, 470, 33)]
     assert np.prod([len(prompts[1]), 5, 4]) * 2 > SMALL_ARRAY_BYTES
     body = {"prompt": prompts, "max_tokens": 20, "n": 2, "temperature": 1.0}
@@ -224,7 +218,6 @@ def test_text_prompt_and_echo(server: Server, oracle: Oracle) -> None:
 
 
 def test_tool_call_that_the_parser_holds_back(server: Server, oracle: Oracle) -> None:
-    """Structured output makes the model write one."""
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
     function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
     body = {**USER, "max_tokens": 120, "tools": [{"type": "function", "function": function}]}
@@ -248,13 +241,11 @@ def leave(server: Server, after_chunks: int, **body: Any) -> Answer:
             if len(chunks) == after_chunks:
                 break
     wait_until_idle(server)
-    (answer,) = answers_of_stream(chunks)
-    return answer
+    return answer_of(chunks)
 
 
 @pytest.mark.parametrize("after", [1, 20])
 def test_client_leaves_in_mid_stream(server: Server, oracle: Oracle, after: int) -> None:
-    """What it got is right, and so is what a later request finds in the blocks that it left."""
     prompt = prompt_of(70, seed=280 + after)
     received = leave(server, after, prompt=prompt, max_tokens=300, ignore_eos=True)
     check(received, oracle)
@@ -264,7 +255,6 @@ def test_client_leaves_in_mid_stream(server: Server, oracle: Oracle, after: int)
 
 
 def test_slow_reader(server: Server, oracle: Oracle) -> None:
-    """It reads nothing until the engine is done, so that outputs merge: chunks then bring several tokens."""
     prompt, n = prompt_of(90, seed=340), 3
     body = {"model": "tiny", **ASK, "prompt": prompt, "max_tokens": 110, "ignore_eos": True, "temperature": 1, "n": n}
     payload = json.dumps({**body, "stream": True, "logprobs": 20}).encode()  # which makes chunks large
@@ -276,10 +266,7 @@ def test_slow_reader(server: Server, oracle: Oracle) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
         sock.connect((url.host, url.port))
         sock.sendall(head.encode() + payload)
-        deadline = time.monotonic() + LIMIT_S
-        while server.metric("vllm:request_success_total") < ended + n:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: server.metric("vllm:request_success_total") >= ended + n, "the engine is not done")
         received = b"".join(iter(lambda: sock.recv(1 << 16), b""))
     chunks = list(read_events(line for line in received.decode().splitlines() if line.startswith("data: ")))
     assert any(len(choice["token_ids"]) > 5 for chunk in chunks for choice in chunk["choices"])
@@ -289,7 +276,6 @@ def test_slow_reader(server: Server, oracle: Oracle) -> None:
 
 
 def test_engine_aborts(server: Server, oracle: Oracle) -> None:
-    """A request that the engine ends has the rows of the tokens that it has, and claims no others."""
     bodies = [
         {**ASK, "prompt": prompt_of(50 + 5 * i, seed=300 + i), "max_tokens": 300, "ignore_eos": True, "stream": i % 2}
         for i in range(8)
@@ -307,7 +293,7 @@ def test_engine_aborts(server: Server, oracle: Oracle) -> None:
         choices = [choice for chunk in chunks for choice in chunk["choices"]]
         reasons.append(choices[-1]["finish_reason"] if choices else "abort")
         if any(choice["token_ids"] for choice in choices):
-            check(*(answers_of_stream(got) if isinstance(got, list) else answers_of(got)), oracle)
+            check(answer_of(got), oracle)
         else:
             arrays = [holder[name] for holder in (*chunks, *choices) for name in holder if "routed_experts" in name]
             assert all(array["shape"][0] == 0 for array in arrays)
@@ -336,10 +322,8 @@ def test_clients_that_vanish_leave_nothing(server: Server) -> None:
                 sock.settimeout(LIMIT_S)
                 for _ in range(index % 3):
                     sock.recv(4000)
-        deadline = time.monotonic() + LIMIT_S
-        while server.metric("vllm:num_requests_running") > 0 or any(server.state_left().values()):
-            assert time.monotonic() < deadline, server.state_left()
-            time.sleep(0.2)
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "requests are left")
+        wait_until_idle(server)
         return api.num_fds(), api.num_threads()
 
     files, threads = vanish(30)
@@ -360,7 +344,6 @@ def test_clients_that_vanish_leave_nothing(server: Server) -> None:
 
 
 def test_every_row_is_counted_once(server: Server) -> None:
-    """And what the metrics say of the engine's memory."""
     names = ("rows_captured_total", "rows_returned_total", "rows_missing_total", "sent_bytes_total")
 
     def counters() -> dict[str, float]:
@@ -375,10 +358,7 @@ def test_every_row_is_counted_once(server: Server) -> None:
     ]
     server.complete(prompt=prompt_of(20, seed=9002), max_tokens=3, ignore_eos=True)  # captured, not returned
     returned = (30 + 6) + (45 + 6)
-    deadline = time.monotonic() + LIMIT_S
-    while counters()["rows_returned_total"] < before["rows_returned_total"] + returned:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: counters()["rows_returned_total"] >= before["rows_returned_total"] + returned, counters)
     wait_until_idle(server)
     grown = {name: count - before[name] for name, count in counters().items()}
     arrays = [answer["prompt_routed_experts"] for answer in answers if "prompt_routed_experts" in answer]
@@ -412,51 +392,7 @@ def test_what_the_rows_mean(server: Server) -> None:
     assert first.endswith(f"routed-experts-server {info.version}, vLLM 0.32.0")
 
 
-def test_openais_own_client(server: Server, oracle: Oracle) -> None:
-    """Completions and chats, whole and streamed, at once; the arrays arrive in its objects, and errors are its own."""
-    extra = {"return_routed_experts": True, "return_token_ids": True, "ignore_eos": True}
-    common: dict[str, Any] = {"model": "tiny", "max_tokens": 8}
-
-    async def chunks(request: Any, stream: bool) -> list[Any]:
-        return [chunk async for chunk in await request] if stream else [await request]
-
-    async def run() -> list[list[Any]]:
-        http = httpx.AsyncClient(verify=False)
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=http) as client:
-            plain = await client.chat.completions.create(**common, messages=USER["messages"])
-            assert not hasattr(plain, "prompt_routed_experts")
-            assert not hasattr(plain.choices[0], "routed_experts")
-            for stream in (False, True):
-                bad = {**extra, "routed_experts_prompt_start": 6}
-                with pytest.raises(openai.BadRequestError, match="the prompt has 5 tokens") as raised:
-                    await client.completions.create(**common, prompt="Hello", stream=stream, extra_body=bad)
-                assert raised.value.param == "routed_experts_prompt_start"
-            asks = [
-                (client.completions.create, {"prompt": "Hello"}),
-                (client.chat.completions.create, {"messages": USER["messages"]}),
-            ]
-            return await asyncio.gather(
-                *(
-                    chunks(create(**common, **asked, stream=stream, extra_body=extra), stream)
-                    for create, asked in asks
-                    for stream in (False, True)
-                )
-            )
-
-    for got in asyncio.run(run()):
-        rows, prompt, tokens = [], [], []
-        for chunk in got:
-            (choice,) = chunk.choices
-            prompt += getattr(chunk, "prompt_token_ids", None) or getattr(choice, "prompt_token_ids", None) or []
-            tokens += getattr(choice, "token_ids", None) or []
-            rows += [codec.decode(chunk.prompt_routed_experts)] if hasattr(chunk, "prompt_routed_experts") else []
-            rows += [codec.decode(choice.routed_experts)] if hasattr(choice, "routed_experts") else []
-        assert len(tokens) == 8
-        assert oracle.wrong(np.concatenate(rows), [*prompt, *tokens[:-1]]) == []
-
-
 def test_any_values_in_any_fields(server: Server, oracle: Oracle) -> None:
-    """A short hostile run; `python -m tests.e2e.hostile` does longer ones, with any flags of the server."""
     count = int(os.environ.get("BAD_INPUT_REQUESTS", "0")) or 100
     statuses, wrong = send(server, count=count, number=0)
     assert not wrong

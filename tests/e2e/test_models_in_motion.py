@@ -9,15 +9,7 @@ import pytest
 from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import (
-    ASK,
-    Oracle,
-    answers_of,
-    answers_of_stream,
-    check,
-    one,
-    prompt_of,
-)
+from tests.e2e.harness import ASK, Oracle, answers_of, answers_of_stream, check, one, prompt_of
 from tests.e2e.shapes import HookOracle, make_eagle_models, make_mtp_model
 
 pytestmark = pytest.mark.e2e

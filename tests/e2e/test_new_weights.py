@@ -13,11 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from tests.conftest import SERVER_FLAGS
@@ -104,7 +100,6 @@ def roll_out(server: Server, oracle: Oracle) -> None:
 
 
 def test_weights_that_are_reloaded(server: Server, both: list[Weights]) -> None:
-    """The layers stay bound; once the prefix cache is reset, as after any reload, all rows are the new weights'."""
     for weights in (both[0], both[1], both[0]):
         reload_weights(server, weights)
         post(server, "/reset_prefix_cache")
@@ -113,7 +108,6 @@ def test_weights_that_are_reloaded(server: Server, both: list[Weights]) -> None:
 
 @pytest.mark.parametrize("keeps_kv", [False, True])
 def test_a_pause_under_an_answer(server: Server, both: list[Weights], keeps_kv: bool) -> None:
-    """Its tokens before keep their rows; one that comes during the pause is the new weights' alone."""
     running = Running(server, prompt=prompt_of(70, seed=3), max_tokens=LONG)
     running.wait_for(10)
     post(server, f"/pause?mode=keep&clear_cache={json.dumps(not keeps_kv)}")
@@ -166,7 +160,6 @@ def test_weights_that_are_reloaded_without_a_pause(server: Server, both: list[We
 
 
 def test_a_reset_under_an_answer(server: Server, both: list[Weights]) -> None:
-    """All of its KV is the new weights' then, but the rows of its tokens before stay."""
     running = Running(server, prompt=prompt_of(70, seed=8), max_tokens=LONG)
     running.wait_for(10)
     post(server, "/pause?mode=keep&clear_cache=false")
@@ -181,7 +174,6 @@ def test_a_reset_under_an_answer(server: Server, both: list[Weights]) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_sleep.py has vLLM's own transfer")
 def test_weight_transfer(server: Server, both: list[Weights]) -> None:
-    """vLLM's endpoints for it, under an answer and between answers."""
     post(server, "/init_weight_transfer_engine", {"init_info": {}})
     for weights, before in ((both[1], both[0]), (both[0], both[1])):
         running = Running(server, prompt=prompt_of(70, seed=9), max_tokens=LONG)

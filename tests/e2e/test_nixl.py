@@ -45,6 +45,7 @@ from tests.e2e.harness import (
     free_port,
     prompt_of,
     unknown,
+    wait_until,
     wait_until_idle,
 )
 
@@ -108,14 +109,15 @@ class Legs:
         body = {**ASK, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
         return self.decode.complete(**body, **({"kv_transfer_params": params} if params else {}))
 
-    def process_of(self, leg: Server) -> psutil.Process:
+    def suspended(self, leg: Server) -> list[psutil.Process]:
+        """The processes of a server, stopped."""
+        started = psutil.Process(self.proxy.process.pid).children()
         port = leg.url.rpartition(":")[2]
-        (found,) = (
-            child
-            for child in psutil.Process(self.proxy.process.pid).children()
-            if child.cmdline()[child.cmdline().index("--port") + 1] == port
-        )
-        return found
+        (found,) = (one for one in started if one.cmdline()[one.cmdline().index("--port") + 1] == port)
+        everyone = [found, *found.children(recursive=True)]
+        for process in everyone:
+            process.suspend()
+        return everyone
 
 
 def devices(flags: Sequence[str]) -> tuple[str, str]:
@@ -203,7 +205,6 @@ def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
 
 
 def test_each_of_two_hand_overs_brings_its_own_rows(legs: Legs, oracle: Oracle) -> None:
-    """Of prompts that begin alike, at once; what one has of the other's is what it hit, in whole blocks."""
     prompts = [[*prompt_of(64, seed=996), *prompt_of(60, seed=997 + index)] for index in range(2)]
     handed = [tagged(legs.first(prompt), seed=1 + index) for index, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(2) as threads:
@@ -236,13 +237,13 @@ def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Ora
 @pytest.fixture
 def let_go(legs: Legs) -> Iterator[None]:
     """Nothing of a test is left in the prefill instance before its lease ends."""
-    before = legs.prefill.metric("vllm:kv_cache_usage_perc")
+
+    def usage() -> float:
+        return legs.prefill.metric("vllm:kv_cache_usage_perc")
+
+    before = usage()
     yield
-    for _ in range(100):
-        if legs.prefill.metric("vllm:kv_cache_usage_perc") <= before:
-            return
-        time.sleep(0.1)
-    raise AssertionError("the prefill instance keeps KV that nobody is to pull")
+    wait_until(lambda: usage() <= before, "the prefill instance keeps KV that nobody is to pull", 30)
 
 
 @pytest.mark.usefixtures("let_go")
@@ -315,7 +316,6 @@ def test_completions(proxy: Server, oracle: Oracle, stream: bool, start: int, n:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_chat(proxy: Server, oracle: Oracle, stream: bool) -> None:
-    """With a limit on tokens by its newer name, and a stop string."""
     body: dict[str, Any] = {"messages": [{"role": "user", "content": f"{stream}: which? " * 9}], **ASK}
     body |= {"max_completion_tokens": 20, "temperature": 0}
     text = proxy.chat(**body)["choices"][0]["message"]["content"]
@@ -346,17 +346,11 @@ def test_nothing_is_left(legs: Legs) -> None:
 
 
 def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) -> None:
-    """It is stopped first, so that the pull begins, and usually fails: then no row that was handed over is left.
-
-    UCX may have read the KV by then without the other process, and report it once that has died. Then the rows that
-    were handed over are those of the KV: the rows that are computed from it here show that it is right.
-    """
+    # It is stopped first, so that the pull begins, and usually fails: then no row that was handed over is left. Or UCX
+    # has read the KV without it, and reports that once it has died: then the rows that were handed over are right.
     prompts = [prompt_of(110, seed=994), prompt_of(90, seed=995)]
     during, before = (tagged(legs.first(prompt)) for prompt in prompts)
-    leg = legs.process_of(legs.prefill)
-    everyone = [leg, *leg.children(recursive=True)]
-    for process in everyone:
-        process.suspend()
+    everyone = legs.suspended(legs.prefill)
     running = Running(legs.decode, prompt=prompts[0], max_tokens=6, kv_transfer_params=during)
     time.sleep(1)
     assert running.num_tokens == 0
@@ -428,10 +422,7 @@ def test_a_pull_that_outlives_the_lease(tiny_model: Path, tmp_path: Path, oracle
         (answer,) = answers_of(legs.second(known, 9, tagged(legs.first(known))))
         check(untagged(answer, slice(0, 169)), oracle)
         params = tagged(legs.first(prompt))
-        leg = legs.process_of(legs.prefill)
-        everyone = [leg, *leg.children(recursive=True)]
-        for process in everyone:
-            process.suspend()
+        everyone = legs.suspended(legs.prefill)
         pulling = Running(legs.decode, prompt=prompt, max_tokens=9, kv_transfer_params=params)
         time.sleep(8)
         assert pulling.num_tokens == 0

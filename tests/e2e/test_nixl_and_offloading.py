@@ -145,7 +145,6 @@ def test_the_next_turn_loads_what_was_pulled_and_what_was_computed(legs: Legs, o
 
 
 def test_rows_are_those_of_the_child_that_loads(legs: Legs, oracle: Oracle, setting: Setting) -> None:
-    """Both have the KV: the rows that come with it are made others once in one of them, twice in the other."""
     prompt = prompt_of(100, seed=620)
     pull(legs, prompt, oracle)
     crowd_out(legs.decode, seed=2)
@@ -179,7 +178,6 @@ def test_what_was_pulled_without_rows_is_a_stores_kv(legs: Legs, oracle: Oracle,
 
 
 def test_a_prompt_that_was_offloaded_is_handed_over_with_its_rows(legs: Legs, oracle: Oracle) -> None:
-    """The servers change places: what the decode server was handed, it hands over."""
     prompt = prompt_of(100, seed=640)
     pull(legs, prompt, oracle)
     crowd_out(legs.decode, seed=5)
@@ -194,7 +192,6 @@ def test_a_prompt_that_was_offloaded_is_handed_over_with_its_rows(legs: Legs, or
 
 
 def test_many_at_once(legs: Legs, oracle: Oracle) -> None:
-    """Prompts that share beginnings and do not fit into a KV cache together; half of them without a prefill leg."""
     before = [loaded(server) for server in (legs.prefill, legs.decode)]
     dice = random.Random(0)
     stems = [prompt_of(250, seed=650 + stem) for stem in range(6)]

@@ -78,7 +78,6 @@ def test_the_rule_is_that_of_hugging_face(shape: Shape, tmp_path: Path) -> None:
 
 
 def test_one_expert_of_many_layers() -> None:
-    """Every other expert in the place of the last is wrong, and so is one that is missing or there twice."""
     scores, rule = random_scores(50), Rule(K)
     ranked = best(scores, EXPERTS)
     assert (rule.judge(scores, ranked[:, :, :K]) == Verdict.EXACT).all()
@@ -204,7 +203,6 @@ def test_the_same_text_computed_by_another_adapter_is_not_the_same_row() -> None
 
 
 def test_a_preempted_request_has_computed_twice() -> None:
-    """Rows are of the one or of the other computation, not a layer of each; what took its slots is neither."""
     steps = Steps()
     steps.blocks = {"a": [1], "b": [1]}
     (old,) = steps.run(("a", 0, [1, 2, 3]))
@@ -222,7 +220,6 @@ def test_a_preempted_request_has_computed_twice() -> None:
 
 
 def test_prompt_rows_of_another_choice() -> None:
-    """All of them, and not those after the prompt."""
     steps = Steps()
     steps.blocks = {"0_a": [1], "1_a": [2]}
     tokens = [1, 2, 3]
@@ -352,7 +349,6 @@ def test_drafts_of_a_model_in_16_bits(method: str, is_eager: bool, tiny_model: P
 @pytest.mark.e2e
 @pytest.mark.skipif(not ON_GPU, reason="with LoRA, vLLM's MoE layers need Triton")
 def test_adapters_in_16_bits(tiny_model: Path, tmp_path: Path) -> None:
-    """Base and two adapters at once, of which vLLM holds one at a time: none reads what another computed."""
     adapters = [tmp_path / "a", tmp_path / "b"]
     for seed, adapter in enumerate(adapters):
         attach_adapter(AutoConfig.from_pretrained(tiny_model), adapter, seed=seed)

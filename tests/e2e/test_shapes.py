@@ -8,19 +8,7 @@ import numpy as np
 import pytest
 
 from tests.contract.served import serving_quickly
-from tests.e2e.harness import (
-    ASK,
-    FLOAT32,
-    ON_GPU,
-    Oracle,
-    Server,
-    answers_of,
-    check,
-    decode,
-    one,
-    prompt_of,
-    serving,
-)
+from tests.e2e.harness import ASK, FLOAT32, ON_GPU, Oracle, Server, answers_of, check, decode, one, prompt_of, serving
 from tests.e2e.shapes import DENSE, SHAPES, SLIDING_ONLY, HookOracle, Shape, attach_adapter, make_model
 
 pytestmark = pytest.mark.e2e

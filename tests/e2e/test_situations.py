@@ -20,11 +20,10 @@ from tests.e2e.harness import (
     ASK,
     ON_GPU,
     SMALL_KV,
-    Answer,
     Oracle,
     Server,
+    answer_of,
     answers_of,
-    answers_of_stream,
     at_once,
     cached_tokens,
     check,
@@ -59,12 +58,6 @@ def left_without_state(
         wait_until_idle(server)
         errors = [line for line in log.read_text().splitlines() if " ERROR " in line]
         assert not errors, errors
-
-
-def answer_of(got: Any) -> Answer:
-    """The only choice of an answer of `at_once`."""
-    (answer,) = answers_of_stream(got) if isinstance(got, list) else answers_of(got)
-    return answer
 
 
 def crowd(seed: int, count: int = 14) -> list[dict[str, Any]]:
@@ -219,7 +212,6 @@ def test_tensor_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank")
 def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """Each tensor-parallel rank routes a part of the tokens. A data-parallel rank without any takes part by padding."""
     flags = (*TINY_KV, "-tp", "2", "-dp", "2", "--enable-expert-parallel", "--data-parallel-rpc-port", str(free_port()))
     flags += ("--api-server-count", "1")
     with left_without_state(tiny_model, tmp_path / "log", *flags, module="tests.e2e.ranks_on_cpu") as server:
@@ -257,7 +249,6 @@ def test_tensor_parallel_on_two_nodes(tiny_model: Path, oracle: Oracle, tmp_path
 def test_data_parallel_with_a_headless_node(
     tiny_model: Path, oracle: Oracle, tmp_path: Path, documented: list[str]
 ) -> None:
-    """The second engine and its worker are another node's, and its rows come back over TCP."""
     module = "tests.e2e.ranks_on_cpu"
     with two_nodes(tiny_model, tmp_path, documented[0], "--api-server-count", "1", module=module) as server:
         check_mix(server, oracle, 860)
@@ -285,7 +276,6 @@ def test_ray_executor(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(ON_GPU, reason="the layers that skip steps there are bound in another way")
 def test_a_layer_that_skips_some_steps_is_found_at_start(tiny_model: Path, tmp_path: Path) -> None:
-    """Its first decode steps, and a short prompt alone, are complete."""
     log, flags = tmp_path / "log", (*SMALL_KV, "--max-model-len", "512")
     with (
         pytest.raises(AssertionError, match="did not start"),

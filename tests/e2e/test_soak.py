@@ -9,7 +9,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 def test_a_minute_of_everything(server: Server) -> None:
-    """The bound on the worker's memory is loose: see `bench.soak`."""
     for _ in range(3):  # what is taken once may be taken late
         seen = soak.run(server.url, server.process.pid, "tiny", seconds=60)
         if seen.slope(with_worker=False) < 20 and seen.slope() < 100:

@@ -28,6 +28,7 @@ from tests.e2e.harness import (
     read_events,
     serving,
     start,
+    wait_until,
     wait_until_gone,
 )
 
@@ -74,19 +75,15 @@ def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Requ
     requests = [Request(server, index, max_tokens, index % 2 == 0) for index in range(count)]
     for request in requests[::2]:
         assert request.has_begun.wait(LIMIT_S), "a stream does not begin"
-    deadline = time.monotonic() + LIMIT_S
-    while server.metric("vllm:num_requests_running") < count:
-        assert time.monotonic() < deadline, "a request does not begin"
+    wait_until(lambda: server.metric("vllm:num_requests_running") >= count, "a request does not begin")
     yield requests
     for request in requests:
         request.ended()
 
 
 def wait_until_draining(server: Server) -> None:
-    deadline = time.monotonic() + LIMIT_S
     with server.client() as client:
-        while client.get("/health").status_code != 503:
-            assert time.monotonic() < deadline, "the server does not stop"
+        wait_until(lambda: client.get("/health").status_code == 503, "the server does not stop")
 
 
 def refused(response: httpx.Response) -> None:
@@ -152,7 +149,6 @@ def processes_of(server: Server) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("victim", ["EngineCore", pytest.param("Worker", marks=pytest.mark.slow)])
 def test_a_process_of_the_engine_is_killed(tiny_model: Path, tmp_path: Path, victim: str) -> None:
-    """Streams end with an error event, the server ends and its log says why, and nothing is left."""
     with serving(tiny_model, tmp_path / "log", *FLAGS) as server:
         with under_way(server, 4, max_tokens=5000) as requests:
             next(process for process in processes_of(server) if victim in process.name()).kill()
@@ -173,7 +169,6 @@ def error_of(line: str) -> dict[str, Any]:
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
-    """After Ctrl-C, which a terminal sends to all processes. A client that does not read is not waited for."""
     with serving(tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout", "3") as server:
         stuck = httpx.Client(base_url=server.url, timeout=LIMIT_S, verify=False)
         body = {"model": "tiny", "prompt": prompt_of(40, 1), "max_tokens": 8000, "ignore_eos": True, "stream": True}
@@ -198,10 +193,8 @@ def test_stopped_while_it_starts(tiny_model: Path, tmp_path: Path, how: str) -> 
     process = start(tiny_model, log, *FLAGS, "--port", str(free_port()))
     server = Server(tiny_model, "", process, log)
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while "(EngineCore pid=" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, "no engine is started"
+        wait_until(lambda: "(EngineCore pid=" in log.read_text() or process.poll() is not None, "no engine is started")
+        assert process.poll() is None, log.read_text()
         if how == "SIGTERM":
             process.send_signal(signal.SIGTERM)
         else:

@@ -75,7 +75,6 @@ def test_who_asks_for_rows_has_those_of_what_was_computed(server: Server, policy
 
 
 def test_who_does_not_ask_loads(server: Server, policy: str, oracle: Oracle) -> None:
-    """And who asks afterwards is not given what was loaded without rows, but under `missing`."""
     prompt = prompt_of(100, seed=2)
     text = server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"]
     evict_all(server, 200)

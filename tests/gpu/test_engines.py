@@ -4,28 +4,26 @@ Run by hand on a machine with GPUs (with `-n 8` where pytest-xdist is installed)
 the results in `docs/gpu-runs.json`.
 """
 
-import asyncio
+import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import (
-    Answer,
+    ASK,
     Oracle,
     Server,
-    answers_of,
-    answers_of_stream,
+    answer_of,
+    at_once,
     check,
     free_port,
     prompt_of,
-    read_events,
     same,
     serving,
 )
@@ -87,7 +85,7 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
         for length in (1, 31, 32, 64, 65, 150):
             one(server, oracle, prompt=prompt_of(length, length), max_tokens=9)
         one(server, oracle, prompt=repetitive, max_tokens=40)
-        rows = asyncio.run(load(server, oracle, requests=96))
+        rows = load(server, oracle, requests=96)
         if engine.provokes:
             assert server.metric(engine.provokes) > 0
         capture = server.info()["capture"]
@@ -100,15 +98,14 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """Under vLLM's default backend for all-to-all. Not in ENGINES, which two GPUs are enough for."""
     engine = Engine("sequence-parallel MoE", ("-tp", "2", "-dp", "2", "--enable-expert-parallel"), gpus=4)
     test_every_row_is_exact(engine, tiny_model, oracle, tmp_path)
 
 
 def one(server: Server, oracle: Oracle, **body: Any) -> None:
     """Streamed and not: bit-equal where the engine's numbers are, and exact by the oracle."""
-    ask = {"return_routed_experts": True, "return_token_ids": True, "ignore_eos": True, **body}
-    (unstreamed,), (streamed,) = answers_of(server.complete(**ask)), answers_of_stream(server.stream(**ask))
+    body |= {**ASK, "ignore_eos": True}
+    unstreamed, streamed = answer_of(server.complete(**body)), answer_of(server.stream(**body))
     check(unstreamed, oracle)
     check(streamed, oracle)
     for answer in (unstreamed, streamed):
@@ -117,29 +114,19 @@ def one(server: Server, oracle: Oracle, **body: Any) -> None:
     same(unstreamed, streamed)
 
 
-async def load(server: Server, oracle: Oracle, requests: int) -> int:
+def load(server: Server, oracle: Oracle, requests: int) -> int:
     """Concurrent requests with shared prefixes, with and without the opt-in; returns how many rows were checked."""
-
-    async def run(index: int, client: httpx.AsyncClient) -> Answer | None:
+    bodies, rows = [], 0
+    for index in range(requests):
         rng = random.Random(index)
         prompt = [*prompt_of(96, 99)[: rng.randrange(97)], *prompt_of(rng.randrange(1, 90), 1000 + index)]
-        body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": rng.randrange(1, 60)}
-        body |= {"temperature": rng.choice([0, 1]), "stream": index % 2 == 0, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": rng.randrange(1, 60), "temperature": rng.choice([0, 1])}
+        bodies.append({**body, "stream": index % 2 == 0, "ignore_eos": True, **(ASK if index % 5 else {})})
+    for index, got in enumerate(at_once(server, bodies)):
         if index % 5:
-            body |= {"return_routed_experts": True, "return_token_ids": True}
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            text = (await response.aread()).decode()
-        assert response.status_code == 200, text
-        if index % 5 == 0:
-            assert "routed_experts" not in text
-            return None
-        if body["stream"]:
-            return answers_of_stream(list(read_events(iter(text.splitlines()))))[0]
-        return answers_of(response.json())[0]
-
-    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
-        answers = await asyncio.gather(*(run(index, client) for index in range(requests)))
-    for answer in answers:
-        if answer is not None:
+            answer = answer_of(got)
             check(answer, oracle)
-    return sum(len(answer.prompt_rows) + len(answer.rows) for answer in answers if answer is not None)
+            rows += len(answer.prompt_rows) + len(answer.rows)
+        else:
+            assert "routed_experts" not in json.dumps(got)
+    return rows

@@ -1,6 +1,5 @@
 """Engines that are more than one machine's: Ray as executor, and two nodes that share a host, with a GPU each."""
 
-import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -35,7 +34,6 @@ APART_ENV = {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_HOST_IP": "127.0.0.1"}
 @RAY
 @pytest.mark.parametrize("parallel", ["-tp", "-pp"])
 def test_ray(parallel: str, tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """500 requests each, and an end that leaves nothing behind."""
     flags = (*SERVER_FLAGS, parallel, "2", "--distributed-executor-backend", "ray")
     with serving(tiny_model, tmp_path / "log", *flags) as server:
         exact(server, oracle, requests=500)
@@ -86,7 +84,7 @@ def exact(server: Server, oracle: Oracle, requests: int) -> None:
     for length in (1, 32, 65, 150):
         one(server, oracle, prompt=prompt_of(length, length), max_tokens=9)
     started = time.monotonic()
-    rows = asyncio.run(load(server, oracle, requests=requests))
+    rows = load(server, oracle, requests)
     print(f"{requests} requests, {rows} rows exact, {time.monotonic() - started:.0f} s")
 
 

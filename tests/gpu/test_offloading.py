@@ -1,6 +1,5 @@
 """Offloading as vLLM does it, with its own copies between the GPU and the host: each row against the oracle."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -24,12 +23,11 @@ FLAGS = {
 
 @pytest.mark.parametrize("flags", FLAGS.values(), ids=FLAGS)
 def test_every_row_is_exact(flags: tuple[str, ...], tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """A KV cache for one or two of the requests, and space for many outside it."""
     few = ("--num-gpu-blocks-override", "20")
     with serving(tiny_model, tmp_path / "log", *SERVER_FLAGS, *few, *flags) as server:
         for _ in range(3):
             for seed in range(12):
                 one(server, oracle, prompt=prompt_of(150, seed), max_tokens=9)
-        rows = asyncio.run(load(server, oracle, requests=96))
+        rows = load(server, oracle, requests=96)
         assert server.metric("vllm:external_prefix_cache_hits_total") > 500
         print(f"{rows} rows exact")

@@ -18,7 +18,7 @@ from tests.packaging.tiny_wheels import pack_installed
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("capture", "protocol", "server", "pyproject.toml", "LICENSE")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-# Nothing is fetched: what the environments need beside the package, they borrow from this one.
+# Nothing is fetched.
 OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 
 
@@ -48,14 +48,6 @@ class Environment:
     def packages(self) -> set[str]:
         """Names and versions of what is installed."""
         return set(self.pip("list", "--format=freeze").stdout.split())
-
-    def borrow(self, *paths: Path) -> None:
-        """Packages in these folders can be imported, after those of the environment itself."""
-        self.site_packages.joinpath("borrowed.pth").write_text("".join(f"{path}\n" for path in paths))
-
-    def borrow_everything(self) -> None:
-        """All that the tests' own interpreter has, vLLM among it."""
-        self.borrow(*(Path(path) for path in sys.path if path.endswith("site-packages")))
 
     def run(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         """A program of the environment, without the variables that change what it imports."""
@@ -174,19 +166,3 @@ def brought_by(name: str, known: set[str] | None = None, extras: frozenset[str] 
             known.add(name)
             brought_by(name, known, frozenset(requirement.extras))
     return known
-
-
-@pytest.fixture(scope="session")
-def editable_environment(
-    new_environment: Callable[[], Environment], tmp_path_factory: pytest.TempPathFactory
-) -> Environment:
-    """An editable install, as `make setup` does it, with vLLM at hand."""
-    environment = new_environment()
-    environment.borrow_everything()  # setuptools too, which writes the install
-    environment.pip_install(
-        "--no-deps",
-        "--no-build-isolation",
-        "--editable",
-        str(copy_sources(tmp_path_factory.mktemp("checkout") / "sources")),
-    )
-    return environment

@@ -52,6 +52,5 @@ def test_imports_and_declarations_are_the_same(extra: str) -> None:
 
 
 def test_vllm_brings_what_the_server_imports() -> None:
-    """So that the package, installed beside a vLLM or in its image, adds itself alone."""
     (vllm,) = set(packages_distributions()["vllm"])
     assert declared(PROJECT["optional-dependencies"]["server"]) <= brought_by(vllm)

@@ -37,6 +37,16 @@ def ask(tab: Tab, prompt: str = PROMPT, tokens: int = 40, kind: str = "chat") ->
     tab.click("#send")
 
 
+def show(tab: Tab, url: str, **window: Any) -> None:
+    tab.open(url, **window)
+    tab.wait(ENDED)
+
+
+def error_in(tab: Tab) -> str:
+    tab.wait("!document.querySelector('#error').hidden")
+    return tab.text("#error")
+
+
 def status(tab: Tab) -> str:
     return tab.text("#map-status")
 
@@ -61,7 +71,6 @@ def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> bool:
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_an_answer_streams_in(tab: Tab, api: Server, kind: str) -> None:
-    """Every token with its text, and the experts that the API gives for the same request."""
     body: dict[str, Any] = {**ASK, "max_tokens": 40}
     chat = {"messages": [{"role": "user", "content": PROMPT}]}
     (said,) = answers_of(api.chat(**body, **chat) if kind == "chat" else api.complete(**body, prompt=PROMPT))
@@ -81,9 +90,7 @@ def test_an_answer_streams_in(tab: Tab, api: Server, kind: str) -> None:
 
 
 def test_what_is_shown_grows(tab: Tab, viewed: Viewed) -> None:
-    """An answer is played again as it was made; the load grows with it, and Stop shows the rest."""
-    tab.open(viewed(answer(rows_of(399, 6, 2, 16), 30)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows_of(399, 6, 2, 16), 30)))
     tab.click("#play")
     tab.wait("document.querySelector('#summary').textContent.includes('streaming')")
     seen: set[int] = set()
@@ -112,8 +119,7 @@ def test_stop_ends_the_request(tab: Tab, api: Server) -> None:
 
 def test_keys_on_the_map(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(199, 6, 4, 32)
-    tab.open(viewed(answer(rows, 10)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10)))
     tab.js("document.querySelector('#map').focus()")
     token, layer = 10, 0
     steps = [("ArrowRight", 5, 0), ("ArrowDown", 0, 2), ("ArrowUp", 0, -1), ("PageDown", 50, 0), ("ArrowLeft", -1, 0)]
@@ -134,10 +140,8 @@ def test_keys_on_the_map(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_clicks(tab: Tab, viewed: Viewed) -> None:
-    """On the map, the load, the balance and a token's experts."""
     rows = rows_of(59, 6, 4, 32)
-    tab.open(viewed(answer(rows, 10), given=ModelInfo(num_experts=32)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10), given=ModelInfo(num_experts=32)))
     wide = tab.js("(document.querySelector('#map').clientWidth - 42) / 60")
     wide = min(max(wide, 2), 18)
     tab.click("#map", GUTTER + 33.5 * wide, 20 + 2.5 * 26)
@@ -162,8 +166,7 @@ def test_clicks(tab: Tab, viewed: Viewed) -> None:
 def test_balance(tab: Tab, viewed: Viewed) -> None:
     """The entropy of the load so far, or of the last tokens, as a share of the most that it can be."""
     rows = rows_of(99, 3, 2, 8)
-    tab.open(viewed(answer(rows, 10), given=ModelInfo(num_experts=8)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10), given=ModelInfo(num_experts=8)))
 
     def evenness(part: np.ndarray) -> list[float]:
         shares = [np.bincount(part[:, layer].ravel(), minlength=8) / part[:, layer].size for layer in range(3)]
@@ -202,32 +205,19 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
 
 def test_answers_of_two_models_are_not_compared(tab: Tab, viewed: Viewed) -> None:
     tab.open(viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
-    tab.wait("!document.querySelector('#error').hidden")
-    assert "from different models" in tab.text("#error")
+    assert "from different models" in error_in(tab)
     assert tab.js("document.querySelector('#side-b').hidden")
 
 
-@pytest.mark.parametrize("form", ["object", "npy", "list"])
-@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize(("form", "layout"), [("object", "split"), ("npy", "joined"), ("list", "split")])
 def test_saved_answers_of_every_form(tab: Tab, api: Server, viewed: Viewed, form: str, layout: str) -> None:
     said = {"prompt": "Hello there", "max_tokens": 6, **ASK, "routed_experts_layout": layout}
     body = api.complete(**said, routed_experts_format=form)
     (routing,) = collect(body)
-    tab.open(viewed(body))
-    tab.wait(ENDED)
+    show(tab, viewed(body))
     assert f"11 prompt and 6 generated tokens, {len(routing.rows)} rows of 8 layers {TIMES} 64 of" in tab.text(
         "#summary"
     )
-    assert shows(tab, routing.rows[11])
-
-
-def test_a_saved_stream(tab: Tab, api: Server, viewed: Viewed) -> None:
-    with api.client() as client:
-        body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 6, "stream": True, **ASK}
-        text = client.post("/v1/completions", json=body).text
-    (routing,) = collect(text)
-    tab.open(viewed(text=text))
-    tab.wait(ENDED)
     assert shows(tab, routing.rows[11])
 
 
@@ -245,7 +235,6 @@ def save(tab: Tab, folder: Path) -> Path:
 
 
 def test_what_is_saved_can_be_read(tab: Tab, api: Server, viewed: Viewed, tmp_path: Path) -> None:
-    """By the page, and by everything that reads answers."""
     tab.open(f"{api.url}/routed_experts")
     ask(tab, tokens=12)
     tab.wait(ENDED)
@@ -283,8 +272,7 @@ def joined(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("change", [lambda body: body, without_texts, joined], ids=["texts", "ids", "neither"])
-@pytest.mark.parametrize("info", [{}, {"routed_experts_info": INFO}], ids=["alone", "with layers"])
-@pytest.mark.parametrize("reason", ["length", None])
+@pytest.mark.parametrize(("info", "reason"), [({}, "length"), ({"routed_experts_info": INFO}, None)])
 def test_saving_and_opening_change_nothing(
     tab: Tab, viewed: Viewed, tmp_path: Path, change: Any, info: dict[str, Any], reason: str | None
 ) -> None:
@@ -311,7 +299,6 @@ def texts_of(ids: list[int]) -> list[str]:
 
 
 def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path, viewed: Viewed) -> None:
-    """Each has its own text, or its number where the text of a saved chunk belongs to several."""
     body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 24, "stream": True, **ASK}
     with serving(tiny_model, "--stream-interval", "5") as server:
         with server.client() as client:
@@ -324,8 +311,7 @@ def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path, viewed: Viewed) -
         tab.wait(ENDED)
         tab.wait("!document.querySelector('#tokens-a .number')")
         assert token_texts(tab) == texts
-    tab.open(viewed(text=stream))
-    tab.wait(ENDED)
+    show(tab, viewed(text=stream))
     shown = token_texts(tab)
     numbers = [f"#{i}" for i in (*(routing.prompt_token_ids or ()), *(routing.token_ids or ()))]
     assert len(shown) == len(texts)
@@ -354,19 +340,16 @@ def test_texts_of_a_saved_stream(tab: Tab, viewed: Viewed) -> None:
     chunks[-1]["choices"][0] |= last
     for expected in ("#1 #2 a b #5 #6 #7 #8", "#1 #2 a b c d e f"):
         text = "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n"
-        tab.open(viewed(text=text))
-        tab.wait(ENDED)
+        show(tab, viewed(text=text))
         assert token_texts(tab) == expected.split()
         for one, tokens in zip(chunks, ("a", "b", "c", "d", "ef"), strict=True):
             one["choices"][0]["logprobs"] = {"tokens": list(tokens)}
 
 
 def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
-    """By the object of `GET /v1/routed_experts` before a stream or a body, also over dense layers."""
     rows = np.zeros((29, 7, 2), dtype=np.int16)
     rows[:, INFO["layer_ids"]] = rows_of(29, 3, 2, 32)
-    tab.open(viewed(text=f"{json.dumps(INFO, indent=1)}\n{json.dumps(answer(rows, 12), indent=1)}"))
-    tab.wait(ENDED)
+    show(tab, viewed(text=f"{json.dumps(INFO, indent=1)}\n{json.dumps(answer(rows, 12), indent=1)}"))
     assert f"29 rows of 3 layers {TIMES} 2 of 40 experts" in tab.text("#summary")
     tab.click("#tokens-a [data-i='14']")
     assert shows(tab, rows[14, INFO["layer_ids"]])
@@ -377,27 +360,23 @@ def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
     assert "; decoder layer 1: " in status(tab)
 
 
-@pytest.mark.parametrize("layout", ["split", "joined"])
-def test_raw_rows_by_flags(tab: Tab, api: Server, viewed: Viewed, layout: str) -> None:
-    form = {"routed_experts_layout": layout, "routed_experts_format": "raw", "routed_experts_dtype": "int32"}
+def test_raw_rows_by_flags(tab: Tab, api: Server, viewed: Viewed) -> None:
+    form = {"routed_experts_layout": "split", "routed_experts_format": "raw", "routed_experts_dtype": "int32"}
     body = api.complete(prompt="Hello there", max_tokens=6, **ASK, **form)
     info = api.info()
     given = ModelInfo(info["num_layers"], info["top_k"], rows_dtype="int32")
     (saved,) = read([("", StringIO(json.dumps(body)))], given)
-    tab.open(viewed(body, given=given))
-    tab.wait(ENDED)
+    show(tab, viewed(body, given=given))
     assert shows(tab, saved.routings()[0].rows[11])
 
 
 def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
-    """Several streams, arrays, bodies over lines or after one another: an answer each."""
     body = answer(rows_of(9, 2, 2, 8), 3)
     body["choices"][0]["text"] = 'a "quoted\\" } text\n'
     stream = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
     pretty = json.dumps(body, indent=2)
     text = f"{stream}: ping\n\n{stream}{pretty}\n{json.dumps([body, body])}{json.dumps(body)}\n\n{pretty}"
-    tab.open(viewed(text=text))
-    tab.wait(ENDED)
+    show(tab, viewed(text=text))
     names = tab.js("[...document.querySelectorAll('#pick-a option')].slice(1).map(e => e.textContent)")
     found = [answer.where for answer in read([("answers.jsonl", StringIO(text))], ModelInfo())]
     assert len(found) == 7
@@ -421,16 +400,14 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
 )
 def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, text: str, sentence: str) -> None:
     tab.open(viewed(text=text))
-    tab.wait("!document.querySelector('#error').hidden")
-    assert sentence in tab.text("#error")
+    assert sentence in error_in(tab)
     assert tab.js("document.querySelector('#error').getAttribute('role')") == "alert"
 
 
 def test_errors_of_the_server_are_shown(tab: Tab, api: Server) -> None:
     tab.open(f"{api.url}/routed_experts")
     ask(tab, prompt="x" * 3000)
-    tab.wait("!document.querySelector('#error').hidden")
-    assert tab.text("#error").startswith("The server returned 400: ")
+    assert error_in(tab).startswith("The server returned 400: ")
     assert "context length" in tab.text("#error")
     tab.console.clear()  # the browser itself notes failed requests
     ask(tab, tokens=3)
@@ -442,14 +419,11 @@ def test_a_server_that_is_gone(tab: Tab, tiny_model: Path) -> None:
     with serving(tiny_model) as server:
         tab.open(f"{server.url}/routed_experts")
         tab.wait("!document.querySelector('#ask').hidden")
-        tab.call(
-            "Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=-1, uploadThroughput=-1
-        )
+        network = {"latency": 0, "downloadThroughput": -1, "uploadThroughput": -1}
+        tab.call("Network.emulateNetworkConditions", offline=True, **network)
         ask(tab)
         tab.wait("!document.querySelector('#error').hidden")
-        tab.call(
-            "Network.emulateNetworkConditions", offline=False, latency=0, downloadThroughput=-1, uploadThroughput=-1
-        )
+        tab.call("Network.emulateNetworkConditions", offline=False, **network)
     assert tab.text("#error") == "Cannot reach the server."
     tab.console.clear()
 
@@ -461,8 +435,7 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path) -> No
         assert tab.console == []
         tab.type("#key", "wrong")
         tab.click("#key-form button")
-        tab.wait("!document.querySelector('#error').hidden")
-        assert tab.text("#error") == "The server rejected this API key."
+        assert error_in(tab) == "The server rejected this API key."
         tab.console.clear()
         tab.type("#key", "a-secret")
         tab.click("#key-form button")
@@ -476,7 +449,6 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path) -> No
 
 
 def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
-    """Says so, and shows saved answers."""
     file = tmp_path / "saved.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
     with serving(tiny_model, "--no-enable-return-routed-experts") as server:
@@ -489,8 +461,7 @@ def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) ->
 
 def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
     texts = ["<script>hacked = 1</script>", "<img src=x onerror='hacked = 1'>", "</span>", "&amp;", "<b>", "x"]
-    tab.open(viewed(answer(rows_of(5, 2, 2, 8), 2, texts)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows_of(5, 2, 2, 8), 2, texts)))
     tab.click("#table summary")
     tab.wait("document.querySelectorAll('#table tbody tr').length === 6")
     assert tab.js("typeof hacked") == "undefined"
@@ -501,8 +472,7 @@ def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
 def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
     rows = rows_of(69, 3, 2, 8)
     rows[30, 1] = -1
-    tab.open(viewed(answer(rows, 10)))
-    tab.wait(ENDED)
+    show(tab, viewed(answer(rows, 10)))
     assert "69 rows (1 unknown)" in tab.text("#summary")
     tab.click("#table summary")
     tab.wait("document.querySelectorAll('#table tbody tr').length === 25")
@@ -519,8 +489,7 @@ def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
-    tab.open(viewed(*two_that_part(39, 10, 20)))
-    tab.wait(ENDED)
+    show(tab, viewed(*two_that_part(39, 10, 20)))
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
     found = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]}
     assert {
@@ -540,8 +509,7 @@ def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
 @pytest.mark.parametrize("width", [1440, 420])
 def test_light_dark_and_both_sizes(tab: Tab, viewed: Viewed, width: int) -> None:
     """As the system has it, unless the switch says otherwise; nothing is wider than the window."""
-    tab.open(viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
-    tab.wait(ENDED)
+    show(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
     background = "getComputedStyle(document.body).backgroundColor"
     dark = tab.js(background)
     pixel = "document.querySelector('#legend').toDataURL()"
@@ -561,10 +529,7 @@ def test_light_dark_and_both_sizes(tab: Tab, viewed: Viewed, width: int) -> None
 
 
 def test_4000_tokens_of_60_layers_and_512_experts(tab: Tab, viewed: Viewed) -> None:
-    """The page's own work leaves most of each second, and most of a frame, to the browser.
-
-    Measured in processor time, as a busy machine stretches the clock's.
-    """
+    """The page's own work leaves most of each second, and most of a frame, to the browser."""
     rows = np.random.default_rng(0).random((4000, 60, 512), dtype=np.float32).argpartition(10)[:, :, :10]
     tab.open(viewed(answer(rows.astype(np.int16), 500)))
     tab.wait(ENDED, 120)

@@ -61,30 +61,23 @@ def test_round_trip(rows: np.ndarray, fmt: Format, dtype: str, start: int) -> No
         assert (value["dtype"], value["start"], value["missing"]) == (dtype, start, missing)
 
 
-@pytest.mark.parametrize(
-    ("requested", "num_experts", "dtype"),
-    [
-        ("auto", 256, "uint8"),
-        ("auto", 257, "int16"),
-        ("uint8", 256, "uint8"),
-        ("uint8", 257, None),
-        ("int16", 1 << 15, "int16"),
-        ("int16", (1 << 15) + 1, None),
-        ("int32", 512, "int32"),
-        ("vllm", 256, "uint8"),
-        ("vllm", 257, "uint16"),
-    ],
-)
-def test_resolve_dtype(requested: Any, num_experts: int, dtype: str | None) -> None:
-    if dtype is None:
+def test_resolve_dtype() -> None:
+    cases: list[Any] = [("auto", 256, "uint8"), ("auto", 257, "int16"), ("vllm", 256, "uint8"), ("vllm", 257, "uint16")]
+    for requested, num_experts, dtype in (*cases, ("int16", 1 << 15, "int16"), ("int32", 512, "int32")):
+        assert resolve_dtype(requested, num_experts) == dtype
+    refused: list[Any] = [("uint8", 257), ("int16", (1 << 15) + 1)]
+    for requested, num_experts in refused:
         with pytest.raises(CodecError, match=f"{requested} cannot hold the ids of {num_experts} experts"):
             resolve_dtype(requested, num_experts)
-    else:
-        assert resolve_dtype(requested, num_experts) == dtype
+    assert resolve_dtype("uint8", 256) == "uint8"
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_ids_out_of_range(fmt: Format) -> None:
+    for dtype, id_ in (("uint8", 300), ("int16", 40_000), ("uint16", 70_000), ("int16", -40_000)):
+        if fmt != "list":
+            with pytest.raises(CodecError, match=f"{dtype} cannot hold ids"):
+                encode(np.array([[[0, id_]]], dtype=np.int32), fmt=fmt, dtype=dtype, start=0)
     for id_ in (-2, -70_000, 40_000):
         value = encode(np.array([[[0, id_]]], dtype=np.int32), fmt=fmt, dtype="int32", start=0)
         with pytest.raises(CodecError, match=f"not an expert id: {id_}"):

@@ -76,7 +76,6 @@ def responses(draw: Any) -> list[Told]:
 @SETTINGS
 @given(responses(), st.integers(1, 12), st.integers(1, 4), st.booleans())
 def test_collect(prompts: list[Told], piece: int, per_chunk: int, is_list: bool) -> None:
-    """Unstreamed, streamed in arrays of at most `piece` rows, and in MessagePack."""
     one = prompts[0]
     options: dict[str, Any] = {**RAW, "dtype": one.dtype, "prompt_start": one.start, "n": len(one.choices)}
     body = answer(*prompts, is_list=is_list)
@@ -150,7 +149,6 @@ class TestChoicesAndPrompts:
             collect(iter(chunks), n=2)
 
     def test_rows_of_one_prompt_are_not_those_of_another(self) -> None:
-        """Even if both are equally long."""
         prompts = told(9, 4), told(9, 4, first_token=500)
         chunks = stream(*prompts)
         for chunk in chunks:
@@ -172,7 +170,6 @@ class TestChoicesAndPrompts:
 
 
 def test_objects_of_the_openai_client() -> None:
-    """Fields that it does not know become attributes."""
     expected = told()
     body = Completion.construct(**answer(expected))
     body.choices = [type("Choice", (), choice) for choice in answer(expected)["choices"]]

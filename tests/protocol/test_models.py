@@ -69,32 +69,28 @@ def test_accepted_values() -> None:
     assert parse({**OPT_IN, "routed_experts_start_len": 7}).prompt_start == 7
 
 
-@pytest.mark.parametrize("field", INVALID)
-def test_invalid_values(field: str) -> None:
-    for value in INVALID[field]:
+def test_invalid_values() -> None:
+    for field, value in ((field, value) for field, values in INVALID.items() for value in values):
         refuse({**OPT_IN, field: value}, field, field)
         with pytest.raises(FieldError) as raised:
             check_defaults({field: value})
         assert raised.value.param == field
 
 
-@pytest.mark.parametrize("field", VALID)
-def test_a_field_requires_the_opt_in(field: str) -> None:
+def test_a_field_requires_the_opt_in() -> None:
     """So that a gateway that drops the opt-in does not drop the routing silently."""
-    body, message = {field: VALID[field]}, f"{field} needs return_routed_experts: true"
-    refuse(body, field, message)
-    refuse({**body, "return_routed_experts": False}, field, message)
-    refuse({**body, "return_routed_experts": False}, field, message, {**OPT_IN})
-    if field not in WITH_HISTOGRAM:
-        refuse({**body, **HISTOGRAM}, field, message)
-    # A server's default requires none.
-    assert parse_options({}, body) is None
-    assert parse_options({"return_routed_experts": False}, body) is None
-    assert parse_options(OPT_IN, body) == parse({**OPT_IN, **body})
-
-
-def test_a_default_value_requires_the_opt_in_too() -> None:
     refuse({"routed_experts_prompt_start": 0}, "routed_experts_prompt_start")
+    for field, value in VALID.items():
+        body, message = {field: value}, f"{field} needs return_routed_experts: true"
+        refuse(body, field, message)
+        refuse({**body, "return_routed_experts": False}, field, message)
+        refuse({**body, "return_routed_experts": False}, field, message, {**OPT_IN})
+        if field not in WITH_HISTOGRAM:
+            refuse({**body, **HISTOGRAM}, field, message)
+        # A server's default requires none.
+        assert parse_options({}, body) is None
+        assert parse_options({"return_routed_experts": False}, body) is None
+        assert parse_options(OPT_IN, body) == parse({**OPT_IN, **body})
 
 
 def test_the_two_names_of_prompt_start() -> None:
@@ -125,7 +121,6 @@ def test_a_request_overrides_the_servers_defaults() -> None:
 
 
 def test_by_default() -> None:
-    """True if only the server's default asks for rows."""
     defaults = {**OPT_IN, "routed_experts_format": "npy"}
     for body, by_default in (({}, True), ({"prompt": "abc"}, True), (OPT_IN, False)):
         assert parse(body, defaults).by_default is by_default
@@ -146,11 +141,7 @@ def test_vllms_formats_apply_where_no_other_was_asked_for() -> None:
     assert typed.with_vllms_forms() == RoutingOptions(**{**vllm, "dtype": "int32"})
     moe = parse(OPT_IN, {"routed_experts_layers": "moe"})
     assert moe.with_vllms_forms() == RoutingOptions(**{**vllm, "layers": "moe"})
-    for body in (
-        {**OPT_IN, "routed_experts_format": "npy"},
-        {**OPT_IN, "routed_experts_layout": "split"},
-        HISTOGRAM,
-    ):
+    for body in ({**OPT_IN, "routed_experts_format": "npy"}, {**OPT_IN, "routed_experts_layout": "split"}, HISTOGRAM):
         assert parse(body).with_vllms_forms() == parse(body)
 
 
@@ -168,7 +159,6 @@ def test_vllms_formats_apply_where_no_other_was_asked_for() -> None:
     ],
 )
 def test_unknown_routing_fields(name: str, nearest: str) -> None:
-    """Refused whatever their value, and whether routing is asked for or not."""
     for body in ({}, OPT_IN, {"return_routed_experts": False}):
         for value in (None, False, 1):
             with pytest.raises(FieldError, match=f"not a routing field: did you mean {nearest}") as raised:

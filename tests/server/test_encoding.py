@@ -14,7 +14,7 @@ from routed_experts.protocol import codec
 from routed_experts.protocol.codec import encode
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 
-SHAPES = [(48, 8, 128), (5, 4, 16), (2, 3, 300)]  # L, K, experts
+SHAPES = [(48, 8, 128), (2, 3, 300)]  # L, K, experts
 FORMATS: list[Any] = list(get_args(codec.Format))
 
 
@@ -53,12 +53,11 @@ def encoder(fmt: Any, dtype: str, shape: tuple[int, int, int], layers: str = "mo
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_encoding_is_that_of_the_codec(shape: tuple[int, int, int], fmt: Any) -> None:
-    """Text for a line of a stream, and the parts of JSON and MessagePack bodies; what is sent is counted."""
     cases = [
         (dtype, layers, count)
         for dtype in ("int16", "int32", "uint8")
         for layers in ("moe", "all")
-        for count in (0, 1, 3, 800)
+        for count in (0, 3, 800)
     ]
     for dtype, layers, count in cases:
         if dtype == "uint8" and shape[2] > 256:
@@ -102,10 +101,10 @@ def test_as_many_rows_as_fit_a_line(shape: tuple[int, int, int], fmt: Any, layer
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
-    rows = rows_of(10, SHAPES[1], unknown=True)
+    rows = rows_of(10, SHAPES[0], unknown=True)
     for dtype in ("uint8", "uint16"):
         for layers in ("moe", "all"):
-            own = encoder(fmt, dtype, SHAPES[1], layers)
+            own = encoder(fmt, dtype, SHAPES[0], layers)
             for encode_all in (
                 lambda own=own: own.text(rows, 0),
                 lambda own=own: own.check([rows[3:], rows[:3]]),
@@ -115,7 +114,7 @@ def test_unsigned_dtypes_cannot_hold_unknown_rows(fmt: Any) -> None:
                 with pytest.raises(LostRowsError, match=f"2 rows are unknown .* {dtype} cannot hold: set"):
                     encode_all()
             own.check([rows[3:]])
-    encoder("object", "int16", SHAPES[1]).check([rows])
+    encoder("object", "int16", SHAPES[0]).check([rows])
 
 
 def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
@@ -128,7 +127,6 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
-    """Many small ones, and rows that are larger than a part each, behind an empty array."""
     for shape, count in (((48, 8), 2000), ((200, 200), 3)):
         rows = np.ones((count, *shape), dtype=np.int16)
         arrays = [rows[:0], *(rows[at : at + 1] for at in range(count))]
@@ -141,9 +139,8 @@ def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_histograms(shape: tuple[int, int, int]) -> None:
-    """Dense layers count nothing."""
     rows = rows_of(1000, shape, unknown=True)
     counts = [
         np.bincount(ids[ids >= 0], minlength=shape[2]).tolist() for ids in rows.swapaxes(0, 1).reshape(shape[0], -1)

@@ -4,12 +4,10 @@ import asyncio
 import gc
 import tracemalloc
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import Request
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
@@ -17,24 +15,14 @@ from routed_experts.server.http.response import CollectedRows, RoutedResponse, r
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
-from tests.server.test_response import Choice, Response, choice, output
+from tests.server.test_response import Choice, Response, choice, output, request
 from tests.server.turns import another_task
 
 L, K, EXPERTS = 48, 8, 128
 PROMPT, TOKENS = 8000, 201
 RAW = (PROMPT + TOKENS - 1) * L * K * 2
-WAYS = [
-    (stream, form, accept)
-    for stream in (False, True)
-    for form in ("object", "npy", "raw", "list")
-    for accept in (("*/*",) if stream else ("*/*", "application/msgpack"))
-]
-
-
-def request(accept: str) -> Request:
-    app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace()))
-    headers = [(b"accept", accept.encode())]
-    return Request({"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app})
+WAYS = [(False, "application/msgpack", form) for form in ("object", "npy", "raw", "list")]
+WAYS += [(stream, "*/*", form) for stream in (False, True) for form in ("object", "raw", "list")]
 
 
 def rows_of(count: int) -> np.ndarray:
@@ -80,8 +68,8 @@ class Answer:
             yield 'data: {"choices":[{"index":0,"text":"a"}]}\n\n'
 
 
-@pytest.mark.parametrize(("stream", "form", "accept"), WAYS)
-def test_no_answer_is_encoded_at_one_go(stream: bool, form: Any, accept: str) -> None:
+@pytest.mark.parametrize(("stream", "accept", "form"), WAYS)
+def test_no_answer_is_encoded_at_one_go(stream: bool, accept: str, form: Any) -> None:
     """Between any two parts of about 64 KiB of rows, another task gets its turn."""
 
     async def run() -> None:
@@ -99,8 +87,8 @@ def test_no_answer_is_encoded_at_one_go(stream: bool, form: Any, accept: str) ->
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("stream", "form", "accept"), WAYS)
-def test_the_peak_of_memory(stream: bool, form: Any, accept: str) -> None:
+@pytest.mark.parametrize(("stream", "accept", "form"), WAYS)
+def test_the_peak_of_memory(stream: bool, accept: str, form: Any) -> None:
     """With the rows themselves, which are there until they are sent."""
 
     async def run() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from bench.compare import Case, Host, interleave
 from routed_experts.server.cli.main import main
 from tests.clients.test_compare import answer_of, rows_of
 from tests.e2e.harness import Oracle, prompt_of
@@ -71,19 +70,3 @@ def test_comparing(stderr: Stderr, tiny_model: Path, oracle: Oracle, tmp_path: P
     file.write_text(f"{json.dumps(answer_of(rows_of(oracle, tokens), tokens))}\n" * 2)
     command = ["compare", str(tiny_model), "--answers", str(file)]
     stderr.check(lambda: main(command), f"Loading {tiny_model}", "comparing: 100%", "2/2")
-
-
-class Played(Host):
-    """A host that has the answer at once."""
-
-    def run(self, case: Case, routing: bool) -> dict[str, float]:
-        return {}
-
-
-def test_benchmarks(stderr: Stderr, tmp_path: Path) -> None:
-    hosts: list[Host] = [Played(name, None) for name in ("off", "ours")]  # type: ignore[arg-type]
-    lines = [(host.variant, host, False) for host in hosts]
-    results: dict[str, Any] = {}
-    case = Case("batch 16", 16, 64, 64)
-    stderr.check(lambda: interleave(hosts, lines, [case], 3, results, tmp_path / "saved"), "batch 16: 100%", "6/6")
-    assert {name: len(runs) for name, runs in results["batch 16"].items()} == {"off": 3, "ours": 3}

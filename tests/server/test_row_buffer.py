@@ -93,19 +93,6 @@ def buffer_of(result: RequestOutput, choice: int = 0) -> RowBuffer:
     return buffer
 
 
-def test_rows_ride_on_the_output_of_their_tokens() -> None:
-    frontend = Frontend()
-    queue = frontend.add("a")
-    frontend.step(output("a", 1, first=0, rows=3))
-    first = take(queue)
-    assert positions(buffer_of(first).take(0, 3)) == [0, 1, 2]
-    frontend.step(output("a", 1, first=3, finish=FinishReason.LENGTH))
-    last = take(queue)
-    assert buffer_of(last) is buffer_of(first)
-    assert positions(buffer_of(last).take(3, 4)) == [3]
-    assert last.finished
-
-
 def test_merged_outputs_lose_nothing() -> None:
     """A reader slower than the engine: vLLM merges the outputs, and would keep the last one's rows only."""
     frontend = Frontend()
@@ -128,22 +115,6 @@ def test_an_output_without_rows_does_not_take_the_buffer_away() -> None:
     merged = take(queue)
     assert merged.outputs[0].finish_reason == "abort"
     assert positions(buffer_of(merged).take(0, 3)) == [0, 1, 2]
-
-
-def prompt_rows(request_id: str, value: int) -> EngineCoreOutput:
-    rows = PlacedRows(0, rows_of(value, value + 1).repeat(3, axis=0))
-    return EngineCoreOutput(prompt_output_id(request_id), [], routed_experts=rows)
-
-
-def test_rows_of_a_prompt_that_were_sent_with_another_choice() -> None:
-    """Those that came first are everybody's, and those that come later are that choice's which they come with."""
-    frontend = Frontend()
-    queue = frontend.add("a", n=3)
-    frontend.step(prompt_rows("1_a", 10), output("1_a", 1))
-    frontend.step(prompt_rows("2_a", 20), output("2_a", 1), output("1_a", 1, first=3))
-    frontend.step(output("0_a", 1))
-    by_index = {choice.index: choice.routed_experts for choice in take(queue).outputs}
-    assert [positions(by_index[index].take(0, 9)) for index in range(3)] == [[10] * 3, [10] * 3 + [3], [20] * 3]
 
 
 def test_tokens_that_vllm_holds_back_for_the_stream_interval() -> None:
@@ -359,7 +330,6 @@ def test_the_opt_in_is_added_to_what_a_client_sent(n: int, shared: bool) -> None
 
 @pytest.mark.parametrize("in_slices", [False, True])
 def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
-    """And the rows that come with them go where they belong."""
     frontend = Frontend()
     queues = [frontend.add(name) for name in "ab"]
     seen: list[EngineStats] = []
@@ -386,9 +356,8 @@ def test_numbers_that_nobody_wants_are_passed_over() -> None:
     plain.process_outputs([EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=EngineStats(0).encode())])
 
 
-@pytest.mark.parametrize("prompt", [0, 5, 5000])
+@pytest.mark.parametrize("prompt", [5, 5000])
 def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
-    """Of a long answer that is not streamed, whose rows come one by one."""
     buffer = RowBuffer()
     first = rows_of(0, prompt)
     buffer.push(0, first)
@@ -402,10 +371,8 @@ def test_rows_that_nobody_takes_are_few_arrays(prompt: int) -> None:
     assert len(rest) < 300
 
 
-@pytest.mark.parametrize("at", [3, 4, 5])
-def test_a_row_that_is_not_known_is_sent_as_missing(at: int) -> None:
-    """From the engine's message to the chunks of a stream."""
-    frontend = Frontend()
+def test_a_row_that_is_not_known_is_sent_as_missing() -> None:
+    at, frontend = 4, Frontend()
     queue = frontend.add("a")
 
     def results() -> Iterator[RequestOutput]:

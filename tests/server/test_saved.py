@@ -66,7 +66,6 @@ def test_every_form(tmp_path: Path, fmt: Any, layout: str) -> None:
 
 
 def test_lines_are_counted(tmp_path: Path) -> None:
-    """Across values of several lines, arrays, streams and files."""
     pretty = json.dumps(answer(ONE), indent=2)
     text = f"\n{pretty}\n[{body(ONE)},\n{body(ONE)}]\n\n{sse(*stream(ONE))}{body(ONE)}"
     line = 2 + pretty.count("\n") + 1
@@ -103,7 +102,6 @@ def test_with_one_expert_a_token_no_layer_looks_dense(tmp_path: Path) -> None:
 
 
 def test_dense_layers_are_left_out(tmp_path: Path) -> None:
-    """Of answers with a row for every decoder layer; but where these have experts, it is another model's."""
     rows = np.zeros((20, 6, TOP_K), dtype=np.int16)
     rows[:, INFO["layer_ids"]] = rows_of(20, 1)
     rows[3] = -1

@@ -97,19 +97,28 @@ def event(body: Chunk) -> str:
     return f"data: {orjson.dumps(body).decode()}\n\n"
 
 
-def stream(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[Chunk]:
-    """The chunks that a client gets, those of the usage and of the end checked and left out."""
+def ended(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[str]:
+    """All events of a stream, which may end with an error."""
 
     async def feed() -> AsyncIterator[Result]:
         for item in results:
             yield item
 
-    async def collect() -> list[str]:
-        return [chunk async for chunk in aligner.rewrite((generate or generator())(aligner.watch(feed())))]
+    chunks = (generate or generator())(aligner.watch(feed()))
 
-    *chunks, usage, done = asyncio.run(collect())
-    assert usage == event({"choices": [], "usage": {}})
-    assert done == "data: [DONE]\n\n"
+    async def collect() -> list[str]:
+        events = [chunk async for chunk in aligner.rewrite(chunks)]
+        with pytest.raises(StopAsyncIteration):  # it has ended, or was closed: nothing goes on behind the stream
+            await anext(chunks)
+        return events
+
+    return asyncio.run(collect())
+
+
+def stream(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[Chunk]:
+    """The chunks that a client gets, those of the usage and of the end checked and left out."""
+    *chunks, usage, done = ended(aligner, results, generate)
+    assert (usage, done) == (event({"choices": [], "usage": {}}), "data: [DONE]\n\n")
     assert all(chunk.endswith("}\n\n") for chunk in chunks)
     return [orjson.loads(chunk.removeprefix("data: ")) for chunk in chunks]
 
@@ -136,24 +145,6 @@ def _positions(array: Any) -> list[int] | None:
     known = [int(row[0, 0]) for row in rows]
     assert all(value in (-1, array["start"] + index) for index, value in enumerate(known))
     return known
-
-
-def test_a_token_a_chunk() -> None:
-    engine = Engine(prompt_len=4)
-    chunks = stream(aligner_of(), [engine.step(), engine.step(), engine.step(finish="length")])
-    assert [prompt_positions(chunk) for chunk in chunks] == [[0, 1, 2, 3], None, None]
-    assert [positions(chunk) for chunk in chunks] == [None, [4], [5]]
-
-
-def test_outputs_merged_for_a_slow_reader() -> None:
-    """vLLM's own merging: the rows of both outputs come with the one chunk that is left."""
-    engine = Engine(prompt_len=3)
-    first = engine.step()
-    second = engine.step(2)
-    second.add(engine.step(1), aggregate=True)
-    assert len(second.outputs[0].token_ids) == 3
-    chunks = stream(aligner_of(), [first, second, engine.step(finish="stop")])
-    assert [positions(chunk) for chunk in chunks] == [None, [3, 4, 5], [6]]
 
 
 @dataclass
@@ -250,8 +241,7 @@ class Play:
     ("dtype", "histogram"), [("int16", False), ("uint8", False), ("int32", False), ("int16", True)]
 )
 def test_every_row_once_with_its_tokens(layout: str, dtype: str, histogram: bool) -> None:
-    """The prompt's rows with its first chunk; then, with each chunk, all rows that its tokens made known. At the end
-    lost rows are unknown, but for an abort."""
+    """The prompt's rows with its first chunk; then, with each chunk, all rows that its tokens made known."""
     for seed in range(10 if histogram else 60):
         play = Play(random.Random(seed), {"layout": layout, "dtype": dtype, "histogram": histogram})
         chunks = play.run()
@@ -286,10 +276,9 @@ def test_every_row_once_with_its_tokens(layout: str, dtype: str, histogram: bool
                 assert [np.flatnonzero(layer).tolist() for layer in of_prompt["counts"]] == [prompt] * L
 
 
-@pytest.mark.parametrize("layout", ["split", "joined"])
-def test_a_histogram_alone(layout: str) -> None:
+def test_a_histogram_alone() -> None:
     engine = Engine(prompt_len=3)
-    chunks = stream(aligner_of(rows=False, histogram=True, layout=layout), [engine.step(2), engine.step(finish="stop")])
+    chunks = stream(aligner_of(rows=False, histogram=True), [engine.step(2), engine.step(finish="stop")])
     assert [(prompt_positions(chunk), positions(chunk)) for chunk in chunks] == [(None, None)] * 2
     assert chunks[1]["choices"][0]["routed_experts_histogram"]["rows"] == 2
 
@@ -297,11 +286,9 @@ def test_a_histogram_alone(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["split", "joined"])
 @pytest.mark.parametrize(
     ("prompt_len", "tokens"),
-    [(4060, 1), (4090, 1), (4000, 100), (31000, 1), (15000, 15000), (1, 20000), (3000, 3000), (2000, 2089)],
+    [(4060, 1), (4090, 1), (31000, 1), (15000, 15000), (1, 20000), (2000, 2089)],
 )
 def test_no_line_has_more_than_64_kib_of_routing(prompt_len: int, tokens: int, layout: str) -> None:
-    """Rows that need more come in pieces before the chunk, and other tasks get their turn between them."""
-
     async def results() -> AsyncIterator[Result]:
         engine = Engine(prompt_len)
         yield engine.step(tokens)
@@ -369,7 +356,7 @@ def test_an_output_without_a_buffer_uses_the_one_seen_before() -> None:
 
 @pytest.mark.parametrize("histogram", [False, True])
 @pytest.mark.parametrize("layout", ["split", "joined"])
-@pytest.mark.parametrize("lost", [{0}, {1}, {2}, {0, 1}, {1, 3}])
+@pytest.mark.parametrize("lost", [{0}, {1}, {1, 3}])
 def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout: str, histogram: bool) -> None:
     """Rows of the tokens after it do not move there: not into the prompt, and not to another token."""
     buffer, outputs = RowBuffer(), []
@@ -393,13 +380,6 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout
         assert [each["missing"] for each in counted] == [2 * (0 in lost), len(lost - {0})]
 
 
-def test_lost_prompt_rows_are_unknown() -> None:
-    engine = Engine(prompt_len=3)
-    (chunk,) = stream(aligner_of(), [engine.step(2, finish="length", lost=2)])
-    assert prompt_positions(chunk) == [0, 1, -1]
-    assert positions(chunk) == [-1]
-
-
 def test_all_rows_lost() -> None:
     """Not one array arrived to tell the shape: the fields are there all the same."""
     results: list[Result] = [result(2, choice(1)), result(2, choice(2, finish="stop"))]
@@ -408,29 +388,10 @@ def test_all_rows_lost() -> None:
     assert positions(chunks[1]) == [-1, -1]
 
 
-def ended(aligner: SSERewriter, results: Iterable[Result], generate: Any = None) -> list[str]:
-    """All events of a stream that may end with an error."""
-
-    async def feed() -> AsyncIterator[Result]:
-        for item in results:
-            yield item
-
-    chunks = (generate or generator())(aligner.watch(feed()))
-
-    async def collect() -> list[str]:
-        events = [chunk async for chunk in aligner.rewrite(chunks)]
-        with pytest.raises(StopAsyncIteration):  # it has ended, or was closed: nothing goes on behind the stream
-            await anext(chunks)
-        return events
-
-    return asyncio.run(collect())
-
-
-@pytest.mark.parametrize("form", ["object", "npy", "raw", "list"])
-def test_uint8_cannot_say_that_a_row_is_lost(form: Any) -> None:
+def test_uint8_cannot_say_that_a_row_is_lost() -> None:
     engine = Engine(prompt_len=2)
     results = [engine.step(), engine.step(2, finish="stop", lost=1)]
-    first, error, done = ended(aligner_of(dtype="uint8", format=form), results)
+    first, error, done = ended(aligner_of(dtype="uint8"), results)
     assert "prompt_routed_experts" in first
     assert "1 rows are unknown" in error
     assert "uint8 cannot hold" in error
@@ -462,15 +423,12 @@ def test_an_error_in_encoding_ends_the_stream_with_an_event() -> None:
 
 
 def test_a_stream_that_grows_too_large_ends_with_an_event() -> None:
-    engine = Engine(prompt_len=2)
-    events = ended(aligner_of(max_bytes=250), [engine.step() for _ in range(10)])
-    assert len(events) < 10
-    assert "--routed-experts-max-response-bytes" in events[-2]
-    assert events[-1] == "data: [DONE]\n\n"
-    engine = Engine(prompt_len=2)
-    events = ended(aligner_of(max_bytes=500), (engine.step() for _ in range(10)))
-    assert 2 < len(events) < 10
-    assert "--routed-experts-max-response-bytes" in events[-2]
+    for max_bytes, least in ((250, 2), (500, 3)):
+        engine = Engine(prompt_len=2)
+        events = ended(aligner_of(max_bytes=max_bytes), (engine.step() for _ in range(10)))
+        assert least <= len(events) < 10
+        assert "--routed-experts-max-response-bytes" in events[-2]
+        assert events[-1] == "data: [DONE]\n\n"
 
 
 def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
@@ -521,15 +479,6 @@ def test_vllms_own_field_is_taken_away() -> None:
     texts = ended(aligner, [engine.step(), engine.step(finish="stop")], generate)
     assert all("null" not in text for text in texts)
     assert [positions(orjson.loads(text[6:])) for text in texts] == [None, [2]]
-
-
-@pytest.mark.parametrize("form", ["npy", "raw", "list"])
-def test_other_forms(form: Any) -> None:
-    engine = Engine(prompt_len=2)
-    chunks = stream(aligner_of(format=form), [engine.step(), engine.step(finish="stop")])
-    arrays = chunks[0]["prompt_routed_experts"], chunks[1]["choices"][0]["routed_experts"]
-    assert np.array_equal(decode(arrays[0], num_layers=L, top_k=K), rows_of(0, 2))
-    assert np.array_equal(decode(arrays[1], num_layers=L, top_k=K), rows_of(2, 3))
 
 
 def test_other_events_are_left_as_they_are() -> None:

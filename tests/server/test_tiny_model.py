@@ -53,7 +53,6 @@ def test_what_is_there_is_not_made_again(tiny_model: Path) -> None:
 
 
 def test_two_starts_at_once(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path) -> None:
-    """The other one runs from beginning to end while this one puts its files in their places."""
     replace = Path.replace
     others: list[dict[str, bytes]] = []
 

@@ -8,11 +8,7 @@ over all heads the sum of w * relu(q . k).
 import torch
 
 try:
-    from vllm.third_party.deep_gemm import (
-        fp8_fp4_mqa_logits,
-        fp8_fp4_paged_mqa_logits,
-        get_paged_mqa_logits_metadata,
-    )
+    from vllm.third_party.deep_gemm import fp8_fp4_mqa_logits, fp8_fp4_paged_mqa_logits, get_paged_mqa_logits_metadata
 except (ImportError, OSError, AssertionError):  # not there, or its binary is of another PyTorch
     FP8 = torch.float8_e4m3fn
 

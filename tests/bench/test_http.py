@@ -1,0 +1,215 @@
+"""The benchmark over HTTP: times are those of the bytes, no wrong answer counts as right, and the table's figures."""
+
+import base64
+import io
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+import numpy as np
+import orjson
+import pytest
+
+from bench.http import CPU_CASES, figures, lines_of, requests_of
+from bench.http_answers import Answer, Arrivals, Expected, Routing, read
+from bench.http_load import Load, Result
+from bench.http_server import cpu_seconds
+from bench.http_table import table
+
+pytestmark = pytest.mark.release
+
+LAYERS, TOP_K, EXPERTS = 3, 2, 16
+P, G = 4, 3
+WORDS = [" aaaa", " aaab", " aaac"]
+
+
+def ids(rows: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, EXPERTS, (rows, LAYERS, TOP_K)).astype(np.int16)
+
+
+def encoded(rows: np.ndarray, start: int, form: str = "object", binary: bool = False) -> Any:
+    if form == "list":
+        return rows.tolist()
+    file = io.BytesIO()
+    np.save(file, rows)
+    raw = file.getvalue() if form == "npy" else rows.tobytes()
+    data = raw if binary else base64.b64encode(raw).decode()
+    about = {"data": data, "shape": list(rows.shape), "dtype": str(rows.dtype), "start": start, "missing": 0}
+    return about if form == "object" else data
+
+
+def chunks(form: str = "object", tokens: int = G) -> list[dict[str, Any]]:
+    """One choice, a token a chunk, and with each the rows that became known."""
+    events: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": word}]} for word in WORDS[:tokens]]
+    for index, event in enumerate(events[1:]):
+        event["choices"][0]["routed_experts"] = encoded(ids(1, index), P + index, form)
+    events[0]["prompt_routed_experts"] = encoded(ids(P), 0, form)
+    return events
+
+
+def streamed(events: list[dict[str, Any]], done: bool = True) -> list[bytes]:
+    """What uvicorn sends, a piece an event: the head, chunks, the end."""
+    texts = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
+    texts += [b"data: [DONE]\n\n"] if done else []
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return [head, *(b"%x\r\n%b\r\n" % (len(text), text) for text in texts), b"0\r\n\r\n"]
+
+
+def seen(pieces: list[bytes], layout: str = "split", form: str = "object", n: int = 1) -> Answer:
+    """What the benchmark makes of pieces that arrive at the times 0, 1, 2, …"""
+    arrivals: Arrivals = [(float(index), piece) for index, piece in enumerate(pieces)]
+    return read(arrivals, Expected(P, G, n, layout, form), Routing(LAYERS, TOP_K, EXPERTS), 5)
+
+
+@pytest.mark.parametrize("form", ["object", "npy", "raw", "list"])
+def test_streamed_rows_and_times(form: str) -> None:
+    answer = seen(streamed(chunks(form)), form=form)
+    assert (answer.fault, answer.rows) == ("", P + G - 1)
+    assert answer.tokens == [[1.0, 2.0, 3.0]]  # the head came at 0
+    assert (answer.first, answer.last) == (1.0, 5.0)
+    assert answer.size == sum(map(len, streamed(chunks(form))))
+
+
+def test_a_token_came_when_the_last_byte_of_its_event_did() -> None:
+    raw = b"".join(streamed(chunks()))
+    second = raw.index(WORDS[1].encode())
+    answer = seen([raw[:second], raw[second : second + 1], raw[second + 1 :]])
+    assert (answer.fault, answer.tokens) == ("", [[0.0, 2.0, 2.0]])
+
+
+def test_chunks_with_several_tokens_and_pieces_without() -> None:
+    first, second, _ = chunks()
+    pieces = [{"choices": [{"index": 0, "text": ""}], "prompt_routed_experts": encoded(ids(P)[:3], 0)}]
+    pieces.append({**first, "prompt_routed_experts": encoded(ids(P)[3:], 3)})
+    second["choices"][0] |= {"text": WORDS[1] + WORDS[2], "routed_experts": encoded(ids(2), P)}
+    answer = seen(streamed([*pieces, second]))
+    assert (answer.fault, answer.rows, answer.tokens) == ("", P + G - 1, [[2.0, 3.0, 3.0]])
+
+
+@pytest.mark.parametrize("kind", ["json", "msgpack"])
+def test_unstreamed_choices(kind: str) -> None:
+    own = [encoded(ids(G - 1, i), P, binary=kind == "msgpack") for i in range(2)]
+    choices = [{"index": i, "text": "".join(WORDS), "routed_experts": own[i]} for i in range(2)]
+    body = {"choices": choices, "prompt_routed_experts": encoded(ids(P), 0, binary=kind == "msgpack")}
+    content = orjson.dumps(body) if kind == "json" else msgspec.msgpack.encode(body)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/%b\r\n" % kind.encode()
+    parts = [content[at : at + 7] for at in range(0, len(content), 7)]
+    in_parts = [head + b"transfer-encoding: chunked\r\n\r\n", *(b"%x\r\n%b\r\n" % (len(p), p) for p in parts)]
+    for pieces in ([head + b"\r\n", content], [*in_parts, b"0\r\n\r\n"]):
+        answer = seen(pieces, n=2)
+        assert (answer.fault, answer.rows, answer.tokens) == ("", P + 2 * (G - 1), [])
+    assert seen(in_parts, n=2).fault
+
+
+def test_vllms_own_form() -> None:
+    rows = encoded(ids(P + G - 1).astype(np.uint8), 0, "npy")
+    body = orjson.dumps({"choices": [{"index": 0, "text": "".join(WORDS), "routed_experts": rows}]})
+    answer = seen([b"HTTP/1.1 200 OK\r\n\r\n", body], "joined", "npy")
+    assert (answer.fault, answer.rows) == ("", P + G - 1)
+
+
+def changed(**fields: Any) -> list[bytes]:
+    events = chunks()
+    events[1]["choices"][0]["routed_experts"].update(fields)
+    return streamed(events)
+
+
+def without_rows() -> list[bytes]:
+    events = chunks()
+    del events[2]["choices"][0]["routed_experts"]
+    return streamed(events)
+
+
+def filled(value: int) -> str:
+    return base64.b64encode(np.full((1, LAYERS, TOP_K), value, np.int16).tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"),
+    [
+        (without_rows(), "rows of the prompt and the choices: 4 and [1]"),
+        (changed(start=P + 1), "start 5 instead of 4"),
+        (changed(missing=1), "missing 1"),
+        (changed(data=filled(EXPERTS)), "no expert ids"),
+        (changed(data=filled(-1)), "no expert ids"),
+        (changed(data="AAAA"), "ValueError"),
+        (streamed(chunks(tokens=2)), "[2] tokens, not 1 times 3"),
+        (streamed([*chunks(), {"error": {"message": "lost"}}]), "lost"),
+        (streamed(chunks(), done=False), "cut off"),
+        (streamed(chunks())[:-2], "ValueError"),
+        ([b"HTTP/1.1 400 Bad Request\r\n\r\n{}"], "400 Bad Request"),
+        ([], "no answer"),
+    ],
+)
+def test_what_is_wrong_is_a_fault(pieces: list[bytes], says: str) -> None:
+    assert says in seen(pieces).fault
+    assert "rows of the prompt" in seen(streamed(chunks()), "none").fault
+
+
+def result(role: str, sent: float, times: list[float]) -> Result:
+    return Result(role, sent, Expected(3, len(times), 1, "split"), Answer(times[0], times[-1], 100, [times], rows=7))
+
+
+def test_figures_of_a_run() -> None:
+    load = Load([result("stream", 10.0, [10.5, 10.6, 10.8]), result("stream", 10.0, [10.7, 10.9, 12.0])], 0.1, 0.3)
+    run = figures(load, stream=True)
+    expected = {"tokens_per_s": 6 / 2.0, "cpu_us": 0.3e6 / 6, "bytes": 200 / 6, "rows": 14}
+    expected |= {"ttft_p50_ms": 600, "itl_p50_ms": 200, "itl_max_ms": 1100}
+    assert {name: run[name] for name in expected} == pytest.approx(expected)
+
+
+def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
+    stream = result("stream", 0.0, [0.5, 1.9, 2.1, 2.2, 3.9])
+    others = [result("other", sent, [sent + wait]) for sent, wait in ((1.8, 0.9), (2.1, 0.2), (3.2, 0.7))]
+    run = figures(Load([stream, *others, result("long", 1.0, [2.0, 2.5])], 0.1, 0.3), stream=True)
+    assert (run["ttft_max_ms"], run["itl_max_ms"]) == pytest.approx((200, 100))
+
+
+def test_what_is_sent() -> None:
+    ours, (_, vllms) = lines_of(["off", "captured", "returned", "vllm"], ["streamed", "unstreamed"])
+    for case in CPU_CASES:
+        for line in ours:
+            requests, other = (requests_of(case, line, s, 100, "object", "int16", msgpack=True) for s in (1, 2))
+            streams = [request for request in requests if request.role == "stream"]
+            assert (len(streams), {len(r.prompt) for r in streams}) == (case.streams, {case.prompt_len})
+            assert len({request.expected.new_tokens for request in streams}) > 1 or not case.mixed
+            assert all((b'"return_routed_experts"' in r.encoded()) == (line.rows == "split") for r in requests)
+            assert sum(request.apart for request in requests) == (case.long > 0)
+            packed = [b"Accept: application/msgpack\r\n" in r.encoded() for r in requests if not r.stream]
+            assert set(packed) <= {line.rows == "split"}
+            assert [r.expected.new_tokens for r in requests] == [r.expected.new_tokens for r in other]
+            assert not {tuple(r.prompt) for r in requests} & {tuple(r.prompt) for r in other}
+        of_vllm = requests_of(case, vllms, 1, 100, "object", "int16")
+        assert {r.expected.form for r in of_vllm} == {"npy"}, "vLLM's own form, whatever ours is asked for"
+
+
+def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
+    keys = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+    about = {"device": "here", "date": "today", "commit": "abc", "client_busy": 0.1, "form": None, "baseline": "off"}
+    numbers = {"tokens_per_s": 100.0, "cpu_us": cpu, "bytes": 10.0, "rows": 5, "faults": [], **dict.fromkeys(keys, 2.0)}
+    return {"case": "64", "api_servers": 1, "mode": "streamed", "variant": variant, **about, **numbers, **more}
+
+
+def test_table_has_medians_beside_off_and_says_what_was_wrong() -> None:
+    runs = [run_of("off", 40), run_of("off", 44), run_of("off", 42), run_of("captured", 43, faults=["lost"])]
+    runs += [run_of("returned", cpu, tokens_per_s=90.0) for cpu in (60, 50)]
+    lines = {
+        name: line
+        for line in table(runs).splitlines()
+        for name in ("off", "returned", "captured")
+        if f"| {name} |" in line
+    }
+    assert "| 42.0 |" in lines["off"]
+    assert "| 55.0 | +13.0 |" in lines["returned"]
+    assert "| 90.0 | -10.0 % |" in lines["returned"]
+    assert "1 ANSWERS WRONG" in lines["captured"]
+
+
+def test_cpu_seconds_are_those_of_the_process() -> None:
+    script = "import time\nwhile time.process_time() < 0.3: pass\nprint(time.process_time(), flush=True)\ninput()"
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], **pipes) as process:
+        said = float(process.stdout.readline())
+        assert cpu_seconds(process.pid) == pytest.approx(said, abs=0.05)
+        process.communicate("\n")
