@@ -17,6 +17,8 @@ from routed_experts.capture.engine.versions import (
     UnsupportedConfig,
     check_vllm_version,
 )
+from routed_experts.server import PLUGIN_NAME
+from routed_experts.server.inprocess import plugin
 
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
@@ -72,6 +74,18 @@ def test_the_version_is_checked_before_the_configuration_is_read(monkeypatch: py
     nothing: Any = None
     with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
         check_engine_config(nothing)
+
+
+def test_beside_a_version_that_is_not_known_only_who_names_the_plugin_gets_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the programs that ask for routed experts."""
+    installed(monkeypatch, "0.1.0")
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert plugin._engine_hooks() is None
+    monkeypatch.setenv("VLLM_PLUGINS", f"another,{PLUGIN_NAME}")
+    with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
+        plugin._engine_hooks()
 
 
 def test_the_newest_with_a_cpu_build_and_the_newest_for_cuda_and_no_more() -> None:
