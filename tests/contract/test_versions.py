@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.config import check_engine_config
@@ -18,6 +19,7 @@ from routed_experts.capture.engine.versions import (
     check_vllm_version,
 )
 from routed_experts.server import PLUGIN_NAME
+from routed_experts.server.http import entry_point
 from routed_experts.server.inprocess import plugin
 
 ROOT = Path(__file__).parents[2]
@@ -86,6 +88,13 @@ def test_beside_a_version_that_is_not_known_only_who_names_the_plugin_gets_an_er
     monkeypatch.setenv("VLLM_PLUGINS", f"another,{PLUGIN_NAME}")
     with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
         plugin._engine_hooks()
+
+
+def test_beside_such_a_version_no_server_that_names_the_plugin_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ignores fields that it does not know, so requests would lose their routing silently."""
+    installed(monkeypatch, "0.1.0")
+    with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
+        entry_point.make().attach_router(FastAPI())
 
 
 def test_the_newest_with_a_cpu_build_and_the_newest_for_cuda_and_no_more() -> None:
