@@ -19,6 +19,7 @@ from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import HostCache
+from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import BLOCK, Client, K, L, engine, tokens
 from tests.contract.loads import (
     LEASE_S,
@@ -150,6 +151,19 @@ def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
     assert pair.missing(direct) == []
 
 
+def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(pair: Pair) -> None:
+    prompt = tokens(100)
+    params = pair.export_rows(prompt)
+    rows = np.frombuffer(params[handoff.PARAM]["data"], dtype=np.int16).reshape(100, L, K).copy()
+    rows[5] = UNKNOWN
+    name = pair.add(prompt, {**params, handoff.PARAM: {**params[handoff.PARAM], "data": rows.tobytes()}})
+    pair.decode.run()
+    assert pair.missing(name) == [5]
+    again = pair.add(prompt, None)
+    pair.decode.run()
+    assert pair.missing(again) == []
+
+
 def test_a_decode_leg_that_does_not_ask_for_rows_brings_them_to_others(pair: Pair) -> None:
     prompt = tokens(100)
     pair.add(prompt, pair.export_rows(prompt), start=None)
@@ -275,6 +289,7 @@ def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
     name = leased.add(tokens(100), params)
     leased.decode.run()
     check_given_up(leased, name)
+    assert len(leased.decode.engines[0].capture._loads.handed) == 0  # nor does it wait for the first
 
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
@@ -601,4 +616,5 @@ def test_what_moriio_reads_is_checked() -> None:
         with pytest.raises(transfer_params.TransferParamsError) as raised:
             transfer_params.check({"do_remote_prefill": True, name: value}, config)
         assert raised.value.param == f"kv_transfer_params.{name}"
+        assert str(raised.value).startswith(f"{raised.value.param} must be ")
     transfer_params.check({"do_remote_prefill": True, "transfer_id": "tx", "remote_notify_port": "61005"}, config)
