@@ -74,4 +74,6 @@ def test_routers_are_wider_than_the_rest(tiny_model: Path) -> None:
     """So rounding never decides which expert is chosen."""
     for name, weights in load_file(tiny_model / "model.safetensors").items():
         if weights.dim() > 1 and not name.startswith("lm_head"):  # which prefers some tokens
-            assert float(weights.std()) == pytest.approx(1.0 if name.endswith("mlp.gate.weight") else 0.08, rel=0.1), name
+            assert float(weights.std()) == pytest.approx(1.0 if name.endswith("mlp.gate.weight") else 0.08, rel=0.1), (
+                name
+            )
