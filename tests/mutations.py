@@ -6,9 +6,10 @@
 `list` chooses changes in all files, in proportion to their statements: one operator, comparison, constant, condition
 or statement each. A change is found again by file, function and text, so the list survives moved lines.
 
-`run` applies one change at a time to a copy of the tree and runs the tests that execute the changed lines. Which tests
-do is measured once for each state of the code with `coverage`, which must be importable. Run it again to continue a
-run that was stopped. It leaves out tests that start an engine process; `--tests` takes others.
+`run` applies one change at a time to a copy of the tree and runs the tests of `make test-fast` that execute the changed
+lines, up to the first that fails. Which tests do is measured with `coverage`, which must be importable: once for each
+state of the code, and again for each file of tests that changed. Run it again to continue a run that was stopped.
+`--tests` takes other tests.
 """
 
 import argparse
@@ -35,7 +36,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests/mutations.jsonl"
 MEASURED = ("server", "capture", "protocol")
-TESTS = [f"tests/{folder}" for folder in ("protocol", "capture", "server", "contract", "clients", "page", "bench")]
+TESTS = [f"tests/{folder}" for folder in ("protocol", "capture", "server", "contract", "clients", "page")]
 
 # By the name of the node: what its sign is, and what it becomes.
 COMPARISONS = {
@@ -239,16 +240,16 @@ class Recorder:
 
 
 def make_map(folder: Path, tests: list[str]) -> None:
-    """Runs the tests once, unchanged, each file in a process of its own. Continues a run that was stopped."""
+    """Runs the tests once, unchanged, each file in a process of its own; not those that were run as they are now."""
     import coverage
     from coverage.data import combine_parallel_data
 
-    (folder / "parts").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     settings, kept, of_file = folder / "coveragerc", folder / "tests.json", folder / "file.json"
     sources = "".join(f"    {Path.cwd() / name}\n" for name in MEASURED)
     options = "context = ${MUTATIONS_CONTEXT}\nparallel = true\n"
-    settings.write_text(f"[run]\nsource =\n{sources}{options}data_file = {folder}/parts/coverage\n")
     seconds: dict[str, dict[str, float]] = json.loads(kept.read_text()) if kept.exists() else {}
+    parts = []
 
     def run(file: str) -> int:
         os.environ |= {"MUTATIONS_CONTEXT": "", "COVERAGE_PROCESS_START": str(settings)}
@@ -263,15 +264,21 @@ def make_map(folder: Path, tests: list[str]) -> None:
         return code
 
     for path in [path for name in tests for path in sorted(Path(name).rglob("test_*.py")) or [Path(name)]]:
-        file = path.as_posix()
-        if file not in seconds:
+        file, state = path.as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        parts.append(folder / "parts" / f"{path.stem}-{state}")
+        if file not in seconds or not parts[-1].exists():
+            parts[-1].mkdir(parents=True, exist_ok=True)
+            settings.write_text(f"[run]\nsource =\n{sources}{options}data_file = {parts[-1]}/coverage\n")
+            seconds.pop(file, None)
+            kept.write_text(json.dumps(seconds))
             of_file.write_text("[{}, []]")
             code = in_child(lambda file=file: run(file), 1200, folder / "log")  # type: ignore[misc]
             seconds[file], failed = json.loads(of_file.read_text())
             kept.write_text(json.dumps(seconds))
             print(f"{file}: exit {code}, {len(seconds[file])} tests passed, {failed=}", flush=True)
+    (folder / "coverage").unlink(missing_ok=True)
     data = coverage.CoverageData(str(folder / "coverage"))
-    combine_parallel_data(data, data_paths=[str(folder / "parts")], strict=True, keep=True)
+    combine_parallel_data(data, data_paths=[str(part) for part in parts if any(part.iterdir())], keep=True)
     data.write()
 
 
@@ -350,7 +357,7 @@ def in_child(run: Callable[[], int], limit: float, log: Path) -> int | None:
 
 def run_pytest(recorder: Recorder, tests: list[str], *options: str) -> int:
     quiet = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=120"]
-    return int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu)", *options, *tests], plugins=[recorder]))
+    return int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu or release)", *options, *tests], plugins=[recorder]))
 
 
 def run_change(change: Change, tests: TestMap, result: Path, budget: float, mtimes: Iterator[int]) -> dict[str, Any]:
@@ -415,11 +422,10 @@ def run(args: argparse.Namespace) -> None:
     import vllm.v1.engine.async_llm  # noqa: F401
 
     assert "routed_experts" not in sys.modules, "each child imports the code with its change"
-    code = sorted(p for d in (*MEASURED, "tests") for p in Path(d).rglob("*.py") if p.name != Path(__file__).name)
+    code = sorted(path for folder in MEASURED for path in Path(folder).rglob("*.py"))
     state = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:12]
     folder, mtimes = args.out.parent / f"mutations-{state}", itertools.count(10**9)
-    if not (folder / "coverage").exists():
-        make_map(folder, args.tests)
+    make_map(folder, args.tests)
     tests = TestMap(folder)
     results = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {result["id"] for result in results}

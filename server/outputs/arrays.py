@@ -168,8 +168,9 @@ class EveryRequest:
         """Replaces `add_request` of the engine's output processor. Each request passes it on its way to the engine, and
         it creates the state that builds the outputs."""
         processor = engine.output_processor
-        every = cls(engine)
-        RowBuffers.install(processor).every_request = every
+        buffers = RowBuffers.install(processor)
+        every = cls(engine)  # after the buffers, whose `add_request` it calls
+        buffers.every_request = every
         processor.add_request = every.add_request
         return every
 

@@ -20,6 +20,7 @@ from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import HostCache
+from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import BLOCK, Client, K, L, engine, tokens
 from tests.contract.loads import (
     LEASE_S,
@@ -142,6 +143,19 @@ def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
     assert pair.missing(direct) == []
 
 
+def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(pair: Pair) -> None:
+    prompt = tokens(100)
+    params = pair.export_rows(prompt)
+    rows = np.frombuffer(params[handoff.PARAM]["data"], dtype=np.int16).reshape(100, L, K).copy()
+    rows[5] = UNKNOWN
+    name = pair.add(prompt, {**params, handoff.PARAM: {**params[handoff.PARAM], "data": rows.tobytes()}})
+    pair.decode.run()
+    assert pair.missing(name) == [5]
+    again = pair.add(prompt, None)
+    pair.decode.run()
+    assert pair.missing(again) == []
+
+
 def test_programs_that_do_not_say_that_they_want_them_get_no_bytes(pair: Pair) -> None:
     """They may make JSON of what they get."""
     params = {key: value for key, value in REMOTE.items() if key != handoff.PARAM}
@@ -241,6 +255,7 @@ def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
     leased.decode.run()
     assert leased.missing(name) == []
     assert leased.kept.num_loaded == 0  # what would be pulled is another request's
+    assert len(leased.decode.engines[0].capture._loads.handed) == 0  # nor does it wait for the first
 
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
@@ -535,4 +550,5 @@ def test_what_moriio_reads_is_checked() -> None:
         with pytest.raises(transfer_params.TransferParamsError) as raised:
             transfer_params.check({"do_remote_prefill": True, name: value}, config)
         assert raised.value.param == f"kv_transfer_params.{name}"
+        assert str(raised.value).startswith(f"{raised.value.param} must be ")
     transfer_params.check({"do_remote_prefill": True, "transfer_id": "tx", "remote_notify_port": "61005"}, config)

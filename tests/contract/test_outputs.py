@@ -6,13 +6,16 @@ import pkgutil
 
 import numpy as np
 import torch
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 
 import routed_experts.capture.engine
 import routed_experts.server
 from routed_experts.capture.device_cache import DeviceCache
+from routed_experts.capture.engine.output_queue import OutputQueue
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.engine.v1 import OutputWithRows
+from routed_experts.capture.message import prompt_output_id
 from routed_experts.capture.pipeline import Pipeline
 
 KV = KVConnectorOutput(finished_sending={"r"})
@@ -55,3 +58,11 @@ def test_our_classes_can_be_made() -> None:
                     assert not inspect.isabstract(cls), f"{cls.__name__} lacks {set(cls.__abstractmethods__)}"
     assert OutputWithRows in derived
     assert len(derived) >= 10
+
+
+def test_tokens_of_others_come_with_8_mib_of_a_prompt_at_most() -> None:
+    queue, message = OutputQueue(), EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])])
+    queue.send(0, "long", b"prompt", 0, np.zeros((20 << 10, 8, 64), dtype=np.int16))  # 20 MiB
+    queue.fill({0: message}, None)
+    (part,) = (output for output in message.outputs if output.request_id == prompt_output_id("long"))
+    assert part.routed_experts.nbytes == 8 << 20

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from routed_experts.capture.engine import scheduler, worker
 from routed_experts.capture.engine.config import UnsupportedConfig
+from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
 from routed_experts.capture.engine.kv_transfer.transfer_params import TransferParamsError
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.collect import RoutingError
@@ -286,3 +288,11 @@ def test_answered_errors_are_bad_requests() -> None:
     for cls in ANSWERED:
         raised = cls("routed_experts_dtype", "no") if cls is FieldError else cls("no")
         assert vllm_http.create_error_response(raised).error.code == 400
+
+
+def test_leases_are_as_long_as_vllms_where_no_flag_says_it() -> None:
+    """NIXL, which vLLM's modules import, is not installed everywhere."""
+    text = (VLLM / "distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py").read_text()
+    (default,) = re.findall(r'"kv_lease_duration", (\d+)', text)
+    leases = {known.lease_s for name, known in CONNECTORS.items() if name.startswith("Nixl")}
+    assert leases == {int(default)}

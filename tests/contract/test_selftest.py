@@ -7,6 +7,7 @@ A method is dead here as if vLLM had renamed it: ours is taken away, so that vLL
 import asyncio
 import inspect
 import json
+import logging
 import shutil
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
@@ -145,6 +146,14 @@ def test_requests_of_the_probe_leave_nothing(again: Again) -> None:
     assert len(again.captured.buffers) == 0
     engine = again.captured.engine.engine_core.core  # type: ignore[attr-defined]
     assert engine.scheduler.aux_output_connector.num_tracked == 0
+
+
+def test_what_the_probe_has_refused_is_no_error_in_the_log(
+    again: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(again.app.state.args, "log_error_stack", True)  # as with VLLM_SERVER_DEV_MODE
+    again()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
 # ---- in the API process ----

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from vllm.envs import disable_envs_cache
 
 from routed_experts.protocol.models import FieldError
+from routed_experts.server.inprocess.engine_hooks import _beam_search_online
 from tests.contract.engine import K, L, Rows, Tokens
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, serving, vllms
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, same
@@ -95,6 +97,14 @@ def test_requests_that_do_not_ask_get_nothing(extended: Server) -> None:
     assert "routed" not in json.dumps(answers)
 
 
+def test_beam_search_without_routing_is_not_refused(extended: Server) -> None:
+    """There, requests ask for themselves. The executor has no log probabilities, so vLLM's search fails later."""
+    with extended.client() as client:
+        asked = {"model": "tiny", "prompt": "a", "max_tokens": 3, "use_beam_search": True, "n": 2}
+        response = client.post("/v1/completions", json=asked)
+    assert response.status_code != 400, response.text
+
+
 def test_what_the_rows_mean(extended: Server) -> None:
     assert (extended.info()["num_layers"], extended.info()["top_k"]) == (L, K)
 
@@ -166,3 +176,9 @@ def test_beam_search_is_refused(plain: Server) -> None:
             response = client.post(path, json=asked)
         assert response.status_code == 400, response.text
         assert "cannot be returned with beam search" in response.json()["error"]["message"]
+
+
+def test_beam_search_on_a_programs_own_engine_client() -> None:
+    """Which has no configuration to look at, or one of its own."""
+    serving = SimpleNamespace(engine_client=object())
+    assert _beam_search_online(lambda serving: "searched", serving) == "searched"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import vllm
+from fastapi import FastAPI
 from packaging.version import Version
 
 from routed_experts.capture.engine import versions
@@ -25,6 +26,9 @@ from routed_experts.capture.engine.versions import (
 )
 from routed_experts.capture.seams import Seam, cpu_kernels, engine, http
 from routed_experts.capture.seams.required import REQUIRED
+from routed_experts.server import PLUGIN_NAME
+from routed_experts.server.http import entry_point
+from routed_experts.server.inprocess import plugin
 
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
@@ -140,6 +144,25 @@ def test_the_version_is_checked_before_the_configuration_is_read(monkeypatch: py
     nothing: Any = None
     with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
         check_engine_config(nothing)
+
+
+def test_beside_a_version_that_is_not_known_only_who_names_the_plugin_gets_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of the programs that ask for routed experts."""
+    installed(monkeypatch, "0.1.0")
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert plugin._engine_hooks() is None
+    monkeypatch.setenv("VLLM_PLUGINS", f"another,{PLUGIN_NAME}")
+    with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
+        plugin._engine_hooks()
+
+
+def test_beside_such_a_version_no_server_that_names_the_plugin_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ignores fields that it does not know, so requests would lose their routing silently."""
+    installed(monkeypatch, "0.1.0")
+    with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
+        entry_point.make().attach_router(FastAPI())
 
 
 def test_the_extras_and_the_versions_belong_together() -> None:

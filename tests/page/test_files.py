@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from routed_experts.server.cli import view
 from routed_experts.server.cli.main import main
 from routed_experts.server.page import page_files
 from tests.command_lines import shell_words
@@ -119,3 +120,9 @@ def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     (sentence,) = capsys.readouterr().err.splitlines()
     assert f"Port {port} cannot be used" in sentence
     assert "--port" in sentence
+
+
+def test_each_view_takes_a_free_port() -> None:
+    port = view.parse(["answers.jsonl"]).port
+    with view.ViewServer({}, port) as one, view.ViewServer({}, port) as other:
+        assert one.url != other.url

@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import runpy
 import signal
+import sys
 import threading
 import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
@@ -16,7 +18,7 @@ from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.kv_transfer import connectors
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
-from routed_experts.server.cli import main, serve
+from routed_experts.server.cli import main, serve, signals
 from routed_experts.server.cli.console import CommandError
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
@@ -112,6 +114,14 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str], plugins: list[EntryPoi
     ):
         code, _, err = run(capsys, *argv)
         assert (code, sentence in err) == (2, True), err
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["python", "sreve"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("routed_experts.server.cli", run_name="__main__")
+    assert left.value.code == 2
+    assert "sreve is not a command" in capsys.readouterr().err
 
 
 def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -245,3 +255,18 @@ def test_a_program_that_calls_it_keeps_its_signals(capsys: pytest.CaptureFixture
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     assert "ctrl-c" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_server_that_ends_by_itself_waits_for_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real wait would stop this process; `tests/e2e/test_stopping.py` has it."""
+    handler, over = signal.getsignal(signal.SIGTERM), threading.Event()
+    monkeypatch.setattr(signals, "_wait_for_ctrl_c", over.wait)
+    try:
+        signals.stop_on_signals()
+        (waiting,) = (thread for thread in threading.enumerate() if thread.name == "ctrl-c")
+        assert waiting.daemon
+    finally:
+        over.set()
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    waiting.join()

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from routed_experts.server.cli import preflight, serve
 from routed_experts.server.cli.main import main
+from routed_experts.server.http.selftest import SelfTestError
 from tests.e2e.harness import free_port
 
 
@@ -116,6 +117,18 @@ def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve.ServeSubcommand, "cmd", staticmethod(cmd))
     monkeypatch.setattr(serve.ServeSubcommand, "validate", lambda self, args: None)
     with pytest.raises(serve.CommandError, match="The engine did not start; its own error stands above"):
+        serve.run(serve.parse(["model"]))
+
+
+def test_a_self_test_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs in the server's start, below vLLM's command."""
+
+    def cmd(args: object) -> None:
+        raise SelfTestError("The startup probe got no routing back.")
+
+    monkeypatch.setattr(serve.ServeSubcommand, "cmd", staticmethod(cmd))
+    monkeypatch.setattr(serve.ServeSubcommand, "validate", lambda self, args: None)
+    with pytest.raises(serve.CommandError, match=r"The startup probe got no routing back\."):
         serve.run(serve.parse(["model"]))
 
 

@@ -7,6 +7,8 @@ import random
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.message import OPT_IN_ARG, ROWS_OUTPUT_ID, OptIn, PlacedRows, pack, prompt_output_id
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
+from routed_experts.server.outputs.arrays import EveryRequest
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.test_streaming import aligner_of, stream
@@ -506,3 +509,17 @@ def test_parts_of_two_engines_are_not_mixed(order: tuple[int, ...]) -> None:
     got = [taken(buffers[index], 3) for index in range(3)]
     assert got[:2] == [own, other]
     assert got[2] == (other if order[0] == 2 else own)
+
+
+def test_an_array_is_there_for_a_reader_slower_than_the_engine() -> None:
+    """vLLM gives it what waits at once."""
+    processor = OutputProcessor(None, log_stats=False, stream_interval=1)
+    model = SimpleNamespace(get_num_experts=lambda: 8, get_total_num_hidden_layers=lambda: L)
+    worker = {"num_layers": L, "top_k": K, "layer_ids": list(range(L))}
+    engine: Any = SimpleNamespace(output_processor=processor, model_config=model, collective_rpc=lambda _: [worker])
+    EveryRequest.install(engine)
+    params = SamplingParams(output_kind=RequestOutputKind.DELTA, detokenize=False)
+    queue = RequestOutputCollector(RequestOutputKind.DELTA, "a")
+    processor.add_request(Frontend._request("a", params, "a"), None, queue=queue)
+    processor.process_outputs(message(output("a", 1, first=0, rows=3)))
+    assert positions([take(queue).outputs[0].routed_experts]) == [0, 1, 2]

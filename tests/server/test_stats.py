@@ -64,7 +64,7 @@ def test_the_documented_command(
     written(tmp_path, answer(Told(rows_of(20, 1), [rows_of(9, 2)])))
     monkeypatch.chdir(tmp_path)
     assert main(command.split()[1:]) == 0
-    assert "1 answers, 29 rows" in capsys.readouterr().out
+    assert "1 responses, 29 rows" in capsys.readouterr().out
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_other_decoder_layers_are_another_model(capsys: pytest.CaptureFixture[st
     body = answer(Told(rows_of(9), [rows_of(3)]))
     file = written(tmp_path, INFO, body, {**INFO, "layer_ids": [0, 1, 2]}, body)
     assert main(["stats", str(file)]) == 2
-    assert "line 4: decoder layers (0, 1, 2), and (1, 3, 4) before" in capsys.readouterr().err
+    assert "line 4: decoder layers (0, 1, 2) after (1, 3, 4): count one model at a time." in capsys.readouterr().err
 
 
 def test_an_error_in_place_of_an_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

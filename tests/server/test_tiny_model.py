@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from routed_experts.server.cli import serve
@@ -66,3 +67,12 @@ def test_two_starts_at_once(monkeypatch: pytest.MonkeyPatch, tiny_model: Path, t
     make_tiny_model(tmp_path)
     assert others == [contents(tiny_model)]
     assert contents(tmp_path) == contents(tiny_model)
+
+
+def test_routers_are_wider_than_the_rest(tiny_model: Path) -> None:
+    """So rounding never decides which expert is chosen."""
+    for name, weights in load_file(tiny_model / "model.safetensors").items():
+        if weights.dim() > 1 and not name.startswith("lm_head"):  # which prefers some tokens
+            assert float(weights.std()) == pytest.approx(1.0 if name.endswith("mlp.gate.weight") else 0.08, rel=0.1), (
+                name
+            )
