@@ -226,7 +226,7 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
         assert len(orjson.dumps([chunk for chunk in chunks if b"routed" in orjson.dumps(chunk)])) < 200_000
         assert server.chat(**long, max_tokens=3)["prompt_routed_experts"]
         # The first token of an answer has no row in it: the longest prompt that fits is not refused.
-        longest = {"messages": [{**USER, "content": "x" * 90}], "routed_experts_layers": "moe"}
+        longest = {"messages": [{"role": "user", "content": "x" * 90}], "routed_experts_layers": "moe"}
         chunks = server.stream(CHAT, **longest, return_routed_experts=True)
         pieces = [chunk["prompt_routed_experts"]["shape"][0] for chunk in chunks if "prompt_routed_experts" in chunk]
         assert sum(pieces) == 109

@@ -5,6 +5,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import current_thread
@@ -21,7 +22,7 @@ from routed_experts.protocol.collect import collect
 from routed_experts.server.outputs import kv_handoff
 from tests.contract.engine import K, L, Tokens
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
-from tests.contract.served import SIZES, InProcessClient, ServedExecutor, served
+from tests.contract.served import SIZES, Command, InProcessClient, ServedExecutor, ours, served, vllms
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -57,17 +58,23 @@ class Legs:
         return first, answers_of(self.decode._post(path, body), start)
 
 
-@pytest.fixture(scope="module")
-def legs(tiny_model: Path) -> Iterator[Legs]:
+@contextmanager
+def two_servers(model: Path, *more: str, command: Command = ours) -> Iterator[Legs]:
     transfer = json.dumps({"kv_connector": PULL, "kv_role": "kv_both"})
-    flags = (*SIZES, "--enable-scale-out", "--max-num-batched-tokens", "64", "--kv-transfer-config", transfer)
+    flags = (*SIZES, "--enable-scale-out", "--max-num-batched-tokens", "64", "--kv-transfer-config", transfer, *more)
     other_flags = (*flags, "--enable-log-requests", "--max-log-len", "100000000")
     with (
         store() as kept,
-        served(tiny_model, LegExecutor, *flags) as one,
-        served(tiny_model, LegExecutor, *other_flags) as other,
+        served(model, LegExecutor, *flags, command=command) as one,
+        served(model, LegExecutor, *other_flags, command=command) as other,
     ):
         yield Legs(one, other, kept)
+
+
+@pytest.fixture(scope="module")
+def legs(tiny_model: Path) -> Iterator[Legs]:
+    with two_servers(tiny_model) as both:
+        yield both
 
 
 def without_numbers(rows: np.ndarray) -> np.ndarray:
@@ -119,6 +126,14 @@ def test_every_row_is_there(legs: Legs, path: str, body: dict[str, Any], stream:
         return  # a second time, when both have its KV: that all rows are there was checked
     for answer in answers:
         check(answer, rows)
+
+
+def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "routed_experts")
+    with two_servers(tiny_model, "--enable-return-routed-experts", command=vllms) as legs:
+        body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
+        first, (answer,) = legs.answers(COMPLETIONS, body, stream=False)
+        check(answer, handed(first))
 
 
 def test_a_stop_string(legs: Legs) -> None:
