@@ -108,7 +108,9 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
     results.write_text("")
     tests = [test for of_feature in FEATURES.values() for test in of_feature]
     command = [str(python), "-m", "pytest", "-p", "tests.vllm_versions", "-p", "no:cacheprovider", *tests, *options]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {_RESULTS: str(results), "VLLM_TARGET_DEVICE": "cpu"})
+    # A cache of each version's own: what it knows of models, another version would find out anew.
+    own = {_RESULTS: str(results), "VLLM_TARGET_DEVICE": "cpu", "VLLM_CACHE_ROOT": str(ENVIRONMENTS / f"{version}.cache")}
+    subprocess.run(command, cwd=ROOT, env=os.environ | own)
     found: dict[str, Counter[str]] = {test: Counter() for test in tests}
     for line in results.read_text().splitlines():
         test, outcome = json.loads(line)

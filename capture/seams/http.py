@@ -41,10 +41,10 @@ _keep_alive = _first("with_sse_keep_alive", f"{_ENTRY}.serve.utils.sse_keep_aliv
 _configure_logging = _first("configure_logging_from_args", "vllm.logger")  # 0.31
 _retryable = _first("RetryableRequestError", "vllm.exceptions")  # 0.32
 _generation_error = _first("GenerationError", "vllm.exceptions", f"{_ENTRY}.openai.engine.protocol")
-_frontend_args = _first("FrontendArgs", f"{_ENTRY}.launchers.cli_args", f"{_ENTRY}.openai.cli_args")
+_register_scale_out = _first("register_scale_out_api_routers", f"{_ENTRY}.scale_out.factories")
 _attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface")
 
-HAS_SCALE_OUT_FLAG = "enable_scale_out" in _frontend_args.__dataclass_fields__
+HAS_SCALE_OUT_FLAG = "enable_scale_out" in _register_scale_out.__code__.co_consts
 _REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
 
 SEAMS = (
