@@ -73,7 +73,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         outcome = REFUSED
     elif report.when == "call" and report.passed:
         outcome = PASSED
-    if outcome is not None and _RESULTS in os.environ:
+    if outcome is not None and _RESULTS in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
         with open(os.environ[_RESULTS], "a", encoding="utf-8") as results:
             results.write(json.dumps([report.nodeid.partition("::")[0], outcome]) + "\n")
 
@@ -109,7 +109,11 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
     tests = [test for of_feature in FEATURES.values() for test in of_feature]
     command = [str(python), "-m", "pytest", "-p", "tests.vllm_versions", "-p", "no:cacheprovider", *tests, *options]
     # A cache of each version's own: what it knows of models, another version would find out anew.
-    own = {_RESULTS: str(results), "VLLM_TARGET_DEVICE": "cpu", "VLLM_CACHE_ROOT": str(ENVIRONMENTS / f"{version}.cache")}
+    own = {
+        _RESULTS: str(results),
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CACHE_ROOT": str(ENVIRONMENTS / f"{version}.cache"),
+    }
     subprocess.run(command, cwd=ROOT, env=os.environ | own)
     found: dict[str, Counter[str]] = {test: Counter() for test in tests}
     for line in results.read_text().splitlines():

@@ -45,6 +45,8 @@ _register_scale_out = _first("register_scale_out_api_routers", f"{_ENTRY}.scale_
 _attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface")
 
 HAS_SCALE_OUT_FLAG = "enable_scale_out" in _register_scale_out.__code__.co_consts
+STREAMS_CHOICES = _first("GenerateTokensResponse", _GENERATE) is not None
+"""Whether generate can stream several choices: before, it fails where a choice's first token comes after another's."""
 _REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
 
 SEAMS = (
@@ -61,6 +63,7 @@ SEAMS = (
     Seam("configure_logging_from_args", "0.31.0", lambda: _configure_logging is None),
     Seam("RetryableRequestError", "0.32.0", lambda: _retryable is None),
     Seam("GenerateTokensResponse", "0.32.0", lambda: _first("GenerateTokensResponse", _GENERATE) is None),
+    Seam("generate streams several choices", "0.32.0", lambda: not STREAMS_CHOICES),
     Seam("routes of plugins replace vLLM's", "0.32.0", lambda: not _REPLACES_ROUTES),
     Seam(_NEW_STARTUP, "0.33.0", lambda: _first("cli_env_setup", _NEW_STARTUP) is None),
 )

@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, on_load
 from routed_experts.capture.handoff import PARAM as ROWS_PARAM
 from routed_experts.capture.message import SMALL_ARRAY_BYTES
+from routed_experts.capture.seams.http import STREAMS_CHOICES, scales_out
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import OPT_IN, PROMPT_START
@@ -155,7 +156,7 @@ def _is_known(layer: Middleware) -> bool:
 async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> dict[str, Body]:
     """The endpoints of this server that return routing, and functions that build their requests."""
     found: dict[str, Body] = {_COMPLETIONS: _completion}
-    if getattr(args, "tokens_only", False) or getattr(args, "enable_scale_out", False):
+    if scales_out(args):
         found[_GENERATE] = _generate
     # vLLM's own endpoint tells whether there is a tokenizer and a chat template.
     tokenized = await client.post("/tokenize", messages=_MESSAGES)
@@ -218,7 +219,7 @@ class _Rank:
             (first,) = await self._ask(path, body(long))
             # Concurrent, so that they share steps. All but the last hit the prefix cache.
             streamed, whole, _ = await asyncio.gather(
-                self._ask(path, body(long, **several), stream=True),
+                self._ask(path, body(long, **(several if path != _GENERATE or STREAMS_CHOICES else {})), stream=True),
                 self._ask(path, body(long, **several)),
                 self._ask(INVOCATIONS if path == _COMPLETIONS else path, body(short)),
             )

@@ -9,7 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.handoff import PARAM
-from routed_experts.capture.seams.http import set_output_kind
+from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import HISTOGRAM, OPT_IN, RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
@@ -27,11 +27,12 @@ from routed_experts.server.http.vllm_http import (
     ServingTokens,
 )
 from routed_experts.server.outputs import kv_handoff
-from routed_experts.server.vllm_api import RequestOutput, VLLMValidationError, get_logger
+from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
 
 _TRACE = "sampling_params.trace_decode_token_ids"
+_N = "sampling_params.n"
 
 
 def _reject(message: str, param: str) -> NoReturn:
@@ -351,8 +352,13 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
             # vLLM would check the tokens first, and return 500.
-            if params.trace_decode_token_ids is not None and not self.model_config.enable_trace_replay:
+            if (
+                getattr(params, "trace_decode_token_ids", None) is not None
+                and not self.model_config.enable_trace_replay
+            ):
                 _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
+            if request.routing is not None and request.stream and params.n > 1 and not STREAMS_CHOICES:
+                _reject(f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false", _N)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
             request.sampling_params = request.opt_in(params)

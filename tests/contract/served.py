@@ -20,13 +20,11 @@ import numpy as np
 import pytest
 import torch
 import uvicorn
+from vllm import triton_utils
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-from vllm.entrypoints.launchers.app import build_app
 from vllm.envs import disable_envs_cache
-from vllm.triton_utils import dispatcher
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -53,6 +51,13 @@ from tests.contract.engine import (
 )
 from tests.e2e.harness import Answer, Server, free_port
 from tests.e2e.harness import serving as serving_processes
+
+try:
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app
+except ImportError:  # vLLM 0.28: has both here
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+
 
 LAYER_IDS = [1, 2, 3, 5, 6, 7, 8, 9]
 """Decoder layers of the L layers that have experts."""
@@ -210,6 +215,7 @@ def worker_in_this_process(env: Mapping[str, str]) -> Iterator[None]:
     an engine before may have imported.
     """
     set_num_threads, environment = torch.set_num_threads, dict(os.environ)
+    dispatcher = getattr(triton_utils, "dispatcher", SimpleNamespace(register_kernels=None))  # since vLLM 0.31
     register = dispatcher.register_kernels
 
     def register_once(overrides: Mapping[str, Callable[..., Any]]) -> None:

@@ -128,14 +128,6 @@ def test_every_row_is_there(legs: Legs, path: str, body: dict[str, Any], stream:
         check(answer, rows)
 
 
-def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "routed_experts")
-    with two_servers(tiny_model, "--enable-return-routed-experts", command=vllms) as legs:
-        body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
-        first, (answer,) = legs.answers(COMPLETIONS, body, stream=False)
-        check(answer, handed(first))
-
-
 def test_a_stop_string(legs: Legs) -> None:
     body = {**ASK, "prompt": "it stops" * 9, "max_tokens": 20}
     _, (whole,) = legs.answers(COMPLETIONS, body, stream=False)
@@ -354,3 +346,12 @@ def test_large_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyP
     assert not (answers_of(legs.decode._post(COMPLETIONS, body), 0)[0].prompt_rows == -1).any()
     (thread,) = threads
     assert thread.startswith("AnyIO worker thread") == is_large
+
+
+def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last test here: its store takes the place of the others'."""
+    monkeypatch.setenv("VLLM_PLUGINS", "routed_experts")
+    with two_servers(tiny_model, "--enable-return-routed-experts", command=vllms) as legs:
+        body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
+        first, (answer,) = legs.answers(COMPLETIONS, body, stream=False)
+        check(answer, handed(first))

@@ -19,6 +19,7 @@ import orjson
 import psutil
 import pytest
 import torch
+import vllm
 
 from routed_experts.capture.message import SMALL_ARRAY_BYTES
 from routed_experts.protocol.models import RoutedExpertsInfo
@@ -383,7 +384,11 @@ def test_what_the_rows_mean(server: Server) -> None:
     assert set(body) == set(RoutedExpertsInfo.model_fields)
     assert (info.model, info.num_layers, info.top_k, info.num_experts) == ("tiny", 5, 4, 16)
     assert info.layer_ids == [1, 2, 3, 4, 5]  # layer 0 is dense
-    assert (info.dtype, info.version, info.vllm_version) == ("int16", version("routed-experts-server"), "0.32.0")
+    assert (info.dtype, info.version, info.vllm_version) == (
+        "int16",
+        version("routed-experts-server"),
+        vllm.__version__,
+    )
     if not ON_GPU:
         assert (info.capture.runner, info.capture.device) == ("v1", "cpu")
     assert info.capture.kv_slots > 0
