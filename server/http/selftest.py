@@ -5,6 +5,7 @@ import copy
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -252,6 +253,8 @@ class _Rank:
                 f"The self-test got a response from {path} without complete routing: {error}."
             ) from error
         prompt = tuple(body.get("prompt") or body.get("token_ids") or choices[0].prompt_token_ids or ())
+        if path == _GENERATE:  # which does not repeat the prompt until vLLM 0.30
+            choices = [replace(choice, prompt_token_ids=choice.prompt_token_ids or prompt) for choice in choices]
         if len(choices) != n or any(choice.prompt_token_ids != prompt or not choice.token_ids for choice in choices):
             raise SelfTestError(f"The self-test got wrong choices or prompt tokens from {path}: please report this.")
         for choice in choices:
