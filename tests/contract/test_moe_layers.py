@@ -28,7 +28,12 @@ from routed_experts.capture.engine.binding import MoELayers, bind, find_moe_laye
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.seams import cpu_kernels
 from tests.contract.served import worker_in_this_process
+
+with_routers = pytest.mark.skipif(
+    cpu_kernels.SEAMS[0].is_needed(), reason="vLLM 0.29 and older: kernels for CPUs choose experts without a router"
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build")
 
@@ -118,6 +123,7 @@ def test_the_steps_of_requests(engine: Engine) -> None:
         assert len(set(step.slots.tolist())) == len(step.slots)
 
 
+@with_routers
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
     """Such as a kernel for small batches that routes by itself: its rows are unknown, and not those of another step."""
@@ -132,6 +138,7 @@ def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatc
         assert (np.delete(step.rows, layer, axis=1) >= 0).all()
 
 
+@with_routers
 def test_layers_that_something_else_captures(engine: Engine) -> None:
     with pytest.raises(UnsupportedConfig, match="captured by something else already"):
         find_moe_layers(engine.model)
@@ -145,6 +152,7 @@ def test_layers_that_spread_tokens_in_an_unknown_way(engine: Engine, monkeypatch
         find_moe_layers(engine.model)
 
 
+@with_routers
 def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where others are spread, so that the ranks' ids are joined."""
     for runner in engine.runners:
@@ -213,6 +221,7 @@ def test_ids_are_stored_at_the_end_of_a_forward_pass_that_is_recorded(
     assert model() is False
 
 
+@with_routers
 def test_ids_that_came_from_outside_are_not_held(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Transformers backend's, whose memory the compiled graph gives to the next layer."""
     from_outside = CustomRoutingRouter(4, 16, custom_routing_function=lambda **_: None)
