@@ -33,6 +33,10 @@ ErrorResponse = _first("ErrorResponse", _NEW_ENGINE, f"{_ENTRY}.openai.engine.pr
 create_error_response = _first("create_error_response", _NEW_ERRORS, f"{_ENTRY}.serve.utils.error_response")
 cli_env_setup = _first("cli_env_setup", _NEW_STARTUP, f"{_ENTRY}.serve.utils.api_utils")
 GenerateTokensChoice = _first("GenerateTokensChoice", _GENERATE) or _first("GenerateResponseChoice", _GENERATE)
+_stream_choice = _first("GenerateTokensStreamChoice", _GENERATE) or _first("GenerateResponseStreamChoice", _GENERATE)
+_IS_LAST = list(_stream_choice.model_fields)[-1] == "routed_experts"
+OWN_FIELD = ',"routed_experts":null' if _IS_LAST else '"routed_experts":null,'
+"""vLLM's own field in a streamed choice of generate."""
 GenerateTokensResponse = _first("GenerateTokensResponse", _GENERATE) or _first("GenerateResponse", _GENERATE)
 VLLMClientError: Any = _first("VLLMClientError", "vllm.exceptions") or ()
 """As an exception to catch: none is one, where there is none."""
@@ -50,6 +54,7 @@ STREAMS_CHOICES = _first("GenerateTokensResponse", _GENERATE) is not None
 _REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
 
 SEAMS = (
+    Seam("fields after generate's own routed_experts", "0.28.0", lambda: _IS_LAST),
     Seam("VLLMClientError", "0.27.1", lambda: VLLMClientError == ()),
     Seam(_NEW_ERRORS, "0.28.0", lambda: _first("create_error_response", _NEW_ERRORS) is None),
     Seam(_NEW_ENGINE, "0.29.0", lambda: _first("ErrorResponse", _NEW_ENGINE) is None),

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from fastapi.concurrency import run_in_threadpool
 
+from routed_experts.capture.seams.http import OWN_FIELD
 from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
@@ -28,7 +29,6 @@ _FIRST_CHOICE = '"choices":[{'
 """Start of the choice in vLLM's chunks. Client text cannot contain it, because JSON escapes quotes."""
 _INDEX = '"index":'
 """First field of a choice."""
-_OWN_FIELD = '"routed_experts":null,'
 _COMPLETE = ("stop", "length", "repetition")
 """Finish reasons after which every token but the last has a row."""
 
@@ -157,7 +157,7 @@ class SSERewriter:
                     continue
                 begin += len(_FIRST_CHOICE)
                 if self._has_own_field:
-                    chunk = chunk.replace(_OWN_FIELD, "", 1)
+                    chunk = chunk.replace(OWN_FIELD, "", 1)
                 if state is None or not chunk.startswith(state.begin, begin):
                     index = _index_of_choice(chunk, begin)
                     state = self._choices.get(index)
