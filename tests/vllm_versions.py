@@ -21,10 +21,18 @@ from typing import Any
 
 import pytest
 
-from routed_experts.capture.engine.versions import RUN_ON_GPUS, SUPPORTED_VLLM, UnsupportedConfig
+from routed_experts.capture.engine.versions import (
+    ALLOW_UNTESTED_VARIABLE,
+    RUN_ON_GPUS,
+    SUPPORTED_VLLM,
+    UNTESTED_VLLM,
+    UnsupportedConfig,
+)
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / "build/vllm"
+VERSIONS = sorted((*SUPPORTED_VLLM, *UNTESTED_VLLM[:-1]))
+"""Those with a build for CPUs."""
 FILE = ROOT / "docs/versions.json"
 PAGE = ROOT / "docs/versions.md"
 
@@ -112,6 +120,7 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
     own = {
         _RESULTS: str(results),
         "VLLM_TARGET_DEVICE": "cpu",
+        ALLOW_UNTESTED_VARIABLE: "1",
         "VLLM_CACHE_ROOT": str(ENVIRONMENTS / f"{version}.cache"),
     }
     subprocess.run(command, cwd=ROOT, env=os.environ | own)
@@ -148,22 +157,22 @@ def page(records: dict[str, Any]) -> str:
     head = [
         "# Versions of vLLM",
         "",
-        f"One release runs beside vLLM {', '.join(SUPPORTED_VLLM)}. On each version a configuration is exact, or",
-        "refused with a sentence that says what to change. `make test-vllm` writes this page from",
-        "[versions.json](versions.json).",
+        f"Supported is vLLM {' and '.join(SUPPORTED_VLLM)}. The code is made for {', '.join(UNTESTED_VLLM)} too,",
+        "but not all tests were run there, or passed: they need `--allow-untested-vllm`, or in a program",
+        "`ROUTED_EXPERTS_ALLOW_UNTESTED=1`. On each version a configuration is exact, or refused with a sentence that",
+        "says what to change. `make test-vllm` writes this page from [versions.json](versions.json).",
         "",
-        f"| tests on CPU | {' | '.join(SUPPORTED_VLLM)} |",
-        f"| --- |{' --- |' * len(SUPPORTED_VLLM)}",
+        f"| tests on CPU | {' | '.join(VERSIONS)} |",
+        f"| --- |{' --- |' * len(VERSIONS)}",
     ]
     rows = [
-        f"| {feature} | {' | '.join(cell(records.get(version), tests) for version in SUPPORTED_VLLM)} |"
+        f"| {feature} | {' | '.join(cell(records.get(version), tests) for version in VERSIONS)} |"
         for feature, tests in FEATURES.items()
     ]
     of_run = [
-        f"{record['commit']}, {record['date']}" if (record := records.get(version)) else ""
-        for version in SUPPORTED_VLLM
+        f"{record['commit']}, {record['date']}" if (record := records.get(version)) else "" for version in VERSIONS
     ]
-    on_gpus = ["passed" if version in RUN_ON_GPUS else "not run" for version in SUPPORTED_VLLM]
+    on_gpus = ["passed" if version in RUN_ON_GPUS else "not run" for version in VERSIONS]
     tail = [
         f"| commit, date | {' | '.join(of_run)} |",
         f"| `tests/gpu` on GPUs | {' | '.join(on_gpus)} |",
@@ -184,7 +193,7 @@ NOTES = """\
 
 On GPUs, a version without a run of `tests/gpu` logs one warning when `routed-experts serve` starts. In a program that
 asks with vLLM's `enable_return_routed_experts` it needs `ROUTED_EXPERTS_ALLOW_UNTESTED=1`. vLLM 0.33 has no build for
-CPUs, and needs `--allow-untested-vllm`, or that variable.
+CPUs; on GPUs `tests/gpu/test_engines.py` and `test_offloading.py` passed ([runs](gpu-runs.json)).
 
 On any other version nothing changes for those who do not ask for routed experts. Those who ask get one warning and
 vLLM's own capture, or an error if `VLLM_PLUGINS` names `routed_experts`. `routed-experts serve` does not start.
@@ -194,12 +203,12 @@ The tests of 0.26.0 run with the compiled parts of 0.27.1, since its own need Py
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.vllm_versions", description=__doc__, allow_abbrev=False)
-    parser.add_argument("versions", nargs="*", help="versions of vLLM (default: all supported ones)")
+    parser.add_argument("versions", nargs="*", help="versions of vLLM (default: all that have a build for CPUs)")
     parser.add_argument("--page", action="store_true", help="write the page from the records, and run nothing")
     args, options = parser.parse_known_args(argv)
     records: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
     failed = []
-    for version in () if args.page else args.versions or SUPPORTED_VLLM:
+    for version in () if args.page else args.versions or VERSIONS:
         found = run(version, options)
         records[version] = {
             "commit": commit(),

@@ -490,7 +490,7 @@ def test_arguments_that_were_filled_in_can_be_used_again(tiny_model: Path) -> No
         assert config.parallel_config.worker_cls == WORKERS["cpu"]
         assert config.scheduler_config.scheduler_cls == SCHEDULER
         assert not vllm_captures(config)
-    assert args.enable_return_routed_experts
+    assert args.enable_return_routed_experts or not HAS_AUX_OUTPUTS
 
 
 GIVEN = """

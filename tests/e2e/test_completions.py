@@ -393,8 +393,7 @@ def test_what_the_rows_mean(server: Server) -> None:
         assert (info.capture.runner, info.capture.device) == ("v1", "cpu")
     assert info.capture.kv_slots > 0
     assert info.capture.host_cache_bytes == info.capture.kv_slots * 5 * 4 * 2
-    first, *_ = (line for line in server.log.read_text().splitlines() if " INFO " in f" {line}")
-    assert first.endswith(f"routed-experts-server {info.version}, vLLM {vllm.__version__}")
+    assert f"] routed-experts-server {info.version}, vLLM {vllm.__version__}\n" in server.log.read_text()
 
 
 def test_any_values_in_any_fields(server: Server, oracle: Oracle) -> None:
