@@ -32,7 +32,7 @@ help:
 	@echo "make test          run all tests of behaviour"
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
-	@echo "make test-vllm     run the tests of exact routing on each supported version of vLLM (or VLLM='0.27.1 0.30.0')"
+	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
 	@echo "make test-next     run the tests that need no engine on the newest vLLM for CUDA (or VLLM=0.33.0)"
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
@@ -91,7 +91,7 @@ test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) $(ARGS)
 	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)
 
-# VLLM="0.27.1 0.30.0" names versions; all supported ones otherwise.
+# VLLM="0.27.1 0.30.0" names versions; all with a build for CPUs otherwise.
 test-vllm: setup
 	$(BIN)/python -m tests.vllm_versions $(VLLM) $(ARGS)
 

@@ -63,10 +63,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.gpu_run is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(config.option.gpu_run, config.option.commit or _commit()))
+        config.pluginmanager.register(Recorder(config.option.gpu_run, config.option.commit or commit()))
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the working tree, with a plus if it was changed since."""
     try:
         head, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")

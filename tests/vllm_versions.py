@@ -1,6 +1,6 @@
 """Runs the tests that show exact routing on other versions of vLLM, and writes `docs/versions.md` from what they found.
 
-    python -m tests.vllm_versions 0.27.1 0.30.0    # all supported versions if none is named
+    python -m tests.vllm_versions 0.27.1 0.30.0    # all with a build for CPUs if none is named
     python -m tests.vllm_versions --page           # write the page only
 
 Each version gets an environment of its own: the installed one by hard links, with another build of vLLM for CPUs. What
@@ -28,6 +28,7 @@ from routed_experts.capture.engine.versions import (
     UNTESTED_VLLM,
     UnsupportedConfig,
 )
+from tests.gpu_runs import commit
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / "build/vllm"
@@ -129,13 +130,6 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
         test, outcome = json.loads(line)
         found[test][outcome] += 1
     return found
-
-
-def commit() -> str:
-    git = ["git", "-C", str(ROOT)]
-    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, text=True, stdout=subprocess.PIPE).stdout
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], text=True, stdout=subprocess.PIPE).stdout
-    return head.strip() + ("+" if changed.strip() else "")
 
 
 def cell(record: dict[str, Any] | None, tests: Sequence[str]) -> str:

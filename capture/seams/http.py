@@ -37,7 +37,8 @@ _stream_choice = _first("GenerateTokensStreamChoice", _GENERATE) or _first("Gene
 _IS_LAST = list(_stream_choice.model_fields)[-1] == "routed_experts"
 OWN_FIELD = ',"routed_experts":null' if _IS_LAST else '"routed_experts":null,'
 """vLLM's own field in a streamed choice of generate."""
-GenerateTokensResponse = _first("GenerateTokensResponse", _GENERATE) or _first("GenerateResponse", _GENERATE)
+_tokens_response = _first("GenerateTokensResponse", _GENERATE)  # 0.32
+GenerateTokensResponse = _tokens_response or _first("GenerateResponse", _GENERATE)
 VLLMClientError: Any = _first("VLLMClientError", "vllm.exceptions") or ()
 """As an exception to catch: none is one, where there is none."""
 
@@ -49,7 +50,7 @@ _register_scale_out = _first("register_scale_out_api_routers", f"{_ENTRY}.scale_
 _attach_plugins = _first("attach_endpoint_plugins", "vllm.plugins.endpoint_plugins.interface")
 
 HAS_SCALE_OUT_FLAG = "enable_scale_out" in _register_scale_out.__code__.co_consts
-STREAMS_CHOICES = _first("GenerateTokensResponse", _GENERATE) is not None
+STREAMS_CHOICES = _tokens_response is not None
 """Whether generate can stream several choices: before, it fails where a choice's first token comes after another's."""
 _REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
 
@@ -67,7 +68,7 @@ SEAMS = (
     Seam("--enable-scale-out", "0.30.0", lambda: not HAS_SCALE_OUT_FLAG),
     Seam("configure_logging_from_args", "0.31.0", lambda: _configure_logging is None),
     Seam("RetryableRequestError", "0.32.0", lambda: _retryable is None),
-    Seam("GenerateTokensResponse", "0.32.0", lambda: _first("GenerateTokensResponse", _GENERATE) is None),
+    Seam("GenerateTokensResponse", "0.32.0", lambda: _tokens_response is None),
     Seam("generate streams several choices", "0.32.0", lambda: not STREAMS_CHOICES),
     Seam("routes of plugins replace vLLM's", "0.32.0", lambda: not _REPLACES_ROUTES),
     Seam(_NEW_STARTUP, "0.33.0", lambda: _first("cli_env_setup", _NEW_STARTUP) is None),
