@@ -7,7 +7,7 @@ DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 # Further options of pip, such as --extra-index-url for an index that has PyTorch's CPU build.
 PIP_OPTIONS ?=
 PORT ?= 8000
-# The version that test-next takes: the newest, if empty.
+# Another version of vLLM: for test-next (the newest, if empty), test-vllm, and for setup, serve and test-gpu on CUDA.
 VLLM ?=
 ARGS ?=
 # Files of tests at once.
@@ -33,7 +33,7 @@ help:
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
-	@echo "make test-next     run the tests that need no engine on the newest vLLM for CUDA (or VLLM=0.33.0)"
+	@echo "make test-next     list what moved in the newest vLLM for CUDA (or VLLM=0.33.0), and run the tests that need no engine"
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
 	@echo "make spec          write openapi.yaml and docs/http.md"
@@ -66,7 +66,7 @@ $(VENV)/.installed-cpu: requirements-cpu.txt requirements-dev.txt pyproject.toml
 
 $(VENV)/.installed-cuda: requirements-dev.txt pyproject.toml | $(VENV)/bin/python
 	@echo "Installing vLLM for CUDA into $(VENV); this takes several minutes."
-	@$(PIP) -e '.[cuda]' vllm==0.32.0 -r requirements-dev.txt $(HUSH)
+	@$(PIP) -e '.[cuda]' vllm==$(or $(VLLM),0.32.0) -r requirements-dev.txt $(HUSH)
 	@touch $@
 
 serve: setup
@@ -86,7 +86,9 @@ test: setup
 test-release: setup
 	$(PYTEST) -m "release and not slow" $(ARGS)
 
-# By hand, on a machine with one GPU or two. What a file of this run says is taken into docs/ by `python -m tests.gpu_runs`.
+# By hand, on a machine with one GPU or two. `python -m tests.gpu_runs gpu-run.json` merges the results into docs/.
+# For another version: make test-gpu VLLM=0.29.0 VENV=.venv-0.29
+test-gpu: export ROUTED_EXPERTS_ALLOW_UNTESTED = 1
 test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) $(ARGS)
 	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)

@@ -185,7 +185,7 @@ class Edge:
 
 
 def encoder_of(options: RoutingOptions) -> Encoder:
-    return Encoder(options.format, "int16", (L, K), EXPERTS)
+    return Encoder(options.format, "int16", (L, K), EXPERTS, has_weights=options.weights)
 
 
 def output_of(prompt_len: int, buffer: RowBuffer | None, tokens: int, finish: str | None = None) -> RequestOutput:

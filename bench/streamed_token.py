@@ -14,12 +14,13 @@ import numpy as np
 
 from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L, encoder_of, output_of
+from routed_experts.capture.rows import joined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 
-OPTIONS = RoutingOptions()
+OPTIONS, WITH_WEIGHTS = RoutingOptions(), RoutingOptions(weights=True)
 TOKENS, PROMPT = 2000, 16
 CHUNK = (
     'data: {"id":"cmpl-0123456789abcdef","object":"text_completion","created":1763750000,"model":"served","choices":'
@@ -39,11 +40,15 @@ def fastest(repeats: int, function: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class Stream:
-    """A stream of made-up tokens, with or without their rows."""
+    """A stream of made-up tokens, with or without their rows, and with weights if `options` ask for them."""
 
-    def __init__(self, repeats: int) -> None:
+    def __init__(self, repeats: int, options: RoutingOptions = OPTIONS) -> None:
         self._repeats = repeats
-        self._rows = np.random.default_rng(0).integers(0, EXPERTS, (PROMPT + TOKENS, L, K), dtype=np.int16)
+        self._options = options
+        dice = np.random.default_rng(0)
+        self._rows = dice.integers(0, EXPERTS, (PROMPT + TOKENS, L, K), dtype=np.int16)
+        if options.weights:
+            self._rows = joined(self._rows, dice.random(self._rows.shape, dtype=np.float32))
 
     async def _outputs(self, buffer: RowBuffer | None) -> AsyncIterator[RequestOutput]:
         for token in range(TOKENS):
@@ -69,18 +74,18 @@ class Stream:
         """Microseconds of a token above a stream without rows: of all, and of what can be told apart."""
 
         def whole() -> AsyncIterator[str]:
-            aligner = SSERewriter(OPTIONS, encoder_of(OPTIONS), 1, str)
+            aligner = SSERewriter(self._options, encoder_of(self._options), 1, str)
             return aligner.rewrite(self._chunks(aligner.watch(self._outputs(RowBuffer()))))
 
         off = await self._timed(lambda: self._chunks(self._outputs(None)))
         return {"all": await self._timed(whole) - off, "of it encoding": self._encoding()}
 
     def _encoding(self) -> float:
-        encoder, row = encoder_of(OPTIONS), self._rows[:1]
+        encoder, row = encoder_of(self._options), self._rows[:1]
 
         def encode_all() -> None:
             for position in range(TOKENS):
-                encoder.text(row, position)
+                encoder.fields("routed_experts", row, position)
 
         return 1e6 * fastest(self._repeats, encode_all)[0] / TOKENS
 
@@ -91,8 +96,9 @@ def main() -> None:
     args = parser.parse_args()
     about = commit_and_device("cpu", None)
     print(described(about))
-    for name, us in asyncio.run(Stream(args.repeats).figures()).items():
-        print(f"| {name} | {us:.1f} µs |")
+    for what, options in (("ids", OPTIONS), ("ids and weights", WITH_WEIGHTS)):
+        for name, us in asyncio.run(Stream(args.repeats, options).figures()).items():
+            print(f"| {what}, {name} | {us:.1f} µs |")
 
 
 if __name__ == "__main__":

@@ -19,11 +19,15 @@ class RowShape:
         layer_ids: absolute decoder-layer index of each MoE layer, ascending.
         num_experts: logical experts of a layer.
         top_k: experts per token.
+        weights_scale: for each layer, what vLLM multiplies its output by, after the router's weights.
+        weights_on_input: whether weights multiply what goes into the experts, and not what comes out.
     """
 
     layer_ids: tuple[int, ...]
     num_experts: int
     top_k: int
+    weights_scale: tuple[float, ...] = ()
+    weights_on_input: bool = False
 
     @classmethod
     def of_stages(cls, stages: Sequence["RowShape"]) -> "RowShape":
@@ -40,11 +44,20 @@ class RowShape:
                 f"the MoE layers of a model must agree in experts and top-k, but these are {sorted(kinds)}"
             )
         num_experts, top_k = kinds.pop()
-        return cls(tuple(layer for stage in stages for layer in stage.layer_ids), num_experts, top_k)
+        return cls(
+            tuple(layer for stage in stages for layer in stage.layer_ids),
+            num_experts,
+            top_k,
+            tuple(scale for stage in stages for scale in stage.weights_scale),
+            any(stage.weights_on_input for stage in stages),
+        )
 
 
 LocalTokenSlice = Callable[[torch.Tensor], tuple[int, torch.Tensor]]
 """From the ids that a router has chosen those of the step's own tokens, and which of these is the first."""
+
+Sink = Callable[..., None]
+"""Takes the ids [n, >= K] that a router has chosen, and their weights [n, >= K] if they are captured."""
 
 
 class Capturer:
@@ -56,6 +69,7 @@ class Capturer:
         stage: which of them this worker's is.
         max_tokens: most tokens in one step.
         max_steps_in_flight: most steps launched whose outputs have not been read.
+        with_weights: whether the routers' weights are captured too.
     """
 
     def __init__(
@@ -66,34 +80,39 @@ class Capturer:
         max_tokens: int,
         max_steps_in_flight: int,
         device: torch.device,
+        with_weights: bool = False,
     ) -> None:
         self.shape = shape
-        self.cache = DeviceCache(stage_layers[stage], max_tokens, shape.top_k, device)
+        self.cache = DeviceCache(stage_layers[stage], max_tokens, shape.top_k, device, with_weights)
         self.pipeline = Pipeline(self.cache, max_steps_in_flight, num_upstream_layers=sum(stage_layers[:stage]))
-        self._held: dict[int, torch.Tensor] | None = None
+        self._held: dict[int, tuple[torch.Tensor, ...]] | None = None
 
-    def sink(
-        self, layer: int, own_tokens: LocalTokenSlice | None = None, may_defer: bool = False
-    ) -> Callable[[torch.Tensor], None]:
-        """A function that stores the `[n, >= K]` ids that the router of row index `layer` has chosen.
+    def sink(self, layer: int, own_tokens: LocalTokenSlice | None = None, may_defer: bool = False) -> Sink:
+        """A function that stores the `[n, >= K]` ids, and weights, that the router of row index `layer` has chosen.
 
-        Runs inside the model's MoE operator, under graph capture too. It enqueues one copy, or nothing between
+        Runs inside the model's MoE operator, under graph capture too. It enqueues one copy of each, or nothing between
         `defer_stores` and `flush_stores`. Columns after K belong to fused shared experts: every token goes to them, the
         router does not choose them.
 
         Args:
             own_tokens: picks this rank's rows where the router sees those of other ranks as well, or a part of them.
-            may_defer: whether nothing else gets the memory of the ids, as long as somebody refers to them.
+            may_defer: whether nothing else gets their memory, or writes to it, as long as somebody refers to them.
         """
-        view = self.cache.view(layer)
+        view, weights_view = self.cache.view(layer), self.cache.weights_view(layer)
         top_k = self.cache.top_k
 
-        def store(ids: torch.Tensor) -> None:
+        def store(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+            if weights_view is None:
+                weights = None
             if may_defer and self._held is not None and own_tokens is None:
-                self._held[layer] = ids[:, :top_k]
+                self._held[layer] = tuple(each[:, :top_k] for each in (ids, weights) if each is not None)
                 return
             first, own = (0, ids) if own_tokens is None else own_tokens(ids)
             view[first : first + own.shape[0]].copy_(own[:, :top_k])
+            if weights is not None and weights_view is not None:
+                source = (own.storage_offset() - ids.storage_offset()) // ids.stride(0)  # `own_tokens` counts calls
+                own = weights[source : source + own.shape[0]]
+                weights_view[first : first + own.shape[0]].copy_(own[:, :top_k])
 
         return store
 
@@ -105,16 +124,17 @@ class Capturer:
         self._held = {}
 
     def flush_stores(self) -> None:
-        """Enqueues two kernels that store what was held, as the end of the forward pass."""
+        """Enqueues two kernels that store what was held, with weights four, as the end of the forward pass."""
         held, self._held = self._held, None
-        if not held:
-            return
-        if len(held) == self.cache.num_layers:
-            ids = torch.stack([held[layer] for layer in range(len(held))])
-            self.cache.ids[:, : ids.shape[1]].copy_(ids)
-            return
-        for layer, ids in held.items():  # the others are stored, or written directly
-            self.cache.view(layer)[: len(ids)].copy_(ids)
+        planes = [self.cache.ids] if self.cache.weights is None else [self.cache.ids, self.cache.weights]
+        for index, plane in enumerate(planes if held else ()):
+            assert held is not None
+            if len(held) == self.cache.num_layers:
+                stacked = torch.stack([held[layer][index] for layer in range(len(held))])
+                plane[:, : stacked.shape[1]].copy_(stacked)
+                continue
+            for layer, kept in held.items():  # the others are stored, or written directly
+                plane[layer, : len(kept[index])].copy_(kept[index])
 
     def reset_rows(self, num_tokens: int) -> None:
         """Call before the forward pass of a step of `num_tokens` tokens, on the stream that it runs on."""
@@ -128,9 +148,9 @@ class Capturer:
         return self.pipeline.submit(slots, offsets, upstream)
 
     def downstream(self, num_tokens: int, upstream: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, layers so far, K] int32 for the next pipeline stage: `upstream`'s rows and this stage's.
+        """[num_tokens, layers so far, K] int32 (2K with weights) for the next stage: `upstream`'s rows, then its own.
 
         Always memory of its own: the next forward pass writes into the device cache while this is still being sent.
         """
-        own = self.cache.ids[:, :num_tokens].transpose(0, 1)
+        own = self.cache.planes[:, :, :num_tokens].permute(2, 1, 0, 3).flatten(2)
         return torch.cat([own] if upstream is None else [upstream[:num_tokens], own], dim=1)

@@ -1,4 +1,4 @@
-"""The buffer on the device that the MoE layers write their expert ids into."""
+"""The buffer on the device that the MoE layers write their expert ids, and perhaps their weights, into."""
 
 import torch
 
@@ -13,10 +13,20 @@ class DeviceCache:
 
     Before each step the rows that it will fill are put back to -1, so that a layer that does not write in that step (a
     kernel that goes around the router, for some batch sizes only) leaves -1 behind and not the ids of another step.
+
+    Attributes:
+        planes: [1, L, N, K] int32, the ids; with weights [2, L, N, K]. One allocation, which one kernel resets.
+        ids: [L, N, K] int32.
+        weights: [L, N, K] float32, of which -1 in all bits is NaN; None if weights are not captured.
     """
 
-    def __init__(self, num_layers: int, max_tokens: int, top_k: int, device: torch.device) -> None:
-        self.ids = torch.full((num_layers, max_tokens, top_k), UNKNOWN, dtype=torch.int32, device=device)
+    def __init__(
+        self, num_layers: int, max_tokens: int, top_k: int, device: torch.device, with_weights: bool = False
+    ) -> None:
+        shape = (2 if with_weights else 1, num_layers, max_tokens, top_k)
+        self.planes = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
+        self.ids = self.planes[0]
+        self.weights = self.planes[1].view(torch.float32) if with_weights else None
 
     @property
     def num_layers(self) -> int:
@@ -34,10 +44,14 @@ class DeviceCache:
         """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder)."""
         return self.ids[layer]
 
+    def weights_view(self, layer: int) -> torch.Tensor | None:
+        """The `[N, K]` float32 view of the weights of the same layer; None if they are not captured."""
+        return None if self.weights is None else self.weights[layer]
+
     def reset_rows(self, num_tokens: int) -> None:
         """Puts -1 back into the first `num_tokens` rows of every layer.
 
         Enqueues one kernel on the current stream, which is the one that the last step was packed on and the next one
         will run on; the host does not wait.
         """
-        self.ids[:, :num_tokens].fill_(UNKNOWN)
+        self.planes[:, :, :num_tokens].fill_(UNKNOWN)

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 PARAM = "routed_experts"
@@ -16,9 +17,12 @@ MAX_BYTES = 64 << 20
 """Most bytes of rows that are handed over; more are left out, and missing."""
 
 WireRows = NDArray[np.uint8] | NDArray[np.int16]
-"""[n, L, K]; in uint8 all are known."""
+"""[n, L, K]; in uint8 all are known. With weights [n, 3L, K] int16 (`rows.py`)."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
+WORDS = "words"
+"""In place of a dtype: rows have weights. Between the processes of an instance only."""
+_WORDS_BYTES = 3  # for each of ids in int16, with its weight
 
 _LATEST = 1 << 40
 """No time is as late as this, in seconds since 1970; what Python's JSON calls NaN and Infinity is not before it."""
@@ -27,7 +31,11 @@ _PIECE_BYTES = 192 << 10  # of ids, encoded at once
 
 
 def encode(
-    read: Callable[[int, Rows], None], num_rows: int, row_shape: tuple[int, int], until: float
+    read: Callable[[int, Rows], None],
+    num_rows: int,
+    row_shape: tuple[int, int],
+    until: float,
+    has_weights: bool = False,
 ) -> dict[str, Any] | None:
     """Rows as what stands in `kv_transfer_params`, one byte for each id where that is enough.
 
@@ -37,16 +45,21 @@ def encode(
         read: fills an array ([n, L, K]) with the rows from a position on.
         row_shape: (L, K).
         until: when it is too late to come for their KV, in seconds since 1970.
+        has_weights: whether rows have weights: then (3L, K).
 
     None if they are too many. Between the processes of an instance `data` is bytes, which JSON cannot say: so no client
     of another endpoint can make the engine take rows for true. Over HTTP it is base64.
     """
-    for name, dtype in _DTYPES.items():
-        if num_rows * row_shape[0] * row_shape[1] * dtype.itemsize > MAX_BYTES:
+    for name, dtype in [(WORDS, _DTYPES["int16"])] if has_weights else _DTYPES.items():
+        if num_rows * row_shape[0] * row_shape[1] * dtype.itemsize > _limit(name):
             break
         if (data := _encoded(read, num_rows, row_shape, dtype)) is not None:
             return {"data": data, "dtype": name, "shape": [num_rows, *row_shape], "until": until}
     return None
+
+
+def _limit(name: str) -> int:
+    return MAX_BYTES * _WORDS_BYTES if name == WORDS else MAX_BYTES
 
 
 def _encoded(
@@ -74,6 +87,11 @@ def is_time(until: Any) -> TypeGuard[float]:
     return type(until) in (int, float) and 0 <= until < _LATEST
 
 
+def has_weights(value: Any) -> bool:
+    """Whether what `encode` gave has weights."""
+    return isinstance(value, dict) and value.get("dtype") == WORDS
+
+
 def decode(value: Any) -> tuple[WireRows, float] | None:
     """The rows that `encode` was given, in the type that they came in and without a copy, and `until`.
 
@@ -85,17 +103,19 @@ def decode(value: Any) -> tuple[WireRows, float] | None:
     if (
         not isinstance(data, bytes | bytearray)
         or not isinstance(name, str)
-        or name not in _DTYPES
+        or (name not in _DTYPES and name != WORDS)
         or not is_time(until)
     ):
         return None
+    dtype = _DTYPES.get(name, _DTYPES["int16"])
     if not isinstance(shape, list) or len(shape) != 3 or any(type(size) is not int or size < 0 for size in shape):
         return None
-    size = shape[0] * shape[1] * shape[2] * _DTYPES[name].itemsize
-    if len(data) != size or size > MAX_BYTES or max(shape) > MAX_BYTES:
+    size = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    if len(data) != size or size > _limit(name) or max(shape) > MAX_BYTES:
         return None
-    rows: WireRows = np.frombuffer(data, _DTYPES[name]).reshape(shape)
-    if name == "int16" and rows.min(initial=0) < UNKNOWN:
+    rows: WireRows = np.frombuffer(data, dtype).reshape(shape)
+    ids = ids_of(rows) if name == WORDS else rows
+    if ids.min(initial=0) < UNKNOWN:
         return None
     return rows, float(until)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.rows import row_shape
 from routed_experts.protocol.codec import Rows
 
 OPT_IN_ARG = "routed_experts.opt_in"
@@ -23,8 +24,9 @@ SMALL_ARRAY_BYTES = 16 << 10
 
 _HEADER_TYPE = np.dtype(np.int32)
 _WORDS = _HEADER_TYPE.itemsize // np.dtype(np.int16).itemsize
-_NO_ROWS, _ALONE = -1, -2
-"""In place of the number of an output's packed rows: it has none at all, or they are in an array of their own."""
+_NO_ROWS, _ALONE, _WIDER = -1, -2, -3
+"""In place of the number of an output's packed rows: it has none at all; they are in an array of their own; or they are
+wider than those of others, as they have weights: then it is `_WIDER` less the number of narrow rows that they fill."""
 _NOTHING = (_NO_ROWS, 0)
 
 
@@ -39,24 +41,27 @@ class OptIn:
         prompt_start: position of the first prompt row to send.
         prompt_id: 16 random bytes, which tell prompts apart.
         shared: whether the prompt has several requests.
+        weights: whether rows are to have weights, where the engine captures them.
     """
 
     prompt_start: int
     prompt_id: bytes
     shared: bool
+    weights: bool = False
 
-    _FORM: ClassVar[struct.Struct] = struct.Struct("<q16s?")
+    _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
 
     def encode(self) -> bytes:
         """As bytes, because `extra_args` is a client's to fill at some endpoints, and JSON cannot say bytes."""
-        return self._FORM.pack(self.prompt_start, self.prompt_id, self.shared)
+        return self._FORM.pack(self.prompt_start, self.prompt_id, self.shared | self.weights << 1)
 
     @classmethod
     def decode(cls, value: object) -> "OptIn | None":
         """What `encode` gave; None for anything else."""
         if not isinstance(value, bytes) or len(value) != cls._FORM.size:
             return None
-        return cls(*cls._FORM.unpack(value))
+        prompt_start, prompt_id, flags = cls._FORM.unpack(value)
+        return cls(prompt_start, prompt_id, shared=bool(flags & 1), weights=bool(flags & 2))
 
 
 _PROMPT_OF = "routed-experts-prompt-of-"
@@ -80,7 +85,7 @@ class PlacedRows(NamedTuple):
 
     Attributes:
         start: absolute position of the first row.
-        rows: [n, L, K]
+        rows: [n, L, K], with weights [n, 3L, K].
     """
 
     start: int
@@ -101,31 +106,47 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
     """Prepares the rows of a message: `PlacedRows` on `outputs` become arrays that vLLM can send.
 
     Gives what goes on an output before all others (`ROWS_OUTPUT_ID`); None if none of them has rows. It is a header of
-    int32: the number of outputs, L and K; for each output the number of its packed rows; for each the position of its
-    first row. The small arrays follow: at hundreds of requests with a row each, an array costs much more to encode and
-    decode than its contents. Large arrays stay on their outputs, and are not copied.
+    int32: the number of outputs and the shape of a row (without weights if some have none); for each output the number
+    of its packed rows; for each the position of its first row. The small arrays follow: at hundreds of requests with a
+    row each, an array costs much more to encode and decode than its contents. Large arrays stay on their outputs, and
+    are not copied.
     """
     counts, starts = [_NO_ROWS] * len(outputs), [0] * len(outputs)
     shape: tuple[int, ...] | None = None
     small: list[Rows] = []
+    is_mixed = False
     for index, output in enumerate(outputs):
         if output.routed_experts is None:
             continue
         starts[index], rows = output.routed_experts
-        shape = rows.shape[1:]
+        if shape is not None and shape != rows.shape[1:]:
+            is_mixed = True
+        if shape is None or rows.shape[1] < shape[0]:
+            shape = rows.shape[1:]
         if rows.nbytes > SMALL_ARRAY_BYTES:
             counts[index] = _ALONE
-            output.routed_experts = rows
+            output.routed_experts = np.ascontiguousarray(rows)
         else:
             counts[index] = len(rows)
             small.append(rows)
             output.routed_experts = None
     if shape is None:
         return None
+    if is_mixed:
+        _mark_wider(counts, small, shape)
+        small = [rows.reshape(-1, *shape) for rows in small]
     body = np.concatenate(small).reshape(-1) if small else np.empty(0, dtype=np.int16)
     header = np.array([len(outputs), *shape, *counts, *starts], dtype=_HEADER_TYPE)
     packed: NDArray[np.int16] = np.concatenate([header.view(np.int16), body])
     return packed
+
+
+def _mark_wider(counts: list[int], small: Sequence[Rows], shape: tuple[int, ...]) -> None:
+    """Puts into `counts` which of the packed arrays have rows wider than `shape`."""
+    packed = [index for index, count in enumerate(counts) if count >= 0]
+    for index, rows in zip(packed, small, strict=True):
+        if rows.shape[1:] != shape:
+            counts[index] = _WIDER - len(rows) * (rows.shape[1] // shape[0])
 
 
 class Unpacker:
@@ -159,6 +180,12 @@ class Unpacker:
                 yield output, start, rows
             elif count == _ALONE and alone is not None:
                 yield output, start, alone
+            elif count <= _WIDER:
+                assert self._rows is not None
+                end = self._first + _WIDER - count
+                rows, self._first = self._rows[self._first : end], end
+                layers, top_k = rows.shape[1:]
+                yield output, start, rows.reshape(-1, *row_shape(layers, top_k, with_weights=True))
 
     def _begin(self, packed: NDArray[np.int16]) -> None:
         num_outputs, num_layers, top_k = packed[: 3 * _WORDS].view(_HEADER_TYPE).tolist()

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from routed_experts.capture.device_cache import DeviceCache
+from routed_experts.capture.rows import row_shape
 
 _SLOT_WORDS = 4  # int16 words in one int64 slot number
 
@@ -22,7 +23,7 @@ class StepRows:
     """What one forward pass routed, on the host. Padding tokens are not in it.
 
     Attributes:
-        rows: [n, L, K] int16 logical expert ids, in the order of the batch.
+        rows: [n, L, K] int16 logical expert ids, in the order of the batch; [n, 3L, K] with weights (`rows.py`).
         slots: [n] int64, the KV slot (block id x block size + offset) that each token's KV was written to.
         offsets: [requests + 1] int64, where each request's rows begin, in the order of the batch.
         waited_s: seconds that the step's output waited for them.
@@ -150,8 +151,7 @@ class PendingRows:
 
     copy: Copy
     offsets: NDArray[np.int64]
-    num_layers: int
-    top_k: int
+    row_shape: tuple[int, int]
 
     def result(self) -> StepRows:
         """Blocks until the rows are on the host."""
@@ -160,7 +160,7 @@ class PendingRows:
         waited_s = time.perf_counter() - began
         n = int(self.offsets[-1])
         return StepRows(
-            rows=words[n * _SLOT_WORDS :].reshape(n, self.num_layers, self.top_k),
+            rows=words[n * _SLOT_WORDS :].reshape(n, *self.row_shape),
             slots=words[: n * _SLOT_WORDS].view(np.int64),
             offsets=self.offsets,
             waited_s=waited_s,
@@ -173,7 +173,8 @@ class Pipeline:
     def __init__(self, cache: DeviceCache, max_steps_in_flight: int, num_upstream_layers: int = 0) -> None:
         self._cache = cache
         self._num_layers = num_upstream_layers + cache.num_layers
-        self._words_per_token = _SLOT_WORDS + self._num_layers * cache.top_k
+        self._row_shape = row_shape(self._num_layers, cache.top_k, cache.weights is not None)
+        self._words_per_token = _SLOT_WORDS + self._row_shape[0] * self._row_shape[1]
         device = cache.ids.device
         self._copier: Copier = CpuCopier()
         if device.type == "cuda":
@@ -182,7 +183,7 @@ class Pipeline:
     @property
     def device_bytes(self) -> int:
         """Memory taken on the device: the device cache, and one packed step."""
-        return self._cache.ids.nbytes + self._copier.device_bytes
+        return self._cache.planes.nbytes + self._copier.device_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -197,7 +198,7 @@ class Pipeline:
         Args:
             slots: [>= n] int64 on the device, the KV slots of the batch's tokens.
             offsets: [requests + 1], see `StepRows`; its last element is n, the number of real tokens.
-            upstream: [>= n, layers, K], the rows of the layers that earlier pipeline stages hold.
+            upstream: [>= n, layers, K] int32 (2K with weights), of the layers that earlier pipeline stages hold.
 
         Raises:
             ValueError: more tokens than the device cache has rows, or rows of earlier stages are missing.
@@ -210,9 +211,15 @@ class Pipeline:
             raise ValueError(f"a step of {n} tokens does not fit the device cache of {cache.max_tokens}")
         staging = self._copier.staging(n * self._words_per_token)
         staging[: n * _SLOT_WORDS].view(torch.int64).copy_(slots[:n])
-        rows = staging[n * _SLOT_WORDS :].view(n, self._num_layers, cache.top_k)
+        rows = staging[n * _SLOT_WORDS :].view(n, *self._row_shape)
+        first, end, top_k = self._num_layers - cache.num_layers, self._num_layers, cache.top_k
         # One kernel transposes and narrows. A copy to the host of a view that is not contiguous would block.
-        rows[:, self._num_layers - cache.num_layers :].copy_(cache.ids[:, :n].transpose(0, 1))
+        rows[:, first:end].copy_(cache.ids[:, :n].transpose(0, 1))
         if upstream is not None:
-            rows[:, : upstream.shape[1]].copy_(upstream[:n])
-        return PendingRows(self._copier.start(), offsets, self._num_layers, cache.top_k)
+            rows[:, :first].copy_(upstream[:n, :, :top_k])
+        if cache.weights is not None:  # as words, which are moved and not converted
+            weights = rows[:, end:].view(n, end, 2 * top_k)
+            weights[:, first:].copy_(cache.planes[1].view(torch.int16)[:, :n].transpose(0, 1))
+            if upstream is not None:
+                weights[:, :first].copy_(upstream[:n, :, top_k:].view(torch.int16))
+        return PendingRows(self._copier.start(), offsets, self._row_shape)

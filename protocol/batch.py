@@ -1,47 +1,89 @@
-"""Rows on their way from answers to a training batch: checked, joined, padded. Imports numpy only."""
+"""Checks, joins and pads rows of responses for a training batch. Imports numpy only."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
 from routed_experts.protocol.collect import Routing, RoutingError
 
+Number = TypeVar("Number", bound=np.generic)
 
-def verify(routing: Routing, num_experts: int) -> None:
-    """Checks that a router over `num_experts` experts can have chosen `routing`, and that all of it is known.
+_SUM_TOLERANCE = 0.01
+"""What rounding to 16 bits may change in the sum of a token's weights."""
+
+
+def verify(routing: Routing, num_experts: int, weights_sum: float | None = None) -> None:
+    """Checks that all ids of `routing` are known, in range, and distinct within each layer of a row.
+
+    Weights, where `routing` has them, must be finite.
 
     >>> verify(Routing(np.array([[[0, 2], [2, 2]]], np.int16), start=7), num_experts=4)
     Traceback (most recent call last):
     ...
     routed_experts.protocol.collect.RoutingError: position 7, layer 1: an expert twice: [2, 2]
 
+    Args:
+        weights_sum: what the weights of a token in a layer add up to, if the model says: 1 where it normalises them.
+
     Raises:
-        RoutingError: an id is -1, out of range, or twice in a layer of a row; names the first.
+        RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as they must be; names
+            the first.
     """
     ids = routing.rows
     _reject(routing, ids == UNKNOWN, "not known")
     _reject(routing, (ids < 0) | (ids >= num_experts), f"out of the range of {num_experts} experts")
     ordered = np.sort(ids, axis=2)
     _reject(routing, ordered[:, :, 1:] == ordered[:, :, :-1], "an expert twice")
+    if routing.weights is None:
+        if weights_sum is not None:
+            raise RoutingError("the response has no weights")
+        return
+    weights = routing.weights
+    _reject(routing, ~np.isfinite(weights), "weights that are not finite", weights)
+    if weights_sum is not None:
+        off = np.abs(weights.sum(axis=2, keepdims=True, dtype=np.float64) - weights_sum)
+        _reject(
+            routing, off > _SUM_TOLERANCE * abs(weights_sum), f"weights that do not add up to {weights_sum}", weights
+        )
 
 
-def _reject(routing: Routing, wrong: NDArray[np.bool_], why: str) -> None:
+def scaled(weights: NDArray[np.float32], info: Mapping[str, Any]) -> NDArray[np.float32]:
+    """`weights` [..., L, K] times what vLLM multiplies the output of each layer by: the factors of the model's paper.
+
+    >>> scaled(np.array([[[0.5, 0.25]]], np.float32), {"weights_scale": [2.5]}).tolist()
+    [[[1.25, 0.625]]]
+
+    Args:
+        info: the response of `GET /v1/routed_experts`.
+
+    Raises:
+        ValueError: `weights` do not have the layers of `info`.
+    """
+    scale = np.asarray(info["weights_scale"], dtype=np.float32)
+    if len(scale) != weights.shape[-2]:
+        raise ValueError(f"weights of {weights.shape[-2]} layers, but the scale of {len(scale)}")
+    product: NDArray[np.float32] = weights * scale[:, None]
+    return product
+
+
+def _reject(routing: Routing, wrong: NDArray[np.bool_], why: str, values: NDArray[Any] | None = None) -> None:
+    """Raises `RoutingError` with the first of `values` [n, L, K], the ids if there are none, that is wrong."""
     if wrong.any():
         row, layer, _ = np.argwhere(wrong)[0]
-        ids = routing.rows[row, layer].tolist()
-        raise RoutingError(f"position {routing.start + row}, layer {layer}: {why}: {ids}")
+        found = (routing.rows if values is None else values)[row, layer].tolist()
+        raise RoutingError(f"position {routing.start + row}, layer {layer}: {why}: {found}")
 
 
 def splice(decode: Routing, prefill: Routing) -> Routing:
-    """The decode leg's answer of prefill/decode disaggregation, with the prompt rows that only the prefill leg knows.
+    """Fills the unknown prompt rows of a decode instance's response from the prefill instance's response.
 
-    A row belongs to the KV entry of its token. The decode leg computes the last prompt token again and may have had a
-    prefix of its own, so its row is taken wherever it is known; the others are of KV that came from the prefill leg.
-    Rows that neither knows stay -1.
+    A row belongs to the KV entry of its token. The decode instance computes the last prompt token again and may have
+    had a prefix in its own cache, so its own rows take precedence. Rows that neither response has stay -1. The result
+    has weights if the decode instance's response has them; they are NaN in rows that come without weights.
 
     >>> def leg(*ids):
     ...     return Routing(np.array(ids, np.int16).reshape(-1, 1, 1), prompt_len=3)
@@ -49,7 +91,7 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
     [9, 2, 7, 8]
 
     Raises:
-        RoutingError: the legs are of different prompts or models, or where the prompt ends is not known.
+        RoutingError: the prompts or models differ, or the prompt's length is unknown.
     """
     if decode.prompt_len is None or decode.prompt_len != prefill.prompt_len:
         raise RoutingError(f"legs of {decode.prompt_len} and {prefill.prompt_len} prompt tokens")
@@ -57,18 +99,23 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
         raise RoutingError("the legs have different prompts")
     _same_shape(decode, prefill)
     rows = decode.rows.copy()
+    weights = None if decode.weights is None else decode.weights.copy()
     first, end = max(decode.start, prefill.start), min(decode.prompt_len, decode.end, prefill.end)
     if first < end:
         ours, theirs = rows[first - decode.start : end - decode.start], prefill.rows[first - prefill.start :]
         unknown = np.flatnonzero((ours == UNKNOWN).any(axis=(1, 2)))
         ours[unknown] = theirs[unknown]
-    return replace(decode, rows=rows)
+        if weights is not None:
+            at = unknown + first
+            known = prefill.weights
+            weights[at - decode.start] = UNKNOWN_WEIGHT if known is None else known[at - prefill.start]
+    return replace(decode, rows=rows, weights=weights)
 
 
 def join_turns(turns: Sequence[Routing]) -> Routing:
-    """The rows of a whole conversation, from turns that each left out (prompt start) what was there already.
+    """Joins the rows of a conversation's turns, each requested with a prompt start.
 
-    Where a turn brings rows again, the earlier ones are kept: the tokens of that turn were generated with them.
+    Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them.
 
     >>> first = Routing(np.array([1, 2, 3], np.int16).reshape(-1, 1, 1), start=0, prompt_len=2)
     >>> second = Routing(np.array([4, 5, 6], np.int16).reshape(-1, 1, 1), start=3, prompt_len=5)
@@ -76,8 +123,8 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
     [1, 2, 3, 4, 5, 6]
 
     Raises:
-        RoutingError: rows between two turns are missing; a turn's prompt is not what came before it (a chat template
-            that drops or rewrites tokens), as far as the responses have token ids.
+        RoutingError: rows between two turns are missing; only some turns have weights; or the responses have token ids,
+            and a turn's prompt does not begin with the tokens before it (some chat templates drop or rewrite tokens).
     """
     joined = turns[0]
     for turn in turns[1:]:
@@ -88,14 +135,22 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
         _same_shape(joined, turn)
         _same_tokens(joined, turn)
         rows = np.concatenate([joined.rows, turn.rows[joined.end - turn.start :]])
-        joined = replace(turn, rows=rows, start=joined.start)
+        joined = replace(turn, rows=rows, weights=_joined_weights(joined, turn), start=joined.start)
     return joined
+
+
+def _joined_weights(before: Routing, turn: Routing) -> NDArray[np.float32] | None:
+    if before.weights is None and turn.weights is None:
+        return None
+    if before.weights is None or turn.weights is None:
+        raise RoutingError("some turns have weights, others have none")
+    return np.concatenate([before.weights, turn.weights[before.end - turn.start :]])
 
 
 def _same_tokens(before: Routing, turn: Routing) -> None:
     if before.prompt_token_ids is None or before.token_ids is None or turn.prompt_token_ids is None:
         return
-    # Of the last token of the turn before there is no row, so it does not matter.
+    # The last token of the previous turn has no row, so it may differ.
     theirs, ours = (*before.prompt_token_ids, *before.token_ids)[: before.end], turn.prompt_token_ids
     if ours[: len(theirs)] != theirs:
         same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), len(ours))
@@ -108,12 +163,12 @@ def _same_shape(a: Routing, b: Routing) -> None:
 
 
 def spread_layers(
-    rows: NDArray[np.integer[Any]], layer_ids: Sequence[int], num_hidden_layers: int, *, fill: int = 0
-) -> NDArray[np.integer[Any]]:
+    rows: NDArray[Number], layer_ids: Sequence[int], num_hidden_layers: int, *, fill: int = 0
+) -> NDArray[Number]:
     """`rows` [..., L, K] as [..., num_hidden_layers, K]: each layer at its decoder layer, `fill` in dense layers.
 
-    The server does this, with 0, for `routed_experts_layers: "all"`, as vLLM's own capture does. Most trainers index
-    rows by decoder layer. In a row with unknown ids (-1) the dense layers are -1 too.
+    With `routed_experts_layers: "all"` the server does this itself, with 0, as vLLM's own capture does. Most trainers
+    index rows by decoder layer. In a row with unknown ids (-1) or weights (NaN), dense layers are -1 (NaN) too.
 
     >>> rows = np.array([[[3, 1], [0, 2]], [[-1, -1], [-1, -1]]])
     >>> spread_layers(rows, layer_ids=[1, 2], num_hidden_layers=3).tolist()
@@ -128,7 +183,9 @@ def spread_layers(
     if len(layer_ids) != rows.shape[-2]:
         raise ValueError(f"rows of {rows.shape[-2]} layers, but {len(layer_ids)} layer ids")
     spread = np.full((*rows.shape[:-2], num_hidden_layers, rows.shape[-1]), fill, dtype=rows.dtype)
-    if rows.min(initial=0) == UNKNOWN:
+    if rows.dtype.kind == "f":
+        spread[np.isnan(rows).any(axis=(-2, -1))] = np.nan
+    elif rows.min(initial=0) == UNKNOWN:
         spread[(rows == UNKNOWN).any(axis=(-2, -1))] = UNKNOWN
     spread[..., layer_ids, :] = rows
     return spread
@@ -144,7 +201,7 @@ def align(
     pad: ArrayLike = UNKNOWN,
     dtype: DTypeLike = np.int16,
 ) -> NDArray[np.integer[Any]]:
-    """The rows [B, length, L, K] of a padded batch of whole sequences: row p of a response stands where token p stands.
+    """Pads rows to a batch [B, length, L, K] of whole sequences: row p of a response gets the column of token p.
 
     >>> routing = Routing(np.array([[[3, 1]], [[0, 2]]], np.int16))  # of three tokens
     >>> align([routing], length=5, padding="left", last=-1)[0, :, 0].tolist()
@@ -154,31 +211,67 @@ def align(
 
     Args:
         length: columns of the batch.
-        last: what stands for the row of the last token, which never went through the model: the row before it
-            (`repeat`), or an id in all of its places.
-        padding: the side that is padded; or the column in which generated tokens begin, with prompts padded on the
-            left of it and answers on the right.
-        num_tokens: of each sequence, where it was cut; otherwise all of P + G.
+        last: the row of the last token, which never enters the model: `repeat` copies the row before it, an integer
+            fills it with that id.
+        padding: the side to pad; or the column of the first generated token, with prompts padded on the left and
+            responses on the right.
+        num_tokens: tokens of each sequence, if they were truncated; P + G by default.
         pad: an id, or ids [K] or [L, K], for padding.
 
     Raises:
         RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit `dtype`.
     """
+    arrays = [routing.rows for routing in routings]
+    batch = _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.int16)
+    limits = np.iinfo(np.dtype(dtype))
+    if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
+        raise RoutingError(f"{np.dtype(dtype)} cannot hold all of {batch.min()} to {batch.max()}")
+    return batch.astype(dtype, copy=False)
+
+
+def align_weights(
+    routings: Sequence[Routing],
+    length: int,
+    *,
+    last: Literal["repeat"] | float = np.nan,
+    padding: Literal["left", "right"] | int = "right",
+    num_tokens: Sequence[int] | None = None,
+    pad: ArrayLike = np.nan,
+) -> NDArray[np.float32]:
+    """The weights [B, length, L, K] of a padded batch, each where `align` has its id, with the same arguments.
+
+    Raises:
+        RoutingError: as `align`; a response has no weights.
+    """
+    arrays = [routing.weights for routing in routings if routing.weights is not None]
+    if len(arrays) < len(routings):
+        raise RoutingError("a response has no weights: set return_routed_expert_weights in the request")
+    return _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.float32)
+
+
+def _aligned(
+    routings: Sequence[Routing],
+    arrays: Sequence[NDArray[Any]],
+    length: int,
+    last: Literal["repeat"] | float,
+    padding: Literal["left", "right"] | int,
+    num_tokens: Sequence[int] | None,
+    pad: ArrayLike,
+    dtype: DTypeLike,
+) -> NDArray[Any]:
+    """The arrays of `routings`, ids or weights, as `align` has them."""
     if not routings:
         raise RoutingError("no answers")
-    batch = np.empty((len(routings), length, *routings[0].rows.shape[1:]), dtype=np.int16)
+    batch = np.empty((len(routings), length, *routings[0].rows.shape[1:]), dtype=dtype)
     batch[...] = pad
-    for place, routing in enumerate(routings):
+    for place, (routing, array) in enumerate(zip(routings, arrays, strict=True)):
         _same_shape(routings[0], routing)
         count = routing.end + 1 if num_tokens is None else num_tokens[place]
         first = _first_column(routing, count, length, padding)
         if first < 0 or first + count > length:
             raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
-        batch[place, first : first + count] = _rows_of_all(routing, count, last)
-    limits = np.iinfo(np.dtype(dtype))
-    if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
-        raise RoutingError(f"{np.dtype(dtype)} cannot hold all of {batch.min()} to {batch.max()}")
-    return batch.astype(dtype, copy=False)
+        batch[place, first : first + count] = _rows_of_all(routing, array, count, last)
+    return batch
 
 
 def _first_column(routing: Routing, count: int, length: int, padding: Literal["left", "right"] | int) -> int:
@@ -191,16 +284,16 @@ def _first_column(routing: Routing, count: int, length: int, padding: Literal["l
     return padding - routing.prompt_len
 
 
-def _rows_of_all(routing: Routing, count: int, last: Literal["repeat"] | int) -> NDArray[np.int16]:
-    """Rows [count, L, K] of the first `count` tokens."""
+def _rows_of_all(routing: Routing, array: NDArray[Any], count: int, last: Literal["repeat"] | float) -> NDArray[Any]:
+    """Rows [count, L, K] of the first `count` tokens; `array` has those of `routing`."""
     if routing.start:
         raise RoutingError(f"rows before {routing.start} were left out: join the turns first")
     if count <= routing.end:
-        return routing.rows[:count]
+        return array[:count]
     if count > routing.end + 1:
         raise RoutingError(f"rows up to {routing.end} for {count} tokens")
     if last != "repeat":
-        return np.concatenate([routing.rows, np.full((1, *routing.rows.shape[1:]), last, dtype=np.int16)])
-    if not len(routing.rows):
+        return np.concatenate([array, np.full((1, *array.shape[1:]), last, dtype=array.dtype)])
+    if not len(array):
         raise RoutingError("there is no row to repeat")
-    return np.concatenate([routing.rows, routing.rows[-1:]])
+    return np.concatenate([array, array[-1:]])

@@ -22,6 +22,9 @@ Rows = NDArray[np.int16]
 UNKNOWN = -1
 """Fills unknown rows. Never a valid expert id."""
 
+UNKNOWN_WEIGHT = np.array(UNKNOWN, dtype=np.int32).view(np.float32)
+"""Fills unknown weights: NaN with all bits set, as -1 has them."""
+
 _MAX_ID = np.iinfo(np.int16).max  # rows are int16 in the server
 
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -29,6 +32,7 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "uint8": np.dtype("u1"),
     "int32": np.dtype("<i4"),
     "uint16": np.dtype("<u2"),  # vLLM's own capture above 256 experts
+    "float32": np.dtype("<f4"),  # weights
 }
 
 _NPY_HEADERS = threading.Lock()
@@ -65,8 +69,10 @@ def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
     return name
 
 
-def count_missing(rows: NDArray[np.integer[Any]]) -> int:
-    """Number of rows in `rows` ([n, L, K]) with at least one unknown id."""
+def count_missing(rows: NDArray[Any]) -> int:
+    """Number of rows in `rows` ([n, L, K]) with an unknown id, or unknown weight (NaN with all bits set, as -1 has)."""
+    if rows.dtype.kind == "f":
+        rows = rows.view(np.int32)
     if rows.min(initial=0) > UNKNOWN:  # the usual case, and much faster
         return 0
     return int((rows == UNKNOWN).any(axis=(1, 2)).sum())
@@ -117,33 +123,72 @@ def decode(
         CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of `raw` is missing.
     """
     try:
-        return _decode(value, dtype, num_layers, top_k)
+        if not isinstance(value, list):
+            return _ids(_array(value, dtype, num_layers, top_k))
+        if not value:
+            return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
+        return _ids(np.asarray(value)).astype(np.int16, casting="same_kind")
     except (LookupError, TypeError, ValueError, EOFError) as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of expert ids: {error}") from error
 
 
-def _decode(
-    value: RowsObject | Mapping[str, Any] | str | bytes | list[Any],
-    dtype: str,
-    num_layers: int | None,
-    top_k: int | None,
-) -> NDArray[np.integer[Any]]:
+def decode_weights(
+    value: Mapping[str, Any] | str | bytes | list[Any], *, num_layers: int | None = None, top_k: int | None = None
+) -> NDArray[np.float32]:
+    """The weights ([n, L, K]) in any of the four forms, as `decode`; NaN where they are unknown.
+
+    Raises:
+        CodecError: `value` has none of the forms or its contents are not float32, or the shape of `raw` is missing.
+    """
+    try:
+        if not isinstance(value, list):
+            weights = _array(value, "float32", num_layers, top_k)
+        elif not value:
+            weights = np.empty((0, num_layers or 0, top_k or 0), dtype=np.float32)
+        else:
+            weights = np.array(value, dtype=np.float64).astype(np.float32)  # null becomes NaN
+            weights[np.isnan(weights)] = UNKNOWN_WEIGHT
+    except (LookupError, TypeError, ValueError, EOFError) as error:
+        raise error if isinstance(error, CodecError) else CodecError(f"not an array of weights: {error}") from error
+    if weights.dtype != np.float32 or weights.ndim != 3:
+        raise CodecError(f"not an array of weights: {weights.dtype} in {weights.ndim} dimensions")
+    return weights
+
+
+def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.float32]]:
+    """Ids and weights ([n, L, K]) of an array in the form `paired`; dense layers are 0.
+
+    Raises:
+        CodecError: `value` is another form.
+    """
+    try:
+        pairs = _array(value, "int32", None, None)
+        if pairs.dtype != np.int32 or pairs.ndim != 3 or pairs.shape[2] % 2:
+            raise CodecError(f"not an array of pairs: {pairs.dtype} of shape {pairs.shape}")
+        top_k = pairs.shape[2] // 2
+        ids = _ids(pairs[:, :, :top_k]).astype(np.int16)
+        return ids, np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
+    except (LookupError, TypeError, ValueError) as error:
+        raise error if isinstance(error, CodecError) else CodecError(f"not an array of pairs: {error}") from error
+
+
+def _array(
+    value: Mapping[str, Any] | str | bytes, dtype: str, num_layers: int | None, top_k: int | None
+) -> NDArray[Any]:
+    """The array in one of the binary forms, unchecked."""
     if isinstance(value, Mapping):
         raw = np.frombuffer(_binary(value["data"]), dtype=_NUMPY_DTYPES[value["dtype"]])
-        return _ids(raw.reshape(value["shape"]))
-    if isinstance(value, list):
-        if not value:
-            return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
-        return _ids(np.asarray(value)).astype(np.int16, casting="same_kind")
+        return raw.reshape(value["shape"])
     if not isinstance(value, str | bytes):
-        raise CodecError(f"not an array of expert ids: {type(value).__name__}")
+        raise TypeError(type(value).__name__)
     data = _binary(value)
     if data.startswith(b"\x93NUMPY"):
         with _NPY_HEADERS:
-            return _ids(np.load(io.BytesIO(data), allow_pickle=False))
+            array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+            return array
     if num_layers is None or top_k is None:
         raise CodecError("the raw form does not carry its shape: pass num_layers and top_k")
-    return _ids(np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k))
+    return np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
 
 
 def _ids(array: NDArray[Any]) -> NDArray[np.integer[Any]]:

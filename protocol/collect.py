@@ -1,7 +1,7 @@
-"""Answers of the server, streamed or not, made into whole arrays, with every position checked.
+"""Collects the rows of a response, streamed or not, into arrays and checks every position.
 
-Imports numpy and the standard library only. What a stream is made of does not matter: the chunk objects of the OpenAI
-client, dicts, or server-sent events as lines or as bytes cut anywhere.
+Imports numpy and the standard library only. A stream may consist of chunk objects of the OpenAI client, dicts, or
+server-sent events as lines or as bytes cut anywhere.
 
 >>> answer = {
 ...     "prompt_routed_experts": {
@@ -28,25 +28,26 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import Rows, count_missing, decode
+from routed_experts.protocol.codec import Rows, count_missing, decode, decode_weights
 from routed_experts.protocol.sse import EventError, EventReader
 
 
 class RoutingError(ValueError):
-    """A response that is not whole, or not possible."""
+    """An incomplete or impossible response."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """The rows of one choice, those of its prompt included.
+    """The rows of one choice, including its prompt's.
 
     Attributes:
-        rows: [n, L, K] expert ids of the positions `start` to `end`; -1 where the server could not know them.
+        rows: [n, L, K] expert ids of the positions `start` to `end`; -1 in unknown rows.
         start: absolute position of the first row.
-        prompt_len: P, tokens of the prompt; None where the response does not say it (joined layout without token ids).
+        prompt_len: P, tokens of the prompt; None if the response does not contain it (joined layout without token ids).
         index: the choice's index in the response.
-        prompt_token_ids, token_ids: where the response has them (`return_token_ids`).
-        finish_reason: None where the response broke off.
+        prompt_token_ids, token_ids: if the response has them (`return_token_ids`).
+        finish_reason: None if the response was cut off.
+        weights: [n, L, K] the router's weights of the ids, if the response has them; NaN where unknown.
     """
 
     rows: Rows
@@ -56,15 +57,16 @@ class Routing:
     prompt_token_ids: tuple[int, ...] | None = None
     token_ids: tuple[int, ...] | None = None
     finish_reason: str | None = None
+    weights: NDArray[np.float32] | None = None
 
     @property
     def end(self) -> int:
-        """The position after the last row. In a finished answer this is the last token's, which has no row."""
+        """The position after the last row. In a finished response that is the position of the last token."""
         return self.start + len(self.rows)
 
     @property
     def missing(self) -> int:
-        """Rows that hold an id that the server could not know."""
+        """Number of rows with an unknown id."""
         return count_missing(self.rows)
 
     @property
@@ -85,14 +87,13 @@ class Routing:
 
 
 class Asked(TypedDict, total=False):
-    """What the request asked for, where the response does not say it.
+    """Values of the request that the response does not repeat.
 
     Attributes:
-        prompt_start: `routed_experts_prompt_start`; the forms `npy`, `raw` and `list` do not say positions. Checked
-            where the form says them.
-        n: choices for each prompt: to read a stream of several prompts that was broken off, and to notice that choices
-            did not come at all.
-        dtype, num_layers, top_k: of the form `raw`, which is bare bytes.
+        prompt_start: `routed_experts_prompt_start`. The forms `npy`, `raw` and `list` have no positions; the form
+            `object` does, and is checked against it.
+        n: choices per prompt. Needed for a stream of several prompts that was cut off, and to notice absent choices.
+        dtype, num_layers, top_k: needed for the form `raw`, which is bare bytes.
     """
 
     prompt_start: int
@@ -132,7 +133,7 @@ async def collect_async(source: AsyncIterable[Any], **asked: Unpack[Asked]) -> l
 
 
 class Collector:
-    """Takes a response chunk by chunk, for programs that do something else with the chunks too."""
+    """Collects a response chunk by chunk, for programs that also use the chunks themselves."""
 
     def __init__(self, **asked: Unpack[Asked]) -> None:
         self._asked = asked
@@ -140,7 +141,7 @@ class Collector:
         self._shape: tuple[int, ...] | None = None
         if "num_layers" in asked and "top_k" in asked:
             self._shape = (asked["num_layers"], asked["top_k"])
-        self._prompts: dict[int, _Pieces] = {}  # by the index of the choice that brought them
+        self._prompts: dict[int, _Pieces] = {}  # by the index of the choice that carried them
         self._choices: dict[int, _Choice] = {}
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._events: EventReader | None = None
@@ -165,7 +166,7 @@ class Collector:
             raise RoutingError(str(error)) from error
 
     def finish(self) -> list[Routing]:
-        """The rows of each choice of a finished answer.
+        """The rows of each choice of a finished response.
 
         Raises:
             RoutingError: the response was cut short, or has fewer or more rows than its tokens need.
@@ -185,14 +186,14 @@ class Collector:
         return routings
 
     def so_far(self) -> list[Routing]:
-        """The rows that each choice has now, for streams that are broken off on purpose."""
+        """The rows received so far, for streams that the caller stops early."""
         per_prompt = self._choices_per_prompt()
         prompts = {carrier // per_prompt: pieces for carrier, pieces in self._prompts.items()}
         if len(prompts) < len(self._prompts):
             raise RoutingError(f"the rows of a prompt with {per_prompt} choices came with several of them")
         for index, choice in self._choices.items() if prompts else ():
             first = self._choices.get(index // per_prompt * per_prompt, choice)
-            # Their lengths alone would not tell two prompts apart.
+            # Prompts of equal length differ in their token ids only.
             is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
             if is_other or index // per_prompt not in prompts:
                 raise RoutingError(f"choice {index}: the rows of its prompt did not come")
@@ -217,14 +218,18 @@ class Collector:
         self._prompt_token_ids = _tuple(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
         for choice in choices:
             self._take_choice(choice)
-        prompts = _get(chunk, "prompt_routed_experts")
+        prompts, weights = _get(chunk, "prompt_routed_experts"), _get(chunk, "prompt_routed_expert_weights")
         if prompts is None:
             return
         arrays = _arrays_of_prompts(prompts)
+        weighed = [None] * len(arrays) if weights is None else _arrays_of_prompts(weights)
+        if len(weighed) != len(arrays):
+            raise RoutingError(f"rows of {len(arrays)} prompts, but weights of {len(weighed)}")
         per_prompt = _choices_per_prompt(len(choices), len(arrays))
         for place, array in enumerate(arrays):
             carrier = _get(choices[place * per_prompt], "index") or 0
-            self._add(self._prompts.setdefault(carrier, _Pieces(f"the prompt of choice {carrier}")), array)
+            pieces = self._prompts.setdefault(carrier, _Pieces(f"the prompt of choice {carrier}"))
+            self._add(pieces, array, weighed[place])
 
     def _take_choice(self, choice: Any) -> None:
         index = _get(choice, "index") or 0
@@ -237,18 +242,37 @@ class Collector:
         state.finish_reason = _get(choice, "finish_reason") or state.finish_reason
         value = _get(choice, "routed_experts")
         if value is not None:
-            self._add(state.pieces, value)
+            self._add(state.pieces, value, _get(choice, "routed_expert_weights"))
 
-    def _add(self, pieces: "_Pieces", value: Any) -> None:
+    def _add(self, pieces: "_Pieces", value: Any, weights: Any) -> None:
         try:
             rows = decode(value, **self._form)
         except (ValueError, KeyError, TypeError) as error:
             raise RoutingError(f"{pieces.name}: not an array of expert ids: {error}") from error
-        if len(rows) or rows.shape[1:] != (0, 0):  # an empty list does not say its shape
+        if len(rows) or rows.shape[1:] != (0, 0):  # an empty list has no shape
             if rows.ndim != 3 or self._shape not in (None, rows.shape[1:]):
                 raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
             self._shape = rows.shape[1:]
+        if pieces.arrays and (pieces.weights is None) != (weights is None):
+            raise RoutingError(f"{pieces.name}: weights of some of its rows only")
         pieces.add(value, rows)
+        if weights is not None:
+            self._add_weights(pieces, value, rows, weights)
+
+    def _add_weights(self, pieces: "_Pieces", ids: Any, rows: NDArray[np.integer[Any]], value: Any) -> None:
+        """Adds the weights `value` beside `rows`, which were decoded from `ids`."""
+        try:
+            shape = {name: size for name, size in self._form.items() if name != "dtype"}
+            weights = decode_weights(value, **shape)
+        except ValueError as error:
+            raise RoutingError(f"{pieces.name}: {error}") from error
+        if weights.shape != rows.shape and len(weights) + len(rows):
+            raise RoutingError(f"{pieces.name}: weights of shape {weights.shape} beside ids of {rows.shape}")
+        if isinstance(value, Mapping):
+            theirs = ids.get("start") if isinstance(ids, Mapping) else None
+            if value.get("start") != theirs or value.get("missing") != count_missing(weights):
+                raise RoutingError(f"{pieces.name}: weights that are not of the ids beside them")
+        pieces.weights = [*(pieces.weights or ()), weights]
 
     def _routing_of(self, index: int, prompt: "_Pieces | None") -> Routing:
         choice = self._choices[index]
@@ -258,7 +282,7 @@ class Collector:
         if None not in (said, asked) and said != asked:
             raise RoutingError(f"choice {index}: rows from {said} on, asked for from {asked} on")
         start = said if said is not None else asked or 0
-        arrays = list(choice.pieces.arrays)
+        arrays, weights = list(choice.pieces.arrays), choice.pieces.weights
         if prompt is not None:
             end = start + prompt.length
             if prompt_len not in (None, end):
@@ -267,6 +291,9 @@ class Collector:
                 raise RoutingError(f"choice {index}: rows from {choice.pieces.start} on after a prompt of {end} tokens")
             prompt_len = end
             arrays = [*prompt.arrays, *arrays]
+            if choice.pieces.arrays and (weights is None) != (prompt.weights is None):
+                raise RoutingError(f"choice {index}: weights of some of its rows only")
+            weights = None if prompt.weights is None else [*prompt.weights, *(weights or ())]
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         return Routing(
@@ -277,6 +304,7 @@ class Collector:
             prompt_token_ids=prompt_token_ids,
             token_ids=_tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
+            weights=None if weights is None else _joined_weights(weights, self._shape or (0, 0)),
         )
 
 
@@ -285,14 +313,16 @@ class _Pieces:
     """Arrays that follow each other without gap or overlap.
 
     Attributes:
-        start: position of the first row; None as long as no piece said it.
+        start: position of the first row; None until a piece states it.
         length: rows of all arrays.
+        weights: those of the arrays; None where they have none.
     """
 
     name: str
     start: int | None = None
     length: int = 0
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
+    weights: list[NDArray[np.float32]] | None = None
 
     def add(self, value: Any, rows: NDArray[np.integer[Any]]) -> None:
         """Appends `rows`, which were decoded from `value`."""
@@ -320,7 +350,7 @@ class _Choice:
 
 
 def _check_length(routing: Routing) -> None:
-    """Raises `RoutingError` where the response says its tokens and the rows are not theirs."""
+    """Raises `RoutingError` if the response has token ids and their number does not fit its rows."""
     if routing.token_ids is None or routing.prompt_len is None:
         return
     expected = max(routing.prompt_len + len(routing.token_ids) - 1, routing.start)
@@ -363,15 +393,25 @@ def _arrays_of_prompts(value: Any) -> list[Any]:
         return [value]
     first = value[0]  # of an array as nested lists: a row, [L][K]
     is_row = (
-        isinstance(first, list) and first and isinstance(first[0], list) and first[0] and first[0][0].__class__ is int
+        isinstance(first, list)
+        and first
+        and isinstance(first[0], list)
+        and first[0]
+        and not isinstance(first[0][0], list)
     )
     return [value] if is_row else value
 
 
 def _joined(arrays: list[NDArray[np.integer[Any]]], shape: tuple[int, ...]) -> Rows:
-    """[n, L, K] as int16, which holds every id and -1, whatever the type on the wire."""
+    """[n, L, K] as int16, which can hold every id and -1, for any type on the wire."""
     arrays = [array for array in arrays if len(array)]
     if not arrays:
         return np.empty((0, *shape), dtype=np.int16)
     rows: Rows = np.concatenate(arrays).astype(np.int16, copy=False)
     return rows
+
+
+def _joined_weights(arrays: list[NDArray[np.float32]], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """[n, L, K]"""
+    arrays = [array for array in arrays if len(array)]
+    return np.concatenate(arrays) if arrays else np.empty((0, *shape), dtype=np.float32)

@@ -1,7 +1,7 @@
-"""How often each expert was chosen, and how evenly experts share the work. Imports numpy only."""
+"""Counts how often each expert was chosen, and how balanced the load is. Imports numpy only."""
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -9,22 +9,24 @@ from numpy.typing import ArrayLike, NDArray
 from routed_experts.protocol.codec import UNKNOWN, CodecError, count_missing
 
 _SLICE = 4096
-"""Rows that are counted at once: their ids are widened to eight bytes each."""
+"""Rows counted at once. Counting widens each id to eight bytes."""
 
 
 class Histogram(TypedDict):
-    """Counts in place of rows, as they go over the wire.
+    """The wire form of expert counts.
 
-    `counts` is [L][num_experts]; `missing` of the `rows` hold ids that are not known and not counted.
+    `counts` is [L][num_experts]. `missing` of the `rows` rows have unknown ids, which are not counted. `weights`, which
+    a request must ask for, is the sum of each expert's weights.
     """
 
     counts: list[list[int]]
     rows: int
     missing: int
+    weights: NotRequired[list[list[float]]]
 
 
 def count_experts(rows: NDArray[np.integer[Any]], num_experts: int) -> NDArray[np.int64]:
-    """How many of `rows` ([n, L, K]) chose each expert: [L, num_experts]. Ids that are not known are left out.
+    """How many of `rows` ([n, L, K]) chose each expert: [L, num_experts]. Unknown ids are not counted.
 
     >>> count_experts(np.array([[[0, 2]], [[2, 1]], [[-1, -1]]]), num_experts=4).tolist()
     [[1, 1, 2, 0]]
@@ -43,8 +45,21 @@ def count_experts(rows: NDArray[np.integer[Any]], num_experts: int) -> NDArray[n
     return counts.reshape(layers, width)[:, 1:]
 
 
+def sum_weights(rows: NDArray[np.integer[Any]], weights: NDArray[np.float32], num_experts: int) -> NDArray[np.float64]:
+    """The sum of the weights that each expert was chosen with: [L, num_experts]. Unknown ones are left out.
+
+    >>> sum_weights(np.array([[[0, 2]], [[2, -1]]]), np.array([[[0.5, 0.25]], [[1, np.nan]]], np.float32), 3).tolist()
+    [[0.5, 0.0, 1.25]]
+    """
+    layers = rows.shape[1]
+    known = (rows >= 0) & ~np.isnan(weights)
+    flat = (rows + (np.arange(layers) * num_experts)[:, None])[known]
+    sums = np.bincount(flat, weights=weights[known], minlength=layers * num_experts)
+    return sums.astype(np.float64).reshape(layers, num_experts)
+
+
 def histogram(rows: NDArray[np.integer[Any]], num_experts: int) -> Histogram:
-    """The histogram of `rows` ([n, L, K]) in the form of the wire.
+    """The histogram of `rows` ([n, L, K]) in its wire form.
 
     Raises:
         CodecError: an id is not an expert's.
@@ -65,9 +80,9 @@ class ExpertLoad:
 
     Attributes:
         counts: [L, E] how often each expert was chosen.
-        load: [L, E] the same as multiples of what each would have if all shared evenly; 0 where nothing was counted.
+        load: [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted.
         entropy: [L] of the shares, in bits.
-        balance: [L] the entropy as a share of the most that it can be with so many choices: 1 where all share evenly.
+        balance: [L] the entropy divided by its maximum for that number of choices: 1 if all experts share evenly.
         imbalance: [L] the load of the busiest expert.
         busiest: [L] its id.
         unused: [L] experts that were never chosen.
@@ -83,7 +98,7 @@ class ExpertLoad:
 
 
 def expert_load(counts: ArrayLike) -> ExpertLoad:
-    """What `counts` [L, E], of `count_experts` or of a response's histogram, say about each layer.
+    """The load of each layer, from `counts` [L, E] of `count_experts` or of a response's histogram.
 
     >>> found = expert_load([[4, 4, 0, 0], [2, 2, 2, 2]])
     >>> found.load.tolist()

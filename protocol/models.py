@@ -16,13 +16,17 @@ from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]
 Layers = Literal["moe", "all"]
+Paired = Literal["paired"]
+"""The form of prime-rl's trainer: ids and weights in one array."""
 VllmDtype = Literal["vllm"]
 """The dtype of vLLM's own capture: `uint8` up to 256 experts, else `uint16`."""
 
 OPT_IN = "return_routed_experts"
 PROMPT_START = "routed_experts_prompt_start"
 HISTOGRAM = "routed_experts_histogram"
+FORMAT = "routed_experts_format"
 LAYERS = "routed_experts_layers"
+WEIGHTS = "return_routed_expert_weights"
 _START_LEN = "routed_experts_start_len"
 _PREFIXES = ("return_routed", "routed_expert")
 """Unknown fields with these prefixes are rejected. vLLM ignores other unknown fields."""
@@ -56,10 +60,11 @@ class RoutingFields(BaseModel):
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
     )
-    routed_experts_format: Format = Field(
+    routed_experts_format: Format | Paired = Field(
         default="object",
         description="Form of an array: `object`, `npy` (base64 of a .npy file), `raw` (base64 of the bare "
-        "little-endian array) or `list` (nested lists).",
+        "little-endian array) or `list` (nested lists). `paired`: an `object` of int32 with ids and weights, "
+        "[rows, decoder layers, 2K]: K ids, then the bits of their float32 weights times `weights_scale`.",
     )
     routed_experts_dtype: WireDtype = Field(
         default="int16",
@@ -80,6 +85,11 @@ class RoutingFields(BaseModel):
         default=False,
         description="Return how often each expert of each layer was chosen, with or without the rows.",
     )
+    return_routed_expert_weights: StrictBool = Field(
+        default=False,
+        description="Return the router's weight of each id too, in arrays of float32 beside those of ids. The server "
+        "needs `--enable-return-routed-expert-weights`.",
+    )
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ class RoutingOptions:
     Attributes:
         rows: whether to return rows.
         histogram: whether to return histograms.
+        weights: whether to return the routers' weights too.
         prompt_start_param: the name that the client used for the prompt start.
         explicit_fields: names of the fields that the request or the server-wide default sets.
         by_default: whether only the server-wide default asks for routing.
@@ -96,9 +107,10 @@ class RoutingOptions:
 
     rows: bool = True
     histogram: bool = False
+    weights: bool = False
     prompt_start: int = 0
     prompt_start_param: str = PROMPT_START
-    format: Format = "object"
+    format: Format | Paired = "object"
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
@@ -138,15 +150,19 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         if not fields.routed_experts_histogram:
             return None
     start, param = _prompt_start(given, fields)
+    is_paired = fields.routed_experts_format == "paired"
+    if is_paired and not fields.return_routed_expert_weights:
+        raise FieldError(FORMAT, f"{FORMAT}: paired needs {WEIGHTS}: true")
     return RoutingOptions(
         rows=fields.return_routed_experts,
         histogram=fields.routed_experts_histogram,
+        weights=fields.return_routed_expert_weights,
         prompt_start=start,
         prompt_start_param=param,
         format=fields.routed_experts_format,
-        dtype=fields.routed_experts_dtype,
+        dtype="int32" if is_paired else fields.routed_experts_dtype,
         layout=fields.routed_experts_layout,
-        layers=fields.routed_experts_layers,
+        layers="all" if is_paired and LAYERS not in given else fields.routed_experts_layers,
         explicit_fields=frozenset(given),
         by_default=not own,
     )
@@ -200,8 +216,8 @@ def _validated(given: dict[str, Any]) -> RoutingFields:
 
 
 def _check_needs(given: Mapping[str, Any], fields: RoutingFields) -> None:
-    """Rejects fields without effect: without rows, a histogram has only a start and layers."""
-    alone = {HISTOGRAM, PROMPT_START, _START_LEN, LAYERS} if fields.routed_experts_histogram else {HISTOGRAM}
+    """Rejects fields without effect: without rows, a histogram has only a start, layers and weights."""
+    alone = {HISTOGRAM, PROMPT_START, _START_LEN, LAYERS, WEIGHTS} if fields.routed_experts_histogram else {HISTOGRAM}
     for name in RoutingFields.model_fields:
         if name in given and name != OPT_IN and name not in alone:
             raise FieldError(name, f"{name} needs {OPT_IN}: true in the same request")
@@ -232,12 +248,27 @@ class RoutedExpertsArray(BaseModel):
     missing: int = Field(description="number of unknown rows; they are filled with -1", ge=0)
 
 
+class RoutedExpertWeightsArray(BaseModel):
+    """The `object` form of the weights beside an array of rows."""
+
+    data: str = Field(description="base64 (standard alphabet) of the little-endian array, C order")
+    shape: list[int] = Field(description="that of the array of ids", min_length=3, max_length=3)
+    dtype: Literal["float32"]
+    start: int = Field(description="absolute position of the first row", ge=0)
+    missing: int = Field(description="number of rows with unknown weights; they are NaN", ge=0)
+
+
 class RoutedExpertsHistogram(BaseModel):
     """How often each expert was chosen."""
 
     counts: list[list[int]] = Field(description="[layers][experts]; `routed_experts_layers` selects the layers")
     rows: int = Field(description="number of rows, including missing ones", ge=0)
     missing: int = Field(description="rows with at least one unknown id; unknown ids are not counted", ge=0)
+    weights: list[list[float]] = Field(
+        default_factory=list,
+        description="[layers][experts]: the sum of the weights that each expert was chosen with, for requests with "
+        "`return_routed_expert_weights`",
+    )
 
 
 class CaptureInfo(BaseModel):
@@ -260,6 +291,14 @@ class RoutedExpertsInfo(BaseModel):
     num_experts: int
     layer_ids: list[int] = Field(description="decoder layer (absolute index) of each of the L layers")
     dtype: Literal["int16"] = "int16"
+    weights: bool = Field(default=False, description="whether requests may ask for the routers' weights")
+    weights_scale: list[float] = Field(
+        default_factory=list,
+        description="for each of the L layers, what the output of its experts is multiplied by, besides the weights",
+    )
+    weights_on_input: bool = Field(
+        default=False, description="whether weights multiply the input of experts instead of their output"
+    )
     version: str = Field(description="version of routed-experts-server")
     vllm_version: str
     capture: CaptureInfo

@@ -1,4 +1,4 @@
-"""Server-sent events out of a stream's text, however it is cut."""
+"""Parses server-sent events from text that may be cut anywhere."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ _DATA = b"data:"
 
 
 class EventError(ValueError):
-    """Not a stream of JSON events that ends with `[DONE]`."""
+    """The stream does not consist of JSON events and a final `[DONE]`."""
 
 
 class EventReader:
@@ -17,7 +17,7 @@ class EventReader:
     def __init__(self) -> None:
         self.done = False
         self._rest = b""
-        # What is known of lines so far. As long as it is neither, a piece may be a line or the beginning of one.
+        # Whether lines come with their ends. Until one of these is true, a piece may be a line or the beginning of one.
         self._with_ends = self._without_ends = False
         self._has_dropped = False
 
@@ -28,10 +28,10 @@ class EventReader:
         if lines and not self._with_ends:
             self._with_ends = True
             if self._has_dropped and not self._without_ends:
-                del lines[0]  # the rest of a comment that was cut
+                del lines[0]  # the end of a comment whose beginning was dropped
         for line in lines:
             yield from self._read(line, whole=True)
-        # What is left is a line without its end, or the beginning of one: JSON says by itself where it ends.
+        # The rest is a line without its end, or the beginning of one. Complete JSON parses; incomplete JSON does not.
         if self._rest.startswith(_DATA[: len(self._rest)]):
             if self._rest.rstrip().endswith((b"}", b"]")):
                 yield from self._read(self._rest, whole=False)

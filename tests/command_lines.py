@@ -37,15 +37,16 @@ def parser_of(run: Any, *argv: str) -> argparse.ArgumentParser:
     Raises:
         SystemExit: it did not.
     """
-    parsing: list[argparse.ArgumentParser] = []
+    depth = 0
 
     def stopping(parse: Any) -> Any:
         def stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
             self.allow_abbrev = False
-            parsing.append(self)
+            depth += 1
             found = parse(self, *args, **kwargs)
-            parsing.pop()
-            if parsing:  # in a parser that asks this one
+            depth -= 1
+            if depth:  # in a parser that asks this one
                 return found
             raise Parsed(self)
 

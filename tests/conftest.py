@@ -9,7 +9,7 @@ import pytest
 
 from routed_experts.capture.seams.http import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
-from tests.e2e.harness import ON_GPU, SMALL_KV, Oracle, Server, serving
+from tests.e2e.harness import ASYNC, SMALL_KV, Oracle, Server, serving
 
 BLOCK_SIZE = 32
 CHUNK = 64
@@ -41,17 +41,16 @@ def oracle(tiny_model: Path) -> Oracle:
 
 @pytest.fixture(scope="session")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The server that most end-to-end tests share: asynchronous scheduling, and KV blocks for few requests at once."""
+    """The server that most end-to-end tests share: asynchronous scheduling, and KV blocks for few requests at once.
+
+    It captures the routers' weights, too.
+    """
     flags = (*SERVER_FLAGS, "--num-gpu-blocks-override", "28", "--async-scheduling", "--enable-prompt-tokens-details")
-    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    flags += ("--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-return-routed-expert-weights")
     flags += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
-    module = "routed_experts.server.cli" if ON_GPU else "tests.e2e.async_on_cpu"
     env = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /abort_requests
-    log = tmp_path_factory.mktemp("server") / "log"
-    with serving(tiny_model, log, *flags, module=module, env=env) as running:
-        with running.client() as client:
-            config = client.get("/server_info?config_format=json").json()["vllm_config"]
-        assert config["scheduler_config"]["async_scheduling"] is True
+    with serving(tiny_model, tmp_path_factory.mktemp("server") / "log", *flags, module=ASYNC, env=env) as running:
+        assert running.is_async()
         yield running
 
 

@@ -17,12 +17,9 @@ _SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 @dataclass(frozen=True)
 class Block:
-    """Fenced code.
+    """Fenced code: its page and line, and the comment above it or an empty string.
 
-    Attributes:
-        where: page and line.
-        language: `sh` and `python` are for readers to run, `json` and `text` are not.
-        mark: the comment above it, or an empty string.
+    `sh` and `python` are for readers to run, `json` and `text` are not.
     """
 
     where: str
@@ -33,10 +30,6 @@ class Block:
     @property
     def run_by(self) -> str:
         return self.mark.removeprefix("run by ") if self.mark.startswith("run by ") else ""
-
-    @property
-    def not_run(self) -> str:
-        return self.mark.removeprefix("not run: ") if self.mark.startswith("not run: ") else ""
 
 
 def _name(page: Path, text: str, at: int) -> str:
@@ -69,7 +62,7 @@ def exists(name: str, beside: Path = ROOT) -> bool:
     """Whether there is such a file, below the repository, its tests or `beside`, and in it the test after `::`."""
     path, _, test = name.partition("::")
     test = test.partition("[")[0].rpartition("::")[2]
-    for folder in (ROOT, ROOT / "tests", beside):
-        if (folder / path).exists():
-            return not test or bool(re.search(rf"(?:def|class) {test}\b", (folder / path).read_text(encoding="utf-8")))
-    return False
+    found = next((folder / path for folder in (ROOT, ROOT / "tests", beside) if (folder / path).exists()), None)
+    if found is None:
+        return False
+    return not test or bool(re.search(rf"(?:def|class) {test}\b", found.read_text(encoding="utf-8")))

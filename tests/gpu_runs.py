@@ -37,14 +37,10 @@ EXACT, UNTESTED = "exact", "untested"
 
 @dataclass(frozen=True)
 class Run:
-    """The last run of a test.
-
-    Attributes:
-        commit: None where nobody wrote it down.
-    """
+    """The last run of a test."""
 
     outcome: str
-    commit: str | None
+    commit: str | None  # None where nobody wrote it down
     date: str
     device: str
 
@@ -68,16 +64,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def commit() -> str:
     """The commit of the working tree, with a plus if it was changed since."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], check=True, cwd=ROOT, text=True, stdout=subprocess.PIPE
+        ).stdout.strip()
+
     try:
-        head, changes = _git("rev-parse", "--short", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+        head, changes = git("rev-parse", "--short", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError) as error:
         raise pytest.UsageError("--gpu-run needs --commit where there is no repository of git's") from error
     return head + "+" if changes else head
-
-
-def _git(*arguments: str) -> str:
-    command = ["git", *arguments]
-    return subprocess.run(command, check=True, cwd=ROOT, text=True, stdout=subprocess.PIPE).stdout.strip()
 
 
 class Recorder:
@@ -92,29 +89,17 @@ class Recorder:
 
         if not torch.cuda.is_available():
             raise pytest.UsageError("--gpu-run needs a GPU")
-        self._file = file
-        self._outcomes: dict[str, str] = {}
-        count = torch.cuda.device_count()
-        device = torch.cuda.get_device_name(0)
-        self._run = Run(
-            outcome="",
-            commit=commit,
-            date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-            device=device if count == 1 else f"{count} x {device}",
-        )
-        self._vllm = vllm.__version__.split("+")[0]
+        count, device = torch.cuda.device_count(), torch.cuda.get_device_name(0)
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        self._run = Run("", commit, date, device if count == 1 else f"{count} x {device}")
+        self._file, self._vllm = file, vllm.__version__.split("+")[0]
+        self._outcomes: dict[str, Run] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:  # whether in the test or around it
-            self._outcomes[report.nodeid] = "failed"
-        elif report.when == "call" and report.passed:
-            self._outcomes[report.nodeid] = "passed"
+        if report.failed or (report.when == "call" and report.passed):  # failed in the test or around it
+            self._outcomes[report.nodeid] = replace(self._run, outcome=report.outcome)
         if report.when == "teardown":
-            self.write()
-
-    def write(self) -> None:
-        runs = {test: replace(self._run, outcome=outcome) for test, outcome in self._outcomes.items()}
-        write(self._file, {self._vllm: runs})
+            write(self._file, {self._vllm: self._outcomes})
 
 
 # ---- here ----
@@ -182,39 +167,55 @@ def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> str:
     return "\n".join(lines)
 
 
-def refused(others: Sequence[dict[str, Any]]) -> str:
-    names = [*(refusal.name for refusal in REFUSALS), *(other["name"] for other in others)]
-    return "\n".join(f"- {name}" for name in names)
-
-
 def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
+    """The text of `docs/lab/evidence.md`."""
     return "\n".join(_evidence(table, runs)) + "\n"
 
 
 def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> Iterator[str]:
+    sources = "`docs/support.toml` and `docs/gpu-runs.json`"
     yield "# Evidence for the support matrix"
     yield ""
-    sources = "`docs/support.toml` and `docs/gpu-runs.json`"
     yield f"Written by `python -m tests.gpu_runs` from {sources}, vLLM {RUN_ON_GPUS[-1]}."
+    yield "Tests are in `tests/`; a name without a file belongs to the file before it. CI runs the tests of CPU."
+    yield "R1, R2, … are the last [runs on GPUs](#runs-on-gpus), with test names of those commits."
+    numbers: dict[str, int] = {}
     for feature in table["feature"]:
         if "group" in feature:
-            yield from ("", f"## {feature['group']}")
-        yield from ("", f"**{feature['name']}**", "")
-        for column, title in COLUMNS.items():
-            cell = feature.get(column)
-            if isinstance(cell, str):
-                yield f"- {title}: {cell}"
-            elif cell:
-                tests = ", ".join(f"`{test}`" for test in cell)
-                yield f"- {title}: {tests}" + ("" if column == "cpu" else f". Last run: {when(runs, cell)}")
-        if "why" in feature:
-            yield f"- untested: {feature['why']}"
-        if "note" in feature:
-            yield f"- note: {feature['note']}"
-    yield from ("", "## Refused", "")
-    yield "- the table of refusals in `capture/engine/config.py`: `tests/contract/test_refusals.py`"
+            yield from ("", f"## {feature['group']}", "")
+        titles: dict[str, str] = {}  # columns by their evidence, since CPU and V2 often have the same
+        for column, heading in COLUMNS.items():
+            cell, title = feature.get(column), heading.removeprefix("CUDA ")
+            said = cell if isinstance(cell, str) else _short(cell or ())
+            if isinstance(cell, list) and column != "cpu":
+                title += f" (R{numbers.setdefault(when(runs, cell), len(numbers) + 1)})"
+            if said and cell != "\N{EN DASH}":  # the feature does not exist there
+                titles[said] = f"{titles[said]}, {title}" if said in titles else title
+        parts = [f"{title}: {said}" for said, title in titles.items()]
+        parts += [
+            f"{title}: {feature[key]}" for key, title in (("why", "Untested"), ("note", "Note")) if key in feature
+        ]
+        yield f"- **{feature['name']}**. {'. '.join(parts)}."
+    yield from ("", "## Refused", "", "- All in `capture/engine/config.py`: `contract/test_refusals.py`.")
     for other in table["refused"]:
-        yield f"- {other['name']}: " + ", ".join(f"`{test}`" for test in other["tests"])
+        yield f"- {other['name']}: {_short(other['tests'])}."
+    yield from ("", "## Runs on GPUs", "")
+    for run, number in numbers.items():
+        yield f"- R{number}: {run}"
+
+
+def _short(tests: Sequence[str]) -> str:
+    """Names of tests, without what the name before has too: the file, or all but the parameters."""
+    names: list[str] = []
+    before = ["", "", ""]
+    for test in tests:
+        path, _, name = test.removeprefix("tests/").partition("::")
+        function, bracket, parameters = name.partition("[")
+        parts = [path, f"::{function}" if function else "", bracket + parameters]
+        same = 0 if path != before[0] else 2 if parts[1] == before[1] else 1
+        names.append(f"`{''.join(parts[same:])}`")
+        before = parts
+    return ", ".join(names)
 
 
 def filled(page: str, name: str, text: str) -> str:
@@ -226,7 +227,9 @@ def filled(page: str, name: str, text: str) -> str:
 
 
 def rendered(page: str, table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
-    return filled(filled(page, "matrix", matrix(table["feature"], runs)), "refused", refused(table["refused"]))
+    names = [*(refusal.name for refusal in REFUSALS), *(other["name"] for other in table["refused"])]
+    page = filled(page, "matrix", matrix(table["feature"], runs))
+    return filled(page, "refused", "\n".join(f"- {name}" for name in names))
 
 
 def main(files: Sequence[str]) -> int:

@@ -6,8 +6,8 @@
 `list` chooses changes in all files, in proportion to their statements: one operator, comparison, constant, condition
 or statement each. A change is found again by file, function and text, so the list survives moved lines.
 
-`run` applies one change at a time to a copy of the tree and runs the tests of `make test-fast` that execute the changed
-lines, up to the first that fails. Which tests do is measured with `coverage`, which must be importable: once for each
+`run` applies one change at a time to a copy of the tree and runs the files of `make test-fast` that execute the changed
+lines, up to the first test that fails. Which do is measured with `coverage`, which must be importable: once for each
 state of the code, and again for each file of tests that changed. Run it again to continue a run that was stopped.
 `--tests` takes other tests.
 """
@@ -19,6 +19,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,34 +67,34 @@ def changes(file: str, source: bytes) -> Iterator[Change]:
         return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
 
     def visit(node: Any, parent: Any, scope: str) -> Iterator[Change]:
-        def change(kind: str, shown: tuple[int, int], at: tuple[int, int], new: str | bytes) -> Change:
-            new = new.encode() if isinstance(new, str) else new
+        def change(kind: str, shown: tuple[int, int], at: tuple[int, int], new: bytes) -> Change:
             before, after = source[slice(*shown)], source[shown[0] : at[0]] + new + source[at[1] : shown[1]]
             found = {"kind": kind, "file": file, "line": source[: at[0]].count(b"\n") + 1, "function": scope}
             found |= {"before": before.decode(), "after": after.decode()}
             return found | {"occurrence": source[functions[scope][0] : shown[0]].count(before)}
 
-        def operator(kind: str, left: Any, right: Any, signs: tuple[str, str]) -> Change:
+        def operator(kind: str, left: Any, right: Any, op: ast.AST) -> Change:
             gap = span(left)[1], span(right)[0]
-            return change(kind, span(node), gap, source[slice(*gap)].decode().replace(*signs, 1))
+            sign, new = (COMPARISONS | OPERATORS)[type(op).__name__]
+            return change(kind, span(node), gap, source[slice(*gap)].replace(sign.encode(), new.encode(), 1))
 
         if _is_left_out(node):
             return
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            scope = f"{scope}.{node.name}" if scope else node.name
+        scope = _scope_of(node, scope)
+        op = getattr(node, "op", None)
         match node:
             case ast.Compare():
                 for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
-                    yield operator("comparison", left, right, COMPARISONS[type(op).__name__])
-            case ast.BinOp() if type(node.op).__name__ in OPERATORS and not _joins_texts_or_types(node):
-                yield operator("operator", node.left, node.right, OPERATORS[type(node.op).__name__])
+                    yield operator("comparison", left, right, op)
+            case ast.BinOp() if type(op).__name__ in OPERATORS and not _joins_texts_or_types(node):
+                yield operator("operator", node.left, node.right, node.op)
             case ast.BoolOp():
-                yield operator("operator", *node.values[:2], OPERATORS[type(node.op).__name__])
-            case ast.AugAssign() if type(node.op).__name__ in OPERATORS:
-                yield operator("operator", node.target, node.value, OPERATORS[type(node.op).__name__])
+                yield operator("operator", *node.values[:2], node.op)
+            case ast.AugAssign() if type(op).__name__ in OPERATORS:
+                yield operator("operator", node.target, node.value, node.op)
             case ast.Constant(value=bool() | int() | float()) if parent is not None:
                 new = not node.value if isinstance(node.value, bool) else node.value + 1
-                yield change("constant", span(parent), span(node), str(new))
+                yield change("constant", span(parent), span(node), str(new).encode())
             case ast.If() | ast.While() | ast.IfExp():
                 at = span(node.test)
                 shown = span(node) if isinstance(node, ast.IfExp) else (span(node)[0], at[1])
@@ -100,13 +102,18 @@ def changes(file: str, source: bytes) -> Iterator[Change]:
             case ast.UnaryOp(op=ast.Not()):
                 yield change("condition", span(parent), span(node), source[slice(*span(node.operand))])
         if _can_be_deleted(node, parent):
-            yield change("statement", span(node), span(node), "pass")
+            yield change("statement", span(node), span(node), b"pass")
         for name, value in ast.iter_fields(node):
             for child in value if isinstance(value, list) else [value]:
                 if isinstance(child, ast.AST) and name not in ("annotation", "returns", "decorator_list", "bases"):
                     yield from visit(child, node if hasattr(node, "lineno") else parent, scope)
 
     yield from visit(ast.parse(source), None, "")
+
+
+def _scope_of(node: ast.AST, outer: str) -> str:
+    is_scope = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    return f"{outer}.{node.name}".lstrip(".") if is_scope else outer  # type: ignore[attr-defined]
 
 
 def _is_left_out(node: ast.AST) -> bool:
@@ -146,12 +153,10 @@ def _functions(source: bytes) -> dict[str, tuple[int, int]]:
     starts = _starts(source)
     found = {"": (0, starts[-1])}
 
-    def visit(node: ast.AST, scope: str) -> None:
+    def visit(node: Any, scope: str) -> None:
         for child in ast.iter_child_nodes(node):
-            inner = scope
-            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                inner = f"{scope}.{child.name}" if scope else child.name
-                found[inner] = starts[child.lineno - 1], starts[child.end_lineno or 0]
+            if (inner := _scope_of(child, scope)) != scope:
+                found[inner] = starts[child.lineno - 1], starts[child.end_lineno or 0]  # type: ignore[attr-defined]
             visit(child, inner)
 
     visit(ast.parse(source), "")
@@ -203,35 +208,13 @@ def choose(seed: int, count: int) -> list[Change]:
 # ---- which tests execute which lines ----
 
 
-class Recorder:
-    """A pytest plugin that times the tests and tells `coverage` which one runs."""
+class Failures:
+    """A pytest plugin."""
 
-    def __init__(self, measured: Any = None, only: set[str] | None = None) -> None:
-        self.measured, self.only = measured, only
-        self.seconds: dict[str, float] = collections.defaultdict(float)
+    def __init__(self) -> None:
         self.failed: list[str] = []
 
-    def _enter(self, context: str) -> None:
-        os.environ["MUTATIONS_CONTEXT"] = context  # for the processes that a test starts
-        if self.measured is not None:
-            self.measured.switch_context(context)
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if self.only is None or item.nodeid in self.only]
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._enter(nodeid.partition("::")[0])  # fixtures may be shared by all tests of the file
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> None:
-        self._enter(item.nodeid)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        self._enter(item.nodeid.partition("::")[0])
-
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.seconds[report.nodeid] += report.duration
         self.pytest_collectreport(report)
 
     def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
@@ -239,90 +222,53 @@ class Recorder:
             self.failed.append(report.nodeid)
 
 
-def make_map(folder: Path, tests: list[str]) -> None:
-    """Runs the tests once, unchanged, each file in a process of its own; not those that were run as they are now."""
+def run_tests(file: str, result: Path) -> int:
+    """Runs a file of tests up to the first that fails, and writes that."""
+    failures, quiet = Failures(), ["-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=120"]
+    code = int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu or release)", file], plugins=[failures]))
+    result.write_text(json.dumps(failures.failed))
+    return code
+
+
+def measure(file: str, result: Path) -> int:
+    """Runs a file of tests, unchanged. Writes how long it takes, and the lines that it executes in each file."""
     import coverage
-    from coverage.data import combine_parallel_data
 
+    measured = coverage.Coverage(data_file=None, source=[str(Path.cwd() / name) for name in MEASURED])
+    began = time.monotonic()
+    with measured.collect():
+        code = run_tests(file, result)
+    data, lines = measured.get_data(), {}
+    for name in data.measured_files():
+        lines[Path(name).relative_to(Path.cwd()).as_posix()] = data.lines(name)
+    result.write_text(json.dumps({"file": file, "seconds": time.monotonic() - began, "lines": lines}))
+    return code
+
+
+def measure_all(folder: Path, tests: list[str]) -> list[dict[str, Any]]:
+    """What `measure` writes of each file of tests. Runs those that are not as they were when they were measured."""
+    measured = []
     folder.mkdir(parents=True, exist_ok=True)
-    settings, kept, of_file = folder / "coveragerc", folder / "tests.json", folder / "file.json"
-    sources = "".join(f"    {Path.cwd() / name}\n" for name in MEASURED)
-    options = "context = ${MUTATIONS_CONTEXT}\nparallel = true\n"
-    seconds: dict[str, dict[str, float]] = json.loads(kept.read_text()) if kept.exists() else {}
-    parts = []
-
-    def run(file: str) -> int:
-        os.environ |= {"MUTATIONS_CONTEXT": "", "COVERAGE_PROCESS_START": str(settings)}
-        measured = coverage.Coverage(config_file=str(settings))
-        measured.start()
-        recorder = Recorder(measured)
-        code = run_pytest(recorder, [file])
-        measured.stop()
-        measured.save()
-        passed = {test: seconds for test, seconds in recorder.seconds.items() if test not in recorder.failed}
-        of_file.write_text(json.dumps([passed, recorder.failed]))
-        return code
-
     for path in [path for name in tests for path in sorted(Path(name).rglob("test_*.py")) or [Path(name)]]:
-        file, state = path.as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        parts.append(folder / "parts" / f"{path.stem}-{state}")
-        if file not in seconds or not parts[-1].exists():
-            parts[-1].mkdir(parents=True, exist_ok=True)
-            settings.write_text(f"[run]\nsource =\n{sources}{options}data_file = {parts[-1]}/coverage\n")
-            seconds.pop(file, None)
-            kept.write_text(json.dumps(seconds))
-            of_file.write_text("[{}, []]")
-            code = in_child(lambda file=file: run(file), 1200, folder / "log")  # type: ignore[misc]
-            seconds[file], failed = json.loads(of_file.read_text())
-            kept.write_text(json.dumps(seconds))
-            print(f"{file}: exit {code}, {len(seconds[file])} tests passed, {failed=}", flush=True)
-    (folder / "coverage").unlink(missing_ok=True)
-    data = coverage.CoverageData(str(folder / "coverage"))
-    combine_parallel_data(data, data_paths=[str(part) for part in parts if any(part.iterdir())], keep=True)
-    data.write()
+        result = folder / f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}.json"
+        if not result.exists():
+            code = in_child(partial(measure, path.as_posix(), result), 1200, result.with_suffix(".log"))
+            print(f"{path}: exit {code}", flush=True)
+        if result.exists() and isinstance(found := json.loads(result.read_text()), dict):
+            measured.append(found)
+    return measured
 
 
-class TestMap:
-    """Which tests execute which lines, and the seconds that they take."""
+def files_of(measured: list[dict[str, Any]], file: str, lines: range, budget: float) -> list[str]:
+    """Returns the files of tests that execute one of `lines`, in the order in which to run them, for `budget` seconds.
 
-    def __init__(self, folder: Path) -> None:
-        from coverage import CoverageData
-
-        self.data = CoverageData(str(folder / "coverage"))
-        self.data.read()
-        by_file: dict[str, dict[str, float]] = json.loads((folder / "tests.json").read_text())
-        self.seconds = {test: seconds for tests in by_file.values() for test, seconds in tests.items()}
-
-    def tests_of(self, file: str, lines: range | None, budget: float) -> dict[str, list[str]]:
-        """Returns the tests that execute one of `lines`, by test file, in the order in which to run them.
-
-        With None for `lines`, or where none does (a line that is executed at import), those that execute any line of
-        the file. The first case of each test function is taken before the second of any, up to `budget` seconds; tests
-        that execute the lines only in fixtures come last.
-        """
-        by_line: dict[int, set[str]] = collections.defaultdict(set)
-        for measured in self.data.measured_files():
-            if measured.endswith(f"/{file}"):
-                for line, contexts in self.data.contexts_by_lineno(measured).items():
-                    by_line[line] |= {*contexts} - {""}
-        found = set().union(*(by_line[line] for line in lines or ())) or set().union(*by_line.values())
-        cases: collections.Counter[str] = collections.Counter()
-        ranked = []
-        for test in self.seconds:
-            if test in found or test.partition("::")[0] in found:
-                function = test.partition("[")[0]
-                ranked.append((test not in found, cases[function], len(ranked), test))
-                cases[function] += 1
-        chosen: dict[str, list[str]] = collections.defaultdict(list)
-        for *_, test in sorted(ranked):
-            if budget > 0:
-                budget -= self.seconds[test]
-                chosen[test.partition("::")[0]].append(test)
-
-        def cost(tests_file: str) -> tuple[bool, float]:
-            return Path(file).stem not in tests_file, sum(self.seconds[test] for test in chosen[tests_file])
-
-        return {tests_file: chosen[tests_file] for tests_file in sorted(chosen, key=cost)}
+    Where none does (a process that a test starts may), those that execute any line of the file.
+    """
+    found = [each for each in measured if not {*lines}.isdisjoint(each["lines"].get(file, ()))]
+    found = found or [each for each in measured if each["lines"].get(file)]
+    found.sort(key=lambda each: (Path(file).stem not in each["file"], each["seconds"]))
+    begins = itertools.accumulate((each["seconds"] for each in found), initial=0)
+    return [each["file"] for each, begin in zip(found, begins, strict=False) if begin < budget]
 
 
 # ---- running them ----
@@ -333,73 +279,51 @@ def in_child(run: Callable[[], int], limit: float, log: Path) -> int | None:
 
     vLLM is imported once, in this process: that takes longer than most tests.
     """
-    if (pid := os.fork()) == 0:
-        code = 70
-        try:
-            os.setsid()
-            with log.open("w") as file:
-                os.dup2(file.fileno(), 1)
-                os.dup2(file.fileno(), 2)
-                code = run()
-        finally:
-            os._exit(code)
-    until = time.monotonic() + limit
-    ended, status = 0, 0
-    while not ended and time.monotonic() < until:
-        time.sleep(0.05)
-        ended, status = os.waitpid(pid, os.WNOHANG)
+
+    def child() -> None:
+        os.setsid()
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        os._exit(run())
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(limit)
+    code = process.exitcode
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    if not ended:
-        os.waitpid(pid, 0)
-    return os.waitstatus_to_exitcode(status) if ended else None
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return code
 
 
-def run_pytest(recorder: Recorder, tests: list[str], *options: str) -> int:
-    quiet = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=120"]
-    return int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu or release)", *options, *tests], plugins=[recorder]))
-
-
-def run_change(change: Change, tests: TestMap, result: Path, budget: float, mtimes: Iterator[int]) -> dict[str, Any]:
-    """Runs the tests of a change. A test that fails after other files is run again without them."""
+def run_change(
+    change: Change, measured: list[dict[str, Any]], result: Path, budget: float, mtimes: Iterator[int]
+) -> dict[str, Any]:
+    """Runs the tests of a change, each file in a process of its own, up to the first that fails."""
     path = Path(change["file"])
     source = path.read_bytes() if path.exists() else b""
     if (at := locate(change, source)) is None:
         return {"outcome": "gone"}
-    first_line = source[:at].count(b"\n") + 1
-    lines = range(first_line, first_line + change["before"].count("\n") + 1)
-    chosen = tests.tests_of(change["file"], lines if _is_in_function(change, source) else None, budget)
-    limit = 120 + 4 * sum(tests.seconds[test] for some in chosen.values() for test in some)
-    waiting, by = list(chosen), None
-
-    def run() -> int:
-        recorder = Recorder(only={test for some in chosen.values() for test in some})
-        code = run_pytest(recorder, waiting, "-x")
-        result.write_text(json.dumps(recorder.failed))
-        return code
+    line = source[:at].count(b"\n") + 1
+    files = files_of(measured, change["file"], range(line, line + change["before"].count("\n") + 1), budget)
 
     def write(text: bytes) -> None:
         path.write_bytes(text)
         os.utime(path, (0, next(mtimes)))  # no bytecode of another change has this time
 
-    began = time.monotonic()
+    began, by = time.monotonic(), None
     write(apply(change, source, at))
-    while waiting and by is None:
+    for file in files:
         result.unlink(missing_ok=True)
-        if (code := in_child(run, limit, result.with_suffix(".log"))) in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        code = in_child(partial(run_tests, file, result), 120 + 4 * budget, result.with_suffix(".log"))
+        if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            failed = json.loads(result.read_text()) if result.exists() else []
+            by = failed[0] if failed else "time limit" if code is None else f"exit {code}"
             break
-        failed = json.loads(result.read_text()) if result.exists() else []
-        by = failed[0] if failed else "time limit" if code is None else f"exit {code}"
-        if (file := by.partition("::")[0]) in waiting[1:]:
-            waiting, by = waiting[waiting.index(file) :], None
     write(source)
-    found = {"tests": sum(map(len, chosen.values())), "seconds": round(time.monotonic() - began, 1)}
     outcome = "unseen" if by is None else "unclear" if by.startswith("exit ") else "seen"  # no test failed: look
-    return {"outcome": outcome, "by": by, **found}
-
-
-def _is_in_function(change: Change, source: bytes) -> bool:
-    return "." in change["function"] or f"def {change['function']}(".encode() in source
+    return {"outcome": outcome, "by": by, "files": len(files), "seconds": round(time.monotonic() - began, 1)}
 
 
 def copy_tree(folder: Path) -> dict[str, str]:
@@ -409,10 +333,8 @@ def copy_tree(folder: Path) -> dict[str, str]:
         if (ROOT / name).exists():
             (folder / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / "tree" / name)
-    site = folder / "site"
-    subprocess.run([sys.executable, folder / "tree/bench/link_package.py", site], check=True)
-    (site / "sitecustomize.py").write_text("import coverage\n\ncoverage.process_startup()\n")
-    paths = (str(site), str(folder / "tree"), os.environ.get("PYTHONPATH", ""))
+    subprocess.run([sys.executable, folder / "tree/bench/link_package.py", folder / "site"], check=True)
+    paths = (str(folder / "site"), str(folder / "tree"), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "MUTATIONS_IN_COPY": "1"}
 
 
@@ -425,13 +347,13 @@ def run(args: argparse.Namespace) -> None:
     code = sorted(path for folder in MEASURED for path in Path(folder).rglob("*.py"))
     state = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:12]
     folder, mtimes = args.out.parent / f"mutations-{state}", itertools.count(10**9)
-    make_map(folder, args.tests)
-    tests = TestMap(folder)
+    measured = measure_all(folder, args.tests)
     results = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {result["id"] for result in results}
     for change in map(json.loads, LIST.read_text().splitlines()):
         if change["id"] not in done and (not args.only or change["id"] in args.only):
-            results.append({"id": change["id"]} | run_change(change, tests, folder / "run.json", args.budget, mtimes))
+            found = run_change(change, measured, folder / "run.json", args.budget, mtimes)
+            results.append({"id": change["id"]} | found)
             with args.out.open("a") as file:
                 print(json.dumps(results[-1]), file=file)
             print(change["file"], change["line"], results[-1], flush=True)
@@ -447,12 +369,11 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("--tests", nargs="+", default=TESTS)
     running.add_argument("--only", nargs="+", type=int, help="ids of changes")
-    running.add_argument("--budget", type=float, default=60, help="seconds of tests for each change (default: 60)")
+    running.add_argument("--budget", type=float, default=120, help="seconds of tests for each change")
     running.add_argument("--out", type=Path, required=True, help="file for one JSON object for each change")
     args = parser.parse_args()
     if args.command == "list":
-        for change in choose(args.seed, args.count):
-            print(json.dumps(change))
+        print("\n".join(json.dumps(change) for change in choose(args.seed, args.count)))
         return
     args.out = args.out.absolute()
     args.out.parent.mkdir(parents=True, exist_ok=True)

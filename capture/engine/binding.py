@@ -22,14 +22,15 @@ from vllm.model_executor.layers.fused_moe.router.zero_expert_router import ZeroE
 from vllm.platforms import current_platform
 from vllm.v1.worker import ubatching
 
-from routed_experts.capture.capturer import Capturer, LocalTokenSlice, RowShape
+from routed_experts.capture.capturer import Capturer, LocalTokenSlice, RowShape, Sink
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
 from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource, RoutedExpertsSink, can_report_choice
 
 _SHARED_BY_LAYERS = ".meta_mlp."
-"""In the names of InternS2-Mobius's MoE layers, each of which takes the place of several."""
+"""Part of the names of InternS2-Mobius's MoE layers, each of which serves several decoder layers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class MoELayers:
 
 
 def find_moe_layers(model: torch.nn.Module) -> MoELayers:
-    """The MoE layers of `model` and what their rows look like; a pipeline stage may have none.
+    """The MoE layers of `model` and the shape of their rows; a pipeline stage may have none.
 
     Raises:
         UnsupportedConfig: a layer's routing cannot be captured, or the layers do not fit one array.
@@ -64,19 +65,38 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
             f"The MoE layers differ in experts or top-k, which one array cannot express: {sorted(kinds)}."
         )
     num_experts, top_k = kinds.pop()
-    return MoELayers(runners, RowShape(layer_ids, num_experts, top_k))
+    scales = tuple(float(getattr(runner, "routed_scaling_factor", 1.0)) for runner in runners)
+    on_input = any(runner.routed_experts.apply_router_weight_on_input for runner in runners)
+    return MoELayers(runners, RowShape(layer_ids, num_experts, top_k, scales, on_input))
 
 
 def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether an MoE layer among `modules` is sequence-parallel: each tensor-parallel rank routes a part of the tokens.
 
-    The models decide that for themselves, and not all by vLLM's configuration.
+    Each model decides this itself; not all follow vLLM's configuration.
     """
     return any(isinstance(module, MoERunner) and module.moe_config.sp_size > 1 for module in modules)
 
 
+def check_weights(layers: MoELayers, is_eager: bool) -> None:
+    """Raises `UnsupportedConfig` for layers whose weights cannot be captured."""
+    for runner in layers.runners:
+        if runner.is_monolithic and not cpu_kernels.routes_itself(runner):
+            raise UnsupportedConfig(
+                f"The MoE kernel of layer {runner.layer_id} routes by itself, and says which experts but not their "
+                "weights: choose another one with --moe-backend, for example --moe-backend triton (marlin for MXFP4), "
+                f"or remove {WEIGHTS_FLAG}."
+            )
+        # The kernel overwrites them, and says so neither to torch.compile nor to anybody else.
+        if current_platform.is_cpu() and layers.shape.weights_on_input and not is_eager:
+            raise UnsupportedConfig(
+                f"The model's weights multiply the experts' input, and compiled code for CPUs overwrites them: add "
+                f"--enforce-eager, or remove {WEIGHTS_FLAG}."
+            )
+
+
 def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> None:
-    """Makes every layer write its logical expert ids into its view of the device cache.
+    """Makes every layer write its logical expert ids into its view of the device cache, and their weights if captured.
 
     The routers do so before they map logical to physical ids (expert load balancing), inside the opaque MoE
     operator, so it works under torch.compile and is recorded by graph capture.
@@ -87,23 +107,29 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
         own_tokens = local_token_slice(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
         # Where all ranks route all tokens, one of them is enough for the join.
         sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, owns_topk_buffer(runner))
+        weights = capturer.cache.weights_view(row)
+        is_direct = can_write_directly(runner, dp_size)
+        if weights is not None and (is_direct or (owns_topk_buffer(runner) and own_tokens is None)):
+            check_weights_are_kept(runner)
         if runner.is_monolithic and cpu_kernels.routes_itself(runner):
             cpu_kernels.capture(runner, sink)
         elif runner.is_monolithic:
             experts = _monolithic_experts(runner)
             runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
-        elif can_write_directly(runner, dp_size):
-            write_directly(runner.router, capturer.cache.view(row))
+        elif is_direct:
+            write_directly(runner.router, capturer.cache.view(row), weights)
+        elif weights is not None:
+            capture_choice(runner.router, sink)
         else:
             runner.router.set_capture_fn(sink)
 
 
 @contextmanager
 def storing_after_forward(model: torch.nn.Module, capturer: Capturer) -> Iterator[None]:
-    """While CUDA graphs are recorded: has layers' ids stored at once in those of a whole forward pass of `model`.
+    """In CUDA graphs of a whole forward pass of `model`, stores the ids of all layers at the end of the graph.
 
-    No kernel of a layer may write into its router's ids, as where they are written directly. A forward pass that is
-    not recorded, or of which torch.compile's pieces are, stores them layer by layer.
+    Until then, no other kernel may overwrite a router's ids; writing directly to the device cache requires the same.
+    Eager forward passes and piecewise graphs store ids layer by layer.
     """
 
     def hold(*_: Any) -> None:
@@ -124,15 +150,58 @@ def storing_after_forward(model: torch.nn.Module, capturer: Capturer) -> Iterato
             hook.remove()
 
 
-def _ignore(ids: torch.Tensor) -> None:
+def _ignore(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
     pass
 
 
-def owns_topk_buffer(runner: MoERunner) -> bool:
-    """Whether the layer's ids are a tensor that the MoE operator allocates, and nothing else gets while it is held.
+def capture_choice(router: BaseRouter, sink: Sink) -> None:
+    """Gives `sink` the ids that a router chooses, and their weights.
 
-    Others may be one that came from outside, as the Transformers backend's are: the compiled graph around the operator
-    gives its memory to the next layer, whoever holds it.
+    On the instance, because vLLM's capture function gets the ids only. What this method returns are the logical ids,
+    and the weights as the experts' kernel gets them: only ids are changed on the way there.
+    """
+    compute = router._compute_routing
+
+    def compute_routing(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = compute(*args, **kwargs)
+        sink(ids, weights)
+        return weights, ids
+
+    router._compute_routing = compute_routing
+    router.set_capture_fn(_ignore)  # as in `write_directly`
+
+
+def check_weights_are_kept(runner: MoERunner) -> None:
+    """Compares a layer's weights before and after its experts' kernel, in the first step that is not recorded.
+
+    For layers whose weights are not copied before the kernel runs. vLLM's first step is one of its own, before it is
+    ready. Raises then:
+        UnsupportedConfig: the kernel writes into the weights.
+    """
+    experts = runner.routed_experts
+    forward = experts.forward_modular
+
+    def forward_modular(*args: Any, topk_weights: torch.Tensor, **kwargs: Any) -> Any:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return forward(*args, topk_weights=topk_weights, **kwargs)
+        before = topk_weights.clone()
+        output = forward(*args, topk_weights=topk_weights, **kwargs)
+        if not torch.equal(before.view(torch.uint8), topk_weights.view(torch.uint8)):  # NaN is equal to itself
+            raise UnsupportedConfig(
+                f"The MoE kernel of layer {runner.layer_id} changes the weights that it is given: choose another one "
+                f"with --moe-backend, or remove {WEIGHTS_FLAG}."
+            )
+        vars(experts).pop("forward_modular", None)  # microbatches come here at once
+        return output
+
+    experts.forward_modular = forward_modular
+
+
+def owns_topk_buffer(runner: MoERunner) -> bool:
+    """Whether the layer's ids are a tensor that the MoE operator allocates, so that a reference keeps its memory.
+
+    So are its weights. Tensors from outside the operator, as in the Transformers backend, belong to the compiled graph
+    around it, which reuses their memory in the next layer despite references.
     """
     return type(runner.router) in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter) and not runner.is_monolithic
 
@@ -140,7 +209,7 @@ def owns_topk_buffer(runner: MoERunner) -> bool:
 def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
     """Whether the layer's top-k kernel can be given the device cache's view as its output.
 
-    Only vLLM's default router on CUDA, where the kernel wants int32 ids, and where it sees this rank's tokens only.
+    Only for vLLM's default router on CUDA with int32 ids, if it sees only this rank's tokens.
     """
     return (
         current_platform.is_cuda()
@@ -150,8 +219,11 @@ def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
     )
 
 
-def write_directly(router: FusedTopKRouter, view: torch.Tensor) -> None:
+def write_directly(router: FusedTopKRouter, view: torch.Tensor, weights_view: torch.Tensor | None = None) -> None:
     """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its own.
+
+    Args:
+        weights_view: [N, K] float32, where it is to write the weights.
 
     Raises, when a step runs or is captured:
         RuntimeError: the step has more than N tokens, which the kernel would write past the end of `view`.
@@ -171,39 +243,42 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor) -> None:
         if num_tokens > view.shape[0]:
             raise RuntimeError(f"a step of {num_tokens} tokens does not fit the device cache of {view.shape[0]}")
         ids = view[:num_tokens]
-        weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        if weights_view is None:
+            weights = torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
+        else:
+            weights = weights_view[:num_tokens]
         source_rows = torch.empty_like(ids)
         chosen = top_k_kernel(weights, ids, source_rows, router_logits, router.renormalize)
         return chosen[0], chosen[1]
 
-    # On the instance, because the model makes its routers itself. vLLM's method allocates the kernel's output; taking a
-    # copy of that instead would cost one kernel more in each layer and step. Until a router can be given its output.
+    # On the instance, because the model creates its routers itself. vLLM's method allocates the kernel's output, and a
+    # copy would add a kernel per layer and step. Needed until vLLM lets callers pass the output.
     router._compute_routing = compute_routing
-    # Nothing is left to capture, but vLLM 0.33 takes a router without a capture function for one that is not captured.
+    # Does nothing, but vLLM 0.33 expects every captured router to have a capture function.
     router.set_capture_fn(_ignore)
 
 
 def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> LocalTokenSlice:
-    """A function that finds a data-parallel rank's tokens in a router's ids.
+    """Returns a function that finds a data-parallel rank's tokens in a router's ids.
 
-    vLLM's dispatch either routes each rank's tokens where they are, or gathers those of all ranks first, in the order
-    of the ranks. With sequence-parallel MoE the tensor-parallel ranks of a data-parallel rank have a part of its tokens
-    each: equal parts, the last filled up with padding. With dual-batch overlap the step is two or more microbatches,
-    each with a thread and a context of its own, which go through each layer in order, as one waits for the other.
+    A router sees its own rank's tokens, or the gathered tokens of all ranks in rank order. With sequence-parallel
+    MoE, each tensor-parallel rank of a data-parallel rank has an equal part of its tokens, the last part padded. With
+    dual-batch overlap, a step consists of two or more microbatches, each with its own thread and context, which pass
+    through each layer in order.
 
     Args:
         dp_rank: the data-parallel rank.
         sp_rank, sp_size: the tensor-parallel rank and how many there are, if the layer is sequence-parallel.
     """
-    microbatches: list[int] = []  # how many tokens those that have been here in this step had
+    microbatches: list[int] = []  # token counts of the microbatches seen in this layer so far
 
     def first_token(count: int) -> int:
         if not ubatching.dbo_enabled():
             return 0
         current = ubatching.dbo_current_ubatch_id()
         if current == 0:
-            microbatches.clear()  # of a forward pass that failed
-        if len(microbatches) != current:  # the others' threads then wait for ever, as vLLM's do at any error
+            microbatches.clear()  # left over from a failed forward pass
+        if len(microbatches) != current:  # as after any error in vLLM, the other threads then wait forever
             raise RuntimeError(f"microbatch {current} of a step came to a router as number {len(microbatches)}")
         first = sum(microbatches)
         microbatches.append(count)
@@ -222,7 +297,7 @@ def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> Local
         part = parts[dp_rank]
         if ids.shape[0] == part:
             own = ids
-        elif ids.shape[0] == sum(parts) * sp_size:  # of these its own part too: no row has the ids of two ranks
+        elif ids.shape[0] == sum(parts) * sp_size:  # its own part here too: each rank writes its rows only
             own = ids[sum(parts[:dp_rank]) * sp_size + sp_rank * part :][:part]
         else:
             raise RuntimeError(
@@ -240,6 +315,11 @@ def _check_capturable(runner: MoERunner) -> None:
         raise UnsupportedConfig(
             f"Layer {runner.layer_id} spreads the tokens of a step over the tensor-parallel ranks, but vLLM says how "
             "with data parallelism only: choose another --moe-backend, or remove --enable-expert-parallel."
+        )
+    if getattr(runner.routed_experts, "expert_substitution", None) is not None:  # since vLLM 0.33
+        raise UnsupportedConfig(
+            f"Layer {runner.layer_id} replaces experts (expert_substitution), which changes ids in place: its routing "
+            "cannot be captured."
         )
     if _SHARED_BY_LAYERS in runner.layer_name:
         raise UnsupportedConfig("Decoder layers of the model share MoE layers, which rows cannot express.")
@@ -260,7 +340,7 @@ def _check_capturable(runner: MoERunner) -> None:
 
 
 def _monolithic_experts(runner: MoERunner) -> Any:
-    """The kernel of a layer that routes by itself, if it can write its choice out.
+    """The kernel of a layer that routes by itself, if it can report its choice.
 
     Raises:
         UnsupportedConfig: it cannot.

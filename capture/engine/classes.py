@@ -1,7 +1,7 @@
-"""Which worker and scheduler vLLM is given: ours, or a program's own with the capture mixed in.
+"""Names the worker and scheduler classes for vLLM: ours, or a program's own with the capture mixed in.
 
-vLLM finds a class by its name, in every process anew. `routed_experts.capture.engine.classes.package:module:Class` is
-the name of the program's `package.module.Class` with the capture, made when it is asked for.
+vLLM looks classes up by name in every process. `routed_experts.capture.engine.classes.package:module:Class` names the
+program's `package.module.Class` with the capture mixed in. The class is created at the first lookup.
 """
 
 import inspect
@@ -18,7 +18,7 @@ _PREFIX = f"{__name__}."
 
 
 def worker_name(given: Any) -> str:
-    """The worker to name as `worker_cls`, where a program names `given`.
+    """The value for `worker_cls` if a program sets `given`.
 
     Raises:
         UnsupportedConfig: the capture cannot be mixed in, or there is none for this device.
@@ -30,7 +30,7 @@ def worker_name(given: Any) -> str:
         return WORKERS[device]
     if _is_ours(given):
         return str(given)
-    from vllm.v1.worker.gpu_worker import Worker  # takes seconds, and is needed for classes of a program's own only
+    from vllm.v1.worker.gpu_worker import Worker  # takes seconds; needed only for a program's own classes
 
     return _mixed_name("worker_cls", given, Worker)
 
@@ -47,7 +47,7 @@ def scheduler_name(given: Any) -> str:
 
 
 def is_capturing(worker_cls: str) -> bool:
-    """Whether an engine whose worker has that name captures."""
+    """Whether an engine with that `worker_cls` captures."""
     return worker_cls in WORKERS.values() or worker_cls.startswith(_PREFIX)
 
 

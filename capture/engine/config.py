@@ -1,4 +1,4 @@
-"""Which engine configurations can give exact routing; the others are refused at start."""
+"""Refuses, at start, engine configurations that cannot give exact routing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ from routed_experts.capture.engine.kv_transfer.connectors import (
 )
 from routed_experts.capture.engine.versions import UnsupportedConfig, check_vllm_version
 from routed_experts.capture.seams import engine as seams
-from routed_experts.capture.seams.arguments import vllm_captures
+from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captures
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """One configuration that is refused.
+    """A refused configuration.
 
     Attributes:
         name: short name, as in `docs/support.md`.
-        applies: whether a configuration is that one.
-        message: why, and what to change.
+        applies: returns True for a configuration to refuse.
+        message: the reason, and what to change.
     """
 
     name: str
@@ -60,6 +60,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "this server captures by itself.",
     ),
     Refusal(
+        "other outputs of vLLM's auxiliary output connector",
+        has_other_outputs,
+        "vLLM's auxiliary output connector is on for other outputs, and this capture takes its place: turn them off in "
+        "--aux-output-config, or add --no-enable-return-routed-experts.",
+    ),
+    Refusal(
         "encoder-decoder or pooling model",
         lambda c: c.model_config.is_encoder_decoder or c.model_config.runner_type != "generate",
         "Only decoder models that generate text are supported: add --no-enable-return-routed-experts.",
@@ -70,20 +76,20 @@ REFUSALS: tuple[Refusal, ...] = (
         "Diffusion decoding computes a token's routing many times: add --no-enable-return-routed-experts.",
     ),
     Refusal(
-        "KV connector that is not known",
+        "unknown KV connector",
         lambda c: c.kv_transfer_config is not None and None in used_by(c.kv_transfer_config),
-        "It is not known when this KV connector changes KV, whose routing would then be another: remove "
+        "This KV connector was not reviewed, so rows might not match the KV that it loads: remove "
         "--kv-transfer-config, or choose --kv-transfer-config with one or several (MultiConnector) of "
         f"{', '.join(CONNECTORS)}, or add --no-enable-return-routed-experts.",
     ),
     Refusal(
-        "several KV connectors between instances",
+        "several KV connectors that transfer KV between instances",
         lambda c: c.kv_transfer_config is not None and num_transfers(c.kv_transfer_config) > 1,
-        "Two KV connectors that pull from other instances answer under the same names, which ends vLLM's engine: keep "
-        "one of them in --kv-transfer-config, or add --no-enable-return-routed-experts.",
+        "Two KV connectors that pull from other instances return the same fields, which ends vLLM's engine: keep one "
+        "of them in --kv-transfer-config, or add --no-enable-return-routed-experts.",
     ),
     Refusal(
-        "unknown policy for loads",
+        "unknown --routed-experts-on-load policy",
         lambda c: c.kv_transfer_config is not None and on_load() not in (RECOMPUTE, MISSING),
         f"{ON_LOAD_VARIABLE} is neither {RECOMPUTE} nor {MISSING}: set it, or {ON_LOAD_FLAG}, to one of them.",
     ),
@@ -105,11 +111,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "Ray with compiled graphs",
         lambda c: (
             c.parallel_config.distributed_executor_backend == "ray"
-            # vLLM 0.33: has no other executor, and no such variable.
+            # vLLM 0.33 has only the newer executor, and no such variable.
             and not getattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND", True)
         ),
-        "vLLM's older Ray executor goes past the worker to its model runner, so that a step may return another's rows: "
-        "remove VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 from the environment, or set --distributed-executor-backend to mp.",
+        "vLLM's older Ray executor bypasses the worker, so a step may return another step's rows: remove "
+        "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 from the environment, or set --distributed-executor-backend to mp.",
     ),
     Refusal(
         "context parallelism",
@@ -120,9 +126,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "--prefill-context-parallel-size to 1.",
     ),
     Refusal(
-        "microbatches, but for dual-batch overlap on the V2 model runner",
+        "microbatches, except dual-batch overlap on the V2 model runner",
         lambda c: (
-            # --ubatch-size alone: vLLM has room for what one microbatch leaves behind, and not for more.
+            # --ubatch-size alone: vLLM keeps the state of one microbatch only.
             c.parallel_config.use_ubatching and not (c.parallel_config.enable_dbo and c.use_v2_model_runner)
         ),
         "Rows of steps in microbatches were found to be exact with --enable-dbo on vLLM's V2 model runner only: add it "
@@ -141,12 +147,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "adaptive draft verification",
         lambda c: seams.verifies_adaptively(c.speculative_config),
-        "With adaptive verification the GPU decides how many drafts of each request run, and the host, which tells the "
-        "requests' rows apart, does not know: set enable_adaptive_verification to false in --speculative-config.",
+        "With adaptive verification, only the GPU knows how many drafts of each request run, so the host cannot assign "
+        "rows to requests: set enable_adaptive_verification to false in --speculative-config.",
     ),
 )
 
-# What was not run on older versions is refused there; each says until which version.
+# Configurations that were not tested on older versions are refused there.
 if not seams.HAS_SINK:  # until 0.32
     REFUSALS += (
         Refusal(
@@ -167,22 +173,22 @@ if not seams.KNOWS_STALE_STEPS:  # until 0.27.1
         Refusal(
             "drafts on vLLM 0.26",
             lambda c: c.speculative_config is not None,
-            "vLLM 0.26 mistakes the output of steps that began before a preemption: remove --speculative-config, or "
+            "vLLM 0.26 misassigns the output of steps that began before a preemption: remove --speculative-config, or "
             "install vLLM 0.27.1 or later.",
         ),
         Refusal(
             "pipeline parallelism on vLLM 0.26",
             lambda c: c.parallel_config.pipeline_parallel_size > 1,
-            "vLLM 0.26 mistakes the output of steps that began before a preemption: set --pipeline-parallel-size to 1, "
-            "or install vLLM 0.27.1 or later.",
+            "vLLM 0.26 misassigns the output of steps that began before a preemption: set --pipeline-parallel-size to "
+            "1, or install vLLM 0.27.1 or later.",
         ),
     )
 
 BOUNDED_REPLAY = (
-    "The model runs some layers on the last tokens of a prompt only (bounded replay), and routes the others nowhere "
+    "The model runs some layers only on the last tokens of a prompt (bounded replay), so other tokens have no routing "
     "there: add --no-swa-bounded-replay."
 )
-"""Decided by the model when it is loaded, not by the configuration."""
+"""Not a `Refusal`: the model decides this when it is loaded."""
 
 
 def check_engine_config(config: VllmConfig) -> None:
@@ -206,8 +212,8 @@ def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
     """Index of the KV cache group whose blocks hold every token of a sequence.
 
     Raises:
-        UnsupportedConfig: all groups forget tokens (sliding windows, states), so that rows could not be found
-            again for tokens that a prefix hit skips; or a hit runs its last tokens again, without what came before.
+        UnsupportedConfig: all groups drop tokens (sliding windows, states), so the rows of a prefix hit could not be
+            found; or a hit recomputes its last tokens without the tokens before them.
     """
     if any(seams.replays_prefixes(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         raise UnsupportedConfig(BOUNDED_REPLAY)

@@ -9,11 +9,12 @@ from routed_experts.capture.message import ROWS_OUTPUT_ID, PlacedRows, pack, pro
 from routed_experts.protocol.codec import Rows
 
 _PART_BYTES = 8 << 20
-"""Most bytes of prompt rows in a message that also brings tokens to other requests: those wait about 3 ms for it. A
+"""Maximum bytes of prompt rows in a message that also has other requests' tokens, which it delays by about 3 ms. A
 prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
 
 _BACKLOG_SHARE = 4
-"""If more than this many parts wait, each message takes 1 / _BACKLOG_SHARE of them: long prefills add more per step."""
+"""If more than this many parts wait, each message takes 1 / _BACKLOG_SHARE of the backlog, since long prefills add more
+than one part per step."""
 
 
 @dataclass(eq=False)
@@ -22,12 +23,12 @@ class _Prompt:
 
     Attributes:
         client: index of the API process.
-        key: identifies the prompt; its requests follow it.
+        key: identifies the prompt.
         start: absolute position of the first row.
         rows: [n, L, K], or a future of them.
-        num_sent: how many of them have been sent.
-        followers: outputs of its requests, in their order.
-        requests: ids of its requests that have had a token; the rows were asked for with that of the first.
+        num_sent: number of rows sent.
+        followers: held outputs of its requests, in order.
+        requests: ids of its requests that have received a token, the first being the one that requested the rows.
     """
 
     client: int
@@ -44,13 +45,12 @@ class _Prompt:
 
     @property
     def bytes_left(self) -> int:
-        """Of a prompt that is ready."""
+        """Bytes that are not sent yet. Needs `is_ready`."""
         rows = self.rows = self.rows.result() if isinstance(self.rows, Future) else self.rows
         return rows[self.num_sent :].nbytes
 
     def take(self, num_bytes: int) -> list[EngineCoreOutput]:
-        """The next outputs of a prompt that is ready, with rows of at most `num_bytes`. After the last row come the
-        followers."""
+        """The next outputs, with at most `num_bytes` of rows; after the last row, the followers. Needs `is_ready`."""
         rows = self.rows
         assert not isinstance(rows, Future)
         start, outputs = self.num_sent, []
@@ -70,15 +70,15 @@ class OutputQueue:
 
     def __init__(self) -> None:
         self.part_bytes = _PART_BYTES
-        self._prompts: dict[bytes, _Prompt] = {}  # in the order in which their rows were asked for
-        self._waiting: dict[str, _Prompt] = {}  # by id of the request whose outputs are kept back
+        self._prompts: dict[bytes, _Prompt] = {}  # in the order of `send`
+        self._waiting: dict[str, _Prompt] = {}  # by request id, while its outputs are held back
 
     def __len__(self) -> int:
-        """Prompts whose rows have not been sent."""
+        """Number of prompts with unsent rows."""
         return len(self._prompts)
 
     def keeps(self, request_id: str) -> bool:
-        """Whether the outputs of a request have to wait for rows that are being read."""
+        """Whether a request's outputs must wait for rows that are being read."""
         prompt = self._waiting.get(request_id)
         return prompt is not None and not prompt.is_ready
 
@@ -88,24 +88,24 @@ class OutputQueue:
         self.follow(request_id, key)
 
     def follow(self, request_id: str, key: bytes) -> None:
-        """A request's first token comes after its prompt's rows, if those have not been sent."""
+        """Holds a request's outputs back until its prompt's rows are sent, if they are pending."""
         prompt = self._prompts.get(key)
         if prompt is not None:
             prompt.requests.append(request_id)
             self._waiting[request_id] = prompt
 
     def end(self, request_id: str, reason: FinishReason) -> bool:
-        """Ends a request whose outputs are kept back, after these. False where none are."""
+        """Queues the end of a request after its held outputs. Returns False if it has none."""
         prompt = self._waiting.get(request_id)
         if prompt is not None:
             prompt.followers.append(EngineCoreOutput(request_id, [], finish_reason=reason))
         return prompt is not None
 
     def fill(self, messages: dict[int, EngineCoreOutputs], patience: float | None) -> None:
-        """Puts what is to be sent after a step into vLLM's messages to each API process.
+        """Adds rows and released outputs to a step's messages to the API processes.
 
         Args:
-            patience: seconds to wait for rows that a thread still reads; None to wait for all.
+            patience: seconds to wait for rows that a thread is reading; None waits for all.
         """
         if self._prompts:
             for message in messages.values():
@@ -117,7 +117,7 @@ class OutputQueue:
                 message.outputs.insert(0, EngineCoreOutput(ROWS_OUTPUT_ID, [], routed_experts=packed))
 
     def _release(self, messages: dict[int, EngineCoreOutputs], patience: float | None) -> None:
-        """Adds the prompts whose rows are there, and what follows them, ahead of the tokens of others."""
+        """Adds ready prompts and their followers, ahead of other requests' tokens."""
         futures = [prompt.rows for prompt in self._prompts.values() if isinstance(prompt.rows, Future)]
         if futures:
             wait(futures, patience)
@@ -129,7 +129,7 @@ class OutputQueue:
             if message.outputs:
                 room = min(room, max(self.part_bytes, room // _BACKLOG_SHARE))
             outputs: list[EngineCoreOutput] = []
-            for index, prompt in enumerate(ours):  # each gets its share, and what shorter ones did not need
+            for index, prompt in enumerate(ours):  # each gets an equal share, plus what shorter prompts left over
                 left = prompt.bytes_left
                 outputs += prompt.take(room // (len(ours) - index))
                 room -= left - prompt.bytes_left

@@ -28,46 +28,48 @@ from routed_experts.capture.engine.kv_transfer.offloading import OffloadLoad, Of
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, KVLoad, LocalHit
 from routed_experts.capture.engine.output_queue import OutputQueue
+from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.prompt_reader import PromptReader
+from routed_experts.capture.rows import captures_weights, ids_of, ids_shape, joined
 from routed_experts.capture.seams.engine import ConnectedScheduler
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
 from routed_experts.capture.stats import STATS_OUTPUT_ID, StatsRecorder
-from routed_experts.protocol.codec import UNKNOWN, Rows
+from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT, Rows
 
-logger = init_logger(f"vllm.routed_experts.{__name__}")  # below vLLM's, which is the one that is configured
+logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured
 
 _PROMPT_READ_WAIT_S = 1e-3
-"""Seconds that a step waits for prompt rows that a thread reads: enough for most reads, short for other requests."""
+"""Seconds that a step waits for a thread to read prompt rows. Most reads take less; other requests barely notice."""
 
 _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 _AT_ONCE_BYTES = 4 << 20
 """Bytes of prompt rows that a step reads itself, in about a millisecond; a thread reads the rest."""
 
 _SENT_PROMPTS = 8192
-"""How many prompts with several requests are remembered as sent."""
+"""Limit of remembered sent prompts that have several requests."""
 
 
 @dataclass(frozen=True)
 class StepTag:
-    """Travels with a step to the workers and back: which step it is."""
+    """Identifies a step. Travels to the workers and back."""
 
     step: int
 
 
 @dataclass
 class ScheduledStep:
-    """What has to be remembered from scheduling a step until its output arrives.
+    """State kept from scheduling a step until its output arrives.
 
     Attributes:
-        starts: for each request with the opt-in, the absolute position of its first token in the step.
-        blocks: its block table (vLLM's objects), if the step brings the first tokens after a prefill whose rows lie in
-            the host cache.
-        loads: of KV that a connector loads before the step runs, or beside it.
-        keeps: stores of KV that the connector copies out, some before the step runs, others after it.
+        starts: for each tracked request, the absolute position of its first token in the step.
+        blocks: for requests whose prefill ends in this step and has rows in the host cache: the block table (vLLM's
+            objects).
+        loads: KV that a connector loads before or during the step.
+        keeps: KV that the connector stores, before or after the step runs.
     """
 
     starts: dict[str, int] = field(default_factory=dict)
@@ -78,11 +80,11 @@ class ScheduledStep:
 
 @dataclass
 class StepResult:
-    """A step whose output is being handed to the requests.
+    """A step whose output is being distributed to requests.
 
     Attributes:
-        offsets: where each request's rows begin in `rows`, in the order of the batch.
-        index: of each request in the batch.
+        offsets: first row of each request in `rows`, in batch order.
+        index: index of each request in the batch.
     """
 
     scheduled: ScheduledStep
@@ -106,7 +108,7 @@ def _block_ids(blocks: Sequence[Any]) -> NDArray[np.int64]:
 
 
 def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> None:
-    """Also in `extra_args`, which go to the workers. A program may own the object that they are in."""
+    """Sets them also in `extra_args`, which go to workers. Copies that object, because a program may own it."""
     request.kv_transfer_params = params
     if (sampling := request.sampling_params) is not None and sampling.extra_args:
         request.sampling_params = sampling = copy(sampling)
@@ -114,45 +116,56 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
 
 
 def opt_in_of(request: Request) -> OptIn | None:
-    """What a request asked for; None if it did not opt in."""
+    """The request's opt-in; None if it did not opt in."""
     params = request.sampling_params
     return OptIn.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
 
 
-class SchedulerConnector:
-    """What `scheduler.aux_output_connector` is expected to be.
+class SchedulerConnector(ConnectorSlot):
+    """The object in vLLM's `scheduler.aux_output_connector`.
 
-    Every step's rows are written into the host cache, whoever they belong to: a later request may hit them as a
-    prefix. Only requests with the opt-in are sent anything, and only what is new.
+    The rows of every request are written into the host cache, because a later request may hit them as a prefix. Only
+    requests that opted in are sent rows, each row once.
+
+    Args:
+        has_weights: whether rows have weights; only requests that ask for them are sent any.
     """
 
-    def __init__(self, scheduler: Scheduler, kv_cache_config: KVCacheConfig, has_drafts: bool, engine: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        kv_cache_config: KVCacheConfig,
+        has_drafts: bool,
+        engine: int = 0,
+        has_weights: bool = False,
+    ) -> None:
         self._scheduler = scheduler
+        self._has_weights = has_weights
         self._stats = StatsRecorder(engine)
         self._has_drafts = has_drafts
         self._kv_group = full_attention_group(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._block_size = kv_cache_config.kv_cache_groups[self._kv_group].kv_cache_spec.block_size
-        self._cache: HostCache | None = None  # made with the first rows, which say L and K
+        self._cache: HostCache | None = None  # created with the first rows, which determine L and K
         self._prompt_reader = PromptReader(self._num_blocks, self._block_size)
         self._tracked: dict[str, RequestRows] = {}
-        self._sent_prompts: dict[bytes, None] = {}  # of several requests each, the oldest first
-        self._generation = 0  # of weights, as far as they are seen to change
+        self._sent_prompts: dict[bytes, None] = {}  # those with several requests, oldest first
+        self._generation = 0  # raised when weights may have changed
         self._steps: dict[int, ScheduledStep] = {}
         self._step = 0
         self._arrived: StepResult | None = None
         self._loads: ExternalKVTracker | None = None
-        self._to_export: set[str] = set()  # requests whose rows are to go with their KV
+        self._to_export: set[str] = set()  # requests whose rows go with their KV
         self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
 
     @property
     def num_tracked(self) -> int:
-        """Requests with the opt-in that the engine holds state for."""
+        """Number of tracked requests: those that opted in and have not ended."""
         return len(self._tracked)
 
     def follow_loads(self, config: KVTransferConfig) -> None:
-        """Keeps account of the KV that the scheduler's connector loads."""
+        """Starts tracking the KV that the scheduler's connector loads."""
         policy = on_load()
         self._loads = ExternalKVTracker(
             self._scheduler.connector,
@@ -163,6 +176,7 @@ class SchedulerConnector:
             self._tracked,
             policy,
             self._forgot,
+            self._has_weights,
         )
         logger.info(describe(config, policy, self._loads.keep_rows))
 
@@ -175,11 +189,11 @@ class SchedulerConnector:
         )
 
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
-        """How much of a prefix hit a request may use."""
+        """The part of a prefix hit that a request may use."""
         return hit if self._loads is None else self._loads.truncate_prefix_hit(request, hit)
 
     def prefill_again(self, request_ids: Iterable[str]) -> None:
-        """Called when loads failed, and requests go back to where their KV ends."""
+        """Called after failed loads, when vLLM sets requests back to the end of their valid KV."""
         for request_id in request_ids:
             if (state := self._tracked.get(request_id)) is not None:
                 state.prefilling = True
@@ -191,8 +205,8 @@ class SchedulerConnector:
             first = min(opt_in.prompt_start, request.num_prompt_tokens)
             self._tracked[request.request_id] = RequestRows(opt_in, first, self._generation)
 
-    def request_finished(self, request: Request) -> None:
-        """Called when a request ends, and also when it is preempted: then its prefill starts again."""
+    def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
+        """Called when a request ends, and when it is preempted, which restarts its prefill."""
         if request.is_finished():
             self._tracked.pop(request.request_id, None)
             if self._handed is not None:
@@ -200,38 +214,40 @@ class SchedulerConnector:
         elif (state := self._tracked.get(request.request_id)) is not None:
             state.prefilling = True
 
-    def reset(self) -> None:
+    def reset(self, *more: Any, **options: Any) -> None:
         """Called when the prefix cache was reset, as it is when weights change and before the engine sleeps.
 
-        No block can be hit any more, so nothing stale can be read from the host cache.
+        No earlier block can be hit afterwards, so no stale row can be read from the host cache.
         """
         self.weights_may_differ()
 
     def weights_may_differ(self) -> None:
-        """Called when those of steps to come may be others than those of the steps before.
+        """Called when later steps may use other weights than earlier ones.
 
-        Of a prompt with several requests, those that are there and have had no token have rows of its own then.
+        Tracked requests without a token yet then get prompt rows of their own, even if they share a prompt.
         """
         self._generation += 1
 
-    # vLLM 0.33: asks for these three too. Loads are capped where the connector is asked, before it has decided on one.
+    # The next three are called since vLLM 0.33. `ExternalKVTracker` limits loads earlier, when vLLM asks the connector.
 
-    def max_cache_hit(self, request: Request) -> int | None:
-        """How many tokens a prefix hit may cover; None is no limit: rows are there as long as the KV is."""
+    def max_cache_hit(self, request: Request, *more: Any, **options: Any) -> int | None:
+        """Limit of tokens in a prefix hit; None is no limit, since rows live as long as the KV."""
         return None
 
-    def cap_external_hit(self, request: Request, num_local: int, num_external: int) -> int:
-        """How many tokens may be loaded."""
+    def cap_external_hit(self, request: Request, num_local: int, num_external: int, *more: Any, **options: Any) -> int:
+        """Limit of tokens to load."""
         return num_external
 
-    def request_loading(self, request: Request, num_tokens: int) -> None:
-        """Called when KV is about to be loaded beside the steps."""
+    def request_loading(self, *args: Any, **options: Any) -> None:
+        """Called before an asynchronous load."""
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request]) -> StepTag:
+    def build_connector_meta(
+        self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request], *more: Any, **options: Any
+    ) -> StepTag:
         """Called when a step has been scheduled, before its requests are advanced."""
         step = ScheduledStep()
         scheduled = scheduler_output.num_scheduled_tokens
-        for req_id in scheduled.keys() & self._tracked.keys():  # goes through the smaller of the two
+        for req_id in scheduled.keys() & self._tracked.keys():  # iterates over the smaller of the two
             state, request = self._tracked[req_id], requests[req_id]
             start = request.num_computed_tokens
             step.starts[req_id] = start
@@ -249,7 +265,7 @@ class SchedulerConnector:
     def receive(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput, requests: Mapping[str, Request]
     ) -> None:
-        """Takes the rows of a step whose output has arrived, before the output is handed to the requests.
+        """Takes the rows of a step's output, before vLLM passes the output to requests.
 
         Raises:
             RuntimeError: the step ran, but its rows did not come with it.
@@ -268,16 +284,15 @@ class SchedulerConnector:
             if scheduler_output.total_num_scheduled_tokens:
                 raise RuntimeError("a step ran, but the worker sent no rows with its output")
             return
-        self._stats.count_step(step.rows, step.waited_s)
-        if self._has_drafts:  # else a step begins where it was scheduled, and no request needs a look
+        self._stats.count_step(ids_of(step.rows) if self._has_weights else step.rows, step.waited_s)
+        if self._has_drafts:  # without drafts, every step begins where it was scheduled
             for req_id, start in scheduled.starts.items():
                 if (request := requests.get(req_id)) is not None:
                     scheduled.starts[req_id] = step_start(start, request.num_tokens)
         self._arrived = StepResult(scheduled, step.rows, step.offsets.tolist(), output.req_id_to_index)
 
     def _follow_blocks(self, scheduled: ScheduledStep, scheduler_output: SchedulerOutput) -> None:
-        """Moves rows as their KV is moved before a step runs. Where nothing has been computed yet, nothing is known of
-        rows either."""
+        """Moves rows as their KV is moved before the step runs. Before the first step there are no rows to move."""
         if self._cache is None:
             return
         self._keep(keep for keep in scheduled.keeps if keep.comes_first)
@@ -300,7 +315,7 @@ class SchedulerConnector:
     def receive_rows(self, request: Request, config: KVTransferConfig | None) -> None:
         """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers see it.
 
-        What would end the engine goes as a whole: over HTTP it is refused, but programs can put any object there.
+        Ignores params that would end the engine. Over HTTP such params get 400; programs can set any object.
         """
         given = request.kv_transfer_params
         if given is None:
@@ -321,23 +336,31 @@ class SchedulerConnector:
             if opt_in_of(request) is not None:
                 self._to_export.add(request.request_id)
         elif params.get("do_remote_prefill") and (handed := handoff.decode(given[handoff.PARAM])) is not None:
-            self._take_rows(request, params, *handed)
+            rows, until = handed
+            has_weights = handoff.has_weights(given[handoff.PARAM])
+            opt_in = opt_in_of(request)
+            if self._has_weights and not has_weights and opt_in is not None and opt_in.weights:
+                _set_transfer_params(request, None)  # so that it computes the prompt, and its weights
+                return
+            if has_weights != self._has_weights:
+                rows = ids_of(rows) if has_weights else joined(rows, np.full(rows.shape, UNKNOWN_WEIGHT))
+            self._take_rows(request, params, rows, until)
 
     def _take_rows(self, request: Request, params: dict[str, Any], rows: handoff.WireRows, until: float) -> None:
         if self._cache is None or rows.shape[1:] != self._cache.row_shape:
-            rows = rows[:0]  # of another model, or nothing says of which: unknown
+            rows = rows[:0]  # another model, or no step has run yet: unknown
         assert self._handed is not None
         opt_in = opt_in_of(request)
-        is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # as vLLM names them
+        is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name
         source = params.get("remote_engine_id"), params.get("remote_request_id")
         if self._handed.add(request, rows, source, until, is_first):
             return
-        logger.info("Request %r: its KV may have been given up, or pulled by another.", request.request_id)
+        logger.info("Request %r: its KV may have been freed, or pulled by another request.", request.request_id)
         if opt_in is not None:
             _set_transfer_params(request, None)
 
     def fail_late_pulls(self, output: KVConnectorOutput) -> None:
-        """Makes pulls that ended after the lease failed ones, before vLLM takes the step's output."""
+        """Marks pulls that ended after the lease as failed, before vLLM processes the step's output."""
         if self._handed is not None:
             late = {
                 request_id for request_id in output.finished_recving or () if self._handed.came_too_late(request_id)
@@ -347,9 +370,9 @@ class SchedulerConnector:
             output.failed_recving |= late
 
     def export_rows(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
-        """`params`, with which another instance is to get the KV of a request that has ended here, and with its rows.
+        """Adds a finished request's rows to `params`, with which another instance pulls its KV.
 
-        Called while the request still has its blocks. One that was aborted may have rows that have not arrived.
+        Called while the request still has its blocks. Aborted requests get none: some rows may not have arrived.
         """
         is_wanted = request.request_id in self._to_export
         self._to_export.discard(request.request_id)
@@ -360,20 +383,36 @@ class SchedulerConnector:
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
-        read = partial(self._cache.read, _block_ids(self._block_table(request.request_id)))
-        handed = handoff.encode(read, count, self._cache.row_shape, self._handed.until())
+        handed = self._encoded(request, count, self._handed.until())
         if handed is None:
-            logger.warning(
-                "Request %r: the rows of %d tokens are too large to be handed over.", request.request_id, count
-            )
+            logger.warning("Request %r: the rows of %d tokens are too large to hand over.", request.request_id, count)
             return params
         return {**params, handoff.PARAM: handed}
 
-    def take_output(self, request: Request, output: Any) -> PlacedRows | None:
-        """Called for each request that a step brought tokens to, after they were appended.
+    def _encoded(self, request: Request, count: int, until: float) -> dict[str, Any] | None:
+        """The first `count` rows for another instance, with weights if they are asked for and not too many."""
+        assert self._cache is not None
+        read = partial(self._cache.read, _block_ids(self._block_table(request.request_id)))
+        (height, top_k), opt_in = self._cache.row_shape, opt_in_of(request)
+        if not self._has_weights:
+            return handoff.encode(read, count, (height, top_k), until)
+        if opt_in is not None and opt_in.weights:
+            handed = handoff.encode(read, count, (height, top_k), until, has_weights=True)
+            if handed is not None:
+                return handed
 
-        Returns the generated rows that became known with those tokens, for `pack`; None without the opt-in. Prompt
-        rows go into the output queue.
+        def read_ids(first: int, out: Rows) -> None:
+            rows = np.empty((len(out), height, top_k), dtype=out.dtype)
+            read(first, rows)
+            out[:] = ids_of(rows)
+
+        return handoff.encode(read_ids, count, ids_shape((height, top_k)), until)
+
+    def take_output(self, request: Request, output: Any, *more: Any, **options: Any) -> PlacedRows | None:
+        """Called for each request with new tokens, after they were appended.
+
+        Returns the generated rows that became known with those tokens, for `pack`; None if the request did not opt in.
+        Prompt rows go into the output queue.
         """
         req_id = request.request_id
         state = self._tracked.get(req_id)
@@ -387,10 +426,14 @@ class SchedulerConnector:
         rows = take_rows(state, part, request.num_tokens - 1, self._cache)
         if start < part.start:
             self._report_unknown(req_id, rows)
-        return PlacedRows(start, rows)
+        return PlacedRows(start, self._asked_for(state, rows))
+
+    def _asked_for(self, state: RequestRows, rows: Rows) -> Rows:
+        """What of `rows` a request is sent: ids alone, unless it asks for weights too."""
+        return ids_of(rows) if self._has_weights and not state.opt_in.weights else rows
 
     def _send_prompt(self, request: Request, state: RequestRows, part: StepPart) -> None:
-        """Sends a prompt's rows, unless another of its requests was first and had the same."""
+        """Sends a prompt's rows, unless they were sent with another of its requests."""
         key = state.opt_in.prompt_id
         if state.generation != self._generation:
             key = request.request_id.encode()  # for this request alone
@@ -401,19 +444,19 @@ class SchedulerConnector:
             self._sent_prompts[key] = None
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
-        rows = self._prompt_rows(request, state.next_row, part)
+        rows = self._prompt_rows(request, state, part)
         self.output_queue.send(request.client_index, request.request_id, key, state.next_row, rows)
 
-    def _prompt_rows(self, request: Request, first: int, part: StepPart) -> Rows | Future[Rows]:
-        """The rows of a prompt from position `first` on, read beside the steps to come if they are many."""
-        req_id, end = request.request_id, request.num_prompt_tokens
+    def _prompt_rows(self, request: Request, state: RequestRows, part: StepPart) -> Rows | Future[Rows]:
+        """The unsent rows of a prompt; many rows are read in a thread during later steps."""
+        req_id, first, end = request.request_id, state.next_row, request.num_prompt_tokens
 
         def read() -> Rows:
             assert self._cache is not None
             rows = rows_between(part, first, end, self._cache)
             if first < part.start:
                 self._report_unknown(req_id, rows)
-            return rows
+            return np.ascontiguousarray(self._asked_for(state, rows))
 
         num_bytes = (end - first) * part.rows.itemsize * part.rows.shape[1] * part.rows.shape[2]
         if part.block_ids is None:
@@ -424,11 +467,12 @@ class SchedulerConnector:
         return self._prompt_reader.start(read, part.block_ids(), first, min(end, part.start))
 
     def add_stats(self, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
-        """Puts the engine's numbers, if they are due, in front of the message to the first API process: each counts
-        what it gets, and their sums must be right.
+        """Adds the engine's counters, if due, to the message to the first API process.
+
+        Only one process gets them, because metrics are summed over processes.
 
         Args:
-            messages: after a step, to each API process.
+            messages: a step's messages to the API processes.
             is_idle: whether no request is left.
         """
         stats = self._stats.report(is_idle, len(self._tracked), self._used_bytes)
@@ -446,7 +490,7 @@ class SchedulerConnector:
 
     def _block_table(self, req_id: str) -> Sequence[Any]:
         manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
-        return tuple(manager.req_to_blocks[req_id])  # its ids are needed by few
+        return tuple(manager.req_to_blocks[req_id])  # objects, since few callers need the ids
 
     def _host_cache(self, step: StepRows) -> HostCache:
         if self._cache is None:
@@ -456,7 +500,7 @@ class SchedulerConnector:
 
 
 class SchedulerCapture(ConnectedScheduler):
-    """What all schedulers add to vLLM's, or to a program's own."""
+    """Adds the capture to vLLM's schedulers, or to a program's own."""
 
     aux_output_connector: SchedulerConnector
 
@@ -468,11 +512,12 @@ class SchedulerCapture(ConnectedScheduler):
             kv_cache_config,
             has_drafts=vllm_config.speculative_config is not None,
             engine=vllm_config.parallel_config.data_parallel_index,
+            has_weights=captures_weights(vllm_config),
         )
         if vllm_config.kv_transfer_config is not None:
             self.aux_output_connector.follow_loads(vllm_config.kv_transfer_config)
 
-    # vLLM 0.33: gives a limit too.
+    # Since vLLM 0.33 with a limit.
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> LocalHit:
         return self.aux_output_connector.truncate_prefix_hit(
             request, super()._get_local_prefix_cache_hit(request, *limit)
@@ -496,8 +541,8 @@ class SchedulerCapture(ConnectedScheduler):
         finished = super().finish_requests(request_ids, finished_status)
         if request_ids is not None:
             return finished
-        # A pause or the engine's end: vLLM tells the clients of those that are returned at once. Where outputs are kept
-        # back, those come first.
+        # A pause or the engine's end: vLLM tells clients at once that the requests returned here have ended. Outputs
+        # that are held back must be sent first.
         queue, reason = self.aux_output_connector.output_queue, RequestStatus.get_finished_reason(finished_status)
         return [request for request in finished if reason is None or not queue.end(request.request_id, reason)]
 
@@ -521,11 +566,11 @@ class SchedulerCapture(ConnectedScheduler):
         return messages
 
     def has_requests(self) -> bool:
-        """Asks for one more step, if only an empty one, while there is something to send."""
+        """True also while prompt rows are pending, so that vLLM runs another step, even an empty one, to send them."""
         return super().has_requests() or len(self.aux_output_connector.output_queue) > 0
 
     def _others_wait(self, queue: OutputQueue) -> bool:
-        """Whether there are requests besides those whose outputs are kept back."""
+        """Whether there are requests other than those whose outputs are held back."""
         return len(queue) > 0 and (
             len(self.waiting) > 0 or any(not queue.keeps(request.request_id) for request in self.running)
         )
@@ -540,7 +585,7 @@ class CaptureAsyncScheduler(SchedulerCapture, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Scheduler:
-    """`scheduler_cls`: vLLM decides on asynchronous scheduling after it has been given the class, and switches it
-    off without a word for a class that does not match."""
+    """`scheduler_cls`, as a function: vLLM decides on asynchronous scheduling after it knows the class, and silently
+    disables it for a class that does not match."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (CaptureAsyncScheduler if is_async else CaptureScheduler)(vllm_config, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What a worker is among its ranks, and how rows travel from one pipeline stage to the next."""
+"""Moves rows between pipeline stages and tensor-parallel ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.device_cache import DeviceCache
 from routed_experts.capture.engine.binding import has_parts
 from routed_experts.capture.engine.config import EXTERNAL_LAUNCHER
+from routed_experts.protocol.codec import UNKNOWN
 
 _ROWS = "routed_experts"
 
@@ -30,28 +32,43 @@ def gather_stages(own: RowShape) -> list[RowShape]:
 def is_output_rank(parallel: ParallelConfig) -> bool:
     """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline stage.
 
-    With an external launcher (torchrun) every rank has a scheduler of its own, which takes the output of its worker.
+    With an external launcher (torchrun), every rank has its own scheduler, which takes its worker's output.
     """
     has_scheduler = parallel.distributed_executor_backend == EXTERNAL_LAUNCHER
     return bool(get_pp_group().is_last_rank and (get_tp_group().is_first_rank or has_scheduler))
 
 
-def join_parts(ids: torch.Tensor) -> None:
-    """Gives each tensor-parallel rank what the others have put into `ids` ([layers, n, K]), where its own are -1.
+def join_parts(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+    """Merges the `ids` ([layers, n, K]) of all tensor-parallel ranks: each rank fills its -1 from the others.
 
-    All ranks of a group must call it; enqueued on the current stream. What nobody wrote stays -1.
+    All ranks of a group must call it; enqueued on the current stream. Ids that no rank wrote stay -1.
+
+    Args:
+        weights: [layers, n, K], the bits of their weights as int32. They are added, with 0 from every rank but the one
+            that has them: a maximum would prefer another rank's -1 to the bits of a negative number.
     """
+    if weights is not None:
+        bits = torch.where(ids >= 0, weights, 0)
+        torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.SUM, get_tp_group().device_group)
     whole = ids.contiguous()
     torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, get_tp_group().device_group)
     ids.copy_(whole)
+    if weights is not None:
+        weights.copy_(torch.where(ids >= 0, bits, UNKNOWN))
+
+
+def join_cache(cache: DeviceCache, num_tokens: int) -> None:
+    """`join_parts` of the first rows of a device cache."""
+    planes = cache.planes[:, :, :num_tokens]
+    join_parts(planes[0], planes[1] if cache.weights is not None else None)
 
 
 class PipelineStage:
-    """Makes the rows of this pipeline stage whole, sends them to the next one with the hidden states, and takes those
-    that come.
+    """Completes the rows of this pipeline stage, receives the previous stages' rows, and sends both on with the hidden
+    states.
 
     Attributes:
-        upstream: [n, layers, K] int32 of the step that was run last; None on the first stage.
+        upstream: [n, layers, K] int32, rows of the previous stages in the last step; None on the first stage.
     """
 
     def __init__(self, runner: GPUModelRunner, capturer: Capturer) -> None:
@@ -60,8 +77,8 @@ class PipelineStage:
         self._has_parts = has_parts(runner.get_model().modules())
         self.upstream: torch.Tensor | None = None
         if get_pp_group().world_size > 1 or self._has_parts:
-            # Both model runners'. Between receiving hidden states, running the stage and sending its own, vLLM's worker
-            # leaves no other room for the rows. Until a connector can add to the tensors that go to the next stage.
+            # For both model runners. vLLM's worker has no other place between receiving and sending hidden states.
+            # Needed until a connector can add tensors to those that go to the next stage.
             runner.execute_model = self._execute_model
 
     def _execute_model(
@@ -75,7 +92,7 @@ class PipelineStage:
         output = self._execute(scheduler_output, received, *args, **kwargs)
         num_tokens = scheduler_output.total_num_scheduled_tokens
         if self._has_parts and num_tokens and not kwargs.get("dummy_run"):
-            join_parts(self._capturer.cache.ids[:, :num_tokens])
+            join_cache(self._capturer.cache, num_tokens)
         self.upstream = None if received is None else received.rows
         if not isinstance(output, IntermediateTensors):
             return output
@@ -84,10 +101,10 @@ class PipelineStage:
 
 
 class _Received(IntermediateTensors):
-    """The tensors of the stage before without the rows, which the model runner does not know.
+    """The previous stage's tensors without the rows, which the model runner does not know.
 
-    They are looked at when the runner does, and not earlier: vLLM waits for the transfer there, so that it overlaps
-    with the preparation of the step's inputs.
+    Reads them only when the runner does: vLLM waits for the transfer there, which overlaps with preparing the step's
+    inputs.
     """
 
     def __init__(self, received: IntermediateTensors) -> None:

@@ -1,4 +1,4 @@
-"""How a step's rows travel from the worker to the scheduler: in `ModelRunnerOutput`, with every executor."""
+"""Carries a step's rows from the worker to the scheduler, in `ModelRunnerOutput`, with every executor."""
 
 from vllm.v1.outputs import ModelRunnerOutput
 
@@ -7,8 +7,8 @@ from routed_experts.capture.seams.engine import step_rows
 
 AuxOutputs = dict[str, StepRows]
 
-# vLLM's type is a dictionary of outputs by request, and its Ray executor copies the `rows` of each. All requests
-# of a step travel under one key here: one array is cheaper than one for each request.
+# vLLM's type maps request ids to outputs, and its Ray executor copies the `rows` of each. Here one key stands for all
+# requests of a step: one array is cheaper than one per request.
 _STEP = "step"
 
 
@@ -23,6 +23,6 @@ def attach(output: ModelRunnerOutput, rows: StepRows) -> None:
 
 
 def detach(output: ModelRunnerOutput) -> StepRows | None:
-    """The rows that travelled with `output`; None if the step ran nothing."""
+    """The rows on `output`; None if the step was empty."""
     outputs = step_rows(output)
     return outputs[_STEP] if outputs else None

@@ -1,6 +1,6 @@
 """Model Runner V1: CPU always, and CUDA for the models that vLLM keeps on it; V2 too, until vLLM 0.31.
 
-They have no place to attach to, so the worker calls in here around its own steps.
+These runners have no hook for a connector, so the worker calls this adapter around its steps.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from routed_experts.capture.seams.engine import v2_batch
 
 
 def v1_batch(runner: GPUModelRunner, kv_group: int, scheduler_output: SchedulerOutput) -> tuple[Any, NDArray[np.int64]]:
-    """The KV slots of a step's tokens on the device, and where each request's tokens begin."""
+    """KV slots of a step's tokens (on the device), and the offset of each request's tokens."""
     batch = runner.input_batch
     counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -40,7 +40,7 @@ class V1Adapter:
         self._pending: PendingRows | None = None
 
     def post_forward(self, scheduler_output: SchedulerOutput) -> None:
-        """Call after the forward pass was launched and before anything else is."""
+        """Called directly after the forward pass was launched."""
         if not self._sends or scheduler_output.total_num_scheduled_tokens == 0:
             return
         if self._runner_is_v2:
@@ -52,9 +52,9 @@ class V1Adapter:
     def post_sample(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """`output` with the rows of the step that it belongs to.
+        """`output` with its step's rows.
 
-        The output of a step that ran nothing is an object shared by all such steps, and is left as it is.
+        All empty steps share one output object, which is not changed.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -66,7 +66,7 @@ class V1Adapter:
 
 
 class OutputWithRows(AsyncModelRunnerOutput):
-    """An output that is not materialised yet, and the rows of its step."""
+    """An asynchronous output with its step's rows."""
 
     def __init__(self, output: AsyncModelRunnerOutput, pending: PendingRows) -> None:
         self._output = output
@@ -77,7 +77,7 @@ class OutputWithRows(AsyncModelRunnerOutput):
         attach(output, self._pending.result())
         return output
 
-    # vLLM 0.33: abstract there, and called to save what a KV connector did in a step whose output failed.
+    # Abstract since vLLM 0.33. Called to keep a KV connector's results of a step whose output failed.
     def get_kv_connector_output(self) -> KVConnectorOutput | None:
         kv: KVConnectorOutput | None = self._output.get_kv_connector_output()
         return kv

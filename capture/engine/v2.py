@@ -3,18 +3,18 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from routed_experts.capture.capturer import Capturer
+from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
 from routed_experts.capture.engine.transport import AuxOutputs, as_aux_outputs
 from routed_experts.capture.pipeline import PendingRows
 
 
-class V2Adapter:
-    """What `model_runner.aux_output_connector` is expected to be."""
+class V2Adapter(ConnectorSlot):
+    """The object in vLLM's `model_runner.aux_output_connector`."""
 
     def __init__(self, runner: GPUModelRunner, capturer: Capturer, kv_group: int) -> None:
         self._runner = runner
@@ -23,10 +23,10 @@ class V2Adapter:
         self._stage = PipelineStage(runner, capturer)
         self._sends = is_output_rank(runner.parallel_config)
 
-    def begin_step(self, metadata: Any) -> None:
+    def begin_step(self, metadata: Any, *more: Any, **options: Any) -> None:
         """Called before the forward pass. Nothing to prepare: the device cache is always written from row 0."""
 
-    def prepare_output(self, input_batch: InputBatch) -> "V2Pending | None":
+    def prepare_output(self, input_batch: InputBatch, *more: Any, **options: Any) -> "V2Pending | None":
         """Called after sampling was launched, on the main stream."""
         if not self._sends:
             return None
@@ -34,20 +34,20 @@ class V2Adapter:
         slots = self._runner.block_tables.slot_mappings[self._kv_group]
         return V2Pending(self._capturer.submit(slots, offsets, self._stage.upstream))
 
-    def close(self) -> None:
+    def close(self, *more: Any, **options: Any) -> None:
         """Called when the worker shuts down. The buffers go with the capturer."""
 
 
-class V2Pending:
-    """What the runner's output holds until it is materialised."""
+class V2Pending(ConnectorSlot):
+    """The rows of an output that is not materialised yet."""
 
     def __init__(self, rows: PendingRows) -> None:
         self._rows = rows
 
-    def enqueue_cpu_copy(self, num_sampled: NDArray[Any], num_rejected: NDArray[Any]) -> None:
-        """Called on the runner's copy stream. The rows are on their own already, and the scheduler does the
-        clipping to accepted tokens."""
+    def enqueue_cpu_copy(self, *args: Any, **options: Any) -> None:
+        """Called on the runner's copy stream. Nothing to do: rows are copied on another stream, and the scheduler
+        drops those of rejected tokens."""
 
-    def process_output(self) -> AuxOutputs:
+    def process_output(self, *more: Any, **options: Any) -> AuxOutputs:
         """Called when the step's output is materialised."""
         return as_aux_outputs(self._rows.result())

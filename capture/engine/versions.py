@@ -1,4 +1,4 @@
-"""Which versions of vLLM are supported. Unlike the rest of `capture.engine`, it can be imported beside any version."""
+"""The supported versions of vLLM. Unlike the rest of `capture.engine`, this module works with any version."""
 
 import os
 
@@ -6,18 +6,18 @@ import vllm
 
 from routed_experts.capture.seams.required import missing
 
-SUPPORTED_VLLM = ("0.32.0",)
-"""Versions of vLLM on which all tests passed, oldest first. The newest is the one that this package installs."""
+SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+"""Versions of vLLM on which `make test-vllm` passed, oldest first. The newest is the one that this package installs."""
 
 RUN_ON_GPUS = ("0.32.0",)
 """Those of them on which `tests/gpu` passed."""
 
-UNTESTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0")
-"""Versions that the code is made for and on which only some of the tests were run, or passed."""
+UNTESTED_VLLM = ("0.33.0",)
+"""Versions that the code is written for, but on which not all tests were run or passed."""
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
 ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED"
-"""What the flag sets to 1, so that every process of the engine knows of it."""
+"""The flag sets it to 1 for every process of the engine."""
 _FORMER_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED_VLLM"  # until 0.2 of this package
 
 
@@ -49,7 +49,7 @@ def check_vllm_version(allow_untested: bool = False) -> None:
 
 
 def missing_gpu_run() -> str | None:
-    """A sentence if the installed version has passed its tests on CPUs only; None otherwise."""
+    """A message if the installed version passed its tests on CPUs only; otherwise None."""
     if _installed() in RUN_ON_GPUS:
         return None
     return (

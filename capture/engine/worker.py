@@ -12,26 +12,33 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.binding import bind, find_moe_layers, has_parts, storing_after_forward
+from routed_experts.capture.engine.binding import (
+    bind,
+    check_weights,
+    find_moe_layers,
+    has_parts,
+    storing_after_forward,
+)
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.stage import gather_stages, join_parts
+from routed_experts.capture.engine.stage import gather_stages, join_cache
 from routed_experts.capture.engine.v1 import V1Adapter
+from routed_experts.capture.rows import captures_weights
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 
 if TYPE_CHECKING or current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker
 else:
-    CPUWorker = Worker  # its module loads libraries that only the CPU build has
+    CPUWorker = Worker  # its module loads libraries of the CPU build
 
 _SLEEP_TAG = "routed_experts"
-"""Of our device memory, in vLLM's allocator for sleep mode. Not "weights" or "kv_cache", which are woken up apart."""
+"""Tag of our device memory in vLLM's sleep-mode allocator. Not "weights" or "kv_cache", which can wake up alone."""
 
-# On every rank the layers write into a real buffer, so that all ranks capture the same CUDA graphs; vLLM takes the
-# output of one of them.
+# Layers write to a real buffer on every rank, so that all ranks capture the same CUDA graphs. vLLM takes the output of
+# one rank.
 
 
 class WorkerCapture(Worker):
-    """What all workers add to vLLM's, or to a program's own."""
+    """Adds the capture to vLLM's workers, or to a program's own."""
 
     _capturer: Capturer
     _v1: V1Adapter | None = None
@@ -41,11 +48,14 @@ class WorkerCapture(Worker):
         check_engine_config(self.vllm_config)
         super().load_model(load_dummy_weights=load_dummy_weights)
         layers = find_moe_layers(self.model_runner.get_model())
+        with_weights = captures_weights(self.vllm_config)
+        if with_weights:
+            check_weights(layers, is_eager=self.model_config.enforce_eager)
         stages = gather_stages(layers.shape)
         parallel = self.vllm_config.parallel_config
-        # Here, so that vLLM's memory profiling sees the buffers and its graphs are captured with them. In a pool that
-        # gives its memory back while the engine sleeps, whatever the level, and has it again at the same addresses
-        # with whatever is woken up first. What it held is lost, but no step reads what another step wrote.
+        # Allocated here, so that memory profiling counts the buffers and CUDA graphs are captured with them. The pool
+        # frees its memory while the engine sleeps, at any level, and restores it at the same addresses with the first
+        # wake-up. Its contents are lost, but no step reads what another step wrote.
         with self._maybe_get_memory_pool_context(_SLEEP_TAG):
             self._capturer = Capturer(
                 shape=RowShape.of_stages(stages),
@@ -54,11 +64,12 @@ class WorkerCapture(Worker):
                 max_tokens=self.model_runner.max_num_tokens,
                 max_steps_in_flight=self.vllm_config.max_concurrent_batches,
                 device=torch.device(self.device),
+                with_weights=with_weights,
             )
         bind(layers, self._capturer, parallel.data_parallel_rank, parallel.data_parallel_size)
         if has_parts(layers.runners):
-            # What NCCL allocates for the first one is seen by the profiling too.
-            join_parts(self._capturer.cache.ids[:, :1])
+            # So that memory profiling also counts what NCCL allocates for its first call.
+            join_cache(self._capturer.cache, 1)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -76,7 +87,7 @@ class WorkerCapture(Worker):
             return super().compile_or_warm_up_model()
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
-        # On all ranks: of what one pipeline stage sends to the next, each tensor-parallel rank sends a part.
+        # On all ranks: each tensor-parallel rank sends a part of a pipeline stage's output to the next stage.
         self._capturer.reset_rows(scheduler_output.total_num_scheduled_tokens)
         output = super().execute_model(scheduler_output)
         if self._v1 is not None:
@@ -88,13 +99,16 @@ class WorkerCapture(Worker):
         return output if self._v1 is None else self._v1.post_sample(output)
 
     def routed_experts_info(self) -> dict[str, Any]:
-        """What the rows of this worker mean, and what the capture holds; called over vLLM's collective RPC."""
+        """The row shape of this worker and the memory of the capture; called over vLLM's collective RPC."""
         shape = self._capturer.shape
         return {
             "num_layers": len(shape.layer_ids),
             "top_k": shape.top_k,
             "num_experts": shape.num_experts,
             "layer_ids": list(shape.layer_ids),
+            "weights": self._capturer.cache.weights is not None,
+            "weights_scale": list(shape.weights_scale),
+            "weights_on_input": shape.weights_on_input,
             "runner": "v2" if self.use_v2_model_runner else "v1",
             "device": torch.device(self.device).type,
             "kv_slots": self._kv_slots,

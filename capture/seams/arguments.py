@@ -1,5 +1,6 @@
 """How a program asks vLLM for routed experts. Imports nothing, so that it costs nothing where nobody asks."""
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,23 @@ def withdraw(args: Any) -> None:
         args.enable_return_routed_experts = False
 
 
+def say_that_it_returns(engine: Any) -> None:
+    """Has a finished engine say that it returns routed experts, where a program looks it up.
+
+    Until 0.31 that is the engine's `model_config`. In a copy: its `vllm_config` may be that of the scheduler and the
+    worker, where the flag means vLLM's own capture.
+    """
+    if hasattr(engine.model_config, "enable_return_routed_experts"):
+        engine.model_config = copy(engine.model_config)
+        engine.model_config.enable_return_routed_experts = True
+
+
 def vllm_captures(config: Any) -> bool:
     """Whether the engine's configuration has vLLM's own capture on."""
-    if hasattr(config, "aux_output_config"):
-        return bool(config.aux_output_config.enabled)
-    return bool(config.model_config.enable_return_routed_experts)
+    return asks(config if hasattr(config, "aux_output_config") else config.model_config)
+
+
+def has_other_outputs(config: Any) -> bool:
+    """Since 0.34: whether vLLM's auxiliary output connector is on for something else than routed experts."""
+    aux = getattr(config, "aux_output_config", None)
+    return aux is not None and aux.enabled and not aux.enable_return_routed_experts

@@ -14,7 +14,7 @@ _MODULES = (
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe",
 )
-Sink = Callable[[torch.Tensor], None]
+Sink = Callable[[torch.Tensor, torch.Tensor], None]
 _sinks: list[Sink] = []  # the last one is that of the layer that runs
 
 
@@ -39,7 +39,7 @@ def routes_itself(runner: Any) -> bool:
 
 
 def capture(runner: Any, sink: Sink) -> None:
-    """Gives the ids that the layer's kernel chooses to `sink`."""
+    """Gives the ids that the layer's kernel chooses, and their weights, to `sink`."""
     for module in _functions():
         if not hasattr(module.select_experts, "_routed_experts"):
             module.select_experts = _reporting(module.select_experts)
@@ -59,7 +59,7 @@ def _reporting(select: Any) -> Any:
     def select_experts(*args: Any, **kwargs: Any) -> Any:
         weights, ids = select(*args, **kwargs)
         if _sinks:
-            _sinks[-1](ids)
+            _sinks[-1](ids, weights)
         return weights, ids
 
     select_experts._routed_experts = True  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class LayerCount:
     rows: int = 0
     differing_slots: int = 0
     gaps: list[float] = field(default_factory=list)
+    weights: "WeightCount" = field(default_factory=lambda: WeightCount())
 
     def add(self, ours: Ids, theirs: Ids, scores: Scores) -> None:
         """Compares rows [n, K] of the response with those of the checkpoint; `scores` is [n, experts]."""
@@ -53,6 +55,7 @@ class LayerCount:
     def summary(self, near_tie: float) -> dict[str, Any]:
         near = sum(gap <= near_tie for gap in self.gaps)
         return {
+            **(self.weights.summary() if self.weights.slots else {}),
             "rows": self.rows,
             "equal_rows": self.rows - len(self.gaps),
             "differing_slots": self.differing_slots,
@@ -60,6 +63,37 @@ class LayerCount:
             "other_rows": len(self.gaps) - near,
             "gap_median": float(np.median(self.gaps)) if self.gaps else None,
             "gap_max": max(self.gaps, default=None),
+        }
+
+
+@dataclass
+class WeightCount:
+    """Differences between the weights of experts that both sides chose.
+
+    Attributes:
+        slots: how many weights were compared.
+    """
+
+    slots: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    def add(self, ours: Ids, our_weights: Scores, theirs: Ids, their_weights: Scores) -> None:
+        """Compares the weights of rows [n, K], whose experts may be in another order."""
+        same = ours[:, :, None] == theirs[:, None, :]
+        difference = np.abs(our_weights[:, :, None].astype(np.float64) - their_weights[:, None, :])[same]
+        self.slots += len(difference)
+        self.total += float(difference.sum())
+        self.largest = max(self.largest, float(difference.max(initial=0)))
+
+    def merged(self, other: "WeightCount") -> "WeightCount":
+        return WeightCount(self.slots + other.slots, self.total + other.total, max(self.largest, other.largest))
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "weights": self.slots,
+            "weight_difference_mean": self.total / self.slots,
+            "weight_difference_max": self.largest,
         }
 
 
@@ -77,9 +111,11 @@ class Comparison:
 
     Attributes:
         missing: unknown rows, which are not compared.
+        with_weights: whether weights are compared too.
     """
 
     reference: Reference
+    with_weights: bool = False
     layers: list[LayerCount] = field(default_factory=list)
     answers: int = 0
     missing: int = 0
@@ -87,12 +123,17 @@ class Comparison:
     def __post_init__(self) -> None:
         self.layers = [LayerCount() for _ in self.reference.layer_ids]
 
-    def add(self, routing: Routing) -> None:
+    def add(self, routing: Routing, scale: Sequence[float] | None = None) -> None:
         """Scores the tokens of `routing` and compares each of its rows.
 
+        Args:
+            scale: [L], what the server's weights are to be multiplied by.
+
         Raises:
-            RoutingError: the response has no token ids.
+            RoutingError: the response has no token ids, or no weights.
         """
+        if self.with_weights and routing.weights is None:
+            raise RoutingError("the response has no weights: set return_routed_expert_weights in the request")
         if routing.prompt_token_ids is None or routing.token_ids is None:
             raise RoutingError("the response has no token ids: set return_token_ids in the request")
         self.answers += 1
@@ -106,7 +147,12 @@ class Comparison:
         def take(place: int, chosen: Ids, scores: Scores) -> None:
             self.layers[place].add(routing.rows[known, place], chosen[positions], scores[positions])
 
-        self.reference.score(tokens, take)
+        def take_weights(place: int, chosen: Ids, weights: Scores) -> None:
+            assert routing.weights is not None
+            own = routing.weights[known, place] * np.float32(1 if scale is None else scale[place])
+            self.layers[place].weights.add(routing.rows[known, place], own, chosen[positions], weights[positions])
+
+        self.reference.score(tokens, take, take_weights if self.with_weights else None)
 
     def report(self, near_tie: float) -> dict[str, Any]:
         """The results for JSON."""
@@ -114,6 +160,7 @@ class Comparison:
             rows=sum(layer.rows for layer in self.layers),
             differing_slots=sum(layer.differing_slots for layer in self.layers),
             gaps=[gap for layer in self.layers for gap in layer.gaps],
+            weights=reduce(WeightCount.merged, (layer.weights for layer in self.layers), WeightCount()),
         )
         return {
             "answers": self.answers,
@@ -129,11 +176,15 @@ class Comparison:
 
 def table(report: dict[str, Any]) -> str:
     """The results as text."""
-    lines = [["decoder layer", "rows", "equal", "slots differ", "near-ties", "other rows", "median gap", "max gap"]]
+    of_weights = {"weight_difference_mean": "mean Δ weight", "weight_difference_max": "max Δ weight"}
+    of_weights = of_weights if "weights" in report["total"] else {}
+    head = ["decoder layer", "rows", "equal", "slots differ", "near-ties", "other rows", "median gap", "max gap"]
+    lines = [[*head, *of_weights.values()]]
     for entry in (*report["layers"], {"layer_id": "all", **report["total"]}):
         gaps = ["" if entry[name] is None else f"{entry[name]:.2g}" for name in ("gap_median", "gap_max")]
         counts = ("layer_id", "rows", "equal_rows", "differing_slots", "near_ties", "other_rows")
-        lines.append([*(str(entry[name]) for name in counts), *gaps])
+        differences = [f"{entry[name]:.2g}" if name in entry else "" for name in of_weights]
+        lines.append([*(str(entry[name]) for name in counts), *gaps, *differences])
     return "\n".join(
         [
             *aligned(lines),
@@ -158,7 +209,7 @@ def base_of(url: str) -> str:
     return base
 
 
-def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAnswer:
+def ask(url: str, prompt: str, max_tokens: int, api_key: str | None, with_weights: bool = False) -> SavedAnswer:
     """The response of the server at `url` to `prompt`.
 
     Raises:
@@ -177,6 +228,7 @@ def ask(url: str, prompt: str, max_tokens: int, api_key: str | None) -> SavedAns
         info = call("/v1/routed_experts")
         body = {"model": info["model"], "prompt": prompt, "max_tokens": max_tokens}
         body |= {"return_routed_experts": True, "routed_experts_layers": "moe", "return_token_ids": True}
+        body |= {"return_routed_expert_weights": True} if with_weights else {}
         return SavedAnswer(url, [call("/v1/completions", body)], ModelInfo.of(info))
     except urllib.error.HTTPError as error:
         raise CommandError(
@@ -226,6 +278,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         type=float,
         help="maximum score gap of a near-tie, in standard deviations of the token's scores "
         "(default: the square root of the dtype's epsilon, 0.00035 in float32, 0.088 in bfloat16)",
+    )
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="compare the router's weights too, where both sides chose the same expert; needs "
+        "return_routed_expert_weights in the requests",
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file; - for standard output only")
     add_flags(parser)
@@ -279,13 +337,15 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     url = base_of(args.url) if args.url else ""
     say(f"Loading {args.model}.")
     reference = Reference(args.model, args.dtype, args.device)
-    comparison = Comparison(reference)
+    if args.weights and not reference.has_weights:
+        raise CommandError(f"The routers of {args.model} in transformers do not return their weights.")
+    comparison = Comparison(reference, args.weights)
     for source in tqdm(sources, desc="comparing", unit=" responses", disable=None):
-        answer = ask(url, source, args.max_tokens, args.api_key) if url else source
+        answer = ask(url, source, args.max_tokens, args.api_key, args.weights) if url else source
         try:
             _check_layers(answer.info, reference)
             for routing in answer.routings(_info_of(reference)):
-                comparison.add(routing)
+                comparison.add(routing, answer.info.weights_scale)
         except (RoutingError, ValueError) as error:
             raise CommandError(f"{answer.where}: {error}.") from error
     near_tie = reference.epsilon**0.5 if args.near_tie is None else args.near_tie

@@ -23,6 +23,7 @@ class Reference:
     Attributes:
         layer_ids: decoder layer of each of the L routers.
         top_k, num_experts: dimensions of the routers.
+        has_weights: whether the routers return weights.
         epsilon: the larger machine epsilon of two dtypes: of this forward pass, and of the stored checkpoint, which is
             a server's default.
     """
@@ -40,7 +41,8 @@ class Reference:
         self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))
         self.layer_ids: list[int] = []
         self.top_k = self.num_experts = 0
-        self._take: Callable[[str, Ids, Scores], None] = self._learn
+        self.has_weights = False
+        self._take: Callable[[str, Ids, Scores, Scores | None], None] = self._learn
         for name, module in self._model.named_modules():
             if hasattr(module, "top_k"):
                 module.register_forward_hook(partial(self._watch, name), with_kwargs=True)
@@ -50,10 +52,23 @@ class Reference:
                 f"{model} cannot be compared: its routers in transformers do not return the experts that they chose."
             )
 
-    def score(self, tokens: Sequence[int], take: Callable[[int, Ids, Scores], None]) -> None:
-        """Runs `tokens`; calls `take` with index, experts [tokens, K] and scores [tokens, experts] of each layer."""
+    def score(
+        self,
+        tokens: Sequence[int],
+        take: Callable[[int, Ids, Scores], None],
+        take_weights: Callable[[int, Ids, Scores], None] | None = None,
+    ) -> None:
+        """Runs `tokens`; calls `take` with index, experts [tokens, K] and scores [tokens, experts] of each layer, and
+        `take_weights` with index, experts and weights [tokens, K]."""
         places = iter(range(len(self.layer_ids)))
-        self._take = lambda name, chosen, scores: take(next(places), chosen, scores)
+
+        def take_both(name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
+            place = next(places)
+            take(place, chosen, scores)
+            if take_weights is not None and weights is not None:
+                take_weights(place, chosen, weights)
+
+        self._take = take_both
         self._forward(tokens)
 
     def _forward(self, tokens: Sequence[int]) -> None:
@@ -66,13 +81,14 @@ class Reference:
         except (RuntimeError, IndexError) as error:  # out of memory, or a token outside the vocabulary
             raise CommandError(f"{len(tokens)} tokens cannot be scored: {_first_line(error)}") from error
 
-    def _learn(self, name: str, chosen: Ids, scores: Scores) -> None:
+    def _learn(self, name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
+        self.has_weights = weights is not None
         numbers = _LAYER_NUMBER.findall(f".{name}.")
         self.layer_ids.append(int(numbers[0]) if numbers else len(self.layer_ids))
         self.top_k, self.num_experts = chosen.shape[1], scores.shape[1]
 
     def _watch(self, name: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Finds logits and choice in a router's output, whose order varies. Other modules with `top_k` are ignored."""
+        """Finds logits, choice and weights in a router's output, in any order. Ignores other modules with `top_k`."""
         parts = [part for part in output if hasattr(part, "dtype")] if isinstance(output, tuple) else []
         chosen = [part for part in parts if not part.dtype.is_floating_point]
         floats = [part for part in parts if part.dtype.is_floating_point]
@@ -84,7 +100,10 @@ class Reference:
         for bias in given:
             if getattr(bias, "shape", None) == scores.shape[1:]:
                 scores = scores.sigmoid() + bias.float()
-        self._take(name, chosen[0].reshape(-1, chosen[0].shape[-1]).cpu().numpy(), scores.cpu().numpy())
+        top_k = chosen[0].shape[-1]
+        others = [part for part in floats if part is not logits and part.shape[-1] == top_k]
+        weights = others[0].float().reshape(-1, top_k).cpu().numpy() if others else None
+        self._take(name, chosen[0].reshape(-1, top_k).cpu().numpy(), scores.cpu().numpy(), weights)
 
 
 def _check_device(device: str) -> None:

@@ -36,7 +36,7 @@ class ModelInfo:
     """Known facts about the model of a response; None if unknown.
 
     Attributes:
-        num_layers, top_k, num_experts, layer_ids: as in `GET /v1/routed_experts`.
+        num_layers, top_k, num_experts, layer_ids, weights_scale: as in `GET /v1/routed_experts`.
         rows_dtype: element type of rows in the form `raw`.
     """
 
@@ -45,6 +45,7 @@ class ModelInfo:
     num_experts: int | None = None
     layer_ids: tuple[int, ...] | None = None
     rows_dtype: str | None = None
+    weights_scale: tuple[float, ...] | None = None
 
     @classmethod
     def of(cls, document: Any) -> "ModelInfo":
@@ -66,7 +67,18 @@ class ModelInfo:
             raise ValueError(f"layer_ids must be ascending layer indices, not {ids!r}")
         if ids is not None and numbers["num_layers"] not in (None, len(ids)):
             raise ValueError(f"num_layers is {numbers['num_layers']}, but layer_ids are {ids!r}")
-        return cls(**numbers, layer_ids=None if ids is None else tuple(ids))
+        scale = document.get("weights_scale")
+        if scale is not None and not (
+            isinstance(scale, list)
+            and all(type(one) in (int, float) for one in scale)
+            and len(scale) == len(ids or scale)
+        ):
+            raise ValueError(f"weights_scale must be a number for each layer, not {scale!r}")
+        return cls(
+            **numbers,
+            layer_ids=None if ids is None else tuple(ids),
+            weights_scale=None if scale is None else tuple(map(float, scale)),
+        )
 
     def over(self, other: "ModelInfo") -> "ModelInfo":
         """A copy in which `other` fills the unknown fields."""
@@ -131,7 +143,8 @@ def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
     dense = np.delete(rows, ids, axis=1) if max(ids) < rows.shape[1] else rows
     if (dense > 0).any():
         raise RoutingError(f"rows of {rows.shape[1]} layers, but the model has {len(ids)} MoE layers")
-    return replace(routing, rows=rows[:, ids])
+    weights = None if routing.weights is None else routing.weights[:, ids]
+    return replace(routing, rows=rows[:, ids], weights=weights)
 
 
 def _checked(routing: Routing, info: ModelInfo) -> Routing:

@@ -28,8 +28,9 @@ from routed_experts.capture.engine.versions import (
     UnsupportedConfig,
     missing_gpu_run,
 )
+from routed_experts.capture.rows import WEIGHTS_FLAG, WEIGHTS_KEY
 from routed_experts.capture.seams.http import cli_env_setup, configure_logging_from_args
-from routed_experts.protocol.models import FieldError, check_defaults
+from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, complain, say
@@ -42,7 +43,7 @@ logger = get_logger(__name__)
 TINY_MODEL_NAME = "tiny-moe"
 _TINY_KV_CACHE_BYTES = 64 << 20
 SHUTDOWN_TIMEOUT_S = 25
-"""vLLM's default is 0, which breaks off what is under way. Kubernetes gives a pod 30 s to stop."""
+"""vLLM's default is 0, which cuts off running requests. Kubernetes gives a pod 30 s to stop."""
 
 DESCRIPTION = """\
 Starts an OpenAI-compatible server that also returns the experts that each token was routed to.
@@ -74,7 +75,7 @@ def serve(argv: list[str]) -> None:
     """Serves until the server is stopped.
 
     Raises:
-        CommandError: the arguments or the installation do not allow it.
+        CommandError: the arguments or the installation are invalid.
     """
     args = parse(take_version_flag(argv))
     logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
@@ -87,6 +88,8 @@ def serve(argv: list[str]) -> None:
     allow_plugin()
     if capture:
         fill_in(args)
+    elif args.enable_return_routed_expert_weights:
+        raise CommandError(f"{WEIGHTS_FLAG} needs the capture: remove --no-enable-return-routed-experts.")
     check(args, capture)
     run(args)
 
@@ -95,7 +98,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """vLLM's parsed `serve` arguments, with the capture on unless it was switched off.
 
     Raises:
-        CommandError: vLLM's parser refuses them, such as a name for a model that is not given.
+        CommandError: vLLM's parser refuses the arguments.
     """
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="routed-experts")
@@ -110,7 +113,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise CommandError(str(error)) from None
     except (OSError, TypeError) as error:
         raise CommandError(f"The arguments cannot be read: {error}.") from None
-    if args.model_tag is not None:  # as vLLM's own command does, but before the configuration is checked
+    if args.model_tag is not None:  # as in vLLM's own command, but before checking the configuration
         args.model = args.model_tag
     try:
         configure_logging_from_args(args)
@@ -120,9 +123,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def take_version_flag(argv: list[str]) -> list[str]:
-    """`argv` without the flag that allows an untested vLLM, which vLLM's parser does not know.
+    """Removes the flag that allows an untested vLLM, which vLLM's parser does not know.
 
-    Where it is given, all processes of the engine learn of it through their environment.
+    If given, it is passed to all processes of the engine by an environment variable.
     """
     rest = [argument for argument in argv if argument != ALLOW_UNTESTED_FLAG]
     if len(rest) < len(argv):
@@ -133,12 +136,12 @@ def take_version_flag(argv: list[str]) -> list[str]:
 def _set_everywhere(variable: str, value: str) -> None:
     """Sets a variable for all processes of the engine."""
     os.environ[variable] = value
-    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")  # to Ray's workers, which inherit nothing
+    others = os.environ.get("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")  # for Ray's workers, which inherit nothing
     os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that vLLM does not have."""
+    """Adds our own flags."""
     group = parser.add_argument_group("routed experts", "Routing in responses.")
     group.add_argument(
         "--routed-experts-default",
@@ -159,6 +162,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="serve a page at /routed_experts that shows the experts of a response while it is generated",
+    )
+    group.add_argument(
+        WEIGHTS_FLAG,
+        action="store_true",
+        help="capture the routers' weights beside the ids, for requests with return_routed_expert_weights; takes three "
+        "times the memory for rows",
     )
     group.add_argument(
         ON_LOAD_FLAG,
@@ -182,20 +191,20 @@ def _positive(text: str) -> int:
 
 
 def take_capture_flag(args: argparse.Namespace) -> bool:
-    """Whether to capture. vLLM's flag of that name means this project's capture here, and is not handed on."""
+    """Returns whether to capture, and clears vLLM's flag, which here switches our capture instead of vLLM's."""
     capture = bool(args.enable_return_routed_experts)
     args.enable_return_routed_experts = False
     return capture
 
 
 def tiny_model_dir() -> Path:
-    """Where the tiny model of the default lives: the user's cache folder."""
+    """The tiny model's folder, in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "routed-experts" / TINY_MODEL_NAME
 
 
 def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
-    """Serves the tiny model from `directory`, which is made if it, or a part of it, is not there."""
+    """Sets `args` to serve the tiny model from `directory`, after creating it there if files are missing."""
     if not all((directory / name).exists() for name in ("config.json", "model.safetensors", "tokenizer.json")):
         say(f"Making the tiny model in {directory}; this takes some seconds.")
         from routed_experts.server.cli.tiny_model import make_tiny_model  # imports transformers
@@ -211,13 +220,13 @@ def use_tiny_model(args: argparse.Namespace, directory: Path) -> None:
     if args.kv_cache_memory_bytes is None:
         args.kv_cache_memory_bytes = _TINY_KV_CACHE_BYTES
     if current_platform.is_cpu():
-        args.enforce_eager = True  # compiling takes longer than the tiny model ever runs
+        args.enforce_eager = True  # compiling takes longer than it saves for a tiny model
 
 
 def allow_plugin() -> None:
     """Names our plugin in `VLLM_PLUGINS`, without which vLLM does not load it.
 
-    The variable filters every group of plugins, so where it was not set, all that is installed stays allowed.
+    The variable filters every group of plugins. If it was not set, all installed plugins are named too, to stay loaded.
 
     Raises:
         CommandError: the plugin cannot be imported. vLLM would log that and serve without it.
@@ -229,7 +238,7 @@ def allow_plugin() -> None:
         )
     try:
         next(iter(plugins)).load()
-        import_module("routed_experts.server.http.plugin")  # whose names of vLLM's that module does not import
+        import_module("routed_experts.server.http.plugin")  # imports names of vLLM that the entry point does not
     except Exception as error:
         raise CommandError(f"The plugin for vLLM cannot be loaded: {error!r}") from error
     given = os.environ.get("VLLM_PLUGINS")
@@ -238,7 +247,7 @@ def allow_plugin() -> None:
 
 
 def _other_plugins() -> set[str]:
-    """Every installed plugin of vLLM that loads without being named: endpoint plugins do not."""
+    """Installed plugins of vLLM that load without being named, which excludes endpoint plugins."""
     every = entry_points()
     groups = [group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP]
     return {plugin.name for group in groups for plugin in every.select(group=group)}
@@ -248,19 +257,23 @@ def fill_in(args: argparse.Namespace) -> None:
     """Names our scheduler and worker in vLLM's arguments.
 
     Raises:
-        CommandError: the arguments name classes that the capture cannot be mixed into, or the device is not supported.
+        CommandError: the capture cannot be mixed into the given classes, or the device is not supported.
     """
     try:
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:
         raise CommandError(f"{error} --no-enable-return-routed-experts serves without the capture.") from None
+    if args.enable_return_routed_expert_weights:
+        args.additional_config = {**(args.additional_config or {}), WEIGHTS_KEY: True}
+    elif args.routed_experts_default.get(WEIGHTS):
+        raise CommandError(f"--routed-experts-default: {WEIGHTS} needs {WEIGHTS_FLAG}.")
     if args.routed_experts_on_load is not None:
         _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
 
 
 def check(args: argparse.Namespace, capture: bool = True) -> None:
-    """Refuses here, in a sentence, what the engine's processes would refuse later among their stack traces.
+    """Refuses invalid arguments with one sentence, before an engine process would fail with a stack trace.
 
     Raises:
         CommandError: vLLM refuses the arguments, the model cannot be loaded, or its routing would not be exact.
@@ -284,7 +297,7 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
 
 
 def memory_bytes(config: VllmConfig) -> int | None:
-    """All memory that weights can be loaded to; None where it is not known, or they may lie elsewhere."""
+    """Memory available for weights; None if unknown, or if weights may be stored elsewhere."""
     if current_platform.is_cpu():
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     parallel = config.parallel_config
@@ -293,7 +306,7 @@ def memory_bytes(config: VllmConfig) -> int | None:
         return None
     try:
         return int(current_platform.get_device_total_memory()) * parallel.world_size
-    except Exception:  # noqa: BLE001 the engine will say what is wrong with the device
+    except Exception:  # noqa: BLE001 the engine reports device errors itself
         return None
 
 
@@ -306,7 +319,7 @@ def run(args: argparse.Namespace) -> None:
     command = ServeSubcommand()
     try:
         command.validate(args)
-    except Exception as error:  # vLLM has classes of its own for this
+    except Exception as error:  # vLLM raises its own classes
         raise CommandError(sentence_of(error, args.model)) from error
     engine_utils.zmq_socket_ctx = _socket_until_stopped
     try:
@@ -315,7 +328,7 @@ def run(args: argparse.Namespace) -> None:
         return
     except SelfTestError as error:
         raise CommandError(str(error)) from error
-    except OSError as error:  # a socket that cannot be bound, a tokenizer that is not there
+    except OSError as error:  # for example an address that cannot be bound, or a missing tokenizer
         raise CommandError(f"The server cannot run: {error}.") from error
     except RuntimeError as error:
         if not str(error).startswith(_ENGINE_FAILED):
@@ -325,10 +338,10 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _socket_until_stopped(*args: Any, **kwargs: Any) -> Iterator[Any]:
-    """vLLM's `zmq_socket_ctx` for the time in which the engine starts.
+    """Replaces vLLM's `zmq_socket_ctx` while the engine starts.
 
-    vLLM's swallows the KeyboardInterrupt that its handler for SIGTERM raises, and the server goes on to start. Until
-    vLLM lets it pass.
+    vLLM's version swallows the KeyboardInterrupt that its SIGTERM handler raises, so the server would start anyway.
+    Needed until vLLM lets it pass.
     """
     with zmq_socket_ctx(*args, **kwargs) as socket:
         try:

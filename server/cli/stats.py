@@ -6,13 +6,13 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol.collect import Routing, RoutingError
-from routed_experts.protocol.expert_load import ExpertLoad, count_experts, expert_load
+from routed_experts.protocol.expert_load import ExpertLoad, count_experts, expert_load, sum_weights
 from routed_experts.server.cli.console import CommandError, aligned
 from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, opened, read
 
@@ -25,6 +25,8 @@ WITHOUT_LAYER_IDS = (
 _WIDTH = 100  # of the table if the output is not a terminal
 
 Counts = NDArray[np.int64]
+Sums = NDArray[np.float64]
+Number = TypeVar("Number", bound=np.generic)
 
 
 @dataclass
@@ -35,9 +37,11 @@ class Tally:
         counts: [L, E] for the E experts seen or stated so far; None before the first response.
         layer_ids: decoder layer of each of the L layers; None if unknown.
         rows: number of rows, including unknown ones.
+        weights: [L, E] sums of the weights that experts were chosen with; None if no response has any.
     """
 
     counts: Counts | None = None
+    weights: Sums | None = None
     layer_ids: tuple[int, ...] | None = None
     answers: int = 0
     rows: int = 0
@@ -53,14 +57,22 @@ class Tally:
         histograms = list(_histograms(answer))
         if histograms and not _has_rows(answer):
             for histogram in histograms:
-                self._add(
-                    np.asarray(histogram["counts"], dtype=np.int64), histogram["rows"], histogram["missing"], info
-                )
+                counts = np.asarray(histogram["counts"], dtype=np.int64)
+                self._add(counts, histogram["rows"], histogram["missing"], info)
+                if "weights" in histogram:
+                    self._add_weights(np.asarray(histogram["weights"], dtype=np.float64))
         else:
-            for rows, missing in _rows_once(answer.routings()):
-                counts = count_experts(rows, info.num_experts or int(rows.max(initial=-1)) + 1)
-                self._add(counts, len(rows), missing, info)
+            for rows, weights in _rows_once(answer.routings()):
+                experts = info.num_experts or int(rows.max(initial=-1)) + 1
+                self._add(count_experts(rows, experts), len(rows), int((rows < 0).any(axis=(1, 2)).sum()), info)
+                if weights is not None:
+                    self._add_weights(sum_weights(rows, weights, experts))
         self.answers += 1
+
+    def _add_weights(self, sums: Sums) -> None:
+        assert self.counts is not None
+        before = np.zeros((len(sums), 0)) if self.weights is None else self.weights
+        self.weights = _widened(before, self.counts.shape[1]) + _widened(sums, self.counts.shape[1])
 
     def _add(self, counts: Counts, rows: int, missing: int, info: ModelInfo) -> None:
         before = np.zeros((len(counts), 0), dtype=np.int64) if self.counts is None else self.counts
@@ -75,7 +87,7 @@ class Tally:
         self.missing += missing
 
 
-def _widened(counts: Counts, experts: int) -> Counts:
+def _widened(counts: NDArray[Number], experts: int) -> NDArray[Number]:
     return np.pad(counts, ((0, 0), (0, experts - counts.shape[1])))
 
 
@@ -92,18 +104,17 @@ def _histograms(answer: SavedAnswer) -> Iterator[Mapping[str, Any]]:
                 yield choice["routed_experts_histogram"]
 
 
-def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], int]]:
-    """The rows of each choice and the number of missing ones. The rows of a prompt come once for all its choices."""
+def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], NDArray[np.float32] | None]]:
+    """The rows of each choice and their weights. The rows of a prompt come once for all its choices."""
     prompts: list[NDArray[np.int16]] = []
     for routing in routings:
-        if routing.prompt_len is None:
-            rows = routing.rows
-        else:
-            rows = routing.generated_rows
-            if not any(np.array_equal(routing.prompt_rows, prompt) for prompt in prompts):
+        first = 0
+        if routing.prompt_len is not None:
+            if any(np.array_equal(routing.prompt_rows, prompt) for prompt in prompts):
+                first = len(routing.prompt_rows)
+            else:
                 prompts.append(routing.prompt_rows)
-                rows = routing.rows
-        yield rows, int((rows < 0).any(axis=(1, 2)).sum())
+        yield routing.rows[first:], None if routing.weights is None else routing.weights[first:]
 
 
 def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
@@ -123,15 +134,16 @@ def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
 
 def table(found: Tally, width: int, bars: str = BARS) -> str:
     """The load of each layer as text, at most `width` characters wide."""
-    load = _load(found)
+    load, weighed = _load(found), _weighted_imbalance(found)
     name = "MoE layer" if found.layer_ids is None else "decoder layer"
-    head = [name, "entropy", "balance", "imbalance", "busiest", "unused"]
+    head = [name, "entropy", "balance", "imbalance", *([] if weighed is None else ["weighted"]), "busiest", "unused"]
     lines = [
         [
             str(_layer_id(found, layer)),
             f"{load.entropy[layer]:.2f}",
             f"{100 * load.balance[layer]:.1f} %",
             f"{load.imbalance[layer]:.2f}",
+            *([] if weighed is None else [f"{weighed[layer]:.2f}"]),
             str(load.busiest[layer]),
             str(load.unused[layer]),
         ]
@@ -150,6 +162,7 @@ def table(found: Tally, width: int, bars: str = BARS) -> str:
             f"{found.answers} responses, {found.rows} rows, {found.missing} of them unknown.",
             f"Entropy is in bits. Balance is the entropy divided by its maximum for {experts} experts. Imbalance is",
             f"the load of the busiest expert. Load is in multiples of the even share: {each}, full at {TOP}.",
+            *([] if weighed is None else ["Weighted imbalance: choices count with the router's weights."]),
             *([] if found.layer_ids else [WITHOUT_LAYER_IDS]),
         ]
     )
@@ -172,9 +185,20 @@ def _load(found: Tally) -> ExpertLoad:
     return expert_load(found.counts)
 
 
+def _weighted_imbalance(found: Tally) -> Sums | None:
+    """[L], the largest sum of weights in multiples of the even share; None without weights."""
+    if (sums := found.weights) is None:
+        return None
+    return sums.max(axis=1) / np.maximum(sums.mean(axis=1), np.finfo(np.float64).tiny)
+
+
 def report(found: Tally) -> dict[str, Any]:
     """The results for JSON."""
-    load = _load(found)
+    load, weighed = _load(found), _weighted_imbalance(found)
+    weights: list[dict[str, Any]] = [{} for _ in load.counts]
+    if found.weights is not None and weighed is not None:
+        for layer, (sums, imbalance) in enumerate(zip(found.weights, weighed, strict=True)):
+            weights[layer] = {"weights": sums.tolist(), "weighted_imbalance": float(imbalance)}
     return {
         "answers": found.answers,
         "rows": found.rows,
@@ -190,6 +214,7 @@ def report(found: Tally) -> dict[str, Any]:
                 "busiest": int(load.busiest[layer]),
                 "unused": int(load.unused[layer]),
                 "counts": load.counts[layer].tolist(),
+                **weights[layer],
             }
             for layer in range(len(load.counts))
         ],

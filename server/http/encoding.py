@@ -4,7 +4,7 @@ Long arrays are encoded in blocks, so that other requests run in between.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from typing import Any
 
@@ -13,9 +13,10 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
+from routed_experts.capture.rows import ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, Rows, count_missing
-from routed_experts.protocol.expert_load import Histogram, count_experts
+from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
 
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
@@ -25,10 +26,15 @@ _BLOCK_BYTES = 48 << 10
 _ENVELOPE_BYTES = 128
 """Upper bound for the JSON text around `data`."""
 _NPY_HEADER_BYTES = 128
+_MANY = 1024  # rows, of which all but a row's own bytes are a small part
 _UNKNOWN_BYTE = b"\xff"
 """A row without this byte has no -1; with it, the row is checked. The search takes a hundredth of numpy's time."""
 
-_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int16", "uint8", "uint16", "int32")}
+_UNKNOWN_WEIGHT_BYTES = b"\xff" * 4
+_FLOAT_TEXT_BYTES = 26
+"""Upper bound for a float32 in a JSON list, with its comma."""
+
+_DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("int16", "uint8", "uint16", "int32", "float32")}
 
 
 class LostRowsError(CodecError):
@@ -59,7 +65,15 @@ class Encoder:
         shape: (L, K) of the served model.
         num_experts: experts per layer.
         layers: decoder layers of the L layers, and the number of decoder layers; None to send MoE layers only.
+        has_weights: whether rows have weights, which are encoded as arrays of their own.
+
+    Attributes:
+        row_shape: of the rows that it is given: (L, K), or (3L, K) with weights.
+        weights: encodes the weights; None if there are none.
     """
+
+    _unknown = _UNKNOWN_BYTE
+    _columns = 1  # for each of the K ids
 
     def __init__(
         self,
@@ -68,29 +82,85 @@ class Encoder:
         shape: tuple[int, int],
         num_experts: int,
         layers: tuple[Sequence[int], int] | None = None,
+        has_weights: bool = False,
     ) -> None:
+        self.weights: WeightsEncoder | None = WeightsEncoder(fmt, shape, layers) if has_weights else None
+        self._has_weights = has_weights
+        self.row_shape = row_shape(*shape, has_weights)
         self.fmt = fmt
         self.dtype = dtype
         self.shape = shape
         self.sent = Sent()
         self._wire = _DTYPES[dtype]
+        self._is_native = dtype in ("int16", "float32")
+        self._is_plain = fmt == "object" and dtype == "int16" and layers is None
         self._num_experts = num_experts
         self._layers = layers
-        num_layers, top_k = self._wire_shape = (shape[0] if layers is None else layers[1], shape[1])
+        num_layers, top_k = self._wire_shape = (shape[0] if layers is None else layers[1], shape[1] * self._columns)
         self._row_bytes = num_layers * top_k * self._wire.itemsize
         self._middle = f',{num_layers},{top_k}],"dtype":"{dtype}","start":'
         id_bytes = 1 + max(len(str(num_experts - 1)), len(str(UNKNOWN)))
         self._list_row_bytes = num_layers * (top_k * id_bytes + 2) + 2
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of all encoded arrays."""
+        return self.sent.num_bytes if self.weights is None else self.sent.num_bytes + self.weights.sent.num_bytes
+
+    @property
+    def total(self) -> Sent:
+        """What was sent, with the size of all arrays."""
+        return replace(self.sent, num_bytes=self.num_bytes)
+
+    def by_name(self) -> dict[str, "Encoder"]:
+        """What encodes the arrays of a choice, by their names."""
+        found: dict[str, Encoder] = {"routed_experts": self}
+        if self.weights is not None:
+            found[_weights_name("routed_experts")] = self.weights
+        return found
+
+    def fields(self, name: str, rows: Rows, start: int) -> str:
+        """`rows` as fields of a JSON object: an array called `name`, and one of their weights."""
+        if self.weights is None:
+            return f'"{name}":{self.text(rows, start)},'
+        if len(rows) == 1 and self._is_plain:
+            data = rows.tobytes()  # the ids, then the weights
+            ids, weights = data[: self._row_bytes], data[self._row_bytes :]
+            if _UNKNOWN_BYTE not in ids and _UNKNOWN_WEIGHT_BYTES not in weights:
+                return self._row_fields(name, ids, weights, start)
+        return f'"{name}":{self.text(rows, start)},"{_weights_name(name)}":{self.weights.text(rows, start)},'
+
+    def _row_fields(self, name: str, ids: bytes, weights: bytes, start: int) -> str:
+        """`fields` of a known row in the default form, which most chunks of a stream bring: less than half the time."""
+        assert self.weights is not None
+        fields = (
+            f'"{name}":{{"data":"{pybase64.b64encode_as_string(ids)}","shape":[1{self._middle}{start},"missing":0}},'
+            f'"{name[:-1]}_weights":{{"data":"{pybase64.b64encode_as_string(weights)}","shape":[1'
+            f'{self.weights._middle}{start},"missing":0}},'
+        )
+        self.sent.rows += 1
+        self.sent.num_bytes += len(fields)
+        return fields
+
     def text_bytes(self, num_rows: int) -> int:
-        """Upper bound for the JSON text of an array of `num_rows` rows."""
+        """Upper bound for the JSON text of `num_rows` rows, and of their weights."""
+        return self._text_bytes(num_rows) + (0 if self.weights is None else self.weights.text_bytes(num_rows))
+
+    def _text_bytes(self, num_rows: int) -> int:
         if self.fmt == "list":
             return num_rows * self._list_row_bytes + 2
         header = _NPY_HEADER_BYTES if self.fmt == "npy" else 0
         return _base64_bytes(num_rows * self._row_bytes + header) + _ENVELOPE_BYTES
 
     def rows_in(self, num_bytes: int) -> int:
-        """Number of rows whose JSON text surely fits into `num_bytes`; at least one."""
+        """Number of rows whose JSON text, and that of their weights, surely fits into `num_bytes`; at least one."""
+        if self.weights is not None:
+            own, others = self._text_bytes(_MANY), self.weights.text_bytes(_MANY)
+            share = num_bytes * own // (own + others)
+            return min(self._rows_in(share), self.weights.rows_in(num_bytes - share))
+        return self._rows_in(num_bytes)
+
+    def _rows_in(self, num_bytes: int) -> int:
         if self.fmt == "list":
             return max((num_bytes - 2) // self._list_row_bytes, 1)
         header = _NPY_HEADER_BYTES if self.fmt == "npy" else 0
@@ -107,7 +177,7 @@ class Encoder:
         if self.fmt == "object":
             text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
         elif self.fmt == "list":
-            text = msgspec.json.encode(rows.tolist()).decode()
+            text = msgspec.json.encode(self._list(rows)).decode()
         else:
             header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
             text = f'"{pybase64.b64encode_as_string(header + data)}"'
@@ -117,18 +187,25 @@ class Encoder:
     def check(self, arrays: Iterable[Rows]) -> None:
         """Raises `LostRowsError` if some of `arrays` are unknown and the dtype cannot hold -1."""
         if self._wire.kind == "u":
-            for missing in filter(None, map(count_missing, _blocks(arrays))):
+            for missing in filter(None, map(count_missing, map(self._ids, _blocks(arrays)))):
                 self._check_lost(missing)
 
     def histogram(self, arrays: Iterable[Rows]) -> Histogram:
-        """Counts how often each expert of each layer was chosen. Dense layers count as zero."""
+        """Counts how often each expert of each layer was chosen, and adds up weights. Dense layers count as zero."""
         counts = np.zeros((self.shape[0], self._num_experts), dtype=np.int64)
+        sums = np.zeros(counts.shape)
         rows = missing = 0
         for block in _blocks(arrays):
-            counts += count_experts(block, self._num_experts)
+            ids = self._ids(block)
+            counts += count_experts(ids, self._num_experts)
+            if self._has_weights:
+                sums += sum_weights(ids, weights_of(block), self._num_experts)
             rows += len(block)
-            missing += count_missing(block)
-        return {"counts": self._laid_out(counts).tolist(), "rows": rows, "missing": missing}
+            missing += count_missing(ids)
+        counted: Histogram = {"counts": self._spread(counts).tolist(), "rows": rows, "missing": missing}
+        if self._has_weights:
+            counted["weights"] = self._spread(sums).tolist()
+        return counted
 
     def parts(self, arrays: Sequence[Rows], start: int, packed: bool) -> Iterator[bytes]:
         """The rows of `arrays` as one array, encoded in parts: as in `text`, or in MessagePack (`packed`) with bytes
@@ -179,23 +256,35 @@ class Encoder:
     def _lists(self, arrays: Iterable[Rows]) -> Iterator[list[Any]]:
         for block in self._blocks(arrays):
             self._data(block)
-            yield block.tolist()
+            yield self._list(block)
 
     def _data(self, rows: Rows) -> bytes:
         """The bytes of `rows` on the wire. Counts the rows as sent."""
         data = rows.tobytes()
         self.sent.rows += len(rows)
-        if _UNKNOWN_BYTE in data and (missing := count_missing(rows)):
+        if self._unknown in data and (missing := count_missing(rows)):
             self._check_lost(missing)
             self.sent.missing += missing
-        return data if self.dtype == "int16" else rows.astype(self._wire).tobytes()
+        return data if self._is_native else rows.astype(self._wire).tobytes()
 
     def _blocks(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
         return map(self._laid_out, _blocks(arrays))
 
-    def _laid_out(self, rows: NDArray[Any]) -> NDArray[Any]:
-        """`rows` [..., L, K], with all decoder layers if they are sent."""
-        return rows if self._layers is None else spread_layers(rows, *self._layers)
+    def _laid_out(self, rows: Rows) -> NDArray[Any]:
+        """The array [n, layers, K] that is encoded of `rows`."""
+        return self._spread(self._ids(rows))
+
+    def _ids(self, rows: Rows) -> Rows:
+        return rows if not self._has_weights else np.ascontiguousarray(ids_of(rows))  # whole: else `tobytes` is slow
+
+    def _spread(self, array: NDArray[Any]) -> NDArray[Any]:
+        """`array` [..., L, K], with all decoder layers if they are sent."""
+        return array if self._layers is None else spread_layers(array, *self._layers)
+
+    def _list(self, rows: NDArray[Any]) -> list[Any]:
+        """The array as nested lists."""
+        listed: list[Any] = rows.tolist()
+        return listed
 
     def _check_lost(self, missing: int) -> None:
         if self._wire.kind == "u":
@@ -211,6 +300,56 @@ class Encoder:
         described = {"descr": self._wire.str, "fortran_order": False, "shape": (num_rows, *self._wire_shape)}
         np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
         return buffer.getvalue()
+
+
+class WeightsEncoder(Encoder):
+    """Encodes the weights of rows, as `Encoder` does their ids: float32, NaN where they are unknown (null in lists)."""
+
+    _unknown = _UNKNOWN_WEIGHT_BYTES
+
+    def __init__(self, fmt: Format, shape: tuple[int, int], layers: tuple[Sequence[int], int] | None) -> None:
+        super().__init__(fmt, "float32", shape, 1, layers)
+        num_layers, top_k = self._wire_shape
+        self._list_row_bytes = num_layers * (top_k * _FLOAT_TEXT_BYTES + 2) + 2
+
+    def _laid_out(self, rows: Rows) -> NDArray[Any]:
+        return self._spread(weights_of(rows))
+
+    def _list(self, rows: NDArray[Any]) -> list[Any]:
+        if (unknown := np.isnan(rows)).any():
+            rows = rows.astype(object)
+            rows[unknown] = None
+        listed: list[Any] = rows.tolist()
+        return listed
+
+
+class PairedEncoder(Encoder):
+    """Encodes ids and weights in one array, as prime-rl's trainer reads them.
+
+    It is int32 [n, layers, 2K]: K ids, then the bits of their float32 weights times `scale` [L].
+    """
+
+    _columns = 2
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        num_experts: int,
+        layers: tuple[Sequence[int], int] | None,
+        scale: Sequence[float],
+    ) -> None:
+        super().__init__("object", "int32", shape, num_experts, layers)
+        self._has_weights, self.row_shape = True, row_shape(*shape, with_weights=True)
+        self._scale = np.asarray(scale, dtype=np.float32)[:, None]
+
+    def _laid_out(self, rows: Rows) -> NDArray[Any]:
+        weights = self._spread(weights_of(rows) * self._scale).view(np.int32)
+        return np.concatenate([self._spread(self._ids(rows)).astype(np.int32), weights], axis=2)
+
+
+def _weights_name(name: str) -> str:
+    """Of the array beside an array of ids, `routed_experts` or `prompt_routed_experts`."""
+    return f"{name[:-1]}_weights"
 
 
 def _base64_bytes(num_bytes: int) -> int:

@@ -1,14 +1,16 @@
 """The engine of a server that captures, and the dimensions of its rows."""
 
 from dataclasses import dataclass
+from math import prod
 
+from routed_experts.capture.rows import row_shape
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.metrics import EngineMetrics
 from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
-_BYTES_PER_ID = 2
+_BYTES_PER_WORD = 2
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,10 @@ class CapturedEngine:
         """(L, K)"""
         return self.info.num_layers, self.info.top_k
 
+    def row_shape(self, with_weights: bool) -> tuple[int, int]:
+        """Shape of the rows of a request: (L, K), or (3L, K) if it asks for weights."""
+        return row_shape(*self.shape, with_weights)
+
     @property
     def layers(self) -> tuple[list[int], int]:
         """The decoder layer of each of the L layers, and the number of decoder layers."""
@@ -58,13 +64,16 @@ async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
         top_k=top_k,
         num_experts=worker["num_experts"],
         layer_ids=worker["layer_ids"],
+        weights=worker["weights"],
+        weights_scale=worker["weights_scale"],
+        weights_on_input=worker["weights_on_input"],
         version=VERSION,
         vllm_version=VLLM_VERSION,
         capture=CaptureInfo(
             runner=worker["runner"],
             device=worker["device"],
             kv_slots=slots,
-            host_cache_bytes=slots * num_layers * top_k * _BYTES_PER_ID,
+            host_cache_bytes=slots * prod(row_shape(num_layers, top_k, worker["weights"])) * _BYTES_PER_WORD,
             device_bytes=worker["device_bytes"],
             pinned_bytes=worker["pinned_bytes"],
         ),

@@ -108,6 +108,9 @@ INFO_RESPONSE: dict[str, Any] = {
     "num_experts": 16,
     "layer_ids": [1, 2, 3, 4, 5],
     "dtype": "int16",
+    "weights": False,
+    "weights_scale": [1.0, 1.0, 1.0, 1.0, 1.0],
+    "weights_on_input": False,
     "version": VERSION,
     "vllm_version": VLLM_VERSION,
     "capture": {

@@ -10,9 +10,10 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
+from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
-from routed_experts.protocol.models import FieldError, check_defaults
+from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
@@ -102,7 +103,7 @@ def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, A
 
     Raises:
         FieldError: a field that does not exist, or a value that no request could have; or the model has more experts
-            than the default type can number.
+            than the default type can number; or they ask for weights, which are not captured.
     """
     if captured is None:
         return {}
@@ -114,6 +115,8 @@ def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, A
         resolve_dtype(defaults.get("routed_experts_dtype", "auto"), captured.num_experts)
     except CodecError as error:
         raise FieldError("routed_experts_dtype", f"--routed-experts-default: {error}") from None
+    if defaults.get(WEIGHTS) and not captured.info.weights:  # else requests that do not name them would be refused
+        raise FieldError(WEIGHTS, f"routed_experts_default: {WEIGHTS} needs {WEIGHTS_KEY} in --additional-config")
     return defaults
 
 

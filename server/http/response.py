@@ -13,6 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
+from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.models import RoutingOptions
@@ -35,7 +36,7 @@ class CollectedRows:
 
     Attributes:
         options: routing options of the request.
-        shape: (L, K)
+        shape: of a row: (L, K), or (3L, K) with weights.
         prompts: P - start rows for each prompt.
         own_prompts: prompt rows of each choice. They differ if the weights changed before the choice started.
         choices: first position and generated rows of each choice, in the order of the response.
@@ -60,7 +61,7 @@ class CollectedRows:
             end = max(prompt_len + len(choice.token_ids) - 1, start)
             shape = self.shape if choice.finish_reason != "abort" else None
             prompt = buffer.take(start, min(prompt_len, end), shape)
-            lost = sum(map(count_missing, prompt)) if buffer.num_lost else 0
+            lost = sum(map(count_missing, map(self._ids, prompt))) if buffer.num_lost else 0
             prompts.append((_count(prompt) - lost, prompt))
             self.choices.append((prompt_len, buffer.take(prompt_len, end, shape)))
             self.num_lost += buffer.num_lost
@@ -68,6 +69,9 @@ class CollectedRows:
             most, prompt = max(prompts, key=lambda each: each[0])
             self.prompts.append(prompt)
             self.own_prompts += [rows if arrived == most else prompt for arrived, rows in prompts]
+
+    def _ids(self, rows: Rows) -> Rows:
+        return ids_of(rows) if self.options.weights else rows
 
     async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """Yields `outputs` after collecting their rows."""
@@ -106,6 +110,10 @@ def _count(arrays: list[Rows]) -> int:
     return sum(map(len, arrays))
 
 
+Marked = tuple[Encoder, int, list[Rows]]
+"""What takes the place of a marker: an array with its first position, and who encodes it."""
+
+
 @dataclass(frozen=True)
 class RoutedResponse:
     """vLLM's response with its rows.
@@ -134,34 +142,35 @@ class RoutedResponse:
         """
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
+        encoders = self.encoder.by_name()
         marker = secrets.token_bytes(16)  # replaced by each array; random, so that no client can send it
         placeholder = msgspec.Raw(marker)
-        prompts: list[Any] = []
-        for choice, _, rows in arrays:
+        marked: list[Marked] = []  # in the order of the body
+        for choice, start, rows in arrays:
             self.encoder.check(rows)
-            if choice is None:
-                prompts.append(placeholder)
-            else:
-                body["choices"][choice]["routed_experts"] = placeholder
-        if prompts:
-            body["prompt_routed_experts"] = self._one_or_list(prompts)
+            for name, encoder in encoders.items() if choice is not None else ():
+                body["choices"][choice][name] = placeholder
+                marked.append((encoder, start, rows))
+        prompts = [(start, rows) for choice, start, rows in arrays if choice is None]
+        for name, encoder in encoders.items() if prompts else ():
+            body[f"prompt_{name}"] = self._one_or_list([placeholder] * len(prompts))
+            marked += [(encoder, start, rows) for start, rows in prompts]
         if self.rows.options.histogram:
             of_prompts, of_choices = self.rows.histograms(self.encoder)
             body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
             for choice_body, counted in zip(body["choices"], of_choices, strict=True):
                 choice_body["routed_experts_histogram"] = counted
-        return self._parts(encoded(body, packed).split(marker), arrays, packed)
-
-    def _parts(
-        self, texts: list[bytes], arrays: list[tuple[int | None, int, list[Rows]]], packed: bool
-    ) -> Iterator[bytes]:
-        yield texts[0]
-        for text, (_, start, rows) in zip(texts[1:], arrays, strict=True):  # in the order of the body
-            yield from self.encoder.parts(rows, start, packed)
-            yield text
+        return _parts(encoded(body, packed).split(marker), marked, packed)
 
     def _one_or_list(self, items: list[Any]) -> Any:
         return items if self.is_list or len(items) > 1 else items[0]
+
+
+def _parts(texts: list[bytes], marked: list[Marked], packed: bool) -> Iterator[bytes]:
+    yield texts[0]
+    for text, (encoder, start, rows) in zip(texts[1:], marked, strict=True):
+        yield from encoder.parts(rows, start, packed)
+        yield text
 
 
 def body_of(response: Any, packed: bool) -> dict[str, Any]:
@@ -214,7 +223,7 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     media_type = MSGPACK if packed else _JSON
     if answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
         body = b"".join(answer.prepare(packed))
-        count_response(answer.encoder.sent, answer.rows.num_lost)
+        count_response(answer.encoder.total, answer.rows.num_lost)
         return Response(body, media_type=media_type, headers=headers)
     parts = await run_in_threadpool(answer.prepare, packed)
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
@@ -226,7 +235,7 @@ async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIter
             yield part
             await asyncio.sleep(0)
     finally:
-        count_response(answer.encoder.sent, answer.rows.num_lost)
+        count_response(answer.encoder.total, answer.rows.num_lost)
 
 
 def wants_msgpack(accept: str) -> bool:

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from routed_experts.protocol.models import RoutedExpertsArray, RoutedExpertsHistogram
+from routed_experts.protocol.models import RoutedExpertsArray, RoutedExpertsHistogram, RoutedExpertWeightsArray
 from routed_experts.server.http import examples
 from routed_experts.server.http.vllm_http import (
     ChatCompletionResponse,
@@ -21,6 +21,7 @@ Ids = list[list[list[int]]]
 Histogram = RoutedExpertsHistogram
 Rows = RoutedExpertsArray | str | Ids
 """One array in any of the forms of `routed_experts_format`: `object`; `npy` and `raw`; `list`."""
+Weights = RoutedExpertWeightsArray | str | list[list[list[float | None]]]
 
 
 def _absent_unless_asked_for(schema: dict[str, Any]) -> None:
@@ -40,11 +41,17 @@ _PROMPT = (
     "The prompt rows from `routed_experts_prompt_start` on, once for all choices. Absent without "
     "`return_routed_experts` and with `routed_experts_layout: joined`."
 )
+_WEIGHTS = (
+    "The router's weights of the ids in `{}`, float32, in the same form, shape and pieces; NaN (null in lists) where "
+    "they are unknown. Absent without `return_routed_expert_weights`."
+)
+_PROMPT_WEIGHTS = _WEIGHTS.format("prompt_routed_experts")
 _PROMPT_HISTOGRAM = "Counts of the prompt rows, once for all choices. Absent without `routed_experts_histogram`."
 
 
 class _Choice(BaseModel):
     routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_GENERATED)
+    routed_expert_weights: Weights | SkipJsonSchema[None] = _rows_field(_WEIGHTS.format("routed_experts"))
     routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(
         "Counts of the generated rows of the choice. Absent without `routed_experts_histogram`."
     )
@@ -52,6 +59,7 @@ class _Choice(BaseModel):
 
 class _Response(BaseModel):
     prompt_routed_experts: Rows | SkipJsonSchema[None] = _rows_field(_PROMPT)
+    prompt_routed_expert_weights: Weights | SkipJsonSchema[None] = _rows_field(_PROMPT_WEIGHTS)
     prompt_routed_experts_histogram: Histogram | SkipJsonSchema[None] = _rows_field(_PROMPT_HISTOGRAM)
 
 
@@ -65,6 +73,9 @@ class RoutedCompletionResponse(CompletionResponse):
     choices: list[RoutedCompletionChoice]
     prompt_routed_experts: Rows | list[Rows] | SkipJsonSchema[None] = _rows_field(
         _PROMPT + " For a list of prompts, a list of arrays in the same order."
+    )
+    prompt_routed_expert_weights: Weights | list[Weights] | SkipJsonSchema[None] = _rows_field(
+        _PROMPT_WEIGHTS + " For a list of prompts, a list of arrays in the same order."
     )
     prompt_routed_experts_histogram: Histogram | list[Histogram] | SkipJsonSchema[None] = _rows_field(
         _PROMPT_HISTOGRAM + " For a list of prompts, a list in the same order."
@@ -100,18 +111,23 @@ class RoutedGenerateResponse(_Response, GenerateTokensResponse):
 
 class HandedRows(BaseModel):
     """The prompt rows in `kv_transfer_params`, for prefill and decode on separate instances. With
-    `return_routed_experts`, the prefill response has them, and the decode request must bring them; a proxy relays
-    `kv_transfer_params` unchanged. Used only with `do_remote_prefill`. Rows of more than 64 MiB are left out."""
+    `return_routed_experts`, the prefill response contains them and the decode request must contain them; a proxy relays
+    `kv_transfer_params` unchanged. Used only with `do_remote_prefill`. Rows of more than 64 MiB are omitted."""
 
     data: str = Field(description="Base64 (standard alphabet) of the little-endian array in C order.")
     dtype: Literal["uint8", "int16"]
     shape: tuple[int, int, int] = Field(
         description="[n, L, K]: rows of positions 0 to n - 1, n at most P. -1 means unknown."
     )
+    weights: str | SkipJsonSchema[None] = Field(
+        default=None,
+        description="Base64 of the weights, little-endian float32 of the same shape, with "
+        "`return_routed_expert_weights`. A decode request that asks for weights and brings none computes its prompt.",
+    )
     until: float | SkipJsonSchema[None] = Field(
         default=None,
-        description="Unix time by which the decode request must arrive, because the prefill instance may free the KV "
-        "afterwards. For a later request, the decode instance computes the prompt.",
+        description="Unix time by which the decode request must arrive; afterwards the prefill instance may free the "
+        "KV, and the decode instance computes the prompt.",
     )
 
 
@@ -120,19 +136,19 @@ class HandedRows(BaseModel):
 _STREAM = """\
 With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`. With `return_routed_experts: true`:
 
-- the first chunk of a prompt has the prompt rows as `prompt_routed_experts` at the top level, once for all choices;
+- The first chunk of a prompt has the prompt rows as `prompt_routed_experts` at the top level, once for all choices.
 - `choices[0].routed_experts` has the rows that became known with the chunk's tokens: after the chunk with the g-th
-  token of a choice, all rows before position P + g - 1 have been sent. A chunk without new rows has no field;
-- no line has more than 64 KiB of routing. More rows come in pieces, each a complete array: chunks of the same choice
-  without text carry all pieces but the last, directly before the chunk that carries the last;
-- concatenated, the arrays equal those of the same request without `stream`;
-- histograms come once, with the chunk that has `finish_reason`.
+  token of a choice, all rows before position P + g - 1 have been sent. A chunk without new rows omits the field.
+- No line has more than 64 KiB of routing. More rows are split into several complete arrays: chunks of the same choice
+  without text carry all but the last, directly before the chunk that carries the last.
+- Concatenated, the arrays equal those of the same request without `stream`.
+- Histograms are sent once, in the chunk that has `finish_reason`.
 
-An error after the first byte is one event with `error`, then `[DONE]`."""
+An error after the first byte is sent as one event with `error`, then `[DONE]`."""
 
 _MSGPACK = """\
 With `Accept: application/msgpack`, except for streams: the same object in MessagePack. `data` of arrays, and the forms
-`npy` and `raw`, are binary instead of base64 text. Errors stay JSON."""
+`npy` and `raw`, are binary instead of base64 text. Errors remain JSON."""
 
 _ERRORS = {
     400: "The request is invalid; `param` names the field.",

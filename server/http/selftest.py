@@ -21,7 +21,7 @@ from routed_experts.capture.message import SMALL_ARRAY_BYTES
 from routed_experts.capture.seams.http import STREAMS_CHOICES, scales_out
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.collect import Routing, RoutingError, collect
-from routed_experts.protocol.models import OPT_IN, PROMPT_START
+from routed_experts.protocol.models import OPT_IN, PROMPT_START, WEIGHTS
 from routed_experts.server.http.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.unsupported_routes import CLOSED, INVOCATIONS
@@ -241,7 +241,8 @@ class _Rank:
         sampling = body.get("sampling_params", body)
         for name, value in {"max_tokens": _NEW_TOKENS, "temperature": 0.0, "ignore_eos": True}.items():
             sampling.setdefault(name, value)
-        response = await self._client.post(path, self._rank, **{OPT_IN: True}, **form, **body, stream=stream)
+        asked = {OPT_IN: True} | ({WEIGHTS: True} if self._captured.info.weights else {})
+        response = await self._client.post(path, self._rank, **asked, **form, **body, stream=stream)
         if response.status_code != 200:
             said = response.text
             raise SelfTestError(f"The self-test request to {path} got status {response.status_code}: {said:.500}")
@@ -267,6 +268,8 @@ class _Rank:
             lost = (rows == UNKNOWN).all(axis=(1, 2))
             rows, expected = rows[~lost], expected - int(lost.sum())
         check_rows(rows, expected, self._captured.shape, self._captured.num_experts)
+        if self._captured.info.weights:
+            check_weights(choice.rows, choice.weights)
 
     def _compare(self, path: str, some: Rows, others: Rows) -> None:
         if agreement(some, others) < _AGREEMENT:
@@ -302,6 +305,17 @@ def agreement(some: Rows, others: Rows) -> float:
     known = (some != UNKNOWN) & (others != UNKNOWN)
     found = (some[..., None] == others[..., None, :]).any(axis=3)
     return float(found[known].mean()) if known.any() else 1.0
+
+
+def check_weights(rows: Rows, weights: NDArray[np.float32] | None) -> None:
+    """Raises `SelfTestError` unless all known ids of `rows` [n, L, K] have weights."""
+    if weights is None or weights.shape != rows.shape:
+        raise SelfTestError("The self-test got no weights: please report this.")
+    silent = np.flatnonzero(((weights.view(np.int32) == UNKNOWN) & (rows != UNKNOWN)).any(axis=(0, 2)))
+    if len(silent):
+        raise SelfTestError(
+            f"MoE layers {silent.tolist()} wrote no weights for some tokens: choose another kernel with --moe-backend."
+        )
 
 
 def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:

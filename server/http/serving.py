@@ -9,10 +9,11 @@ from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
 from routed_experts.protocol import codec
-from routed_experts.protocol.models import HISTOGRAM, OPT_IN, RoutingOptions
-from routed_experts.server.http.encoding import Encoder, LostRowsError
+from routed_experts.protocol.models import HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
+from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
@@ -123,6 +124,9 @@ class RoutedServing:
             )
         if getattr(request, "use_beam_search", False):
             _cannot(request, options, "Routed experts cannot be returned with beam search.", asked)
+        if options.weights and not self.captured.info.weights:
+            message = f"This server does not capture the routers' weights: start it with {WEIGHTS_FLAG}."
+            _cannot(request, options, message, WEIGHTS)
         try:
             codec.resolve_dtype(options.dtype, self.captured.num_experts)
         except codec.CodecError as error:
@@ -133,7 +137,7 @@ class RoutedServing:
         handed = (request.kv_transfer_params or {}).get(PARAM)
         if self.captured is None or not isinstance(handed, kv_handoff.Handover):
             return
-        about = self.captured.shape, self.captured.num_experts
+        about = self.captured.shape, self.captured.num_experts, self.captured.info.weights
         try:
             if handed.is_large:
                 await run_in_threadpool(handed.read, *about)
@@ -177,7 +181,8 @@ class RoutedServing:
                 options,
                 f"The routing of {num_rows} tokens would take {num_bytes} bytes, and the limit of this server is "
                 f"{self.max_bytes} (--routed-experts-max-response-bytes): ask for fewer tokens, a higher "
-                "routed_experts_prompt_start or a narrower routed_experts_dtype",
+                "routed_experts_prompt_start or a narrower routed_experts_dtype"
+                + (f", or leave out {WEIGHTS}" if options.weights else ""),
                 OPT_IN,
             )
 
@@ -186,7 +191,10 @@ class RoutedServing:
         assert self.captured is not None
         dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
         layers = self.captured.layers if options.layers == "all" else None
-        return Encoder(options.format, dtype, self.captured.shape, self.captured.num_experts, layers)
+        num_experts = self.captured.num_experts
+        if options.format == "paired":
+            return PairedEncoder(self.captured.shape, num_experts, layers, self.captured.info.weights_scale)
+        return Encoder(options.format, dtype, self.captured.shape, num_experts, layers, options.weights)
 
     def aligner(
         self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0, has_own_field: bool = False
@@ -211,7 +219,7 @@ class RoutedServing:
         if options is None:
             return await make(request, results, *args)
         assert self.captured is not None
-        rows = CollectedRows(options, self.captured.shape)
+        rows = CollectedRows(options, self.captured.row_shape(options.weights))
         response = await make(request, rows.collect_from(results), *args)
         return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
@@ -279,7 +287,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         if options is None:
             return make(final_res_batch, request, *args, **kwargs)
         assert self.captured is not None
-        rows = CollectedRows(options, self.captured.shape)
+        rows = CollectedRows(options, self.captured.row_shape(options.weights))
         for output in final_res_batch:
             rows.collect(output)
         prompt = request.prompt

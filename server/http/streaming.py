@@ -175,7 +175,7 @@ class SSERewriter:
                 if prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:  # the usual case
                     assert state is not None
                     start = state.next_row - len(rows[0])
-                    yield _insert(chunk, begin, "routed_experts", self._text(rows.pop(), start))
+                    yield _insert(chunk, begin, self._fields("routed_experts", rows.pop(), start))
                 elif prompt_rows is None and not rows:
                     yield chunk
                 else:
@@ -191,7 +191,7 @@ class SSERewriter:
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
-            count_response(self._encoder.sent, sum(state.buffer.num_lost for state in self._choices.values()))
+            count_response(self._encoder.total, sum(state.buffer.num_lost for state in self._choices.values()))
             self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
             self._prompts.clear()
             close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
@@ -204,7 +204,7 @@ class SSERewriter:
         if source is None:
             return None
         prompt.is_pending = False
-        shape = self._encoder.shape if source.is_complete else None
+        shape = self._encoder.row_shape if source.is_complete else None
         rows = source.buffer.take(self._options.prompt_start, prompt.length, shape)
         if self._options.histogram:
             prompt.counted += rows
@@ -213,7 +213,7 @@ class SSERewriter:
     def _take(self, state: _Choice) -> list[Rows]:
         """Takes the rows to send with the next chunk of a choice."""
         options, first = self._options, state.next_row
-        shape = self._encoder.shape if state.is_complete else None
+        shape = self._encoder.row_shape if state.is_complete else None
         rows = state.buffer.take(first, state.end, shape)
         state.next_row += sum(map(len, rows))
         if options.histogram:
@@ -231,7 +231,7 @@ class SSERewriter:
             return rows
         # A joined response without rows has one empty array.
         is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
-        return [_joined([], self._encoder.shape)] if is_due else []
+        return [_joined([], self._encoder.row_shape)] if is_due else []
 
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
         """`chunk` with its rows and those of its prompt. If they exceed a line, chunks without text come before it.
@@ -257,31 +257,31 @@ class SSERewriter:
                 piece, prompt_rows = split(
                     prompt_rows, _rows_of_line(num_prompt, line, count) if num_prompt >= count else 1
                 )
-                array, begin = _joined(piece, self._encoder.shape), _BEGIN_OF_CHUNK
-                text = _insert(text, begin, "prompt_routed_experts", self._text(array, next_prompt_row))
+                array, begin = _joined(piece, self._encoder.row_shape), _BEGIN_OF_CHUNK
+                text = _insert(text, begin, self._fields("prompt_routed_experts", array, next_prompt_row))
                 next_prompt_row += len(array)
             piece, rows = split(rows, _rows_of_line(num_rows, line, count))
             if piece:
-                array, begin = _joined(piece, self._encoder.shape), _begin_of_choice(text)
-                text = _insert(text, begin, "routed_experts", self._text(array, first))
+                array, begin = _joined(piece, self._encoder.row_shape), _begin_of_choice(text)
+                text = _insert(text, begin, self._fields("routed_experts", array, first))
                 first += len(array)
             yield text
 
-    def _text(self, rows: Rows, start: int) -> str:
-        text = self._encoder.text(rows, start)
-        if self._encoder.sent.num_bytes <= self._max_bytes:
-            return text
+    def _fields(self, name: str, rows: Rows, start: int) -> str:
+        fields = self._encoder.fields(name, rows, start)
+        if self._encoder.num_bytes <= self._max_bytes:
+            return fields
         raise StreamLimitError("the routing of this response is larger than --routed-experts-max-response-bytes")
 
     async def _with_histograms(self, chunk: str, state: _Choice) -> str:
         """Adds the histogram of a finished choice and, once, of its prompt to `chunk`."""
         prompt = state.prompt
         counted = await self._histogram(state.counted)
-        chunk = _insert(chunk, _begin_of_choice(chunk), "routed_experts_histogram", counted)
+        chunk = _insert(chunk, _begin_of_choice(chunk), f'"routed_experts_histogram":{counted},')
         if not prompt.was_counted:
             prompt.was_counted = True
             counted = await self._histogram(prompt.counted)
-            chunk = _insert(chunk, _BEGIN_OF_CHUNK, "prompt_routed_experts_histogram", counted)
+            chunk = _insert(chunk, _BEGIN_OF_CHUNK, f'"prompt_routed_experts_histogram":{counted},')
         return chunk
 
     async def _histogram(self, arrays: list[Rows]) -> str:
@@ -290,9 +290,9 @@ class SSERewriter:
         return msgspec.json.encode(counted).decode()
 
 
-def _insert(chunk: str, at: int, name: str, text: str) -> str:
-    """Inserts a field with the JSON value `text` at index `at`, before other fields."""
-    return f'{chunk[:at]}"{name}":{text},{chunk[at:]}'
+def _insert(chunk: str, at: int, fields: str) -> str:
+    """Inserts `fields`, each with a comma behind it, at index `at`, before other fields."""
+    return f"{chunk[:at]}{fields}{chunk[at:]}"
 
 
 def _begin_of_choice(chunk: str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import UnsupportedConfig
-from routed_experts.capture.seams.arguments import withdraw
+from routed_experts.capture.seams.arguments import say_that_it_returns, withdraw
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.patching import replace_once
@@ -73,6 +73,7 @@ def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     init(engine, *args, **kwargs)
     if asks_for_every_request(engine.vllm_config):
         EveryRequest.install(engine)
+        say_that_it_returns(engine)
 
 
 def _beam_search(search: Any, llm: Any, *args: Any, **kwargs: Any) -> Any:

@@ -9,9 +9,9 @@ _HEAD = """\
 # HTTP reference
 
 `make spec` generates this page and [`openapi.yaml`](../openapi.yaml) from the routes. For vLLM's own fields and other
-endpoints, see vLLM's documentation, or `/docs` of a running server.
+endpoints, see vLLM's documentation, or `/docs` of a running server. `openapi.yaml` has a response of every endpoint.
 """
-_PARTS = ("RoutedExpertsArray", "RoutedExpertsHistogram", "RoutedExpertsInfo")
+_PARTS = ("RoutedExpertsArray", "RoutedExpertWeightsArray", "RoutedExpertsHistogram", "RoutedExpertsInfo")
 _FIELDS_OF = "RoutedCompletionRequest"
 """Every endpoint has the same routing fields."""
 
@@ -29,29 +29,43 @@ def _lines(spec: dict[str, Any]) -> Iterator[str]:
     yield "In addition to vLLM's own:\n"
     fields = schemas[_FIELDS_OF]["properties"]
     names = sorted(
-        (name for name in fields if "routed_experts" in name), key=lambda name: name != "return_routed_experts"
+        (name for name in fields if "routed_expert" in name), key=lambda name: name != "return_routed_experts"
     )
-    yield from _table({name: fields[name] for name in names})
+    yield from _fields({name: fields[name] for name in names})
     for name in _PARTS:
         yield f"\n## {name}\n"
         yield schemas[name]["description"] + "\n"
-        yield from _table(schemas[name]["properties"])
+        yield from _fields(schemas[name]["properties"])
+    seen: dict[str, str] = {}
     for path, operations in spec["paths"].items():
         for method, operation in operations.items():
-            yield f"\n## `{method.upper()} {path}`\n"
+            endpoint = f"`{method.upper()} {path}`"
+            yield f"\n## {endpoint}\n"
             yield operation["description"].strip()
-            yield from _examples("Example request", operation.get("requestBody", {}).get("content", {}))
-            for status, response in operation["responses"].items():
-                yield f"\n**{status}**: {response['description'].strip()}"
-                yield from _examples("", response.get("content", {}))
+            yield from _examples(operation.get("requestBody", {}).get("content", {}), "", seen, endpoint)
+            yield from _responses(operation["responses"], seen, endpoint)
 
 
-def _table(fields: dict[str, Any]) -> Iterator[str]:
-    yield "| field | type | default | |"
-    yield "| --- | --- | --- | --- |"
+def _responses(responses: dict[str, Any], seen: dict[str, str], endpoint: str) -> Iterator[str]:
+    """Each response once. `seen` maps texts to the endpoint that shows them; later endpoints refer to it."""
+    repeated: dict[str, list[str]] = {}
+    for status, response in responses.items():
+        text = f"{status}: {json.dumps(response)}"
+        first = seen.setdefault(text, endpoint)
+        if first != endpoint:
+            repeated.setdefault(first, []).append(status)
+            continue
+        yield f"\n**{status}**: {response['description'].strip()}"
+        yield from _examples(response.get("content", {}), response["description"], seen, endpoint)
+    for first, statuses in repeated.items():
+        yield f"\n**{', '.join(statuses)}**: as for {first}."
+
+
+def _fields(fields: dict[str, Any]) -> Iterator[str]:
     for name, field in fields.items():
-        default = f"`{json.dumps(field['default'])}`" if "default" in field else ""
-        yield f"| `{name}` | {_type(field)} | {default} | {field.get('description', '').replace('|', chr(92) + '|')} |"
+        default = f", default `{json.dumps(field['default'])}`" if "default" in field else ""
+        description = f": {field['description']}" if "description" in field else ""
+        yield f"- `{name}` ({_type(field)}{default}){description}"
 
 
 def _type(field: dict[str, Any]) -> str:
@@ -68,16 +82,19 @@ def _type(field: dict[str, Any]) -> str:
     return str(field["type"])
 
 
-def _examples(title: str, content: dict[str, Any]) -> Iterator[str]:
+def _examples(content: dict[str, Any], kind: str, seen: dict[str, str], endpoint: str) -> Iterator[str]:
+    """Texts and examples of a request (`kind` is empty), or of a response if no earlier endpoint has its kind."""
     for media, body in content.items():
         schema = body.get("schema", {})
         if "description" in schema:
-            yield f"\n`{media}`: {schema['description'].strip()}"
+            text = schema["description"].strip()
+            first = seen.setdefault(text, endpoint)
+            yield f"\n`{media}`: {text if first == endpoint else f'as for {first}.'}"
         example = body.get("example", schema.get("example"))
-        if example is None:
+        if example is None or (kind and seen.setdefault(f"{kind} {media}", endpoint) != endpoint):
             continue
-        if title:
-            yield f"\n{title}:"
+        if not kind:
+            yield "\nExample request:"
         text = example if isinstance(example, str) else _json(example)
         yield f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
@@ -31,6 +32,9 @@ logger = get_logger(__name__)
 Array = NDArray[np.integer[Any]]
 """[n, H, K] for the H decoder layers of the model: uint8 up to 256 experts, else uint16."""
 
+Weights = NDArray[np.float32]
+"""[n, H, K], zeros in layers without experts, NaN where they are unknown."""
+
 VLLM_FLAG_ENABLED = "routed_experts.every_request"
 """Key in `VllmConfig.additional_config`; true if the engine returns the rows of all requests."""
 
@@ -50,10 +54,12 @@ class ArrayForm:
         model: vLLM's `ModelConfig`.
 
     Attributes:
-        shape: (L, K) of the workers' rows; (0, 0) until known.
+        has_weights: whether rows have weights.
+        shape: (L, K) of the workers' rows, (3L, K) with weights; (0, 0) until known.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, has_weights: bool = False) -> None:
+        self.has_weights = has_weights
         self._dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
         self._num_layers = int(model.get_total_num_hidden_layers())
         self._layer_ids: list[int] | None = None
@@ -66,18 +72,22 @@ class ArrayForm:
 
     def learn(self, worker: dict[str, Any]) -> None:
         """Stores the dimensions that a worker reported."""
-        self.shape = worker["num_layers"], worker["top_k"]
+        self.shape = row_shape(worker["num_layers"], worker["top_k"], self.has_weights)
         self._layer_ids = worker["layer_ids"]
 
-    def array(self, arrays: list[Rows]) -> Array:
-        """Joins `arrays` into a new array. Unknown rows make it int16, because vLLM's dtype cannot hold -1."""
+    def array(self, arrays: list[Rows]) -> tuple[Array, Weights | None]:
+        """Joins `arrays` into a new array, and their weights into another. Unknown rows make that of ids int16, because
+        vLLM's dtype cannot hold -1."""
         assert self._layer_ids is not None
         rows = np.concatenate([np.empty((0, *self.shape), np.int16), *arrays])
-        is_known = rows.min(initial=0) >= 0
-        rows = rows.astype(self._dtype) if is_known else rows
+        weights = weights_of(rows) if self.has_weights else None
+        ids = np.ascontiguousarray(ids_of(rows)) if self.has_weights else rows
+        is_known = ids.min(initial=0) >= 0
+        ids = ids.astype(self._dtype) if is_known else ids
         if self._layer_ids == list(range(self._num_layers)):
-            return rows
-        return spread_layers(rows, self._layer_ids, self._num_layers)
+            return ids, weights
+        layers = self._layer_ids, self._num_layers
+        return spread_layers(ids, *layers), None if weights is None else spread_layers(weights, *layers)
 
 
 class ArrayBuffer(RowBuffer):
@@ -97,26 +107,26 @@ class ArrayBuffer(RowBuffer):
         self._kind = kind
         self._num_tokens = 0
 
-    def array_of(self, choice: CompletionOutput) -> Array | None:
-        """The array for an output: with `DELTA`, the rows that became known with its tokens; otherwise all rows of a
+    def arrays_of(self, choice: CompletionOutput) -> tuple[Array | None, Weights | None]:
+        """The arrays for an output: with `DELTA`, the rows that became known with its tokens; otherwise all rows of a
         finished choice. None before the end, and for a choice that ended without rows."""
         is_delta = self._kind == RequestOutputKind.DELTA
         if not is_delta and choice.finish_reason is None:
-            return None
+            return None, None
         self._num_tokens = len(choice.token_ids) + (self._num_tokens if is_delta else 0)
         end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
         arrays = self.take(self._next_row, end, self._form.shape if choice.finish_reason in _ENDED else None)
         if self.end < 0 and not arrays:
-            return None
+            return None, None
         first, self._next_row = self._next_row, self._next_row + sum(map(len, arrays))
-        array = self._form.array(arrays)
+        array, weights = self._form.array(arrays)
         if array.dtype == np.int16:
             logger.error(
                 "Request %r: some rows from position %d on are unknown (-1). Their array is int16.",
                 self._request_id,
                 first,
             )
-        return array
+        return array, weights
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -152,7 +162,7 @@ class EveryRequest:
     def __init__(self, engine: LLMEngine | AsyncLLM) -> None:
         processor = engine.output_processor
         self.is_on = True
-        self.form = ArrayForm(engine.model_config)
+        self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
         self._ask: Callable[[], Awaitable[list[Any]]] | None = None
@@ -216,7 +226,7 @@ class EveryRequest:
         start: int = params.routed_experts_prompt_start
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
-        asked = OptIn(start, _prompt_id(parent_req), shared=parent_req is not None)
+        asked = OptIn(start, _prompt_id(parent_req), parent_req is not None, self.form.has_weights)
         params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
@@ -232,7 +242,9 @@ class EveryRequest:
             if isinstance(output, RequestOutput):
                 for choice in output.outputs:
                     if isinstance(choice.routed_experts, ArrayBuffer):
-                        choice.routed_experts = choice.routed_experts.array_of(choice)
+                        choice.routed_experts, weights = choice.routed_experts.arrays_of(choice)
+                        if self.form.has_weights:
+                            choice.routed_expert_weights = weights
 
 
 def _asks(params: SamplingParams) -> bool:

@@ -5,14 +5,21 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pybase64
 
-from routed_experts.capture.handoff import MAX_BYTES, PARAM, decode, is_time, without_rows
+from routed_experts.capture.handoff import MAX_BYTES, PARAM, WORDS, decode, has_weights, is_time, without_rows
+from routed_experts.capture.rows import ids_of, joined, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 
 PARAMS = "kv_transfer_params"
 FIELD = f"{PARAMS}.{PARAM}"
+
+WEIGHTS = "weights"
+"""Key of the weights (base64 of little-endian float32 [n, L, K]) beside `data`, over HTTP."""
+_WEIGHT_BYTES = 4
+_LARGEST_BYTE = 255
 
 LARGE_TEXT = 1 << 20
 """Longer base64 is decoded and checked in a thread."""
@@ -48,17 +55,20 @@ class Handover:
         data = self._value.get("data") if isinstance(self._value, Mapping) else None
         return isinstance(data, str) and len(data) > LARGE_TEXT
 
-    def read(self, shape: tuple[int, int], num_experts: int) -> None:
+    def read(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
         """Decodes and checks the rows.
 
         Args:
             shape: (L, K) of the served model.
+            with_weights: whether the server captures weights; others drop those that came.
 
         Raises:
             HandoffError: the value is invalid.
         """
         value, self._value = self._value, None
         self._rows = from_wire(value, shape, num_experts)
+        if with_weights and value.get(WEIGHTS) is not None:
+            self._rows = _with_weights(self._rows, value[WEIGHTS])
         self.shape = self._rows["shape"]
 
     def take(self) -> dict[str, Any] | None:
@@ -89,11 +99,36 @@ def handed_bytes(params: dict[str, Any] | None) -> int:
 
 
 def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`kv_transfer_params` of a response, with rows in base64 for JSON."""
+    """`kv_transfer_params` of a response, with rows in base64 for JSON, and weights apart from ids."""
     if not params or PARAM not in params:
         return params
     handed = params[PARAM]
+    if has_weights(handed) and (decoded := decode(handed)) is not None:
+        rows = np.asarray(decoded[0], dtype=np.int16)
+        ids = np.ascontiguousarray(ids_of(rows))
+        is_narrow = ids.view(np.uint16).max(initial=0) <= _LARGEST_BYTE
+        data = ids.astype(np.uint8 if is_narrow else "<i2").tobytes()
+        handed = {**handed, "data": data, "dtype": "uint8" if is_narrow else "int16", "shape": list(ids.shape)}
+        handed[WEIGHTS] = pybase64.b64encode_as_string(weights_of(rows).tobytes())
     return {**params, PARAM: {**handed, "data": pybase64.b64encode_as_string(handed["data"])}}
+
+
+def _with_weights(handed: dict[str, Any], text: Any) -> dict[str, Any]:
+    """Rows for the engine from ids for the engine and weights (base64) of a request.
+
+    Raises:
+        HandoffError: they are not base64, or not one for each id.
+    """
+    ids, _ = decode(handed) or (np.empty((0, 0, 0), np.int16), 0)
+    size = ids.size * _WEIGHT_BYTES
+    try:
+        raw = pybase64.b64decode(text, validate=True) if isinstance(text, str) and len(text) < 2 * size + 4 else b""
+    except ValueError as error:
+        raise HandoffError(f"{FIELD}.{WEIGHTS} is not base64: {error}") from None
+    if len(raw) != size:
+        raise HandoffError(f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id")
+    rows = joined(ids, np.frombuffer(raw, dtype="<f4").reshape(ids.shape))
+    return {**handed, "data": rows.tobytes(), "dtype": WORDS, "shape": list(rows.shape)}
 
 
 def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str, Any]:
@@ -111,7 +146,7 @@ def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str,
         raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
     handed = {"data": raw, **{name: value.get(name) for name in ("dtype", "shape", "until")}}
     rows, _ = decode(handed) or (None, None)
-    if rows is None or rows.shape[1:] != shape:
+    if rows is None or has_weights(handed) or rows.shape[1:] != shape:
         raise HandoffError(
             f"{FIELD} must have shape [n, {shape[0]}, {shape[1]}], dtype uint8 or int16, and data of that size"
         )

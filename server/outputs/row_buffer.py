@@ -33,9 +33,9 @@ _ROOM_BYTES = 1 << 20
 would free all of them at once, during some later request."""
 
 
-def opt_in(params: SamplingParams, prompt_start: int) -> None:
-    """Opts the request in: the engine sends its rows from position `prompt_start` on."""
-    asked = OptIn(prompt_start, os.urandom(16), shared=params.n > 1)
+def opt_in(params: SamplingParams, prompt_start: int, weights: bool = False) -> None:
+    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights."""
+    asked = OptIn(prompt_start, os.urandom(16), shared=params.n > 1, weights=weights)
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
 

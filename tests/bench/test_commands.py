@@ -15,10 +15,10 @@ from bench.proxy import milliseconds
 from bench.scheduler import long_prompt_table, queue_table
 from bench.streamed_token import Stream
 from tests.command_lines import module_parser
+from tests.documentation import ROOT
 
 pytestmark = pytest.mark.release
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text("utf-8"))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 import pytest
 
-from bench.http import CPU_CASES, figures, lines_of, requests_of
+from bench.http import CPU_CASES, Case, figures, lines_of, requests_of
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_load import Load, Result
 from bench.http_server import cpu_seconds
@@ -39,21 +39,29 @@ def encoded(rows: np.ndarray, start: int, form: str = "object", binary: bool = F
     return about if form == "object" else data
 
 
-def chunks(form: str = "object", tokens: int = G) -> list[dict[str, Any]]:
-    """One choice, a token a chunk, and with each the rows that became known."""
+def chunks(form: str = "object", tokens: int = G, **changed: Any) -> list[dict[str, Any]]:
+    """One choice, a token a chunk, and with each the rows that became known; `changed` are fields of the first rows."""
     events: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": word}]} for word in WORDS[:tokens]]
     for index, event in enumerate(events[1:]):
         event["choices"][0]["routed_experts"] = encoded(ids(1, index), P + index, form)
     events[0]["prompt_routed_experts"] = encoded(ids(P), 0, form)
+    if changed:
+        events[1]["choices"][0]["routed_experts"].update(changed)
     return events
+
+
+def head(kind: str, more: str = "transfer-encoding: chunked\r\n") -> bytes:
+    return f"HTTP/1.1 200 OK\r\ncontent-type: {kind}\r\n{more}\r\n".encode()
+
+
+def chunked(parts: list[bytes]) -> list[bytes]:
+    return [*(b"%x\r\n%b\r\n" % (len(part), part) for part in parts), b"0\r\n\r\n"]
 
 
 def streamed(events: list[dict[str, Any]], done: bool = True) -> list[bytes]:
     """What uvicorn sends, a piece an event: the head, chunks, the end."""
     texts = [b"data: " + orjson.dumps(event) + b"\n\n" for event in events]
-    texts += [b"data: [DONE]\n\n"] if done else []
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
-    return [head, *(b"%x\r\n%b\r\n" % (len(text), text) for text in texts), b"0\r\n\r\n"]
+    return [head("text/event-stream; charset=utf-8"), *chunked(texts + [b"data: [DONE]\n\n"] * done)]
 
 
 def seen(pieces: list[bytes], layout: str = "split", form: str = "object", n: int = 1) -> Answer:
@@ -89,17 +97,17 @@ def test_chunks_with_several_tokens_and_pieces_without() -> None:
 
 @pytest.mark.parametrize("kind", ["json", "msgpack"])
 def test_unstreamed_choices(kind: str) -> None:
-    own = [encoded(ids(G - 1, i), P, binary=kind == "msgpack") for i in range(2)]
+    binary = kind == "msgpack"
+    own = [encoded(ids(G - 1, i), P, binary=binary) for i in range(2)]
     choices = [{"index": i, "text": "".join(WORDS), "routed_experts": own[i]} for i in range(2)]
-    body = {"choices": choices, "prompt_routed_experts": encoded(ids(P), 0, binary=kind == "msgpack")}
-    content = orjson.dumps(body) if kind == "json" else msgspec.msgpack.encode(body)
-    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/%b\r\n" % kind.encode()
-    parts = [content[at : at + 7] for at in range(0, len(content), 7)]
-    in_parts = [head + b"transfer-encoding: chunked\r\n\r\n", *(b"%x\r\n%b\r\n" % (len(p), p) for p in parts)]
-    for pieces in ([head + b"\r\n", content], [*in_parts, b"0\r\n\r\n"]):
+    body = {"choices": choices, "prompt_routed_experts": encoded(ids(P), 0, binary=binary)}
+    content = msgspec.msgpack.encode(body) if binary else orjson.dumps(body)
+    parts = chunked([content[at : at + 7] for at in range(0, len(content), 7)])
+    whole = [head(f"application/{kind}", ""), content]
+    for pieces in (whole, [head(f"application/{kind}"), *parts]):
         answer = seen(pieces, n=2)
         assert (answer.fault, answer.rows, answer.tokens) == ("", P + 2 * (G - 1), [])
-    assert seen(in_parts, n=2).fault
+    assert seen([head(f"application/{kind}"), *parts[:-1]], n=2).fault
 
 
 def test_vllms_own_form() -> None:
@@ -109,18 +117,6 @@ def test_vllms_own_form() -> None:
     assert (answer.fault, answer.rows) == ("", P + G - 1)
 
 
-def changed(**fields: Any) -> list[bytes]:
-    events = chunks()
-    events[1]["choices"][0]["routed_experts"].update(fields)
-    return streamed(events)
-
-
-def without_rows() -> list[bytes]:
-    events = chunks()
-    del events[2]["choices"][0]["routed_experts"]
-    return streamed(events)
-
-
 def filled(value: int) -> str:
     return base64.b64encode(np.full((1, LAYERS, TOP_K), value, np.int16).tobytes()).decode()
 
@@ -128,12 +124,12 @@ def filled(value: int) -> str:
 @pytest.mark.parametrize(
     ("pieces", "says"),
     [
-        (without_rows(), "rows of the prompt and the choices: 4 and [1]"),
-        (changed(start=P + 1), "start 5 instead of 4"),
-        (changed(missing=1), "missing 1"),
-        (changed(data=filled(EXPERTS)), "no expert ids"),
-        (changed(data=filled(-1)), "no expert ids"),
-        (changed(data="AAAA"), "ValueError"),
+        (streamed([*chunks()[:2], {"choices": [{"index": 0, "text": WORDS[2]}]}]), "and the choices: 4 and [1]"),
+        (streamed(chunks(start=P + 1)), "start 5 instead of 4"),
+        (streamed(chunks(missing=1)), "missing 1"),
+        (streamed(chunks(data=filled(EXPERTS))), "no expert ids"),
+        (streamed(chunks(data=filled(-1))), "no expert ids"),
+        (streamed(chunks(data="AAAA")), "ValueError"),
         (streamed(chunks(tokens=2)), "[2] tokens, not 1 times 3"),
         (streamed([*chunks(), {"error": {"message": "lost"}}]), "lost"),
         (streamed(chunks(), done=False), "cut off"),
@@ -144,6 +140,9 @@ def filled(value: int) -> str:
 )
 def test_what_is_wrong_is_a_fault(pieces: list[bytes], says: str) -> None:
     assert says in seen(pieces).fault
+
+
+def test_rows_that_were_not_asked_for_are_a_fault() -> None:
     assert "rows of the prompt" in seen(streamed(chunks()), "none").fault
 
 
@@ -166,22 +165,22 @@ def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
     assert (run["ttft_max_ms"], run["itl_max_ms"]) == pytest.approx((200, 100))
 
 
-def test_what_is_sent() -> None:
+@pytest.mark.parametrize("case", CPU_CASES, ids=str)
+def test_what_is_sent(case: Case) -> None:
     ours, (_, vllms) = lines_of(["off", "captured", "returned", "vllm"], ["streamed", "unstreamed"])
-    for case in CPU_CASES:
-        for line in ours:
-            requests, other = (requests_of(case, line, s, 100, "object", "int16", msgpack=True) for s in (1, 2))
-            streams = [request for request in requests if request.role == "stream"]
-            assert (len(streams), {len(r.prompt) for r in streams}) == (case.streams, {case.prompt_len})
-            assert len({request.expected.new_tokens for request in streams}) > 1 or not case.mixed
-            assert all((b'"return_routed_experts"' in r.encoded()) == (line.rows == "split") for r in requests)
-            assert sum(request.apart for request in requests) == (case.long > 0)
-            packed = [b"Accept: application/msgpack\r\n" in r.encoded() for r in requests if not r.stream]
-            assert set(packed) <= {line.rows == "split"}
-            assert [r.expected.new_tokens for r in requests] == [r.expected.new_tokens for r in other]
-            assert not {tuple(r.prompt) for r in requests} & {tuple(r.prompt) for r in other}
-        of_vllm = requests_of(case, vllms, 1, 100, "object", "int16")
-        assert {r.expected.form for r in of_vllm} == {"npy"}, "vLLM's own form, whatever ours is asked for"
+    for line in ours:
+        requests, other = (requests_of(case, line, seed, 100, "object", "int16", msgpack=True) for seed in (1, 2))
+        streams = [request for request in requests if request.role == "stream"]
+        assert (len(streams), {len(r.prompt) for r in streams}) == (case.streams, {case.prompt_len})
+        assert len({request.expected.new_tokens for request in streams}) > 1 or not case.mixed
+        assert all((b'"return_routed_experts"' in r.encoded()) == (line.rows == "split") for r in requests)
+        assert sum(request.apart for request in requests) == (case.long > 0)
+        packed = [b"Accept: application/msgpack\r\n" in r.encoded() for r in requests if not r.stream]
+        assert set(packed) <= {line.rows == "split"}
+        assert [r.expected.new_tokens for r in requests] == [r.expected.new_tokens for r in other]
+        assert not {tuple(r.prompt) for r in requests} & {tuple(r.prompt) for r in other}
+    of_vllm = requests_of(case, vllms, 1, 100, "object", "int16")
+    assert {r.expected.form for r in of_vllm} == {"npy"}, "vLLM's own form, whatever ours is asked for"
 
 
 def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
@@ -194,12 +193,7 @@ def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
 def test_table_has_medians_beside_off_and_says_what_was_wrong() -> None:
     runs = [run_of("off", 40), run_of("off", 44), run_of("off", 42), run_of("captured", 43, faults=["lost"])]
     runs += [run_of("returned", cpu, tokens_per_s=90.0) for cpu in (60, 50)]
-    lines = {
-        name: line
-        for line in table(runs).splitlines()
-        for name in ("off", "returned", "captured")
-        if f"| {name} |" in line
-    }
+    lines = {line.split("|")[3].strip(): line for line in table(runs).splitlines() if line.startswith("| 64")}
     assert "| 42.0 |" in lines["off"]
     assert "| 55.0 | +13.0 |" in lines["returned"]
     assert "| 90.0 | -10.0 % |" in lines["returned"]

@@ -70,8 +70,7 @@ def test_rows_for_the_next_stage_are_a_copy(layers: list[int]) -> None:
         first.sink(row)(ids(row, tokens=8))
     sent = first.downstream(8, None)
     first.cache.ids.fill_(0)
-    for row in range(layers[0]):
-        assert torch.equal(sent[:, row], ids(row, 8)[:, :4])
+    assert all(torch.equal(sent[:, row], ids(row, 8)[:, :4]) for row in range(layers[0]))
 
 
 @pytest.mark.parametrize("skipping", [0, 1])
@@ -113,14 +112,10 @@ def test_only_this_ranks_tokens_are_stored(deferring: bool) -> None:
     first = capturer()
     if deferring:
         first.defer_stores()
+        first.flush_stores()  # flushing nothing stores nothing
+        assert (first.cache.ids == -1).all()
+        first.defer_stores()
     first.sink(0, own_tokens=lambda rows: (1, rows[2:5]), may_defer=True)(ids(0, tokens=7))
     assert torch.equal(first.cache.view(0)[1:4], ids(0, 7)[2:5, :4])
     first.flush_stores()
     assert (first.cache.view(0)[[0, 4, 5, 6, 7]] == -1).all()
-
-
-def test_flushing_nothing_stores_nothing() -> None:
-    first = capturer()
-    first.defer_stores()
-    first.flush_stores()
-    assert (first.cache.ids == -1).all()

@@ -71,10 +71,7 @@ def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
             case "copy_blocks":  # all sources are read before any destination is written, as vLLM copies the KV
                 targets = data.draw(st.lists(BLOCK_ID, min_size=1, max_size=3, unique=True))
                 pairs = [(data.draw(BLOCK_ID), target) for target in targets]
-                copied = [
-                    (b * BLOCK + at, known.get(a * BLOCK + at)) for a, b in pairs for at in range(BLOCK) if a < BLOCKS
-                ]
-                copied += [(b * BLOCK + at, None) for a, b in pairs for at in range(BLOCK) if a >= BLOCKS]
+                copied = [(b * BLOCK + at, known.get(a * BLOCK + at)) for a, b in pairs for at in range(BLOCK)]
                 cache.copy_blocks(pairs)
                 put(known, copied)
     cache, known = caches[1] if data.draw(st.booleans()) else caches[0]

@@ -28,18 +28,13 @@ class Output:
     request_id: str = field(default="a")
 
 
-def message(*counts: int | None) -> list[Output]:
-    """Outputs with so many rows each; None for none at all."""
-    return [
-        Output(
-            None
-            if count is None
-            else PlacedRows(
-                70_000 * seed, np.random.default_rng(seed).integers(-1, 300, (count, L, K)).astype(np.int16)
-            )
-        )
-        for seed, count in enumerate(counts)
-    ]
+def message(*counts: int | None) -> tuple[list[Output], list[Any]]:
+    """Outputs with so many rows each, None for none at all; and their rows."""
+    outputs = []
+    for seed, count in enumerate(counts):
+        rows = np.random.default_rng(seed).integers(-1, 300, (count or 0, L, K)).astype(np.int16)
+        outputs.append(Output(None if count is None else PlacedRows(70_000 * seed, rows)))
+    return outputs, [output.routed_experts for output in outputs]
 
 
 def sent(outputs: list[Output]) -> list[Output]:
@@ -74,8 +69,7 @@ COUNT = st.sampled_from([None, 0, 1, 1, 2, 4, LARGE])
 def test_messages_in_slices(messages: list[list[int | None]], slice_size: int) -> None:
     unpacker = Unpacker()
     for number, counts in enumerate(messages):
-        outputs = message(*counts)
-        expected = [output.routed_experts for output in outputs]
+        outputs, expected = message(*counts)
         arriving, got = sent(outputs), []
         for first in range(0, len(arriving), slice_size):
             got += received(unpacker, arriving[first : first + slice_size], number)
@@ -83,13 +77,12 @@ def test_messages_in_slices(messages: list[list[int | None]], slice_size: int) -
 
 
 def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
-    outputs = message(1, LARGE, None, 2)
-    large = outputs[1].routed_experts.rows
+    outputs, (_, large, _, _) = message(1, LARGE, None, 2)
     packed = pack(outputs)
     assert packed is not None
     assert (packed.ndim, packed.dtype) == (1, np.int16)
-    assert packed.nbytes < large.nbytes
-    assert outputs[1].routed_experts is large
+    assert packed.nbytes < large.rows.nbytes
+    assert outputs[1].routed_experts is large.rows
     assert [output.routed_experts is None for output in outputs] == [True, False, True, True]
 
 
@@ -99,16 +92,12 @@ def test_a_row_that_is_too_large_to_be_packed() -> None:
     assert (start, len(rows)) == (7, 1)
 
 
-def test_a_message_that_breaks_off_leaves_nothing_for_the_next() -> None:
+def test_messages_that_do_not_arrive_whole() -> None:
     unpacker = Unpacker()
-    received(unpacker, sent(message(1, 1, 1))[:2], 1)
-    check(received(unpacker, sent(message(None, None)), 2), [None, None])
-
-
-def test_rows_without_a_header_are_dropped() -> None:
-    assert received(Unpacker(), sent(message(1, LARGE, 2))[1:], 1) == [None] * 3
-    outputs = message(1, LARGE, 2)
-    expected = [output.routed_experts for output in outputs]
+    received(unpacker, sent(message(1, 1, 1)[0])[:2], 1)
+    check(received(unpacker, sent(message(None, None)[0]), 2), [None, None])  # nothing is left for the next
+    assert received(Unpacker(), sent(message(1, LARGE, 2)[0])[1:], 1) == [None] * 3  # without the header
+    outputs, expected = message(1, LARGE, 2)
     arriving = sent(outputs)
     arriving[2].routed_experts = None
     check(received(Unpacker(), arriving, 1), [expected[0], None, expected[2]])
@@ -116,8 +105,7 @@ def test_rows_without_a_header_are_dropped() -> None:
 
 def test_an_array_at_an_odd_address() -> None:
     """As inside vLLM's message, where nothing is aligned."""
-    outputs = message(1, None, 3)
-    expected = [output.routed_experts for output in outputs]
+    outputs, expected = message(1, None, 3)
     packed = pack(outputs)
     assert packed is not None
     odd = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)

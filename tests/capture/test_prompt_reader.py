@@ -18,6 +18,8 @@ ROWS = np.zeros((1, 2, 3), dtype=np.int16)
 class Read:
     """A read of positions 4 to 9, the whole of block 7 and half of block 5, that ends when it is told to."""
 
+    fails = False
+
     def __init__(self, reader: PromptReader, blocks: NDArray[np.int64] = BLOCKS) -> None:
         self.go = threading.Event()
         self.rows = reader.start(self._run, blocks, BLOCK, 2 * BLOCK + 2)
@@ -27,8 +29,6 @@ class Read:
         if self.fails:
             raise IndexError
         return ROWS
-
-    fails = False
 
     def end_soon(self) -> None:
         threading.Timer(0.05, self.go.set).start()
@@ -53,23 +53,18 @@ def test_writes_wait_for_reads_of_their_slots(reader: PromptReader, read: Read) 
     assert not read.rows.done()
 
 
-@pytest.mark.parametrize("slot", [7 * BLOCK, 7 * BLOCK + 3, 5 * BLOCK, 5 * BLOCK + 1])
+@pytest.mark.parametrize("slot", [7 * BLOCK, 7 * BLOCK + 3, 5 * BLOCK, 5 * BLOCK + 1, 2 * BLOCK + 1])
 def test_slots_that_are_being_read_are_written_afterwards(reader: PromptReader, read: Read, slot: int) -> None:
-    read.end_soon()
+    """Writes wait for each of several reads."""
+    other = Read(reader, np.array([0, 2, 6]))
+    waits_for, ended = (other, read) if slot == 2 * BLOCK + 1 else (read, other)
+    ended.go.set()
+    waits_for.end_soon()
     reader.wait_for_reads(np.array([0, slot]))
-    assert read.rows.done()
-    assert read.rows.result() is ROWS
+    assert waits_for.rows.done()
+    assert waits_for.rows.result() is ended.rows.result() is ROWS
     reader.wait_for_reads(np.array([slot]))
     assert reader._reads == []
-
-
-@pytest.mark.parametrize("slot", [7 * BLOCK, 2 * BLOCK + 1])
-def test_writes_wait_for_each_of_several_reads(reader: PromptReader, read: Read, slot: int) -> None:
-    other = Read(reader, np.array([0, 2, 6]))
-    other.go.set()
-    read.end_soon()
-    reader.wait_for_reads(np.array([slot]))
-    assert (read if slot == 7 * BLOCK else other).rows.done()
 
 
 def test_a_failed_read_raises_where_its_rows_are_taken(reader: PromptReader, read: Read) -> None:

@@ -8,15 +8,11 @@ import pytest
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.row_store import RowStore
 from routed_experts.protocol.codec import UNKNOWN
+from tests.capture.test_host_cache import BLOCK, K, L, array
 
-BLOCK, L, K = 4, 2, 3
 SLOTS, CHUNK, CHUNKS = 8 * BLOCK, 2 * BLOCK, 3
 PLACES = [*range(-1, CHUNKS * CHUNK + 1), 1 << 43]
 CHUNK_IDS = [*range(CHUNKS), -1, CHUNKS, 1 << 40]
-
-
-def array(values: list[int]) -> np.ndarray:
-    return np.array(values, dtype=np.int64)
 
 
 def cache_of(known: set[int]) -> HostCache:

@@ -15,62 +15,59 @@ class Clock:
         return self.now
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def stats(clock: Clock) -> StatsRecorder:
+    return StatsRecorder(3, clock)
+
+
 def rows(count: int, layers: int = 2, top_k: int = 3) -> np.ndarray:
     return np.zeros((count, layers, top_k), dtype=np.int16)
-
-
-def recorder() -> tuple[StatsRecorder, Clock]:
-    clock = Clock()
-    return StatsRecorder(3, clock), clock
 
 
 def report(recorder: StatsRecorder, is_idle: bool = False, tracked: int = 0) -> EngineStats | None:
     return recorder.report(is_idle, tracked, lambda: 1000)
 
 
-def test_totals_since_the_start() -> None:
-    stats, clock = recorder()
+def test_totals_since_the_start(stats: StatsRecorder, clock: Clock) -> None:
     stats.count_step(rows(5), 0.25)
     stats.count_step(rows(2), 0.5)
     first = report(stats, tracked=2)
     assert first is not None
     assert (first.engine, first.rows_captured, first.copy_wait_s) == (3, 7, 0.75)
-    assert (first.requests_tracked, first.host_cache_bytes) == (2, 1000)
+    assert (first.requests_tracked, first.host_cache_bytes, first.rows_forgotten) == (2, 1000, 0)
+    assert first.busiest == [15.0, 15.0]
+    assert EngineStats.decode(json.loads(json.dumps(first.encode()))) == first
     clock.now += INTERVAL_S
     stats.count_step(rows(1), 0.0)
     stats.count_forgotten(2)
     stats.count_forgotten(3)
     second = report(stats)
     assert second is not None
-    assert (first.rows_forgotten, second.rows_forgotten) == (0, 5)
-    assert (second.rows_captured, second.copy_wait_s, second.requests_tracked) == (8, 0.75, 0)
+    assert (second.rows_captured, second.copy_wait_s, second.requests_tracked, second.rows_forgotten) == (8, 0.75, 0, 5)
 
 
-def test_a_busy_engine_reports_once_in_an_interval() -> None:
-    stats, clock = recorder()
-    reports = []
+def test_a_busy_engine_reports_and_samples_once_in_an_interval(stats: StatsRecorder, clock: Clock) -> None:
+    reports = {}
     for step in range(101):
         clock.now = 100 + step * INTERVAL_S / 20
-        reports.append(report(stats) is not None)
-    assert [step for step, reported in enumerate(reports) if reported] == [0, 20, 40, 60, 80, 100]
+        stats.count_step(rows(1, layers=1, top_k=1), 0.0)
+        if (found := report(stats)) is not None:
+            reports[step] = found.routed
+    assert list(reports) == [0, 20, 40, 60, 80, 100]
+    assert reports[40] == pytest.approx([1 + 0.9 + 0.81])
 
 
-def test_reports_of_the_first_request_and_of_an_idle_engine() -> None:
-    stats, clock = recorder()
+def test_reports_of_the_first_request_and_of_an_idle_engine(stats: StatsRecorder, clock: Clock) -> None:
     assert report(stats, tracked=1) is not None
     clock.now += INTERVAL_S / 100
     steps = [(False, 1), (True, 0), (True, 0), (False, 1), (False, 2)]  # an idle step follows the last request's end
     reports = [report(stats, is_idle, tracked) for is_idle, tracked in steps]
     assert [found and found.requests_tracked for found in reports] == [None, 0, 0, 1, None]
-
-
-def test_a_report_is_decoded_as_it_was_sent() -> None:
-    stats, _ = recorder()
-    stats.count_step(rows(4), 0.125)
-    sent = report(stats, tracked=1)
-    assert sent is not None
-    assert sent.busiest == [12.0, 12.0]
-    assert EngineStats.decode(json.loads(json.dumps(sent.encode()))) == sent
 
 
 def test_load_of_experts() -> None:
@@ -94,13 +91,3 @@ def test_a_sample_is_spread_over_the_step_and_bounded(count: int) -> None:
     assert load.routed()[0] <= 512
     assert load.routed()[0] >= min(count, 256)
     assert load.busiest()[0] / load.routed()[0] == pytest.approx(0.5 if count > 1 else 1, abs=0.01)
-
-
-def test_the_load_is_sampled_once_in_an_interval() -> None:
-    stats, clock = recorder()
-    for step in range(41):
-        clock.now = 100 + step * INTERVAL_S / 20
-        stats.count_step(rows(1, layers=1, top_k=1), 0.0)
-    last = report(stats)
-    assert last is not None
-    assert last.routed == pytest.approx([1 + 0.9 + 0.81])

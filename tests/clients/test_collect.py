@@ -15,7 +15,7 @@ import pytest
 import requests
 from openai import AsyncOpenAI, BadRequestError, OpenAI
 
-from routed_experts.protocol.batch import join_turns, verify
+from routed_experts.protocol.batch import verify
 from routed_experts.protocol.collect import Routing, collect, collect_async
 from tests.e2e.harness import Oracle, Server, prompt_of
 
@@ -39,74 +39,66 @@ def check(routings: list[Routing], oracle: Oracle, choices: int = N) -> None:
         assert oracle.wrong(routing.rows, tokens[:-1]) == []
 
 
-def openai_client(server: Server, body: dict[str, Any]) -> Any:
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=httpx.Client(verify=False))
+def openai_client(url: str, body: dict[str, Any]) -> Any:
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=httpx.Client(verify=False))
     fields = {name: value for name, value in body.items() if name not in ("ignore_eos", *ROUTING)}
     return client.completions.create(**fields, extra_body={**ROUTING, "ignore_eos": True})
 
 
-def httpx_lines(server: Server, body: dict[str, Any]) -> Any:
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+def httpx_lines(url: str, body: dict[str, Any]) -> Any:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, verify=False, timeout=60) as response:
         yield from response.iter_lines()
 
 
-def httpx_bytes(server: Server, body: dict[str, Any]) -> Any:
-    with server.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+def httpx_bytes(url: str, body: dict[str, Any]) -> Any:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, verify=False, timeout=60) as response:
         yield from response.iter_bytes(1000)
 
 
-def requests_lines(server: Server, body: dict[str, Any]) -> Any:
-    with requests.post(f"{server.url}/v1/completions", json=body, stream=True, timeout=60) as response:
+def requests_lines(url: str, body: dict[str, Any]) -> Any:
+    with requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=60) as response:
         yield from response.iter_lines()
 
 
-async def aiohttp_lines(server: Server, body: dict[str, Any]) -> AsyncIterator[Any]:
-    async with aiohttp.ClientSession() as session, session.post(f"{server.url}/v1/completions", json=body) as response:
+async def aiohttp_lines(url: str, body: dict[str, Any]) -> AsyncIterator[Any]:
+    async with aiohttp.ClientSession() as session, session.post(f"{url}/v1/completions", json=body) as response:
         async for line in response.content:
             yield line
 
 
-async def httpx_async_bytes(server: Server, body: dict[str, Any]) -> AsyncIterator[Any]:
+async def httpx_async_bytes(url: str, body: dict[str, Any]) -> AsyncIterator[Any]:
     async with (
         httpx.AsyncClient(verify=False, timeout=60) as client,
-        client.stream("POST", f"{server.url}/v1/completions", json=body) as response,
+        client.stream("POST", f"{url}/v1/completions", json=body) as response,
     ):
         async for piece in response.aiter_raw():
             yield piece
 
 
 def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) -> None:
+    bad: Any = {**ROUTING, "routed_experts_prompt_start": 6}
+    chat: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Which experts?"}]}
+    chat |= {"max_tokens": G, "n": N, "extra_body": {**ROUTING, "ignore_eos": True}}
+
     async def run() -> list[Routing]:
-        bad: Any = {**ROUTING, "routed_experts_prompt_start": 6}
-        async with AsyncOpenAI(
-            base_url=f"{server.url}/v1", api_key="none", http_client=httpx.AsyncClient(verify=False)
-        ) as client:
+        transport = httpx.AsyncClient(verify=False)
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=transport) as client:
             for streamed in (False, True):
                 with pytest.raises(BadRequestError, match="the prompt has 5 tokens") as raised:
                     await client.completions.create(model="tiny", prompt="Hello", stream=streamed, extra_body=bad)
                 assert raised.value.param == "routed_experts_prompt_start"
-            stream: Any = await client.chat.completions.create(
-                model="tiny",
-                messages=[{"role": "user", "content": "Which experts?"}],
-                max_tokens=G,
-                n=N,
-                stream=True,
-                extra_body={**ROUTING, "ignore_eos": True},
-            )
+            stream: Any = await client.chat.completions.create(**chat, stream=True)
             return await collect_async(stream)
 
     check(asyncio.run(run()), oracle)
 
 
-@pytest.mark.parametrize("client", [openai_client, httpx_lines, httpx_bytes, requests_lines])
+@pytest.mark.parametrize(
+    "client", [openai_client, httpx_lines, httpx_bytes, requests_lines, aiohttp_lines, httpx_async_bytes]
+)
 def test_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
-    check(collect(client(server, {**BODY, **ROUTING, "prompt": PROMPT, "stream": True})), oracle)
-
-
-@pytest.mark.parametrize("client", [aiohttp_lines, httpx_async_bytes])
-def test_asynchronous_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
-    body = {**BODY, **ROUTING, "prompt": PROMPT[:60], "stream": True}
-    check(asyncio.run(collect_async(client(server, body))), oracle)
+    stream = client(server.url, {**BODY, **ROUTING, "prompt": PROMPT, "stream": True})
+    check(asyncio.run(collect_async(stream)) if isinstance(stream, AsyncIterator) else collect(stream), oracle)
 
 
 @pytest.mark.parametrize(
@@ -126,19 +118,6 @@ def test_unstreamed_and_streamed_are_the_same(server: Server, oracle: Oracle, fm
         assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
 
 
-def test_turns_of_a_conversation(server: Server, oracle: Oracle) -> None:
-    tokens: list[int] = []
-    turns: list[Routing] = []
-    for length in (30, 7, 45):
-        tokens += prompt_of(length, seed=length)
-        seen = turns[-1].end if turns else 0
-        body = {**ROUTING, "prompt": tokens, "max_tokens": 5, "ignore_eos": True, "routed_experts_prompt_start": seen}
-        turns += collect(iter(server.stream(**body)), prompt_start=seen)
-        tokens += turns[-1].token_ids or ()
-    joined = join_turns(turns)
-    assert oracle.wrong(joined.rows, tokens[:-1]) == []
-
-
 def run_example(name: str, *args: str) -> str:
     """What `examples/name` prints."""
     command = [sys.executable, str(ROOT / "examples" / name), *args]
@@ -147,12 +126,8 @@ def run_example(name: str, *args: str) -> str:
     return done.stdout
 
 
-def test_the_rollout_example(server: Server) -> None:
-    out = run_example("rollout.py", "--url", server.url)
-    assert "(4, 26, 5, 4) int16" in out
-
-
-def test_the_conversation_example(server: Server) -> None:
+def test_the_examples(server: Server) -> None:
+    assert "(4, 26, 5, 4) int16" in run_example("rollout.py", "--url", server.url)
     out = run_example("conversation.py", "--url", server.url)
     assert out.startswith("turn 1: 21 new rows of 21\n")
     total = re.search(r"rows \((\d+), 5, 4\) of (\d+) tokens, 0 missing", out)

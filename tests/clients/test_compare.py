@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from routed_experts.server.cli.reference import Reference
 from tests.e2e.harness import Oracle, Server, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 
-P, G = 20, 7
-L, EXPERTS = 5, 16
+P, G, L = 20, 7, 5
+TOKENS = prompt_of(P + G, seed=11)
 
 
 def rows_of(oracle: Oracle, tokens: list[int]) -> np.ndarray:
@@ -25,50 +26,46 @@ def rows_of(oracle: Oracle, tokens: list[int]) -> np.ndarray:
     return np.argsort(-oracle.logits(tokens), axis=2)[:, :, : oracle.top_k].astype(np.int16)
 
 
-def answer_of(rows: np.ndarray, tokens: list[int], start: int = 0, p: int = P) -> dict[str, Any]:
+def answer_of(rows: np.ndarray, tokens: list[int] = TOKENS, start: int = 0, **form: Any) -> dict[str, Any]:
     def array(part: np.ndarray, first: int) -> Any:
-        return encode(part, fmt="object", dtype="int16", start=first)
+        return encode(part, start=first, **{"fmt": "object", "dtype": "int16", **form})
 
-    return {
-        "prompt_routed_experts": array(rows[start:p], start),
-        "choices": [
-            {
-                "index": 0,
-                "finish_reason": "length",
-                "prompt_token_ids": tokens[:p],
-                "token_ids": tokens[p:],
-                "routed_experts": array(rows[p : len(tokens) - 1], p),
-            }
-        ],
-    }
+    choice = {"index": 0, "finish_reason": "length", "prompt_token_ids": tokens[:P], "token_ids": tokens[P:]}
+    choice["routed_experts"] = array(rows[P : len(tokens) - 1], P)
+    return {"prompt_routed_experts": array(rows[start:P], start), "choices": [choice]}
 
 
 @pytest.fixture
-def tokens() -> list[int]:
-    return prompt_of(P + G, seed=11)
+def rows(oracle: Oracle) -> np.ndarray:
+    return rows_of(oracle, TOKENS)
 
 
 class Run:
     """The command on a file of answers: its exit status and its findings."""
 
-    def __init__(self, model: Path, folder: Path, answers: list[Any], *flags: str) -> None:
+    def __init__(self, model: Path, folder: Path, answers: tuple[Any, ...], flags: str) -> None:
         file, out = folder / "answers.jsonl", folder / "findings.json"
         file.write_text("\n\n".join(json.dumps(answer) for answer in answers))
-        self.status = main(["compare", str(model), "--answers", str(file), "--json", str(out), *flags])
+        self.status = main(["compare", str(model), "--answers", str(file), "--json", str(out), *flags.split()])
         self.findings: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+        self.total = self.findings.get("total", {})
 
 
-def test_the_same_experts(
-    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = rows_of(oracle, tokens)
-    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens), answer_of(rows, tokens, start=13)])
+Compare = Callable[..., Run]
+
+
+@pytest.fixture
+def compared(tiny_model: Path, tmp_path: Path) -> Compare:
+    return lambda *answers, flags="": Run(tiny_model, tmp_path, answers, flags)
+
+
+def test_the_same_experts(compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+    run = compared(answer_of(rows), answer_of(rows, start=13))
     assert run.status == 0
-    total = run.findings["total"]
     count = (P + G - 1) + (P + G - 1 - 13)
-    assert (total["rows"], total["equal_rows"], total["differing_slots"]) == (L * count, L * count, 0)
-    assert [layer["layer_id"] for layer in run.findings["layers"]] == [1, 2, 3, 4, 5]
-    assert [layer["rows"] for layer in run.findings["layers"]] == [count] * L
+    assert (run.total["rows"], run.total["equal_rows"], run.total["differing_slots"]) == (L * count, L * count, 0)
+    layers = [(layer["layer_id"], layer["rows"]) for layer in run.findings["layers"]]
+    assert layers == [(at, count) for at in range(1, 6)]
     assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (2, 0, "float32")
     out, err = capsys.readouterr()
     assert "decoder layer" in out.splitlines()[0]
@@ -76,21 +73,12 @@ def test_the_same_experts(
     assert err == "", "a progress bar where there is no terminal"
 
 
-def test_the_order_of_experts_does_not_matter(
-    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path
-) -> None:
-    run = Run(tiny_model, tmp_path, [answer_of(np.flip(rows_of(oracle, tokens), axis=2), tokens)])
-    assert (run.status, run.findings["total"]["differing_slots"]) == (0, 0)
-
-
-def test_other_experts_are_found_with_their_gaps(
-    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path
-) -> None:
-    rows, scores = rows_of(oracle, tokens), oracle.logits(tokens)
+def test_other_experts_are_found_with_their_gaps(compared: Compare, rows: np.ndarray, oracle: Oracle) -> None:
+    scores = oracle.logits(TOKENS)
     order = np.argsort(-scores, axis=2)
     rows[3, 2, 3] = order[3, 2, 4]
     rows[9, 4, 1:3] = order[9, 4, 14:]
-    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
+    run = compared(answer_of(rows))
     assert run.status == 1
     expected = {2: (1, scores[3, 2, order[3, 2, 3]] - scores[3, 2, order[3, 2, 4]], scores[3, 2].std())}
     expected[4] = (2, scores[9, 4, order[9, 4, 1]] - scores[9, 4, order[9, 4, 15]], scores[9, 4].std())
@@ -102,77 +90,59 @@ def test_other_experts_are_found_with_their_gaps(
         assert (layer["differing_slots"], layer["equal_rows"]) == (slots, layer["rows"] - 1)
         assert (layer["near_ties"], layer["other_rows"]) == (0, 1)
         assert layer["gap_max"] == pytest.approx(gap / deviation, rel=1e-4)
-    assert (run.findings["total"]["differing_slots"], run.findings["total"]["other_rows"]) == (3, 2)
+    assert (run.total["differing_slots"], run.total["other_rows"]) == (3, 2)
 
     near = max(gap / deviation for _, gap, deviation in expected.values()) * 1.01
-    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)], "--near-tie", str(near))
-    assert (run.status, run.findings["total"]["near_ties"]) == (0, 2)
+    run = compared(answer_of(rows), flags=f"--near-tie {near}")
+    assert (run.status, run.total["near_ties"]) == (0, 2)
 
 
-def test_rows_of_other_tokens_are_found(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
-    rows = np.roll(rows_of(oracle, tokens), 1, axis=0)
-    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
+def test_rows_of_other_tokens_are_found(compared: Compare, rows: np.ndarray) -> None:
+    run = compared(answer_of(np.roll(rows, 1, axis=0)))
     assert run.status == 1
-    assert run.findings["total"]["equal_rows"] < run.findings["total"]["rows"] / 2
+    assert run.total["equal_rows"] < run.total["rows"] / 2
 
 
-def test_unknown_rows_are_left_out(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
-    rows = rows_of(oracle, tokens)
+def test_what_makes_no_difference(compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+    """The order of experts, and rows that are not known; a coarser precision makes little."""
     rows[4:7] = -1
-    run = Run(tiny_model, tmp_path, [answer_of(rows, tokens)])
-    assert (run.status, run.findings["missing_rows"]) == (0, 3)
-    assert run.findings["total"]["rows"] == L * (P + G - 1 - 3)
-
-
-def test_a_coarser_precision(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
-    run = Run(tiny_model, tmp_path, [answer_of(rows_of(oracle, tokens), tokens)], "--dtype", "bfloat16")
+    run = compared(answer_of(np.flip(rows, axis=2)), flags="--json -")
+    assert (run.status, run.findings) == (0, {})
+    findings = json.loads(capsys.readouterr().out)
+    assert (findings["missing_rows"], findings["total"]["differing_slots"]) == (3, 0)
+    assert findings["total"]["rows"] == L * (P + G - 1 - 3)
+    run = compared(answer_of(rows), flags="--dtype bfloat16")
     assert run.findings["near_tie"] == pytest.approx(2**-3.5)
-    total = run.findings["total"]
-    assert total["rows"] == L * (P + G - 1)
-    assert total["equal_rows"] > 0.8 * total["rows"], "rounding decides few rows of this model"
-
-
-def test_json_alone(
-    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    Run(tiny_model, tmp_path, [answer_of(rows_of(oracle, tokens), tokens)], "--json", "-")
-    assert json.loads(capsys.readouterr().out)["total"]["differing_slots"] == 0
+    assert run.total["rows"] == L * (P + G - 1 - 3)
+    assert run.total["equal_rows"] > 0.8 * run.total["rows"], "rounding decides few rows of this model"
 
 
 def test_answers_that_cannot_be_compared(
-    tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    compared: Compare, rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = rows_of(oracle, tokens)
-    without_ids = answer_of(whole, tokens)
+    whole, without_ids = answer_of(rows), answer_of(rows)
     del without_ids["choices"][0]["token_ids"]
-    out_of_range = answer_of(np.where(whole == 3, 99, whole), tokens)
-    for answers, message in [
-        ([without_ids], "no token ids: set return_token_ids"),
-        ([answer_of(whole[:, :4], tokens)], "rows of 4 layers, but the model has 5"),
-        ([answer_of(whole[..., :3], tokens)], "rows of 3 experts, but the model has 4"),
-        ([out_of_range], "an id is 99, but the model has 16 experts"),
-        ([{"layer_ids": [0, 1, 2, 3, 4]}, answer_of(whole, tokens)], "line 3: its MoE layers are decoder layers [0, 1"),
-        (
-            [answer_of(np.full_like(whole, -1), tokens)],
-            "Nothing to compare: all 26 rows of 1 responses are unknown",
-        ),
-        ([{"error": {"message": "no"}}], "line 1: the server answered with an error: no"),
-        ([answer_of(whole, tokens), {"choices": []}], "line 3: the answer has no choices"),
+    unknown = "Nothing to compare: all 26 rows of 1 responses are unknown"
+    for *answers, message in [
+        (without_ids, "no token ids: set return_token_ids"),
+        (answer_of(rows[:, :4]), "rows of 4 layers, but the model has 5"),
+        (answer_of(rows[..., :3]), "rows of 3 experts, but the model has 4"),
+        (answer_of(np.where(rows == 3, 99, rows)), "an id is 99, but the model has 16 experts"),
+        ({"layer_ids": [0, 1, 2, 3, 4]}, whole, "line 3: its MoE layers are decoder layers [0, 1"),
+        (answer_of(np.full_like(rows, -1)), unknown),
+        ({"error": {"message": "no"}}, "line 1: the server answered with an error: no"),
+        (whole, {"choices": []}, "line 3: the answer has no choices"),
     ]:
-        assert Run(tiny_model, tmp_path, answers).status == 2
+        assert compared(*answers).status == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "findings.json").exists()
 
 
-def test_every_decoder_layer_and_raw_rows(tiny_model: Path, oracle: Oracle, tokens: list[int], tmp_path: Path) -> None:
+def test_every_decoder_layer_and_raw_rows(compared: Compare, rows: np.ndarray) -> None:
     """Zeros in the dense layer, as vLLM's own rows have them; the checkpoint says where the MoE layers are."""
-    rows = rows_of(oracle, tokens)
     every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
-    raw = answer_of(rows, tokens)
-    raw["prompt_routed_experts"] = encode(rows[:P], fmt="raw", dtype="int32", start=0)
-    raw["choices"][0]["routed_experts"] = encode(rows[P : P + G - 1], fmt="raw", dtype="int32", start=P)
-    run = Run(tiny_model, tmp_path, [answer_of(every, tokens), raw], "--rows-dtype", "int32")
-    assert (run.status, run.findings["answers"], run.findings["total"]["differing_slots"]) == (0, 2, 0)
+    run = compared(answer_of(every), answer_of(rows, fmt="raw", dtype="int32"), flags="--rows-dtype int32")
+    assert (run.status, run.findings["answers"], run.total["differing_slots"]) == (0, 2, 0)
 
 
 def test_addresses_as_people_write_them() -> None:

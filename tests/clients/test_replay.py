@@ -1,9 +1,7 @@
 """`examples/replay.py`: its replay reaches the experts, and the program runs against a real server."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,22 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.clients.test_collect import ROOT, run_example
+from examples import replay
+from tests.clients.test_collect import run_example
 from tests.e2e.harness import Oracle, Server, prompt_of
 from tests.protocol.answers import rows_of
 
 L, K, EXPERTS = 5, 4, 16
 BATCH, TOKENS = 2, 11
-
-
-@pytest.fixture(scope="module")
-def replay() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("replay", ROOT / "examples" / "replay.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -53,34 +42,24 @@ def given_rows() -> torch.Tensor:
     return torch.from_numpy(rows.reshape(BATCH, TOKENS, L, K).astype(np.int64))
 
 
-def test_the_experts_get_the_given_rows(replay: ModuleType, model: Any, called_with: list[Any]) -> None:
-    rows = given_rows()
-    with replay.replayed(model, rows):
-        model(input_ids=batch(), use_cache=False)
-    assert len(called_with) == L
-    for layer, (ids, weights) in enumerate(called_with):
-        assert torch.equal(ids, rows[:, :, layer].reshape(-1, K))
-        assert torch.allclose(weights.sum(dim=1), torch.ones(BATCH * TOKENS))
-
-
-def test_rows_that_are_not_known_are_chosen_by_the_router(
-    replay: ModuleType, model: Any, called_with: list[Any]
-) -> None:
+def test_the_experts_get_the_given_rows(model: Any, called_with: list[Any]) -> None:
+    """And where a row is not known, those that the router chooses."""
     model(input_ids=batch(), use_cache=False)
-    own = [ids for ids, _ in called_with]
-    called_with.clear()
-    rows = torch.full((BATCH, TOKENS, L, K), -1)
-    rows[1, 3:] = given_rows()[1, 3:]
-    with replay.replayed(model, rows):
-        model(input_ids=batch(), use_cache=False)
-    for layer, (ids, _) in enumerate(called_with):
-        ids = ids.reshape(BATCH, TOKENS, K)
-        assert torch.equal(ids[0], own[layer].reshape(BATCH, TOKENS, K)[0])
-        assert torch.equal(ids[1, :3], own[layer].reshape(BATCH, TOKENS, K)[1, :3])
-        assert torch.equal(ids[1, 3:], rows[1, 3:, layer])
+    own = torch.stack([ids.reshape(BATCH, TOKENS, K) for ids, _ in called_with], dim=2)
+    some = torch.full((BATCH, TOKENS, L, K), -1)
+    some[1, 3:] = given_rows()[1, 3:]
+    for rows in (given_rows(), some):
+        called_with.clear()
+        with replay.replayed(model, rows):
+            model(input_ids=batch(), use_cache=False)
+        assert len(called_with) == L
+        expected = torch.where(rows < 0, own, rows)
+        for layer, (ids, weights) in enumerate(called_with):
+            assert torch.equal(ids, expected[:, :, layer].reshape(-1, K))
+            assert torch.allclose(weights.sum(dim=1), torch.ones(BATCH * TOKENS))
 
 
-def test_a_models_own_rows_change_nothing_and_others_do(replay: ModuleType, model: Any, oracle: Oracle) -> None:
+def test_a_models_own_rows_change_nothing_and_others_do(model: Any, oracle: Oracle) -> None:
     tokens = batch()
     own = np.stack([np.argsort(-oracle.logits(row.tolist()), axis=2)[:, :, :K] for row in tokens])
     mask = torch.ones_like(tokens)
@@ -94,7 +73,7 @@ def test_a_models_own_rows_change_nothing_and_others_do(replay: ModuleType, mode
     assert torch.equal(plain, after), "the replay outlived its block"
 
 
-def test_gradients_reach_the_routers_of_the_given_experts(replay: ModuleType, model: Any) -> None:
+def test_gradients_reach_the_routers_of_the_given_experts(model: Any) -> None:
     rows = given_rows()
     rows[..., :] = torch.tensor([0, 1, 2, 3])
     replay.log_probabilities(model, batch(), torch.ones(BATCH, TOKENS, dtype=torch.long), rows).sum().backward()

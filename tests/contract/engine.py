@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -56,14 +56,12 @@ from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights, ids_of, joined, weights_of
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
 AT_ONCE_BYTES, PART_BYTES = 16 << 10, 64 << 10  # a prompt of 17 tokens is read by the thread, one of 65 comes in parts
-BLOCK = 16
-VOCAB = 500
-NUM_BLOCKS = 64
-NUM_EXPERTS = 1 << 15
+BLOCK, NUM_BLOCKS, VOCAB, NUM_EXPERTS = 16, 64, 500, 1 << 15
 
 Rows = np.ndarray[Any, np.dtype[np.int16]]
 
@@ -96,6 +94,14 @@ class Tokens(list[int]):
         return (ids & 0x3FFF) + np.arange(K, dtype=np.int16)
 
 
+def weights_for(rows: Rows) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The weights of rows: any bits, words of -1 and NaN among them, which nothing but these ids has."""
+    bits = rows.astype(np.uint32) * np.uint32(0x9E3779B1)
+    bits[rows % 4 == 1] |= 0xFFFF
+    bits[bits == 0xFFFFFFFF] = 0xFFFF  # which stands for unknown ones
+    return bits.view(np.float32)
+
+
 @dataclass
 class Sequence:
     tokens: Tokens
@@ -106,17 +112,72 @@ class Sequence:
         return np.array(self.blocks)[positions // BLOCK] * BLOCK + positions % BLOCK
 
 
-class ArithmeticExecutor(Executor):
-    """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs alone.
+@dataclass
+class Received:
+    """What came for one request, checked as it comes: `missing` are the positions of rows that came as unknown."""
 
-    Attributes:
-        accepted, rejected: how many drafts were, where the configuration asks for them.
-    """
+    client: "Client"
+    executor: Any
+    request_id: str
+    prompt_len: int
+    start: int | None
+    prompt_id: bytes
+    sequence: Tokens  # of the prompt, and after them those that came
+    num_rows: int = 0  # generated ones that came
+    finish: FinishReason | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    missing: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence[self.prompt_len :]
+
+    def take(self, output: EngineCoreOutput) -> None:
+        assert self.finish is None, "an output after the last one"
+        is_first = not self.tokens
+        self.sequence += output.new_token_ids
+        self.finish = output.finish_reason
+        self.kv_transfer_params = output.kv_transfer_params
+        if self.start is None:
+            assert output.routed_experts is None
+            return
+        if is_first and output.new_token_ids and self.start < self.prompt_len:
+            self.check_prompt(self.client.prompts[self.prompt_id])
+        if output.routed_experts is not None:
+            first, rows = output.routed_experts
+            assert first == self.prompt_len + self.num_rows
+            self.num_rows += len(rows)
+            self.check(rows, first, first + len(rows))
+        assert self.num_rows == max(len(self.tokens) - 1, 0)
+
+    def check_prompt(self, prompts: dict[str, Rows]) -> None:
+        """That its rows are right each time they came, and whole at least once: another engine may be sending them."""
+        assert prompts, "tokens before the rows of their prompt"
+        assert self.start is not None
+        for rows in prompts.values():
+            self.check(rows, self.start, self.start + len(rows))
+        assert max(map(len, prompts.values())) == self.prompt_len - self.start
+
+    def check(self, rows: Rows, first: int, end: int) -> None:
+        """That `rows` are those of positions `first` to `end`."""
+        assert np.array_equal(rows, self.sequence.rows(first, end))
+
+
+def _done(result: Any, non_block: bool) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future if non_block else result
+
+
+class ArithmeticExecutor(Executor):
+    """Runs steps as a model runner does: it learns tokens and blocks from the scheduler's outputs alone."""
 
     vocab = VOCAB
+    received: type[Received] = Received  # what checks the outputs of its requests
 
     def _init_executor(self) -> None:
-        self.accepted = self.rejected = 0
+        self.accepted = self.rejected = 0  # drafts, where the configuration asks for them
+        self.sending: dict[str, Any] = {}  # KV that waits to be pulled by another instance, by request
         self._drafts: dict[str, list[int]] = {}
         self._sequences: dict[str, Sequence] = {}
         self._kv: list[bytes | None] = [None] * (NUM_BLOCKS * BLOCK)
@@ -127,14 +188,10 @@ class ArithmeticExecutor(Executor):
         return True
 
     def get_kv_cache_specs(self) -> list[dict[str, Any]]:
-        return [{"layer.0": self._spec()}]
-
-    @staticmethod
-    def _spec() -> FullAttentionSpec:
-        return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        return [{"layer.0": FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)}]
 
     def determine_available_memory(self) -> list[int]:
-        return [NUM_BLOCKS * self._spec().page_size_bytes]
+        return [NUM_BLOCKS * self.get_kv_cache_specs()[0]["layer.0"].page_size_bytes]
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         return [["LBNHC"]] if method == "get_supported_kv_cache_layouts" else []
@@ -142,23 +199,17 @@ class ArithmeticExecutor(Executor):
     def check_health(self) -> None:
         pass
 
-    def shutdown(self) -> None:
-        pass
+    shutdown = check_health
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         self._copy(scheduler_output.kv_cache_block_copies or ())
         self._update(scheduler_output)
         output = self._run(scheduler_output)
-        done: Future[ModelRunnerOutput | None] = Future()
-        done.set_result(None if scheduler_output.total_num_scheduled_tokens else output)
         self._output = output
-        return done if non_block else done.result()
+        return _done(None if scheduler_output.total_num_scheduled_tokens else output, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        assert self._output is not None
-        done: Future[ModelRunnerOutput] = Future()
-        done.set_result(self._output)
-        return done if non_block else self._output
+        return _done(self._output, non_block)
 
     def take_draft_token_ids(self) -> DraftTokenIds:
         """Where the scheduler waits for each step: with asynchronous scheduling it never learns of drafts."""
@@ -179,17 +230,15 @@ class ArithmeticExecutor(Executor):
         return tokens.rows(start, end)
 
     def _verify(self, sequence: Tokens, end: int, request_id: str) -> list[int]:
-        """What is sampled behind the tokens that are known: after each draft that is right, and once more.
-
-        Args:
-            sequence: tokens, and drafts up to `end`.
-        """
-        first = len(self._sequences[request_id].tokens)
-        sampled: list[int] = []
-        while not sampled or (first + len(sampled) - 1 < end and sequence[first + len(sampled) - 1] == sampled[-1]):
-            sampled.append(self.sample(sequence.prefixes()[first + len(sampled) - 1], request_id))
+        """What is sampled after the tokens that are known, each draft up to `end` that is right, and once more."""
+        last = len(self._sequences[request_id].tokens) - 1
+        sampled = [self.sample(sequence.prefixes()[last], request_id)]
+        for position in range(last + 1, end):
+            if sequence[position] != sampled[-1]:
+                break
+            sampled.append(self.sample(sequence.prefixes()[position], request_id))
         self.accepted += len(sampled) - 1
-        self.rejected += end - first - (len(sampled) - 1)
+        self.rejected += end - last - len(sampled)
         return sampled
 
     def _propose(self, prefix: bytes, request_id: str) -> list[int]:
@@ -212,8 +261,7 @@ class ArithmeticExecutor(Executor):
             sequence = self._sequences[request_id]
             if request_id in cached.resumed_req_ids:
                 self._drafts.pop(request_id, None)
-                sequence.blocks = []
-                sequence.tokens = Tokens(cached.all_token_ids[request_id])
+                self._sequences[request_id] = sequence = Sequence(Tokens(cached.all_token_ids[request_id]), [])
             sequence.blocks += block_ids[0] if block_ids is not None else []
 
     def _copy(self, pairs: Iterable[tuple[int, int]]) -> None:
@@ -224,9 +272,8 @@ class ArithmeticExecutor(Executor):
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        starts |= dict(
-            zip(step.scheduled_cached_reqs.req_ids, step.scheduled_cached_reqs.num_computed_tokens, strict=True)
-        )
+        cached = step.scheduled_cached_reqs
+        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         ids = list(step.num_scheduled_tokens)
         sampled, rows, slots = [], [np.empty((0, L, K), np.int16)], [np.empty(0, np.int64)]
         for request_id, count in step.num_scheduled_tokens.items():
@@ -249,7 +296,10 @@ class ArithmeticExecutor(Executor):
         output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)
         if ids:
             offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
-            attach(output, StepRows(np.concatenate(rows), np.concatenate(slots), offsets))
+            whole = np.concatenate(rows)
+            if captures_weights(self.vllm_config):
+                whole = joined(whole, weights_for(whole))
+            attach(output, StepRows(whole, np.concatenate(slots), offsets))
         return output
 
 
@@ -298,22 +348,24 @@ class Core(EngineCoreProc):
         """The scheduler's side of the capture."""
         return self.scheduler.aux_output_connector
 
+    def is_busy(self) -> bool:
+        """Whether anything is left to do; KV that waits to be pulled may stay, for which vLLM makes empty steps."""
+        if not self.model_executor.sending:
+            return bool(self.scheduler.has_requests() or self.batch_queue)
+        runs = any(step.total_num_scheduled_tokens for _, step, *_ in self.batch_queue or ())
+        is_waited_for = self.scheduler.has_unfinished_requests() or len(self.capture.output_queue) > 0
+        return is_waited_for or runs or bool(self.scheduler.finished_req_ids)
+
+    def empty_prefix_cache(self) -> None:
+        assert self.scheduler.reset_prefix_cache()
+
 
 @cache
 def _config(is_async: bool, drafts: int = 0) -> VllmConfig:
     directory = Path(mkdtemp())
-    model = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 4096,
-    }
+    model = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": VOCAB}
+    model |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model |= {"num_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 4096}
     (directory / "config.json").write_text(json.dumps(model))
     speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 2}
     return EngineArgs(
@@ -339,6 +391,7 @@ def engine(
     stages: int = 1,
     kv_transfer: KVTransferConfig | None = None,
     executor: type[ArithmeticExecutor] = ArithmeticExecutor,
+    weights: bool = False,
 ) -> Core:
     """An engine with our scheduler.
 
@@ -348,11 +401,13 @@ def engine(
         drafts: tokens that are drafted after each.
         stages: of a pipeline: so many more steps are in flight.
         kv_transfer: its KV connector, the worker's side of which `executor` has to be.
+        weights: whether rows have weights.
     """
     config = deepcopy(_config(is_async and not drafts, drafts))
     # vLLM's check allows it for drafts of other methods only, and not with a connector on a CPU.
     config.scheduler_config.async_scheduling = is_async
     config.kv_transfer_config = kv_transfer
+    config.additional_config = {WEIGHTS_KEY: True} if weights else {}
     config.scheduler_config.max_num_batched_tokens = chunk
     config.scheduler_config.max_num_seqs = max_num_seqs
     if num_blocks is not None:
@@ -368,80 +423,19 @@ def engine(
     return core
 
 
-@dataclass
-class Received:
-    """What came for one request, checked as it comes.
-
-    Attributes:
-        sequence: tokens of the prompt, and after them those that came.
-        num_rows: generated rows that came.
-    """
-
-    prompt_len: int
-    start: int | None
-    prompt_id: bytes
-    sequence: Tokens
-    num_rows: int = 0
-    finish: FinishReason | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.sequence[self.prompt_len :]
-
-    def take(self, output: EngineCoreOutput, prompts: list[Rows]) -> None:
-        """Takes an output; `prompts` are the rows of its prompt, each time that they came so far."""
-        assert self.finish is None, "an output after the last one"
-        is_first = len(self.sequence) == self.prompt_len
-        self.sequence += output.new_token_ids
-        self.finish = output.finish_reason
-        self.kv_transfer_params = output.kv_transfer_params
-        if self.start is None:
-            assert output.routed_experts is None
-            return
-        if is_first and output.new_token_ids and self.start < self.prompt_len:
-            assert prompts, "tokens before the rows of their prompt"
-            self.check_prompt(prompts)
-        if output.routed_experts is not None:
-            first, rows = output.routed_experts
-            assert first == self.prompt_len + self.num_rows
-            self.num_rows += len(rows)
-            self.check(rows, first, first + len(rows))
-        assert self.num_rows == max(len(self.tokens) - 1, 0)
-
-    def check_prompt(self, prompts: list[Rows]) -> None:
-        """That they are right each time, and whole at least once: another engine may be sending them."""
-        assert self.start is not None
-        for rows in prompts:
-            self.check(rows, self.start, self.start + len(rows))
-        assert max(map(len, prompts)) == self.prompt_len - self.start
-
-    def check(self, rows: Rows, first: int, end: int) -> None:
-        """That `rows` are those of positions `first` to `end`."""
-        assert np.array_equal(rows, self.sequence.rows(first, end))
-
-
 class Client:
-    """Takes the place of an API process: adds and aborts requests, and keeps what the engines send, in order.
-
-    Attributes:
-        received: by request id.
-        prompts: the rows of prompts, by `prompt_id`; each time that they came.
-        sent_with: the same, by the request that they were sent with.
-        messages: the ids of the outputs in each message, but for that with the engine's numbers.
-        stats: the numbers.
-    """
+    """Takes the place of an API process: adds and aborts requests, and keeps what the engines send, in order."""
 
     def __init__(self, *engines: Core, index: int = 0) -> None:
         self.engines = engines
         self.received: dict[str, Received] = {}
-        self.prompts: dict[bytes, list[Rows]] = defaultdict(list)
-        self.sent_with: dict[str, Rows] = {}
-        self._parts: dict[str, int] = {}  # by the request that they are sent with, which of the times it is
-        self.messages: list[list[str]] = []
+        self.prompts: dict[bytes, dict[str, Rows]] = defaultdict(dict)  # by id, and the request that they came with
+        self.messages: list[list[str]] = []  # the ids of the outputs in each, but for that with the engine's numbers
         self.stats: list[EngineStats] = []
         self.index = index
         self._unpackers = [Unpacker() for _ in engines]
+        self._weighed: set[str] = set()  # requests that ask for weights
+        self.num_weights = self.num_without_weights = 0  # rows that came with theirs, or should have
 
     def add(
         self,
@@ -451,39 +445,33 @@ class Client:
         n: int = 1,
         max_tokens: int = 4,
         kv_transfer_params: dict[str, Any] | None = None,
-        **params: Any,
+        weights: bool = False,
     ) -> list[str]:
-        """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids.
-
-        Args:
-            start: the first prompt row to send; None for no opt-in.
-        """
-        opt_in = OptIn(start or 0, os.urandom(16), shared=n > 1)
+        """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids. The first
+        prompt row to send is `start`; None for no opt-in."""
+        opt_in = OptIn(start or 0, os.urandom(16), shared=n > 1, weights=weights)
         extra_args: dict[str, Any] = {} if start is None else {OPT_IN_ARG: opt_in.encode()}
         if kv_transfer_params is not None:
             extra_args["kv_transfer_params"] = kv_transfer_params
-        sampling = SamplingParams(
-            n=n,
-            max_tokens=max_tokens,
-            detokenize=False,
-            extra_args=extra_args or None,
-            **params,
-        )
+        sampling = SamplingParams(n=n, max_tokens=max_tokens, detokenize=False, extra_args=extra_args or None)
         request = EngineCoreRequest(name, prompt, None, sampling, None, time.time(), None, None, None)
         request.client_index, request.external_req_id = self.index, name
         parent = ParentRequest(request)
-        ids = [name] if n == 1 else [parent.get_child_info(index)[0] for index in range(n)]
-        for index, request_id in enumerate(ids):
-            child = copy(request)
-            child.request_id = request_id
-            child.sampling_params = sampling if n == 1 else parent.get_child_info(index)[1]
-            self.received[request_id] = self.expect(request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt))
-            self.engines[index % len(self.engines)].take(sent(child))
-        return ids
+        children = [(name, sampling)] if n == 1 else [parent.get_child_info(index) for index in range(n)]
+        self._weighed |= {request_id for request_id, _ in children} if weights else set()
+        for index, (request_id, params) in enumerate(children):
+            child, core = copy(request), self.engines[index % len(self.engines)]
+            child.request_id, child.sampling_params = request_id, params
+            about = request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
+            self.received[request_id] = core.model_executor.received(self, core.model_executor, *about)
+            core.take(sent(child))
+        return [request_id for request_id, _ in children]
 
-    def expect(self, request_id: str, *about: Any) -> Received:
-        """What checks the outputs of a request."""
-        return Received(*about)
+    def answer(self, name: str, prompt: list[int], start: int | None = 0, **about: Any) -> Received:
+        """Adds a request and steps until nothing is left to do; gives what came for it, or for its first choice."""
+        first, *_ = self.add(name, prompt, start, **about)
+        self.run()
+        return self.received[first]
 
     def abort(self, *request_ids: str) -> None:
         for core in self.engines:
@@ -491,11 +479,15 @@ class Client:
 
     def pause(self, mode: str, clear_cache: bool) -> None:
         """What the API process does for `/pause`: returns when the engines have nothing left to do."""
-        pending = [core.pause_scheduler(mode, clear_cache) for core in self.engines]
-        while any(pause is not None and not pause.done() for pause in pending):
+        self.wait(*[core.pause_scheduler(mode, clear_cache) for core in self.engines])
+
+    def wait(self, *pending: Any) -> None:
+        """Steps until the engines have done what they were asked for."""
+        futures = [each for each in pending if isinstance(each, Future)]
+        while not all(future.done() for future in futures):
             self.step()
-        for pause in pending:
-            assert pause is None or pause.result() is None
+        for future in futures:
+            future.result()
         self.step()  # takes what the engines said without a step
 
     def step(self, *others: "Client") -> None:
@@ -512,28 +504,41 @@ class Client:
 
     def run(self, *others: "Client", steps: int = 10_000) -> None:
         """Steps until nothing is left to do, for this and other clients of the same engines."""
-        while any(core.scheduler.has_requests() or core.batch_queue for core in self.engines):
+        while any(core.is_busy() for core in self.engines):
             assert steps > 0, "the engine does not come to an end"
             steps -= 1
             self.step(*others)
 
-    def finish(self, but: str | Iterable[str] = ()) -> None:
-        """Steps until nothing is left to do. All requests `but` these must have ended by their length.
+    def finish(
+        self,
+        but: str | Iterable[str] = (),
+        missing: int | None = 0,
+        forgets: bool = False,
+        ends: tuple[FinishReason, ...] = (FinishReason.LENGTH,),
+    ) -> None:
+        """Steps until nothing is left to do. Rows are checked as they come; here that all of them came, and that
+        nothing is left in the engines.
 
-        Rows are checked as they come; here that all of them came, and that nothing is left in the engines.
+        Args:
+            but: requests that were aborted; the others must have ended as one of `ends`.
+            missing: how many rows came as unknown; None where that is looked at otherwise.
+            forgets: whether the engine said that it gave rows up, as a connector did what is not expected of it.
         """
         self.run()
-        self.check_finished(but)
-
-    def check_finished(self, but: str | Iterable[str] = ()) -> None:
         for request_id in [but] if isinstance(but, str) else but:
             self.received.pop(request_id, None)
-        for request in self.received.values():
-            assert request.finish is FinishReason.LENGTH
+        assert all(request.finish in ends for request in self.received.values())
+        assert missing in (None, self.missing())
+        assert any(stats.rows_forgotten for stats in self.stats) == forgets
         for core in self.engines:
-            assert core.capture.num_tracked == 0
-            assert len(core.capture.output_queue) == 0
-            assert core.capture._steps == {}
+            capture = core.capture
+            left = capture.num_tracked, len(capture.output_queue), len(capture._steps), len(capture._to_export)
+            assert left == (0, 0, 0, 0)
+            assert not capture._handed
+
+    def missing(self) -> int:
+        """How many rows came as unknown."""
+        return sum(len(request.missing) for request in self.received.values())
 
     def times_sent(self, *request_ids: str) -> int:
         """How often the prompt of these requests was sent."""
@@ -546,30 +551,37 @@ class Client:
             self.stats.append(EngineStats.decode(message.outputs.pop(0).kv_transfer_params))
         unpacked = list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp))
         for output, start, rows in unpacked:
-            output.routed_experts = start, rows
+            output.routed_experts = start, self._ids(output.request_id, rows)
         self.messages.append([output.request_id for output in message.outputs])
         for output in message.outputs:
-            self._take(output)
-
-    def _take(self, output: EngineCoreOutput) -> None:
-        sender = request_of_prompt(output.request_id)
-        if sender is not None:
-            assert not output.new_token_ids
-            assert output.finish_reason is None
-            request, (start, rows) = self.received[sender], output.routed_experts
-            times = self.prompts[request.prompt_id]
-            if start == request.start:  # the first part
-                self._parts[sender] = len(times)
-                times.append(rows)
+            if (sender := request_of_prompt(output.request_id)) is None:
+                self.received[output.request_id].take(output)
             else:
-                before = times[self._parts[sender]]
-                assert request.start is not None
-                assert start == request.start + len(before)
-                times[self._parts[sender]] = np.concatenate([before, rows])
-            self.sent_with[sender] = times[self._parts[sender]]
-            return
-        request = self.received[output.request_id]
-        request.take(output, self.prompts.get(request.prompt_id, []))
+                self._take_prompt(self.received[sender], output)
+
+    def _ids(self, output_id: str, rows: Rows) -> Rows:
+        """Those of `rows`, whose weights are checked if the request asks for them; others are sent ids alone."""
+        if (request_of_prompt(output_id) or output_id) not in self._weighed:
+            assert rows.shape[1:] == (L, K)
+            return rows
+        ids, weights = ids_of(rows), weights_of(rows)
+        unknown = (weights.view(np.int32) == -1).all(axis=(1, 2))
+        self.num_weights += len(rows)
+        self.num_without_weights += int((unknown & (ids >= 0).all(axis=(1, 2))).sum())
+        known = ~unknown
+        assert (ids[known] >= 0).all()
+        assert np.array_equal(weights[known].view(np.int32), weights_for(ids[known]).view(np.int32))
+        return ids
+
+    def _take_prompt(self, request: Received, output: EngineCoreOutput) -> None:
+        """Each request sends a prompt once, in parts that follow each other."""
+        assert not output.new_token_ids
+        assert output.finish_reason is None
+        start, rows = output.routed_experts
+        of_prompt = self.prompts[request.prompt_id]
+        before = of_prompt.get(request.request_id, rows[:0])
+        assert start == (request.start or 0) + len(before)
+        of_prompt[request.request_id] = np.concatenate([before, rows])
 
 
 def requests_at_random(

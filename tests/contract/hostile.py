@@ -3,7 +3,6 @@
 import base64
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,13 +12,13 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from routed_experts.capture.message import OPT_IN_ARG
+from tests.documentation import ROOT
 from tests.e2e.harness import prompt_of
 
-SPEC: dict[str, Any] = yaml.safe_load((Path(__file__).resolve().parents[2] / "openapi.yaml").read_text())
+SPEC: dict[str, Any] = yaml.safe_load((ROOT / "openapi.yaml").read_text())
 SCHEMAS: dict[str, Any] = SPEC["components"]["schemas"]
 PROMPT = prompt_of(30, 1)
 GENERATE = "/inference/v1/generate"
-PLACES = ["fields", "transfer", "extra"]
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
@@ -29,21 +28,10 @@ COUNTS = {"n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens"}
 """They decide how much is generated, so that they stay small."""
 
 # What vLLM's connectors read of a request, in 0.32.
-PULL: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_engine_id": "engine",
-    "remote_request_id": "request",
-    "remote_block_ids": [[1, 2]],
-    "remote_host": "127.0.0.1",
-    "remote_port": 9,
-    "tp_size": 1,
-}
-SEND = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    **dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")),
-}
+REMOTE = {"remote_engine_id": "engine", "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1", "remote_port": 9}
+PULL: dict[str, Any] = {"do_remote_prefill": True, "do_remote_decode": False, **REMOTE}
+PULL |= {"remote_request_id": "request", "tp_size": 1}
+SEND = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(REMOTE)}
 OTHERS = ("dcp_size", "pp_size", "remote_num_tokens", "remote_block_size", "remote_blocks_expiry_time", "transfer_id")
 OTHERS += ("max_load_tokens", "max_offload_tokens", "load_tiers", "_p_side_truncated", "_remote_blocks_processed")
 
@@ -54,38 +42,36 @@ JUNK = st.recursive(
 )
 OTHER_TYPES = st.sampled_from([None, True, 0, 5, -1, 1 << 70, 0.5, float("nan"), "", "5"]) | JUNK
 OTHER_TYPES |= st.sampled_from([[], {}, [[]], [5], ["5"], {"a": 5}])
+SIMPLE = {
+    "boolean": st.booleans(),
+    "integer": st.integers(-2, 40) | st.integers(),
+    "number": st.floats(-2, 3) | st.floats(),
+    "string": st.text(max_size=8),
+    "null": st.none(),
+}
 SMALL = st.integers(-1, 4) | JUNK.filter(lambda value: not isinstance(value, int | float) or value < 5)
 
 
 def values(schema: Any, depth: int = 0) -> st.SearchStrategy[Any]:
     """What a schema allows, roughly, and at times anything."""
-    if not isinstance(schema, dict) or depth > 4:
+    if depth > 4:
         return JUNK
-    if "$ref" in schema:
-        return values(SCHEMAS[schema["$ref"].rsplit("/", 1)[1]], depth + 1)
-    for several in ("anyOf", "oneOf", "allOf"):
-        if several in schema:
-            return st.one_of(*(values(each, depth + 1) for each in schema[several]))
-    if "enum" in schema:
-        return st.sampled_from(schema["enum"])
-    if "const" in schema:
-        return st.just(schema["const"])
-    match schema.get("type"):
-        case "boolean":
-            return st.booleans()
-        case "integer":
-            return st.integers(-2, 40) | st.integers()
-        case "number":
-            return st.floats(-2, 3) | st.floats()
-        case "string":
-            return st.text(max_size=8)
-        case "null":
-            return st.none()
-        case "array":
+    match schema:
+        case {"$ref": ref}:
+            return values(SCHEMAS[ref.rsplit("/", 1)[1]], depth + 1)
+        case {"anyOf": several} | {"oneOf": several} | {"allOf": several}:
+            return st.one_of(*(values(each, depth + 1) for each in several))
+        case {"enum": allowed}:
+            return st.sampled_from(allowed)
+        case {"const": value}:
+            return st.just(value)
+        case {"type": "array"}:
             return st.lists(values(schema.get("items"), depth + 1), max_size=3)
-        case "object":
+        case {"type": "object"}:
             properties = {name: values(each, depth + 1) for name, each in schema.get("properties", {}).items()}
             return st.fixed_dictionaries({}, optional=properties)
+        case {"type": kind}:
+            return SIMPLE.get(kind, JUNK)
     return JUNK
 
 
@@ -96,8 +82,9 @@ def fields_of(path: str) -> dict[str, Any]:
     return properties
 
 
-def is_ours(name: str) -> bool:
-    return "routed_experts" in name
+def mostly(valid: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """`valid` in nine of ten cases, and anything in the others."""
+    return st.integers(0, 9).flatmap(lambda dice: valid if dice else JUNK)
 
 
 @dataclass(frozen=True)
@@ -118,54 +105,53 @@ class Hostile:
 
     def _body(self, path: str) -> st.SearchStrategy[dict[str, Any]]:
         fields = {name: schema for name, schema in fields_of(path).items() if name not in self.left_out}
+        ours = sorted(name for name in fields if "routed_experts" in name)
+        transfer = mostly(self._transfer())
+        extra_args = mostly(self._extra_args(transfer))
+        # Mostly in one place: what is refused first hides what comes after it.
+        places = st.sampled_from([["fields"], ["transfer"], ["transfer"], ["extra"], ["fields", "transfer", "extra"]])
 
         @st.composite
         def body(draw: Any) -> dict[str, Any]:
             made = {"model": "tiny", **VALID[path]}
             if draw(st.booleans()):
                 made["return_routed_experts"] = True
-            # Mostly in one place: what is refused first hides what comes after it.
-            changed = draw(st.sampled_from([["fields"], ["transfer"], ["transfer"], ["extra"], PLACES]))
+            changed = draw(places)
             if "fields" in changed:
-                names = st.sampled_from(sorted(filter(is_ours, fields))) | st.sampled_from(sorted(fields))
+                names = st.sampled_from(ours) | st.sampled_from(sorted(fields))
                 for name in draw(st.lists(names, min_size=1, max_size=3)):
                     made[name] = draw(SMALL if name in COUNTS else values(fields[name]) | JUNK)
             if "transfer" in changed:
-                made["kv_transfer_params"] = draw(self._transfer())
+                made["kv_transfer_params"] = draw(transfer)
             if "extra" in changed and path == GENERATE:
-                made["sampling_params"] = draw(self._sampling())
+                made["sampling_params"] = draw(mostly(self._sampling(extra_args)))
             elif "extra" in changed:
-                made["vllm_xargs"] = draw(self._extra_args())
+                made["vllm_xargs"] = draw(extra_args)
             return made
 
         return body()
 
-    def _sampling(self) -> st.SearchStrategy[Any]:
+    def _sampling(self, extra_args: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
         names = sorted({*SamplingParams.__struct_fields__} - {*self.left_out, *COUNTS, "extra_args"})
-        counts = dict.fromkeys(sorted({"n", "min_tokens"} - {*self.left_out}), SMALL)
-        any_field = st.fixed_dictionaries(
-            {"max_tokens": st.just(3) | SMALL}, optional={"extra_args": self._extra_args(), **counts}
-        )
+        some = {"extra_args": extra_args} | dict.fromkeys({"n", "min_tokens"} - {*self.left_out}, SMALL)
+        of_ours = st.fixed_dictionaries({"max_tokens": st.just(3) | SMALL}, optional=some)
         others = st.dictionaries(st.sampled_from(names), st.integers(-1, 2) | st.floats(0, 2) | JUNK, max_size=2)
-        both = st.builds(lambda some, more: {**some, **more}, any_field, others)
-        return st.integers(0, 9).flatmap(lambda dice: both if dice else JUNK)
+        return st.builds(lambda some, more: {**some, **more}, of_ours, others)
 
-    def _extra_args(self) -> st.SearchStrategy[Any]:
+    def _extra_args(self, transfer: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
         names = st.sampled_from(["kv_transfer_params", OPT_IN_ARG, "routed_experts"]) | st.text(max_size=8)
-        pairs = st.dictionaries(names, self._transfer() | JUNK, max_size=2)
-        return st.integers(0, 9).flatmap(lambda dice: pairs if dice else JUNK)
+        return st.dictionaries(names, transfer | JUNK, max_size=2)
 
-    def _transfer(self) -> st.SearchStrategy[Any]:
+    def _transfer(self) -> st.SearchStrategy[dict[str, Any]]:
         """What an instance that prefills, or one that decodes, is given, with up to two keys changed or left out."""
         rows = st.integers(0, 9).flatmap(lambda dice: self._rows() if dice < 6 else st.none() if dice < 9 else JUNK)
         keys = st.sampled_from([*PULL, *PULL, *OTHERS, "routed_experts"])
 
         @st.composite
-        def transfer(draw: Any) -> Any:
-            made = dict(draw(st.sampled_from([PULL, PULL, SEND])))
-            made["routed_experts"] = draw(rows)
-            if made["routed_experts"] is None:
-                del made["routed_experts"]
+        def transfer(draw: Any) -> dict[str, Any]:
+            made, of_prompt = dict(draw(st.sampled_from([PULL, PULL, SEND]))), draw(rows)
+            if of_prompt is not None:
+                made["routed_experts"] = of_prompt
             for key in draw(st.lists(keys, min_size=1, max_size=2)):
                 if draw(st.integers(0, 4)) == 4:
                     made.pop(key, None)
@@ -173,17 +159,15 @@ class Hostile:
                     made[key] = draw(OTHER_TYPES)
             return made
 
-        return st.integers(0, 9).flatmap(lambda dice: transfer() if dice else JUNK)
+        return transfer()
 
-    def _rows(self) -> st.SearchStrategy[Any]:
+    def _rows(self) -> st.SearchStrategy[dict[str, Any]]:
         """Rows of some of the prompt's tokens, valid but at times for one key."""
 
         @st.composite
         def rows(draw: Any) -> dict[str, Any]:
-            count, (dtype, size) = (
-                draw(st.sampled_from([1, 1, 1, 0, 30, 31])),
-                draw(st.sampled_from([("int16", 2), ("uint8", 1)])),
-            )
+            count = draw(st.sampled_from([1, 1, 1, 0, 30, 31]))
+            dtype, size = draw(st.sampled_from([("int16", 2), ("uint8", 1)]))
             data = base64.b64encode(bytes(count * self.shape[0] * self.shape[1] * size)).decode()
             made = {"data": data, "dtype": dtype, "shape": [count, *self.shape]}
             made["until"] = draw(st.sampled_from([None, 0, 1 << 39, 1 << 39]))
@@ -197,17 +181,18 @@ class Hostile:
 def check_response(response: httpx.Response) -> None:
     """Not the server's fault: a whole answer, or an error in OpenAI's form."""
     assert response.status_code < 500, response.text
+    kind = response.headers["content-type"]
     if response.status_code != 200:
         assert response.status_code >= 400, response.text
         error = orjson.loads(response.content)["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
         assert error["code"] == response.status_code
-    elif response.headers["content-type"].startswith("text/event-stream"):
-        events = [line for line in response.text.splitlines() if line.startswith("data: ")]
-        assert events[-1] == "data: [DONE]"
-        for event in events[:-1]:
+    elif kind.startswith("text/event-stream"):
+        *events, end = [line for line in response.text.splitlines() if line.startswith("data: ")]
+        assert end == "data: [DONE]"
+        for event in events:
             error = orjson.loads(event.removeprefix("data: ")).get("error")
             assert error is None or error["code"] < 500, event
-    elif response.headers["content-type"].startswith("application/json"):
+    elif kind.startswith("application/json"):
         assert isinstance(orjson.loads(response.content), dict)

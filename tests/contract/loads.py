@@ -7,7 +7,7 @@ too. So a row is right only if a request's own forward passes read KV of that ve
 import random
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,54 +16,36 @@ import numpy as np
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
 from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol.codec import UNKNOWN
-from tests.contract.engine import (
-    BLOCK,
-    NUM_BLOCKS,
-    ArithmeticExecutor,
-    Client,
-    Core,
-    K,
-    L,
-    Received,
-    Rows,
-    Sequence,
-    Tokens,
-    engine,
-    requests_at_random,
-)
+from tests.contract import engine as around
+from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, K, L, Rows, Sequence, Tokens, requests_at_random
 
 Slot = tuple[bytes | None, int]
 """The prefix whose last token's KV it is, and the number of its computation."""
+NOTHING: Slot = None, 0
 
 LEASE_S = 30.0
 """For how long a prefill instance keeps KV for whoever is to pull it."""
 
 NAME, TRANSFER, PULL = "StoreOfTheTests", "TransferOfTheTests", "PullOfTheTests"
-KVConnectorFactory.register_connector(NAME, __name__, "StoreConnector")
-KVConnectorFactory.register_connector(TRANSFER, __name__, "TransferConnector")
-KVConnectorFactory.register_connector(PULL, __name__, "PullConnector")
+for _name, _class in ((NAME, "StoreConnector"), (TRANSFER, "TransferConnector"), (PULL, "PullConnector")):
+    KVConnectorFactory.register_connector(_name, __name__, _class)
 
 
 class Clock:
     """In the place of the module `time`."""
 
-    def __init__(self) -> None:
-        self.passed = 0.0
+    passed = 0.0
 
     def time(self) -> float:
         return time.time() + self.passed
@@ -74,53 +56,34 @@ class Clock:
 
 @dataclass
 class Sent:
-    """KV of a prompt that another instance may pull: where it lies, in the memory of the instance that computed it.
-
-    Attributes:
-        expires: when its blocks are given to others, as `Clock.monotonic` counts.
-    """
+    """KV of a prompt that another instance may pull: where it lies, in the memory of the instance that computed it."""
 
     executor: "TracingExecutor"
     slots: list[int]
-    expires: float
+    expires: float  # when its blocks are given to others, as `Clock.monotonic` counts
     is_pulled: bool = False
 
 
 @dataclass
 class Store:
-    """What is kept outside the engines, and how a connector to it behaves.
+    """What is kept outside the engines, and how a connector to it behaves."""
 
-    Attributes:
-        blocks: by the prefix that they end.
-        sent: the KV of prompts that another instance may pull, by request.
-        clock: what leases go by.
-        heartbeats: whether those of requests that are to pull, in every step, arrive.
-        refused: what prefill instances were told to let go without a pull, by their names for it.
-        offers_aborted: whether the KV of aborted requests is offered too.
-        is_async: whether loads run beside steps.
-        delay: steps that such a load takes.
-        fails: whether to fail a load, asked for each.
-        fails_as: what of a failed load is reported: the blocks, or the request.
-        fetches_hits: whether a load writes over what was found in the prefix cache.
-        has_prompts: whether it has whole prompts only, and offers what they are longer than the prefix hit: less than
-            nothing, where a request hits its own answer.
-    """
-
-    blocks: dict[bytes, list[Slot]] = field(default_factory=dict)
-    sent: dict[str, Sent] = field(default_factory=dict)
-    clock: Clock = field(default_factory=Clock)
-    heartbeats: bool = True
-    refused: list[str] = field(default_factory=list)
-    offers_aborted: bool = False
+    blocks: dict[bytes, list[Slot]] = field(default_factory=dict)  # by the prefix that they end
+    sent: dict[str, Sent] = field(default_factory=dict)  # KV of prompts that may be pulled, by request
+    clock: Clock = field(default_factory=Clock)  # what leases go by
+    heartbeats: bool = True  # whether those of requests that are to pull, in every step, arrive
+    refused: list[str] = field(default_factory=list)  # what prefill instances were told to let go without a pull
+    offers_aborted: bool = False  # whether the KV of aborted requests is offered too
     dice: random.Random = field(default_factory=lambda: random.Random(0))
-    is_async: bool = False
-    delay: int = 2
-    fails: Callable[[], bool] = lambda: False
-    fails_as: str = "blocks"
-    fetches_hits: bool = False
+    is_async: bool = False  # whether loads run beside steps, of which each takes two
+    fails: float = 0  # how likely a load fails
+    fail_dice: random.Random = field(default_factory=lambda: random.Random(1))
+    fails_as: str = "blocks"  # what of a failed load is reported: them, or the "request"
+    fetches_hits: bool = False  # whether a load writes over what was found in the prefix cache
+    # Whether it has whole prompts only, and offers what they are longer than the prefix hit: less than nothing, where a
+    # request hits its own answer.
     has_prompts: bool = False
     num_negative: int = 0
-    is_writing: bool = True
     num_loaded: int = 0
     num_failed: int = 0
 
@@ -136,8 +99,8 @@ class _Load:
     request_id: str
     blocks: list[tuple[int, bytes]]
     is_async: bool
-    steps: int
     remote: str | None = None
+    steps: int = 2
 
 
 @dataclass
@@ -175,13 +138,11 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return count, STORE.is_async and count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if not num_external_tokens:
-            return
-        first = self._asked[request.request_id] // BLOCK
-        end = first + num_external_tokens // BLOCK
-        pairs = list(zip(blocks.get_block_ids()[0], _keys(request), strict=False))
-        first = 0 if STORE.fetches_hits else first
-        self._loads.append(_Load(request.request_id, pairs[first:end], STORE.is_async, STORE.delay))
+        if num_external_tokens:
+            first = self._asked[request.request_id] // BLOCK
+            pairs = list(zip(blocks.get_block_ids()[0], _keys(request), strict=False))
+            loaded = slice(0 if STORE.fetches_hits else first, first + num_external_tokens // BLOCK)
+            self._loads.append(_Load(request.request_id, pairs[loaded], STORE.is_async))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, self._loads = self._loads, []
@@ -250,8 +211,7 @@ class PullConnector(StoreConnector):
         if num_external_tokens:
             first = self._asked[request.request_id] // BLOCK
             pairs = [(block, b"%d" % index) for index, block in enumerate(blocks.get_block_ids()[0])]
-            remote = params["remote_request_id"]
-            self._loads.append(_Load(request.request_id, pairs[first:], True, STORE.delay, remote))
+            self._loads.append(_Load(request.request_id, pairs[first:], True, params["remote_request_id"]))
         params["do_remote_prefill"] = False
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -279,17 +239,38 @@ def _keys(request: Request) -> list[bytes]:
     return Tokens(request.all_token_ids).prefixes()[BLOCK - 1 :: BLOCK]
 
 
-class TracingExecutor(ArithmeticExecutor):
+def slots_of(block: int) -> range:
+    return range(block * BLOCK, (block + 1) * BLOCK)
+
+
+class TracedReceived(around.Received):
+    """Checks that rows are of the computations whose KV the request's forward passes read."""
+
+    def check(self, rows: Rows, first: int, end: int) -> None:
+        expected = self.sequence.rows(first, end).copy()
+        assert rows.shape == expected.shape
+        for position, row, right in zip(range(first, end), rows, expected, strict=True):
+            if (row == UNKNOWN).all():
+                self.missing.append(position)
+                continue
+            right[:2, -1] = row[:2, -1]
+            number = (int(row[0, -1]) - _MARK) | (int(row[1, -1]) - _MARK) << 13
+            is_own = np.array_equal(row, right) and number in self.executor.seen[self.request_id][position]
+            assert is_own, f"position {position}: a row of another computation"
+
+
+class TracingExecutor(around.ArithmeticExecutor):
     """Numbers every computation of a token, and moves KV as `StoreConnector` says."""
 
+    received = TracedReceived
     _numbers = iter(range(1, 1 << 30))  # of all engines
 
     def _init_executor(self) -> None:
         super()._init_executor()
         self._number = [0] * (NUM_BLOCKS * BLOCK)
-        self._underway: list[_Load] = []
-        self._sending: dict[str, Sent] = {}
+        self.underway: list[_Load] = []
         self._bad_blocks: set[int] = set()
+        # By request and position, the numbers of the KV that its forward passes read.
         self.seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
     def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
@@ -303,58 +284,58 @@ class TracingExecutor(ArithmeticExecutor):
             self.seen[request_id][position].add(self._number[slot])
         return rows
 
+    def get(self, slots: Any) -> list[Slot]:
+        return [(self._kv[slot], self._number[slot]) for slot in slots]
+
+    def put(self, block: int, kept: list[Slot]) -> None:
+        for slot, one in zip(slots_of(block), kept, strict=True):
+            self._kv[slot], self._number[slot] = one
+
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
-        metadata = _Metadata([], [])
         given = scheduler_output.kv_connector_metadata
-        for each in given.metadata if isinstance(given, MultiKVConnectorMetadata) else (given,):
-            assert isinstance(each, _Metadata)
-            metadata.loads += each.loads
-            metadata.saves += each.saves
-            metadata.sends |= each.sends
+        children = given.metadata if isinstance(given, MultiKVConnectorMetadata) else (given,)
+        assert all(isinstance(each, _Metadata) for each in children)
         now = STORE.clock.monotonic()
-        for request_id, blocks in metadata.sends.items():
-            slots = [slot for block in blocks for slot in range(block * BLOCK, (block + 1) * BLOCK)]
-            STORE.sent[request_id] = self._sending[request_id] = Sent(self, slots, now + LEASE_S)
-        done = {name for name, sent in self._sending.items() if sent.is_pulled or now > sent.expires}
+        for request_id, blocks in (pair for each in children for pair in each.sends.items()):
+            slots = [slot for block in blocks for slot in slots_of(block)]
+            STORE.sent[request_id] = self.sending[request_id] = Sent(self, slots, now + LEASE_S)
+        done = {name for name, sent in self.sending.items() if sent.is_pulled or now > sent.expires}
         for request_id in done:
-            del self._sending[request_id]
+            del self.sending[request_id]
         report = KVConnectorOutput(finished_recving=set(), finished_sending=done)
-        self._underway += metadata.loads
-        for load in self._underway:
+        self.underway += [load for each in children for load in each.loads]
+        for load in list(self.underway):
             load.steps -= 1
             if not load.is_async or load.steps < 0:
                 self._finish(load, report)
-        self._underway = [load for load in self._underway if load.is_async and load.steps >= 0]
+                self.underway.remove(load)
         self._bad_blocks = report.invalid_block_ids
         result = super().execute_model(scheduler_output, non_block)
         output = self._output
-        assert isinstance(output, ModelRunnerOutput)
+        assert output is not None
         for request_id, sampled in zip(output.req_ids, output.sampled_token_ids, strict=True):
             sequence = self._sequences[request_id]
             if sampled and self._bad_blocks.intersection(sequence.blocks):  # vLLM does not take it
                 sequence.tokens = Tokens(sequence.tokens[:-1])
         if not report.is_empty():
             output.kv_connector_output = report
-        for block, key in metadata.saves if STORE.is_writing and not report.invalid_block_ids else ():
-            slots = range(block * BLOCK, (block + 1) * BLOCK)
-            if self._kv[slots[-1]] == key:  # else it was given away since
-                STORE.blocks.setdefault(key, [(self._kv[slot], self._number[slot]) for slot in slots])
+        for block, key in (save for each in children for save in each.saves if not report.invalid_block_ids):
+            if self._kv[slots_of(block)[-1]] == key:  # else it was given away since
+                STORE.blocks.setdefault(key, self.get(slots_of(block)))
         return result
 
     def _finish(self, load: _Load, report: KVConnectorOutput) -> None:
-        failed = STORE.fails()
-        bad = range(STORE.dice.randrange(len(load.blocks)) if failed else len(load.blocks), len(load.blocks))
+        failed = STORE.fail_dice.random() < STORE.fails
+        good = STORE.dice.randrange(len(load.blocks)) if failed else len(load.blocks)
         for index, (block, key) in enumerate(load.blocks):
-            kept = STORE.blocks.get(key, [(None, 0)] * BLOCK)
-            if load.remote is not None:
+            if index >= good:
+                kept = []
+            elif load.remote is None:
+                kept = STORE.blocks.get(key, [])
+            else:
                 sent = STORE.sent[load.remote]  # whatever its blocks hold by now
-                slots = sent.slots[int(key) * BLOCK :][:BLOCK]
-                kept = [(sent.executor._kv[slot], sent.executor._number[slot]) for slot in slots]
-                kept = [*kept, *[(None, 0)] * BLOCK][:BLOCK]
-            if index in bad:
-                kept = [(None, 0)] * BLOCK
-            for slot, (prefix, number) in zip(range(block * BLOCK, (block + 1) * BLOCK), kept, strict=True):
-                self._kv[slot], self._number[slot] = prefix, number
+                kept = sent.executor.get(sent.slots[int(key) * BLOCK :][:BLOCK])
+            self.put(block, [*kept, *[NOTHING] * BLOCK][:BLOCK])
         if load.remote is not None and not failed:
             STORE.sent[load.remote].is_pulled = True
         STORE.num_loaded += 1
@@ -365,58 +346,7 @@ class TracingExecutor(ArithmeticExecutor):
         if failed and STORE.fails_as == "request":
             report.failed_recving.add(load.request_id)
         elif failed:
-            report.invalid_block_ids.update(load.blocks[index][0] for index in bad)
-
-
-@dataclass
-class TracedReceived(Received):
-    """Checks that rows are of the computations whose KV the request's forward passes read."""
-
-    seen: dict[int, set[int]] = field(default_factory=dict)
-    missing: list[int] = field(default_factory=list)
-
-    def check(self, rows: Rows, first: int, end: int) -> None:
-        expected = self.sequence.rows(first, end).copy()
-        assert rows.shape == expected.shape
-        for position, row, right in zip(range(first, end), rows, expected, strict=True):
-            if (row == UNKNOWN).all():
-                self.missing.append(position)
-                continue
-            right[:2, -1] = row[:2, -1]
-            number = (int(row[0, -1]) - _MARK) | (int(row[1, -1]) - _MARK) << 13
-            is_own = np.array_equal(row, right) and number in self.seen[position]
-            assert is_own, f"position {position}: a row of another computation"
-
-
-class TracingClient(Client):
-    """Keeps with each request what its forward passes read."""
-
-    def expect(self, request_id: str, *about: Any) -> Received:
-        choice = request_id.partition("_")[0]
-        executor = self.engines[int(choice) % len(self.engines) if choice.isdigit() else 0].model_executor
-        assert isinstance(executor, TracingExecutor)
-        return TracedReceived(*about, seen=executor.seen[request_id])
-
-    def run(self, *others: Client, steps: int = 10_000) -> None:
-        """As `Client.run`; KV that waits to be pulled may stay."""
-        while any(_is_busy(core) for core in self.engines):
-            assert steps > 0, "the engine does not come to an end"
-            steps -= 1
-            self.step(*others)
-
-    def missing(self) -> int:
-        """How many rows that came were not known."""
-        return sum(len(request.missing) for request in self.received.values() if isinstance(request, TracedReceived))
-
-
-def _is_busy(core: Core) -> bool:
-    scheduler = core.scheduler
-    if not core.model_executor._sending:
-        return bool(scheduler.has_requests() or core.batch_queue)
-    # vLLM goes on with empty steps until that KV was pulled.
-    is_waited_for = scheduler.has_unfinished_requests() or len(core.capture.output_queue) > 0
-    runs = any(step.total_num_scheduled_tokens for _, step, *_ in core.batch_queue or ())
-    return is_waited_for or runs or bool(scheduler.finished_req_ids)
+            report.invalid_block_ids.update(block for block, _ in load.blocks[good:])
 
 
 @contextmanager
@@ -426,56 +356,51 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     STORE = Store(**about)
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER), (PULL, Kind.TRANSFER)):
-            connector = Connector(
-                kind, writes_behind_hit=not STORE.fetches_hits, lease_s=LEASE_S if name == PULL else None
-            )
-            patch.setitem(CONNECTORS, name, connector)
+            lease_s = LEASE_S if name == PULL else None
+            patch.setitem(CONNECTORS, name, Connector(kind, writes_behind_hit=not STORE.fetches_hits, lease_s=lease_s))
         patch.setitem(transfer_params.READ_BY, PULL, (transfer_params.NIXL, ("remote_request_id",)))
         patch.setenv(ON_LOAD_VARIABLE, policy)
         yield STORE
 
 
-def engine_with_store(
-    failures: str = "recompute", role: str = "kv_both", connectors: tuple[str, ...] = (NAME,), **about: Any
+def engine_with(
+    *children: dict[str, Any],
+    failures: str = "recompute",
+    executor: type[TracingExecutor] = TracingExecutor,
+    **about: Any,
 ) -> Core:
-    """An engine with the connector, or several; `failures` is what vLLM does about loads that fail."""
-    config = KVTransferConfig(kv_connector=connectors[0], kv_role=role, kv_load_failure_policy=failures)
-    if len(connectors) > 1:
-        children = [{"kv_connector": connector, "kv_role": role} for connector in connectors]
-        config.kv_connector, config.kv_connector_extra_config = "MultiConnector", {"connectors": children}
-    return engine(kv_transfer=config, executor=TracingExecutor, **about)
+    """An engine with connectors, given as vLLM's configuration of each; `failures` is what it does about loads that
+    fail."""
+    if len(children) > 1:
+        extra = {"connectors": [{"kv_role": "kv_both", **child} for child in children]}
+        children = ({"kv_connector": "MultiConnector", "kv_connector_extra_config": extra},)
+    config = KVTransferConfig(**{"kv_role": "kv_both", "kv_load_failure_policy": failures, **children[0]})
+    return around.engine(kv_transfer=config, executor=executor, **about)
 
 
-def dice(seed: int, chance: float) -> Callable[[], bool]:
-    """For `Store.fails`."""
-    rolls = random.Random(seed)
-    return lambda: rolls.random() < chance
+def engine_with_store(*connectors: str, role: str = "kv_both", **about: Any) -> Core:
+    return engine_with(*({"kv_connector": name, "kv_role": role} for name in connectors or (NAME,)), **about)
 
 
-def empty_prefix_cache(core: Core) -> None:
-    """What is in the store stays there."""
-    assert core.scheduler.reset_prefix_cache()
-
-
-def computed_before(core: Core, prompt: list[int]) -> TracingClient:
+def computed_before(core: Core, prompt: list[int]) -> Client:
     """A client of an engine that has computed a prompt, for a request without the opt-in, and whose prefix cache does
     not have it any more."""
-    client = TracingClient(core)
-    client.add("before", prompt, start=None)
-    client.run()
-    empty_prefix_cache(core)
+    client = Client(core)
+    client.answer("before", prompt, start=None)
+    core.empty_prefix_cache()
     return client
 
 
-def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_running: bool = True) -> TracingClient:
-    """Shared prefixes, with and without the opt-in, preemptions, aborts and resets.
+def mix(
+    core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_running: bool = True, **ends: Any
+) -> Client:
+    """Shared prefixes, with and without the opt-in, preemptions, aborts and resets; `ends` are for `Client.finish`.
 
     Args:
         resets: how often.
         resets_running: whether the prefix cache is reset under running requests without the connector's too.
     """
-    dice = random.Random(seed)
-    client = TracingClient(core)
+    dice, client = random.Random(seed), Client(core)
 
     def reset() -> None:
         (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -486,10 +411,5 @@ def mix(core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_runn
             core.scheduler.reset_prefix_cache(reset_running_requests=both or resets_running, reset_connector=both)
 
     gone = requests_at_random(client, dice, turns, reset, length=150, chances=(0.7, 0.2))
-    client.run()
-    for request_id in gone:
-        client.received.pop(request_id)
-    assert core.capture._steps == {}
-    assert core.capture.num_tracked == 0
-    assert all(stats.rows_forgotten == 0 for stats in client.stats), "the connector did what is not expected of it"
+    client.finish(but=gone, **{"missing": None, **ends})
     return client

@@ -1,11 +1,10 @@
 """vLLM's own `OffloadingConnector` around `engine`, both of its sides: what is ours moves KV, and that is all."""
 
-from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any
 
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiKVConnectorMetadata,
     MultiKVConnectorWorkerMetadata,
@@ -18,9 +17,8 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
-from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows
-from tests.contract.engine import BLOCK, Core, engine
-from tests.contract.loads import Slot, TracingExecutor, _Metadata
+from tests.contract.engine import Core
+from tests.contract.loads import Slot, TracingExecutor, _Metadata, engine_with, slots_of
 from tests.e2e.offload_on_cpu import LateWorker
 
 NAME = "OffloadingConnector"
@@ -40,14 +38,11 @@ class SlotWorker(LateWorker):
         places = [(chunk, index) for chunk in cpu.chunk_ids.tolist() for index in range(self._blocks_per_chunk)]
         first = gpu.block_indices[0] % self._blocks_per_chunk
         blocks = gpu.block_ids.tolist()
-        kv, number = self._executor._kv, self._executor._number
         for block, place in zip(blocks, places[first : first + len(blocks)], strict=True):
-            slots = range(block * BLOCK, (block + 1) * BLOCK)
             if is_load:
-                for slot, kept in zip(slots, self._chunks[place], strict=True):
-                    kv[slot], number[slot] = kept
+                self._executor.put(block, self._chunks[place])
             else:
-                self._chunks[place] = [(kv[slot], number[slot]) for slot in slots]
+                self._chunks[place] = self._executor.get(slots_of(block))
 
 
 class OffloadingExecutor(TracingExecutor):
@@ -55,24 +50,23 @@ class OffloadingExecutor(TracingExecutor):
 
     def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
         super().initialize_from_config(kv_cache_configs)
-        config = self.vllm_config.kv_transfer_config
-        assert config is not None
-        self._is_multi = config.kv_connector == "MultiConnector"
         vllm_config = self.vllm_config
+        config = vllm_config.kv_transfer_config
+        self._is_multi = config.kv_connector == "MultiConnector"
         if self._is_multi:
             (child,) = (each for each in config.kv_connector_extra_config["connectors"] if each["kv_connector"] == NAME)
             vllm_config = copy(vllm_config)
             vllm_config.kv_transfer_config = KVTransferConfig(engine_id=config.engine_id, **child)
         self.connector = OffloadingConnector(vllm_config, KVConnectorRole.WORKER, kv_cache_configs[0])
-        assert self.connector.connector_worker is not None
-        self.worker = SlotWorker(self, self.connector.connector_worker.spec.blocks_per_chunk)
-        self.connector.connector_worker.worker = self.worker
+        side = self.connector.connector_worker
+        self.worker = side.worker = SlotWorker(self, side.spec.blocks_per_chunk)
 
     def execute_model(self, scheduler_output: SchedulerOutput, non_block: bool = False) -> Any:
         given = scheduler_output.kv_connector_metadata
-        children: Sequence[KVConnectorMetadata] = given.metadata if self._is_multi else (given,)
-        others = tuple(child for child in children if not isinstance(child, OffloadingConnectorMetadata))
-        (metadata,) = (child for child in children if isinstance(child, OffloadingConnectorMetadata))
+        children = given.metadata if self._is_multi else (given,)
+        is_ours = [isinstance(child, OffloadingConnectorMetadata) for child in children]
+        others = tuple(child for child, ours in zip(children, is_ours, strict=True) if not ours)
+        metadata = children[is_ours.index(True)]
         scheduler_output.kv_connector_metadata = MultiKVConnectorMetadata(others or (_Metadata([], []),))
         self.connector.bind_connector_metadata(metadata)
         self.connector.handle_preemptions(metadata)
@@ -85,9 +79,7 @@ class OffloadingExecutor(TracingExecutor):
         report.finished_recving = (report.finished_recving or set()) | received
         about = self.connector.build_connector_worker_meta()
         if about is not None and self._is_multi:
-            about = MultiKVConnectorWorkerMetadata(
-                tuple(about if isinstance(child, OffloadingConnectorMetadata) else None for child in children)
-            )
+            about = MultiKVConnectorWorkerMetadata(tuple(about if ours else None for ours in is_ours))
         report.kv_connector_worker_meta = about
         self._output.kv_connector_output = report
         return result
@@ -96,41 +88,12 @@ class OffloadingExecutor(TracingExecutor):
 def engine_that_offloads(
     chunks: int = 40,
     blocks_per_chunk: int = 1,
-    connectors: Sequence[str] = (NAME,),
-    role: str = "kv_both",
-    extra: dict[str, Any] | None = None,
+    connectors: tuple[str, ...] = (NAME,),
+    answers: bool = False,
     **about: Any,
 ) -> Core:
-    """An engine that keeps so many chunks of KV outside its KV cache."""
-    extra = {"cpu_bytes_to_use": chunks * _CHUNK_BYTES, "blocks_per_chunk": blocks_per_chunk, **(extra or {})}
-    children = [{"kv_connector": name, "kv_role": role} for name in connectors]
-    for child in children:
-        if child["kv_connector"] == NAME:
-            child["kv_connector_extra_config"] = extra
-    config = KVTransferConfig(**children[0])
-    if len(children) > 1:
-        config = KVTransferConfig(
-            kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
-        )
-    return engine(kv_transfer=config, executor=OffloadingExecutor, **about)
-
-
-def offloaded_rows(core: Core) -> OffloadedRows:
-    """Those that its scheduler follows."""
-    (rows,) = (rows for rows in core.capture._loads._offloaded if rows is not None)
-    return rows
-
-
-def keys_kept(core: Core) -> Mapping[bytes, Any]:
-    """The chunks that are there, by vLLM's account, or soon will be; by key, the oldest first."""
-    connectors = getattr(core.scheduler.connector, "_connectors", [core.scheduler.connector])
-    (connector,) = (each for each in connectors if isinstance(each, OffloadingConnector))
-    chunks: Mapping[bytes, Any] = connector.scheduler.manager._policy.chunks
-    return chunks
-
-
-def worker_of(core: Core) -> SlotWorker:
-    """What copies its KV."""
-    executor = core.model_executor
-    assert isinstance(executor, OffloadingExecutor)
-    return executor.worker
+    """An engine that keeps so many chunks of KV outside its KV cache, with those of `answers` or without."""
+    extra = {"cpu_bytes_to_use": chunks * _CHUNK_BYTES, "blocks_per_chunk": blocks_per_chunk}
+    ours = {"kv_connector_extra_config": {**extra, "offload_prompt_only": not answers}}
+    children = [{"kv_connector": name, **(ours if name == NAME else {})} for name in connectors]
+    return engine_with(*children, executor=OffloadingExecutor, **about)

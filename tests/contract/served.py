@@ -10,11 +10,12 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -34,21 +35,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from routed_experts.capture.rows import captures_weights
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
-from tests.contract.engine import (
-    BLOCK,
-    NUM_BLOCKS,
-    NUM_EXPERTS,
-    ArithmeticExecutor,
-    Core,
-    K,
-    L,
-    Rows,
-    Tokens,
-    no_collections,
-    sent,
-)
+from tests.contract import engine as around
+from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, Core, K, L, Rows, Tokens
 from tests.e2e.harness import Answer, Server, free_port
 from tests.e2e.harness import serving as serving_processes
 
@@ -58,11 +49,9 @@ try:
 except ImportError:  # vLLM 0.28: has both here
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
 
-
 LAYER_IDS = [1, 2, 3, 5, 6, 7, 8, 9]
 """Decoder layers of the L layers that have experts."""
 DECODER_LAYERS = 10
-
 
 SIZES = ("--block-size", str(BLOCK), "--max-model-len", str(BLOCK * (NUM_BLOCKS - 1)))
 """Of the engine; the flags that every server around it needs."""
@@ -90,14 +79,17 @@ def check(answer: Answer, tokens: int | None = None) -> None:
     assert np.array_equal(answer.rows, rows_of(sequence[:-1], len(answer.prompt)))
 
 
-class ServedExecutor(ArithmeticExecutor):
+class ServedExecutor(around.ArithmeticExecutor):
     """Answers what the API process asks of workers too."""
 
+    layer_ids = LAYER_IDS
     vocab = 94  # tokens of the tiny model that are a character each, and not the one that ends a text
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         if method == "routed_experts_info":
-            info = {"num_layers": L, "top_k": K, "num_experts": NUM_EXPERTS, "layer_ids": LAYER_IDS}
+            info = {"num_layers": L, "top_k": K, "num_experts": NUM_EXPERTS, "layer_ids": self.layer_ids}
+            has_weights = captures_weights(self.vllm_config)
+            info |= {"weights": has_weights, "weights_scale": [1.0] * L, "weights_on_input": False}
             return [info | {"runner": "v1", "device": "cpu", "kv_slots": 0, "device_bytes": 0, "pinned_bytes": 0}]
         if method == "get_supported_tasks":
             return [("generate",)]
@@ -116,7 +108,7 @@ class InProcessClient(EngineCoreClient):
         self._error: Exception | None = None
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self._call(self.core.take, sent(request))  # what cannot be encoded fails here, for its sender
+        self._call(self.core.take, around.sent(request))  # what cannot be encoded fails here, for its sender
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         self._call(self.core.abort_requests, request_ids)
@@ -189,12 +181,10 @@ def vllms(argv: list[str]) -> Namespace:
     return args
 
 
-@contextmanager
-def serving(model: Path, *flags: str, command: Command = ours) -> Iterator[Server]:
+def serving(model: Path, *flags: str, command: Command = ours) -> AbstractContextManager[Server]:
     """A running API server for the tokenizer and the chat template of `model`; `flags` are those of `command`."""
     layers = ("--hf-overrides", f'{{"num_hidden_layers": {DECODER_LAYERS}}}')
-    with served(model, ServedExecutor, *SIZES, *layers, *flags, command=command) as server:
-        yield server
+    return served(model, ServedExecutor, *SIZES, *layers, *flags, command=command)
 
 
 @contextmanager
@@ -207,6 +197,16 @@ def serving_weights(model: Path, *flags: str, env: Mapping[str, str] | None = No
         yield server
 
 
+def serving_quickly(
+    model: Path, log: Path, *flags: str, env: Mapping[str, str] | None = None
+) -> AbstractContextManager[Server]:
+    """A server with the weights of `model`: on a CPU all in this process, which saves half a minute; on a GPU in
+    processes that write to `log`."""
+    if torch.cuda.is_available():
+        return serving_processes(model, log, *flags, env=dict(env or {}))
+    return serving_weights(model, *flags, env=env)
+
+
 @contextmanager
 def worker_in_this_process(env: Mapping[str, str]) -> Iterator[None]:
     """Puts back what vLLM's CPU worker changes in its process, which has `env` meanwhile.
@@ -214,45 +214,25 @@ def worker_in_this_process(env: Mapping[str, str]) -> Iterator[None]:
     All but its kernels for CPUs: they stay, as it looks for their places in all modules, and takes offence at some that
     an engine before may have imported.
     """
-    set_num_threads, environment = torch.set_num_threads, dict(os.environ)
     dispatcher = getattr(triton_utils, "dispatcher", SimpleNamespace(register_kernels=None))  # since vLLM 0.31
     register = dispatcher.register_kernels
 
     def register_once(overrides: Mapping[str, Callable[..., Any]]) -> None:
-        new = {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}
-        if new:
+        if new := {name: kernel for name, kernel in overrides.items() if name not in dispatcher._registry}:
             register(new)
 
-    dispatcher.register_kernels = register_once
     try:
-        os.environ.update(env)
-        yield
+        with pytest.MonkeyPatch.context() as patch, mock.patch.dict(os.environ, env):
+            patch.setattr(dispatcher, "register_kernels", register_once)
+            patch.setattr(torch, "set_num_threads", torch.set_num_threads)  # the worker puts another in its place
+            yield
     finally:
-        dispatcher.register_kernels = register
-        torch.set_num_threads = set_num_threads  # the worker puts another in its place
-        os.environ.clear()
-        os.environ.update(environment)
         disable_envs_cache()
 
 
 @contextmanager
-def serving_quickly(model: Path, log: Path, *flags: str, env: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """A server with the weights of `model`: on a CPU all in this process, which saves half a minute.
-
-    Args:
-        log: of its processes, on a GPU.
-    """
-    if torch.cuda.is_available():
-        with serving_processes(model, log, *flags, env=dict(env or {})) as server:
-            yield server
-    else:
-        with serving_weights(model, *flags, env=env) as server:
-            yield server
-
-
-@contextmanager
 def served(model: Path, executor: type[Executor], *flags: str, command: Command = ours) -> Iterator[Server]:
-    with no_collections(), pytest.MonkeyPatch.context() as patch:
+    with around.no_collections(), pytest.MonkeyPatch.context() as patch:
         for variable in ("VLLM_PLUGINS", "VLLM_WORKER_MULTIPROC_METHOD"):
             patch.setenv(variable, os.environ.get(variable, ""))  # so that it is put back as it was
             if command is ours or not os.environ[variable]:

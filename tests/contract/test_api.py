@@ -3,17 +3,18 @@
 import asyncio
 import base64
 import io
-import itertools
 import random
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import msgspec
 import numpy as np
 import openai
@@ -31,6 +32,7 @@ COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/infer
 MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me something about experts."}]}
 SAMPLED = {"temperature": 1.0}  # which vLLM wants for several choices; here they differ anyway
 ASKS = {"return_routed_experts": True}
+MSGPACK = {"Accept": "application/msgpack"}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,17 @@ def api(tiny_model: Path) -> Iterator[Server]:
 def tokens_of(text: str) -> list[int]:
     """The tiny model's tokens are bytes, the printable ones first."""
     return [ord(character) - ord("!") for character in text]
+
+
+def post(server: Server, path: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+    with server.client() as client:
+        return client.post(path, json={"model": "tiny", **body}, headers=headers)
+
+
+def pieces_of(parts: Iterable[dict[str, Any]], name: str = "routed_experts") -> Any:
+    """The rows of chunks, or of what is in them, put together."""
+    arrays = [decode(part[name]) for part in parts if name in part]
+    return np.concatenate([np.zeros((0, L, K), dtype=np.int16), *arrays])
 
 
 def both(server: Server, path: str = COMPLETIONS, **body: Any) -> list[Answer]:
@@ -83,17 +96,15 @@ def test_echo(api: Server, n: int, max_tokens: int) -> None:
     """The prompt's text comes with the first token's; without `return_token_ids`, which would leave it out."""
     body = {"prompt": "What-a-prompt", "echo": True, "n": n, "max_tokens": max_tokens, **SAMPLED, **ASKS}
     whole, chunks = api.complete(**body), api.stream(**body)
-    prompt_rows = decode(whole["prompt_routed_experts"])
-    assert np.array_equal(prompt_rows, rows_of(tokens_of("What-a-prompt")))
+    assert np.array_equal(decode(whole["prompt_routed_experts"]), rows_of(tokens_of("What-a-prompt")))
     prompts = [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk]
     assert prompts == [whole["prompt_routed_experts"]]
     assert len(whole["choices"]) == n
     for index, choice in enumerate(whole["choices"]):
-        of_choice = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-        pieces = [decode(delta["routed_experts"]) for delta in of_choice if "routed_experts" in delta]
+        deltas = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         rows, tokens = decode(choice["routed_experts"]), tokens_of(choice["text"])
-        assert "".join(delta["text"] for delta in of_choice) == choice["text"]
-        assert np.array_equal(np.concatenate([prompt_rows[:0], *pieces]), rows)
+        assert "".join(delta["text"] for delta in deltas) == choice["text"]
+        assert np.array_equal(pieces_of(deltas), rows)
         assert len(tokens) == 13 + max_tokens
         assert np.array_equal(rows, rows_of(tokens, 13)[: max(max_tokens - 1, 0)])
 
@@ -142,22 +153,19 @@ def test_a_chat_message_that_is_continued(api: Server, n: int) -> None:
         ("object", "int16", "split", "all"),
         ("npy", "int32", "joined", "all"),
         ("raw", "int32", "split", "all"),
-        ("list", "int16", "joined", "all"),
         ("list", "int16", "joined", "moe"),
+        ("object", "int16", "split", None),
     ],
 )
-def test_forms(api: Server, form: str, dtype: str, layout: str, layers: str) -> None:
-    """Whole, in MessagePack, and streamed in pieces."""
+def test_forms(api: Server, form: str, dtype: str, layout: str, layers: str | None) -> None:
+    """Whole, in MessagePack, and streamed in pieces. MoE layers alone are the default."""
     prompt = prompt_of(150, 11)
-    body: dict[str, Any] = {"model": "tiny", "prompt": prompt, "max_tokens": 4, **ASK}
-    body |= {"routed_experts_format": form, "routed_experts_dtype": dtype}
-    body |= {"routed_experts_layout": layout, "routed_experts_layers": layers}
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": 4, **ASK}
+    body |= {"routed_experts_format": form, "routed_experts_dtype": dtype, "routed_experts_layout": layout}
+    body |= {"routed_experts_layers": layers} if layers else {}
     shape: dict[str, Any] = {"dtype": dtype, "num_layers": DECODER_LAYERS if layers == "all" else L, "top_k": K}
-    with api.client() as client:
-        whole = client.post(COMPLETIONS, json=body)
-        packed = client.post(COMPLETIONS, json=body, headers={"Accept": "application/msgpack"})
-        with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
-            lines = list(response.iter_lines())
+    whole, packed = post(api, COMPLETIONS, **body), post(api, COMPLETIONS, MSGPACK, **body)
+    lines = post(api, COMPLETIONS, **body, stream=True).text.splitlines()
     assert len(lines) > 10
     assert max(map(len, lines)) <= (64 << 10) + 1000
     answers = [whole.json(), msgspec.msgpack.decode(packed.content), read_events(iter(lines))]
@@ -167,24 +175,20 @@ def test_forms(api: Server, form: str, dtype: str, layout: str, layers: str) -> 
         assert np.array_equal(routing.rows, expected([*prompt, *routing.token_ids][:-1]))
 
 
-def test_moe_layers_alone_are_the_default(api: Server) -> None:
-    body: dict[str, Any] = {"prompt": prompt_of(20, 11), "max_tokens": 3, **ASKS}
-    plain, moe = (api.complete(**body, **fields) for fields in ({}, {"routed_experts_layers": "moe"}))
-    assert plain["prompt_routed_experts"] == moe["prompt_routed_experts"]
-    assert plain["prompt_routed_experts"]["shape"] == [20, L, K]
+NPY, JOINED = {"routed_experts_format": "npy"}, {"routed_experts_layout": "joined"}
 
 
-VLLMS: list[tuple[dict[str, Any], str]] = [
-    ({}, "all"),
-    ({"routed_experts_dtype": "int32"}, "all"),
-    ({"routed_experts_layers": "moe"}, "moe"),
-    ({"routed_experts_format": "npy", "routed_experts_layout": "joined"}, "moe"),
-    ({"routed_experts_layout": "joined", "routed_experts_format": "npy", "routed_experts_layers": "all"}, "all"),
-    ({"routed_experts_layout": "joined", "routed_experts_format": "object"}, "moe"),
-]
-
-
-@pytest.mark.parametrize(("fields", "layers"), VLLMS)
+@pytest.mark.parametrize(
+    ("fields", "layers"),
+    [
+        ({}, "all"),
+        ({"routed_experts_dtype": "int32"}, "all"),
+        ({"routed_experts_layers": "moe"}, "moe"),
+        ({**NPY, **JOINED}, "moe"),
+        ({**NPY, **JOINED, "routed_experts_layers": "all"}, "all"),
+        ({"routed_experts_format": "object", **JOINED}, "moe"),
+    ],
+)
 def test_tokens_in_and_tokens_out(api: Server, fields: dict[str, Any], layers: str) -> None:
     """Where no form is asked for, vLLM's own."""
     prompt = prompt_of(20, 13)
@@ -227,9 +231,7 @@ def test_the_limit_counts_what_is_sent(tiny_model: Path) -> None:
         assert server.chat(**long, max_tokens=3)["prompt_routed_experts"]
         # The first token of an answer has no row in it: the longest prompt that fits is not refused.
         longest = {"messages": [{"role": "user", "content": "x" * 90}], "routed_experts_layers": "moe"}
-        chunks = server.stream(CHAT, **longest, return_routed_experts=True)
-        pieces = [chunk["prompt_routed_experts"]["shape"][0] for chunk in chunks if "prompt_routed_experts" in chunk]
-        assert sum(pieces) == 109
+        assert len(pieces_of(server.stream(CHAT, **longest, **ASKS), "prompt_routed_experts")) == 109
         assert b"routed" not in orjson.dumps(server.chat(**long))
         refused(server, CHAT, "return_routed_experts", **long, **ASKS)
 
@@ -258,10 +260,9 @@ CLOSED: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def refused(api: Server, path: str, param: str, **body: Any) -> str:
+def refused(server: Server, path: str, param: str, **body: Any) -> str:
     """The message of a refusal in OpenAI's form, which names `param`."""
-    with api.client() as client:
-        response = client.post(path, json={"model": "tiny", **body})
+    response = post(server, path, **body)
     assert response.status_code == 400, response.text
     assert response.headers["content-type"] == "application/json"
     (error,) = response.json().values()
@@ -270,32 +271,29 @@ def refused(api: Server, path: str, param: str, **body: Any) -> str:
     return str(error["message"])
 
 
-@pytest.mark.parametrize(("path", "body"), CLOSED)
-def test_endpoints_without_routing(api: Server, path: str, body: dict[str, Any]) -> None:
-    asked = {"model": "tiny", **body}
-    with api.client() as client:
-        answer = client.post(path, json={**asked, **ASKS})
+def test_endpoints_without_routing(api: Server) -> None:
+    for path, body in CLOSED:
+        answer = post(api, path, **body, **ASKS)
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]
         assert error["param"] == "return_routed_experts" or "return_routed_experts" in error["message"]
         assert COMPLETIONS in error["message"]
-        assert client.post(path, json={**asked, "routed_experts_histogram": True}).status_code == 400
-        assert client.post(path, json=asked).status_code == 200
+        assert post(api, path, **body, routed_experts_histogram=True).status_code == 400
+        assert post(api, path, **body).status_code == 200
 
 
 @pytest.mark.parametrize("value", [7, True, "1", OptIn(0, bytes(16), shared=False).encode().decode("latin-1")])
 def test_no_client_can_forge_the_opt_in(api: Server, value: Any) -> None:
     """The key of our opt-in, set from outside, at every endpoint: no routing comes out, and nothing breaks."""
     args = {OPT_IN_ARG: value}
-    with api.client() as client:
-        for path, body in (*ENDPOINTS, *CLOSED):
-            more: dict[str, Any] = {"max_tokens": 2, "stream": path != CLOSED[-1][0], "vllm_xargs": args}
-            if path == GENERATE:
-                more = {"stream": True, "sampling_params": {"max_tokens": 2, "extra_args": args}}
-            answer = client.post(path, json={"model": "tiny", **body, **more})
-            assert answer.status_code == 200, answer.text
-            assert "error" not in answer.text.replace('"error":null', "")
-            assert not re.search(r'routed_experts": ?[^n]', answer.text)
+    for path, body in (*ENDPOINTS, *CLOSED):
+        more: dict[str, Any] = {"max_tokens": 2, "stream": path != CLOSED[-1][0], "vllm_xargs": args}
+        if path == GENERATE:
+            more = {"stream": True, "sampling_params": {"max_tokens": 2, "extra_args": args}}
+        answer = post(api, path, **{**body, **more})
+        assert answer.status_code == 200, answer.text
+        assert "error" not in answer.text.replace('"error":null', "")
+        assert not re.search(r'routed_experts": ?[^n]', answer.text)
     for answer in both(api, prompt=prompt_of(9, 1), n=2, max_tokens=3, **SAMPLED, vllm_xargs={**args, "theirs": 1}):
         check(answer, tokens=3)  # beside ours, it is nothing
 
@@ -303,19 +301,18 @@ def test_no_client_can_forge_the_opt_in(api: Server, value: Any) -> None:
 @pytest.mark.parametrize("asks", [{}, ASKS])
 def test_names_that_nobody_knows(api: Server, asks: dict[str, Any]) -> None:
     names = ["return_routed_expert", "routed_experts_formt"]
-    names += ["return_routed_expert_weights", "routed_experts_delivery"]  # later parts of the contract
-    with api.client() as client:
-        for name, (path, body) in itertools.product(names, (*ENDPOINTS, *CLOSED)):
-            response = client.post(path, json={"model": "tiny", **body, name: True, **asks})
-            assert response.status_code == 400, response.text
-            assert f"{name} is not a routing field: did you mean" in response.text
-            if path != "/v1/messages":  # whose errors name no field
-                assert response.json()["error"]["param"] == name
+    names += ["routed_experts_delivery"]  # a later part of the contract
+    for name, (path, body) in product(names, (*ENDPOINTS, *CLOSED)):
+        response = post(api, path, **body, **{name: True}, **asks)
+        assert response.status_code == 400, response.text
+        assert f"{name} is not a routing field: did you mean" in response.text
+        if path != "/v1/messages":  # whose errors name no field
+            assert response.json()["error"]["param"] == name
 
 
 def test_structured_outputs_that_are_no_object(api: Server) -> None:
     """vLLM's validators take one for granted, and answer with 500."""
-    for value, (path, body) in itertools.product((True, 0, 1.5, "", "json", [], [{}]), ENDPOINTS):
+    for value, (path, body) in product((True, 0, 1.5, "", "json", [], [{}]), ENDPOINTS):
         field: dict[str, Any] = {"structured_outputs": value}
         is_vllms = path == GENERATE  # vLLM's own answer
         asked = {**body, **({"sampling_params": field} if is_vllms else field), "return_routed_experts": value == ""}
@@ -324,6 +321,7 @@ def test_structured_outputs_that_are_no_object(api: Server) -> None:
 
 
 START, SAMPLING = "routed_experts_prompt_start", "sampling_params"
+LONG, FORMAT = {"routed_experts_start_len": 3}, "routed_experts_format"
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     # what vLLM answers with 500
     (COMPLETIONS, "top_k", {"top_k": 1 << 70}, ""),
@@ -336,49 +334,40 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     # where vLLM makes an integer of it, rows would begin elsewhere than the client thinks
     *((GENERATE, START, {SAMPLING: {START: start}, **ASKS}, "") for start in ("2", 2.0, True, [2], 4)),
     (GENERATE, START, {SAMPLING: {START: 1}, START: 2, **ASKS}, ""),
-    # with our name of the field, before vLLM's model of the body is made
     *(
-        (path, param, {**fields, **stream}, "")
-        for path in (COMPLETIONS, CHAT)
-        for stream in ({}, {"stream": True})
-        for param, fields in (
-            (START, {**ASKS, START: 999}),
-            ("routed_experts_start_len", {**ASKS, "routed_experts_start_len": 999}),
-            ("routed_experts_dtype", {**ASKS, "routed_experts_dtype": "uint8"}),
-            ("routed_experts_layout", {**ASKS, "routed_experts_layout": None}),
-            ("routed_experts_format", {"routed_experts_format": "npy"}),
-            ("routed_experts_format", {**ASKS, "routed_experts_format": "x", "max_tokens": "many"}),
-        )
+        (COMPLETIONS, *LONG, {"prompt": ["abcdef", "ab"], **ASKS, **LONG, "stream": bool(each)}, "has 2 tokens")
+        for each in (0, 1)
     ),
-    *(
-        (path, param, {param: True, "use_beam_search": True, "n": 2}, "")
-        for path in (COMPLETIONS, CHAT)
-        for param in ("return_routed_experts", "routed_experts_histogram")
-    ),
-    *(
-        (COMPLETIONS, "routed_experts_start_len", {"prompt": ["abcdef", "ab"], **ASKS, **fields}, "has 2 tokens")
-        for fields in ({"routed_experts_start_len": 3}, {"routed_experts_start_len": 3, "stream": True})
-    ),
+]
+# Of completions and chats, whole and streamed: with our name of the field, before vLLM's model of the body is made.
+REFUSED_OF_BOTH: list[tuple[str, dict[str, Any]]] = [
+    *((name, {**ASKS, name: 999}) for name in (START, *LONG)),
+    ("routed_experts_dtype", {**ASKS, "routed_experts_dtype": "uint8"}),
+    ("routed_experts_layout", {**ASKS, "routed_experts_layout": None}),
+    (FORMAT, {FORMAT: "npy"}),
+    (FORMAT, {**ASKS, FORMAT: "x", "max_tokens": "many"}),
 ]
 
 
 def test_what_cannot_be_given_is_refused_before_it_begins(api: Server) -> None:
     bodies = {**dict(reversed(ENDPOINTS)), GENERATE: {"token_ids": [1, 2, 3]}}
-    for path, param, fields, reason in REFUSED:
+    of_both = product((COMPLETIONS, CHAT), REFUSED_OF_BOTH, ({}, {"stream": True}))
+    more = [(path, param, {**fields, **stream}, "") for path, (param, fields), stream in of_both]
+    for path, param, fields, reason in (*REFUSED, *more):
         assert reason in refused(api, path, param, **{**bodies[path], **fields})
 
 
-@pytest.mark.parametrize("content", ["", '{"model": "tiny"', "[1, 2]", '"text"', "null", b"\xff\xfe"])
-def test_errors_that_are_not_ours_stay_vllms(api: Server, content: Any) -> None:
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_errors_that_are_not_ours_stay_vllms(api: Server, path: str) -> None:
     with api.client() as client:
-        for path, body in ENDPOINTS[:2]:
+        for content in ("", '{"model": "tiny"', "[1, 2]", '"text"', "null", b"\xff\xfe"):
             response = client.post(path, content=content, headers={"content-type": "application/json"})
             assert response.status_code == 400
             assert response.json()["error"]["code"] == 400
             assert "routed_experts" not in response.text
-            asked = {"model": "tiny", **body, **ASKS}
-            assert client.post(path, json={**asked, "model": "other"}).status_code == 404
-            assert client.post(path, json={**asked, "temperature": -1}).status_code == 400
+    asked = {**dict(ENDPOINTS[:2])[path], **ASKS}
+    assert post(api, path, **{**asked, "model": "other"}).status_code == 404
+    assert post(api, path, **{**asked, "temperature": -1}).status_code == 400
 
 
 # ---- clients, and other ways in ----
@@ -419,7 +408,6 @@ def test_pieces_with_the_clients_that_people_have(api: Server) -> None:
 
 @pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:3])
 def test_messagepack_is_the_same_answer(api: Server, path: str, asked: dict[str, Any]) -> None:
-    headers = {"Accept": "application/msgpack"}
     limits = {"sampling_params": {"max_tokens": 3}} if path == GENERATE else {"max_tokens": 3}
 
     def as_json(value: Any) -> Any:
@@ -429,20 +417,18 @@ def test_messagepack_is_the_same_answer(api: Server, path: str, asked: dict[str,
             return [as_json(item) for item in value]
         return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
-    with api.client() as client:
-        for form in ("object", "npy", "raw", "list"):
-            fields = {"routed_experts_format": form, "routed_experts_layout": "split", **ASKS}
-            body = {"model": "tiny", **asked, **limits, **fields}
-            packed = client.post(path, json=body, headers=headers)
-            assert packed.headers["content-type"] == "application/msgpack"
-            answer = msgspec.msgpack.decode(packed.content)
-            array = answer["prompt_routed_experts"]
-            assert form == "list" or isinstance(array["data"] if form == "object" else array, bytes)
-            assert as_json(answer) == as_json(client.post(path, json=body).json())
-        streamed = client.post(path, json={**body, "stream": True}, headers=headers)
-        assert streamed.headers["content-type"].startswith("text/event-stream")
-        bad = client.post(path, json={**body, "routed_experts_dtype": "int8"}, headers=headers)
-        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "routed_experts_dtype")
+    for form in ("object", "npy", "raw", "list"):
+        body = {**asked, **limits, **ASKS, FORMAT: form, "routed_experts_layout": "split"}
+        packed = post(api, path, MSGPACK, **body)
+        assert packed.headers["content-type"] == MSGPACK["Accept"]
+        answer = msgspec.msgpack.decode(packed.content)
+        array = answer["prompt_routed_experts"]
+        assert form == "list" or isinstance(array["data"] if form == "object" else array, bytes)
+        assert as_json(answer) == as_json(post(api, path, **body).json())
+    streamed = post(api, path, MSGPACK, **body, stream=True)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    bad = post(api, path, MSGPACK, **body, routed_experts_dtype="int8")
+    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "routed_experts_dtype")
 
 
 @pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:2])
@@ -452,18 +438,18 @@ def test_histograms_count_the_rows_that_would_have_come(api: Server, path: str, 
     for start in (0, 1):
         whole = api._post(path, {**alone, **ASKS, START: start})
         every = api._post(path, {**alone, START: start, "routed_experts_layers": "all"})
-        for name, holder, other in (
+        holders = (
             ("prompt_routed_experts", whole, every),
             ("routed_experts", whole["choices"][0], every["choices"][0]),
-        ):
+        )
+        for name, holder, other in holders:
             rows, counted, of_all = decode(holder[name]), holder[f"{name}_histogram"], other[f"{name}_histogram"]
             assert (counted["rows"], counted["missing"]) == (of_all["rows"], of_all["missing"]) == (len(rows), 0)
-            for layer, counts in enumerate(counted["counts"]):
-                assert counts == np.bincount(rows[:, layer].ravel(), minlength=NUM_EXPERTS).tolist()
-            assert len(of_all["counts"]) == DECODER_LAYERS
-            assert [of_all["counts"][layer] for layer in LAYER_IDS] == counted["counts"]
-            dense = set(range(DECODER_LAYERS)) - set(LAYER_IDS)
-            assert all(of_all["counts"][layer] == [0] * NUM_EXPERTS for layer in dense)
+            counts = [np.bincount(layer.ravel(), minlength=NUM_EXPERTS).tolist() for layer in rows.swapaxes(0, 1)]
+            assert counted["counts"] == counts
+            of_layer = dict(zip(LAYER_IDS, counts, strict=True))
+            none = [0] * NUM_EXPERTS
+            assert of_all["counts"] == [of_layer.get(layer, none) for layer in range(DECODER_LAYERS)]
     for layers in ("moe", "all"):
         fields = {**alone, "routed_experts_layers": layers}
         (end,) = [chunk for chunk in api.stream(path, **fields) if b"routed_experts" in orjson.dumps(chunk)]
@@ -476,66 +462,53 @@ def test_histograms_count_the_rows_that_would_have_come(api: Server, path: str, 
 
 @pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:2])
 def test_invocations_give_what_the_endpoint_behind_them_gives(api: Server, path: str, asked: dict[str, Any]) -> None:
-    body = {"model": "tiny", "max_tokens": 4, **ASKS, **asked}
-    direct = api._post(path, body)
-    with api.client() as client:
-        dispatched = client.post("/invocations", json=body).json()
-        packed = client.post("/invocations", json=body, headers={"Accept": "application/msgpack"})
-        assert packed.headers["content-type"] == "application/msgpack"
-        plain = client.post("/invocations", json={**body, "return_routed_experts": False})
-        adapter = {"X-Amzn-SageMaker-Adapter-Identifier": "not-there"}
-        assert client.post("/invocations", json=body, headers=adapter).status_code == 404
-        assert client.post("/invocations", json={**body, "model": "of another name"}).status_code == 200
-    assert b"prompt_routed_experts" not in plain.content
-    chunks = api.stream("/invocations", **body)
-    pieces = [decode(chunk["prompt_routed_experts"]) for chunk in chunks if "prompt_routed_experts" in chunk]
-    assert np.array_equal(np.concatenate(pieces), decode(direct["prompt_routed_experts"]))
+    body, there = {"max_tokens": 4, **ASKS, **asked}, "/invocations"
+    direct, dispatched = api._post(path, body), api._post(there, body)
     assert dispatched["prompt_routed_experts"] == direct["prompt_routed_experts"]
     assert dispatched["choices"][0]["routed_experts"] == direct["choices"][0]["routed_experts"]
-    refused(api, "/invocations", "routed_experts_dtype", **{**body, "routed_experts_dtype": "int8"})
+    rows = pieces_of(api.stream(there, **body), "prompt_routed_experts")
+    assert np.array_equal(rows, decode(direct["prompt_routed_experts"]))
+    assert post(api, there, MSGPACK, **body).headers["content-type"] == MSGPACK["Accept"]
+    plain = post(api, there, **{**body, "return_routed_experts": False})
+    assert plain.status_code == 200
+    assert b"prompt_routed_experts" not in plain.content
+    adapter = {"X-Amzn-SageMaker-Adapter-Identifier": "not-there"}
+    assert post(api, there, adapter, **body).status_code == 404
+    assert post(api, there, **body, model="of another name").status_code == 200
+    refused(api, there, "routed_experts_dtype", **body, routed_experts_dtype="int8")
 
 
-@pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:2])
-def test_who_does_not_ask_gets_nothing(api: Server, path: str, asked: dict[str, Any]) -> None:
-    chunks, whole = api.stream(path, **asked, max_tokens=5), api._post(path, {**asked, "max_tokens": 5})
-    assert whole["usage"]["completion_tokens"] == 5
-    assert b"routed" not in orjson.dumps([whole, chunks])
-
-
-def at_once(server: Server, requests: int, seed: int) -> None:
-    """Requests that share prefixes, streamed and not, some without routing, which are all checked."""
-
-    def run(index: int) -> None:
-        dice = random.Random(f"{seed} {index}")
-        prompt = prompt_of(90, seed)[: dice.randrange(1, 90)] + prompt_of(dice.randrange(3), index)
-        body = {"prompt": prompt, "max_tokens": dice.randrange(1, 25), "n": dice.choice((1, 1, 3)), **SAMPLED}
-        if dice.random() < 0.2:
-            assert "prompt_routed_experts" not in server.complete(**body)
-            return
-        is_whole = dice.random() < 0.5
-        chunks = [] if is_whole else server.stream(**ASK, **body)
-        got = answers_of(server.complete(**ASK, **body)) if is_whole else answers_of_stream(chunks, 0, body["n"])
-        for answer in got:
-            check(answer, body["max_tokens"])
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(run, range(requests)))
-
-
-def test_many_at_once(api: Server) -> None:
-    at_once(api, requests=40, seed=1)
+def test_who_does_not_ask_gets_nothing(api: Server) -> None:
+    for path, asked in ENDPOINTS[:2]:
+        chunks, whole = api.stream(path, **asked, max_tokens=5), api._post(path, {**asked, "max_tokens": 5})
+        assert whole["usage"]["completion_tokens"] == 5
+        assert b"routed" not in orjson.dumps([whole, chunks])
+    info = api.info()
+    assert (info["model"], info["num_layers"], info["top_k"]) == ("tiny", L, K)
 
 
 def test_many_at_once_in_little_memory(tiny_model: Path) -> None:
-    """So that some are preempted, and their prompts' blocks taken by others."""
+    """Requests that share prefixes, streamed and not, some without routing; some are preempted, and their prompts'
+    blocks taken by others."""
+
+    def run(index: int) -> None:
+        dice = random.Random(f"2 {index}")
+        prompt = prompt_of(90, 2)[: dice.randrange(1, 90)] + prompt_of(dice.randrange(3), index)
+        body = {"prompt": prompt, "max_tokens": dice.randrange(1, 25), "n": dice.choice((1, 1, 3)), **SAMPLED}
+        answers: list[Answer] = []
+        if dice.random() < 0.2:
+            assert "prompt_routed_experts" not in server.complete(**body)
+        elif dice.random() < 0.5:
+            answers = answers_of(server.complete(**ASK, **body))
+        else:
+            answers = answers_of_stream(server.stream(**ASK, **body), 0, body["n"])
+        for answer in answers:
+            check(answer, body["max_tokens"])
+
     with serving(tiny_model, "--num-gpu-blocks-override", "16", "--max-model-len", "240") as server:
-        at_once(server, requests=40, seed=2)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(run, range(60)))
         assert server.metric("vllm:num_preemptions_total") > 0
-
-
-def test_what_the_rows_mean(api: Server) -> None:
-    info = api.info()
-    assert (info["model"], info["num_layers"], info["top_k"]) == ("tiny", L, K)
 
 
 def test_a_server_that_does_not_capture(tiny_model: Path) -> None:

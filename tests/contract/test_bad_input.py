@@ -7,7 +7,6 @@ import base64
 import itertools
 import json
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from tests.contract.hostile import PULL, VALID, Hostile, check_response
 from tests.contract.loads import TracingExecutor, _Metadata
 from tests.contract.offloading import NAME, OffloadingExecutor
 from tests.contract.served import DECODER_LAYERS, SIZES, ServedExecutor, served
-from tests.e2e.harness import prompt_of
+from tests.e2e.harness import prompt_of, wait_until
 
 COUNT = int(os.environ.get("BAD_INPUT_REQUESTS", "0"))
 pytestmark = pytest.mark.timeout(max(600, COUNT))
@@ -75,32 +74,30 @@ class NixlAndOffloads(UnreachableNixl, OffloadingExecutor, ServedExecutor):
 
 
 BOTH: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-OFFLOADING = {"cpu_bytes_to_use": 40 * 4096, "blocks_per_chunk": 1}
-CHILDREN = [
-    {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
-    {"kv_connector": NAME, "kv_role": "kv_both", "kv_connector_extra_config": OFFLOADING},
-]
+CHILD = {"kv_connector": NAME, "kv_connector_extra_config": {"cpu_bytes_to_use": 40 * 4096, "blocks_per_chunk": 1}}
+CHILDREN = [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}, {**CHILD, "kv_role": "kv_both"}]
 SEVERAL = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": CHILDREN}}
-KINDS: dict[str, tuple[type[ServedExecutor], tuple[str, ...]]] = {
-    "none": (ServedExecutor, ()),
-    "offloading": (Offloads, ("--kv-transfer-config", json.dumps({**CHILDREN[1], **BOTH}))),
-    "both": (NixlAndOffloads, ("--kv-transfer-config", json.dumps({**SEVERAL, **BOTH}))),
+KINDS: dict[str, tuple[type[ServedExecutor], dict[str, Any]]] = {
+    "none": (ServedExecutor, {}),
+    "offloading": (Offloads, {**CHILD, **BOTH}),
+    "both": (NixlAndOffloads, {**SEVERAL, **BOTH}),
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def client(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[httpx.Client]:
-    flags = ("--enable-scale-out", *SIZES)
-    layers = json.dumps({"num_hidden_layers": DECODER_LAYERS})
-    executor, of_kind = KINDS[request.param]
-    with served(tiny_model, executor, *flags, "--hf-overrides", layers, *of_kind) as server, server.client() as opened:
+    executor, transfer = KINDS[request.param]
+    flags = ("--enable-scale-out", *SIZES, "--hf-overrides", json.dumps({"num_hidden_layers": DECODER_LAYERS}))
+    flags += ("--kv-transfer-config", json.dumps(transfer)) if transfer else ()
+    with served(tiny_model, executor, *flags) as server, server.client() as opened:
         before = server.state_left()  # of other tests' servers in this process
         yield opened
-        deadline = time.monotonic() + LIMIT_S
+
         # Counted once a second, so that some of what `before` has may be gone since.
-        while any(left > before[name] for name, left in server.state_left().items()):
-            assert time.monotonic() < deadline, server.state_left()
-            time.sleep(0.1)
+        def is_gone() -> bool:
+            return all(left <= before[name] for name, left in server.state_left().items())
+
+        wait_until(is_gone, lambda: server.state_left(), LIMIT_S)
 
 
 _seeds = itertools.count()

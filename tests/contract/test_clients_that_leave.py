@@ -5,7 +5,6 @@ import json
 import random
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +17,7 @@ from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer
 from tests.contract.served import check, serving
-from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events
+from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events, wait_until
 
 KEPT = (RowBuffer, BufferedRequestState, SSERewriter, CollectedRows)
 LIMIT_S = 60
@@ -52,16 +51,13 @@ def idle(api: Server) -> dict[str, float]:
 
 
 def state_of(server: Server) -> dict[str, float]:
-    waiting = server.metric("vllm:num_requests_waiting")
-    return {**server.state_left(), "running": server.metric("vllm:num_requests_running"), "waiting": waiting}
+    vllms = {name: server.metric(f"vllm:num_requests_{name}") for name in ("running", "waiting")}
+    return {**server.state_left(), **vllms}
 
 
 def settled(server: Server, idle: dict[str, float]) -> None:
     """Returns when nothing is left of any request; fails if that takes long."""
-    deadline = time.monotonic() + LIMIT_S
-    while (left := state_of(server)) != idle:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: state_of(server) == idle, lambda: state_of(server), LIMIT_S)
 
 
 def kept() -> int:
@@ -125,15 +121,12 @@ def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
         received = bytearray()
         while data := reader.recv(1 << 20):
             received += data
-        _, _, answered = bytes(received).partition(b"\r\n\r\n")
-        chunks = list(read_events(iter(unchunked(answered).decode().splitlines())))
-        assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks if rows_in(chunk)) == 5 * 929
+        answered = bytes(received).partition(b"\r\n\r\n")[2]
+        events = list(read_events(iter(unchunked(answered).decode().splitlines())))
+        arrays = [choice.get("routed_experts") for event in events for choice in event["choices"]]
+        assert sum(array["shape"][0] for array in arrays if array) == 5 * 929
     settled(api, idle)
     assert kept() <= before
-
-
-def rows_in(chunk: dict[str, Any]) -> bool:
-    return bool(chunk["choices"]) and "routed_experts" in chunk["choices"][0]
 
 
 def unchunked(body: bytes) -> bytes:

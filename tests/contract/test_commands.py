@@ -6,7 +6,8 @@ import os
 import re
 import subprocess
 from argparse import ArgumentParser
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,15 +36,12 @@ NOT_OURS = set(" ".join(OTHERS_FLAGS.values()).split())
 pytestmark = pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
 
 
-# ---- every block says who runs it ----
-
-
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.where)
 def test_every_block_says_who_runs_it(block: Block) -> None:
     assert block.language in ("sh", "python", "json", "text"), "name the language after the fence"
     if block.language in ("sh", "python"):
-        why = "above it, write <!-- run by TEST --> or <!-- not run: WHY -->"
-        assert bool(block.run_by) != (len(block.not_run) > 20), why
+        is_excused = block.mark.startswith("not run: ") and len(block.mark) > 29
+        assert bool(block.run_by) != is_excused, "above it, write <!-- run by TEST --> or <!-- not run: WHY -->"
     elif block.language == "json" and not block.where.startswith(HTTP):
         assert block.run_by
     for named in re.findall(r"tests/[\w/]+\.py(?:::\w+)?", block.mark):
@@ -60,27 +58,27 @@ def test_every_block_says_who_runs_it(block: Block) -> None:
 
 def read(argv: list[str]) -> None:
     """Has the program that `argv` starts read its arguments."""
-    program, rest = argv[0], argv[1:]
-    if program == "routed-experts":
-        read_ours(rest)
-    elif program == "vllm":
-        assert rest[0] == "serve"
-        vllms(rest[1:])
-    elif program == "make":
-        read_make(rest)
-    elif program in ("python", "python3"):
-        read_python(rest)
-    elif program == "pytest":
-        for path in (word for word in rest if word.startswith("tests")):
-            assert exists(path), path
-    elif program == "torchrun":
-        (script,) = (word for word in rest if word.endswith(".py"))
-        assert (ROOT / script).exists(), script
-    elif program == "docker" and rest[0] == "run":
-        image = next(place for place, word in enumerate(rest) if word in IMAGES)
-        read_ours(["serve", *rest[image + 1 :]])
-    elif program == "docker" and rest[0] == "build":
-        assert (ROOT / rest[rest.index("-f") + 1]).exists()
+    match argv:
+        case ["routed-experts", *rest]:
+            read_ours(rest)
+        case ["vllm", "serve", *rest]:
+            vllms(rest)
+        case ["make", *rest]:
+            read_make(rest)
+        case ["python" | "python3", *rest]:
+            read_python(rest)
+        case ["pytest", *rest]:
+            assert all(exists(path) for path in rest if path.startswith("tests")), argv
+        case ["torchrun", *rest]:
+            (script,) = (word for word in rest if word.endswith(".py"))
+            assert (ROOT / script).exists(), script
+        case ["docker", "run", *rest]:
+            image = next(place for place, word in enumerate(rest) if word in IMAGES)
+            read_ours(["serve", *rest[image + 1 :]])
+        case ["docker", "build", *rest]:
+            assert (ROOT / rest[rest.index("-f") + 1]).exists()
+        case [program, *_]:
+            assert program in ("docker", "curl", "pip"), f"no test looks at {argv}"
 
 
 def read_ours(argv: list[str]) -> None:
@@ -109,80 +107,60 @@ def read_make(argv: list[str]) -> None:
 
 
 def read_python(argv: list[str]) -> None:
-    if argv[0] == "-m":
-        path = Path(find_spec(argv[1]).origin or "")  # type: ignore[union-attr]
-        rest = argv[2:]
-    else:
-        path, rest = ROOT / argv[0], argv[1:]
-    if "argparse" not in path.read_text(encoding="utf-8"):
-        return
-    if argv[0] == "-m":
-        module_parser(argv[1], *rest)
-    else:
-        program_parser(path, *rest)
+    is_module = argv[0] == "-m"
+    path = Path(find_spec(argv[1]).origin or "") if is_module else ROOT / argv[0]  # type: ignore[union-attr]
+    if "argparse" in path.read_text(encoding="utf-8"):
+        if is_module:
+            module_parser(*argv[1:])
+        else:
+            program_parser(path, *argv[1:])
 
 
-def test_commands_of_blocks_can_be_read() -> None:
+def test_commands_can_be_read() -> None:
+    """Those of blocks, in sentences, and in what the programs say of themselves."""
     for block in BLOCKS:
         if block.language == "sh":
             found = shell_words(block.text)
             assert found, block.where
             for argv in found:
-                assert argv[0] in (*COMMANDS, "docker", "curl", "pip"), f"{block.where}: no test looks at {argv[0]}"
                 read(argv)
-
-
-IN_SENTENCES = [
-    (where, text) for where, text in SPANS if re.match(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(COMMANDS)}) \S", text)
-]
-
-
-def test_commands_in_sentences_can_be_read() -> None:
-    assert {text.split()[0] for _, text in IN_SENTENCES} >= {"routed-experts", "make", "python", "pytest"}
-    for where, text in IN_SENTENCES:
-        commands = shell_words(text)
-        assert len(commands) == 1, where
-        read(commands[0])
-
-
-def test_programs_say_how_they_are_run() -> None:
+    in_sentences = [
+        (where, text) for where, text in SPANS if re.match(rf"(?:[A-Z_]+=\S+ )*(?:{'|'.join(COMMANDS)}) \S", text)
+    ]
+    assert {text.split()[0] for _, text in in_sentences} >= {"routed-experts", "make", "python", "pytest"}
     for path in sorted((ROOT / "examples").glob("*.py")):
         lines = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
         commands = [line for line in lines if f"examples/{path.name}" in line]
         assert len(commands) == 1, path
-        for argv in shell_words(commands[0]):
-            read(argv)
+        in_sentences.append((path.name, commands[0]))
+    for where, text in in_sentences:
+        found = shell_words(text)
+        assert len(found) == 1, where
+        read(found[0])
 
 
 # ---- flags and names in sentences ----
 
 
-@cache
-def parsers() -> list[ArgumentParser]:
+def parsers() -> Iterator[ArgumentParser]:
     """Of all that the documentation has commands of."""
+    for argv in (["serve", "model"], ["compare", "model", "--url", "url"], ["stats", "file"], ["view", "file"]):
+        yield parser_of(partial(main.main, argv))
+    yield program_parser(ROOT / "examples/prefill_decode.py", "model")
     modules = [f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]
-    ours = [parser_of(partial(main.main, argv)) for argv in OURS]
-    programs = [program_parser(ROOT / "examples/prefill_decode.py", "model")]
-    found = (module_parser(name, *REQUIRED.get(name, ())) for name in (*modules, "tests.e2e.torture"))
-    return [*ours, *programs, *found]
+    for name in (*modules, "tests.e2e.torture"):
+        yield module_parser(name, *REQUIRED.get(name, ()))
 
 
-OURS = [["serve", "model"], ["compare", "model", "--url", "url"], ["stats", "file"], ["view", "file"]]
 REQUIRED = {
     "bench.engine_host": ("--variant", "off", "--engine", "{}", "--device", "cpu"),
     "bench.link_package": ("folder",),
 }
 
 
-def flags(text: str) -> list[str]:
-    return re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w-]*…)", text)
-
-
 def test_flags_exist() -> None:
-    pytest_flags = {"--numprocesses"}
-    known = pytest_flags.union(*(flags_of(parser) for parser in parsers()), NOT_OURS)
-    known |= {serve.ALLOW_UNTESTED_FLAG, "--help"}
-    found = [(flag, where) for where, text in SPANS for flag in flags(text)]
+    known = {"--numprocesses", "--help", serve.ALLOW_UNTESTED_FLAG, *NOT_OURS}.union(*map(flags_of, parsers()))
+    found = [(flag, where) for where, text in SPANS for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w-]*…)", text)]
     assert [f"{where}: {flag}" for flag, where in found if flag not in known] == []
     assert {flag for flag, _ in found} >= NOT_OURS  # the list holds no more than it must
 
@@ -192,18 +170,15 @@ OUR_FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "tests").iterdir
 
 def test_files_exist() -> None:
     """But for tests that ran on GPUs, which are those of an older commit."""
-    missing = []
     for where, text in SPANS:
-        if where.startswith("docs/lab/evidence.md"):
-            continue
-        for name in text.split():
+        for name in text.split() if not where.startswith("docs/lab/evidence.md") else ():
             folder, slash, rest = name.partition("/")
             if slash and folder in OUR_FOLDERS and re.fullmatch(r"[\w/.-]+(?:::.*)?", rest):
-                missing += [] if exists(name, (ROOT / where).parent) else [f"{where}: {name}"]
-    assert missing == []
+                assert exists(name, (ROOT / where).parent), f"{where}: {name}"
 
 
 def test_names_of_ours_exist() -> None:
+    """And those in the table of modules in `docs/clients.md`."""
     for _, text in SPANS:
         if re.fullmatch(r"routed_experts\.(protocol|server|capture)(\.\w+)*", text):
             found, *rest = text.split(".")
@@ -212,13 +187,9 @@ def test_names_of_ours_exist() -> None:
             target = importlib.import_module(found)
             for name in rest:
                 target = getattr(target, name)
-
-
-def test_the_modules_of_the_client_library() -> None:
-    """The table of `docs/clients.md`, and its functions."""
     table = (ROOT / "docs/clients.md").read_text(encoding="utf-8").partition("| module |")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)
     assert len(rows) == 4
     for module, what in rows:
-        found = importlib.import_module(f"routed_experts.protocol.{module}")
-        assert [name for name in re.findall(r"`(\w+)`", what) if not hasattr(found, name)] == []
+        found_module = importlib.import_module(f"routed_experts.protocol.{module}")
+        assert [name for name in re.findall(r"`(\w+)`", what) if not hasattr(found_module, name)] == []

@@ -1,6 +1,7 @@
 """The proxy of `examples/prefill_decode.py`, over HTTP, in front of programs that answer as an instance does."""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from itertools import product
@@ -64,93 +65,87 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def run(test: Awaitable[None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+
+    return run
 
 
-def test_hundreds_of_streams_at_once() -> None:
+@in_a_loop
+async def test_hundreds_of_streams_at_once() -> None:
     """None waits for another's end: each goes on when all have begun."""
-    n = 150
+    n = 120  # more than an aiohttp session opens by itself
+    all_there = asyncio.Barrier(n)
 
-    async def test() -> None:
-        all_there = asyncio.Barrier(n)
+    async def lines(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        yield b"data: %d\n\n" % body["kv_transfer_params"]["of"][0]
+        await all_there.wait()
+        yield b"data: [DONE]\n\n"
 
-        async def lines(body: dict[str, Any]) -> AsyncIterator[bytes]:
-            yield b"data: %d\n\n" % body["kv_transfer_params"]["of"][0]
-            await all_there.wait()
-            yield b"data: [DONE]\n\n"
-
-        async with behind_the_proxy(lines) as client:
-            bodies = [{"prompt": [i], "stream": True} for i in range(n)]
-            answers = await asyncio.gather(*(client.post(PATH, json=body) for body in bodies))
-        assert [answer.text for answer in answers] == [f"data: {i}\n\ndata: [DONE]\n\n" for i in range(n)]
-
-    run(test())
+    async with behind_the_proxy(lines) as client:
+        bodies = [{"prompt": [i], "stream": True} for i in range(n)]
+        answers = await asyncio.gather(*(client.post(PATH, json=body) for body in bodies))
+    assert [answer.text for answer in answers] == [f"data: {i}\n\ndata: [DONE]\n\n" for i in range(n)]
 
 
 @pytest.mark.parametrize("before_the_answer", [False, True])
-def test_a_client_that_leaves(before_the_answer: bool) -> None:
+@in_a_loop
+async def test_a_client_that_leaves(before_the_answer: bool) -> None:
     """The decode instance is told so."""
+    gone = asyncio.Event()
 
-    async def test() -> None:
-        gone = asyncio.Event()
+    async def lines(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b"data: 1\n\n"
+                await asyncio.sleep(0.01)
+        finally:
+            gone.set()
 
-        async def lines(body: dict[str, Any]) -> AsyncIterator[bytes]:
-            try:
-                while True:
-                    yield b"data: 1\n\n"
-                    await asyncio.sleep(0.01)
-            finally:
-                gone.set()
-
-        async with behind_the_proxy(lines) as client:
-            if before_the_answer:
-                with pytest.raises(httpx.ReadTimeout):
-                    await client.post(PATH, json={"prompt": [1], "prefill_s": 1}, timeout=0.3)
-            else:
-                async with client.stream("POST", PATH, json={"prompt": [1]}) as answer:
-                    assert await anext(answer.aiter_raw())
-            await asyncio.wait_for(gone.wait(), 10)
-
-    run(test())
+    async with behind_the_proxy(lines) as client:
+        if before_the_answer:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post(PATH, json={"prompt": [1], "prefill_s": 1}, timeout=0.3)
+        else:
+            async with client.stream("POST", PATH, json={"prompt": [1]}) as answer:
+                assert await anext(answer.aiter_raw())
+        await asyncio.wait_for(gone.wait(), 10)
 
 
 async def accepted(body: dict[str, Any]) -> AsyncIterator[bytes]:
     yield b"data: %d\n\n" % body["kv_transfer_params"]["from"]
 
 
-def test_idle_connections_are_let_go() -> None:
+@in_a_loop
+async def test_idle_connections_are_let_go() -> None:
     """Before vLLM does, after 5 s: a request on its way when that happens would get 502."""
+    async with behind_the_proxy(accepted) as client:
 
-    async def test() -> None:
-        async with behind_the_proxy(accepted) as client:
+        async def burst() -> set[str]:
+            answers = await asyncio.gather(*(client.post(PATH, json={"prompt": [1]}) for _ in range(20)))
+            return {answer.text for answer in answers}
 
-            async def burst() -> set[str]:
-                answers = await asyncio.gather(*(client.post(PATH, json={"prompt": [1]}) for _ in range(20)))
-                return {answer.text for answer in answers}
-
-            first = await burst()
-            assert first & await burst()
-            await asyncio.sleep(4)
-            assert not first & await burst()
-
-    run(test())
+        first = await burst()
+        assert first & await burst()
+        await asyncio.sleep(2.5)
+        assert not first & await burst()
 
 
-def test_what_is_no_completion() -> None:
+@in_a_loop
+async def test_what_is_no_completion() -> None:
     """Goes to the decode instance, whose answer it is; one that is not there has none."""
+    async with behind_the_proxy(accepted) as client:
+        assert (await client.get("/v1/models?of=all")).json() == {"data": ["all"]}
+        packed = await client.post(PATH, json={"prompt": [1]}, headers={"Accept": "application/msgpack"})
+        assert (packed.headers["accepted"], packed.headers["content-type"]) == ("application/msgpack", "text/a")
+    async with serving(proxy([free_port(), free_port()])) as front, httpx.AsyncClient() as client:
+        answer = await client.post(f"http://127.0.0.1:{front}{PATH}", json={"prompt": [1]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)
 
-    async def test() -> None:
-        async with behind_the_proxy(accepted) as client:
-            assert (await client.get("/v1/models?of=all")).json() == {"data": ["all"]}
-            packed = await client.post(PATH, json={"prompt": [1]}, headers={"Accept": "application/msgpack"})
-            assert (packed.headers["accepted"], packed.headers["content-type"]) == ("application/msgpack", "text/a")
-        async with serving(proxy([free_port(), free_port()])) as front, httpx.AsyncClient() as client:
-            answer = await client.post(f"http://127.0.0.1:{front}{PATH}", json={"prompt": [1]})
-            assert (answer.status_code, answer.json()["error"]["code"]) == (502, 502)
 
-    run(test())
-
+# ---- what a client may not say ----
 
 ENDPOINTS = (PATH, "/v1/chat/completions", "/inference/v1/generate")
 FORGED = {"do_remote_prefill": True, "remote_engine_id": "victim", "remote_block_ids": [[1]], "routed_experts": {}}
@@ -176,7 +171,9 @@ async def recording() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, 
         serving(instance("prefill")) as prefill,
         serving(instance("decode")) as decode,
         serving(proxy([prefill, decode])) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", timeout=30) as client,
+        httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{front}", timeout=30, headers={"Content-Type": "application/json"}
+        ) as client,
     ):
         yield client, received
 
@@ -188,40 +185,30 @@ UNREADABLE = [
     *(b'{"sampling_params": %s, "kv_transfer_params": {}}' % value for value in (b"null", b"[]", b"1", b'"{}"')),
     b'{"prompt": %s1%s}' % (b"[" * 3000, b"]" * 3000),
 ]
-
-
 # Those that generate would take a client's `kv_transfer_params`; others change the instance.
 OTHER_PATHS = [
-    "/invocations",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/chat/completions/batch",
-    "/cohere/v2/chat",
-    "/sleep",
+    *("/invocations", "/v1/responses", "/v1/messages", "/v1/chat/completions/batch", "/cohere/v2/chat", "/sleep"),
+    *("/v1/completions/", "//v1/completions", "/v1/Completions", "/v1/completions%2f", "/x/../v1/responses"),
 ]
-OTHER_PATHS += ["/v1/completions/", "//v1/completions", "/v1/Completions", "/v1/completions%2f", "/x/../v1/responses"]
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
-def test_what_cannot_be_read_reaches_no_instance(path: str) -> None:
-    async def test() -> None:
-        async with recording() as (client, received):
-            for content in UNREADABLE:
-                answer = await client.post(path, content=content, headers={"Content-Type": "application/json"})
-                error = answer.json()["error"]
-                assert (answer.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError"), content
-                assert error["param"] == ("sampling_params" if b"sampling_params" in content else None)
-                assert error["message"]
-            for method, other in product(("POST", "PUT", "PATCH", "DELETE"), OTHER_PATHS if path == PATH else ()):
-                answer = await client.request(method, other, json={"prompt": "a", "kv_transfer_params": FORGED})
-                assert answer.status_code in (404, 405, 307), other
-            assert received == []
-
-    run(test())
+@in_a_loop
+async def test_what_cannot_be_read_reaches_no_instance() -> None:
+    async with recording() as (client, received):
+        for path, content in product(ENDPOINTS, UNREADABLE):
+            answer = await client.post(path, content=content)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["type"]) == (400, 400, "BadRequestError"), content
+            assert error["param"] == ("sampling_params" if b"sampling_params" in content else None)
+            assert error["message"]
+        for method, other in product(("POST", "PUT", "PATCH", "DELETE"), OTHER_PATHS):
+            answer = await client.request(method, other, json={"prompt": "a", "kv_transfer_params": FORGED})
+            assert answer.status_code in (404, 405, 307), other
+        assert received == []
 
 
-@pytest.mark.parametrize("path", ENDPOINTS)
-def test_a_clients_kv_transfer_params_reach_no_instance(path: str) -> None:
+@in_a_loop
+async def test_a_clients_kv_transfer_params_reach_no_instance() -> None:
     """Wherever vLLM 0.32 would find them, and as a key that a body has twice."""
     forged = orjson.dumps(FORGED)
     bodies = [
@@ -235,20 +222,16 @@ def test_a_clients_kv_transfer_params_reach_no_instance(path: str) -> None:
         b'{"sampling_params": {"extra_args": {"kv_transfer_params": %s, "other": 1}}}' % forged,
         b'{"sampling_params": {"max_tokens": 4, "extra_args": {"kv_transfer_params": 1}}, "vllm_xargs": null}',
     ]
-
-    async def test() -> None:
-        async with recording() as (client, received):
-            for content in bodies:
-                received.clear()
-                await client.post(path, content=content, headers={"Content-Type": "application/json"})
-                assert [(name, asked) for name, asked, _ in received] == [("prefill", path), ("decode", path)]
-                first, second = (orjson.loads(body) for _, _, body in received)
-                asked = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN)}
-                assert first.pop("kv_transfer_params") == asked
-                assert second.pop("kv_transfer_params") == OF_THE_INSTANCE
-                for leg, body in ((first, received[0][2]), (second, received[1][2])):
-                    assert b"victim" not in body, content
-                    assert "kv_transfer_params" not in orjson.dumps(leg).decode(), content
-                    assert ("other" in content.decode()) == ("other" in orjson.dumps(leg).decode()), content
-
-    run(test())
+    async with recording() as (client, received):
+        for path, content in product(ENDPOINTS, bodies):
+            received.clear()
+            await client.post(path, content=content)
+            assert [(name, asked) for name, asked, _ in received] == [("prefill", path), ("decode", path)]
+            first, second = (orjson.loads(body) for _, _, body in received)
+            asked = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(UNKNOWN)}
+            assert first.pop("kv_transfer_params") == asked
+            assert second.pop("kv_transfer_params") == OF_THE_INSTANCE
+            for leg, (_, _, body) in zip((first, second), received, strict=True):
+                assert b"victim" not in body, content
+                assert b"kv_transfer_params" not in orjson.dumps(leg), content
+                assert (b"other" in content) == (b"other" in orjson.dumps(leg)), content

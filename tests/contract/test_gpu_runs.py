@@ -45,15 +45,17 @@ def record(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess("-p", "tests.gpu_runs", "--gpu-run", "run.json", *options)
 
 
+def recorded(pytester: pytest.Pytester) -> dict[str, Run]:
+    return read(pytester.path / "run.json")["0.32.0"]
+
+
 def test_each_test_that_ran_is_written_down(pytester: pytest.Pytester, two_gpus: None) -> None:
     pytester.makepyfile(test_it=TESTS)
     record(pytester, "--commit", "abc1234").assert_outcomes(passed=3, failed=1, skipped=1, errors=1)
-    runs = read(pytester.path / "run.json")["0.32.0"]
-    assert {test: run.outcome for test, run in runs.items()} == {
-        "test_it.py::test_passes[one]": "passed",
-        "test_it.py::test_passes[two, three]": "passed",
-        "test_it.py::test_fails": "failed",
-        "test_it.py::test_around": "failed",
+    runs = recorded(pytester)
+    assert {test.removeprefix("test_it.py::test_"): run.outcome for test, run in runs.items()} == {
+        **{"passes[one]": "passed", "passes[two, three]": "passed"},
+        **{"fails": "failed", "around": "failed"},
     }
     assert {(run.commit, run.device) for run in runs.values()} == {("abc1234", "2 x NVIDIA H200")}
 
@@ -71,7 +73,7 @@ def test_a_run_knows_its_commit_and_its_changes(
     for text in ("def test_it(): pass", "def test_it(): assert True"):
         file.write_text(text)
         record(pytester)
-        commits.append(read(pytester.path / "run.json")["0.32.0"]["test_it.py::test_it"].commit)
+        commits.append(recorded(pytester)["test_it.py::test_it"].commit)
     clean, changed = commits
     assert clean is not None
     assert changed == clean + "+"
@@ -87,16 +89,17 @@ def run_of(date: str, commit: str | None = "abc1234", outcome: str = "passed") -
     return Run(outcome, commit, date, "NVIDIA H200")
 
 
+FIRST = "2026-01-01"
 RUNS = {
     "0.32.0": {
-        "tests/a.py::test[one]": run_of("2026-01-02", "newer"),
-        "tests/a.py::test[two]": run_of("2026-01-01", "older"),
-        "tests/a.py::test_another": run_of("2026-01-01", "old"),
-        "tests/a.py::test_without": run_of("2026-01-01", commit=None),
-        "tests/a.py::test_fails": run_of("2026-01-01", outcome="failed"),
-        "tests/a.py::test_again": run_of("2026-01-01", outcome="failed"),
+        "a.py::test[one]": run_of("2026-01-02", "newer"),
+        "a.py::test[two]": run_of(FIRST, "older"),
+        "a.py::test_another": run_of(FIRST, "old"),
+        "a.py::test_without": run_of(FIRST, commit=None),
+        "a.py::test_fails": run_of(FIRST, outcome="failed"),
+        "a.py::test_again": run_of(FIRST, outcome="failed"),
     },
-    "0.33.0": {"tests/a.py::test_again": run_of("2026-01-03", "newest")},
+    "0.33.0": {"a.py::test_again": run_of("2026-01-03", "newest")},
 }
 
 
@@ -113,34 +116,36 @@ RUNS = {
     ],
 )
 def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool, last: str) -> None:
-    names = [f"tests/a.py::{test}" for test in tests]
+    names = [f"a.py::{test}" for test in tests]
     assert when(RUNS["0.32.0"], names) == last
     assert status("v2", names, RUNS["0.32.0"]) == ("exact" if is_exact else "untested")
     assert status("cpu", names, RUNS["0.32.0"]) == "exact", "CI runs these"
 
 
 def test_runs_go_into_the_file_and_the_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"FILE": "gpu-runs.json", "SUPPORT": "support.toml", "MATRIX": "support.md", "EVIDENCE": "evidence.md"}
-    for name, file in files.items():
-        monkeypatch.setattr(gpu_runs, name, tmp_path / file)
-    page = "# Support\n<!-- matrix -->\n<!-- end of matrix -->\n<!-- refused -->\n<!-- end of refused -->\nrest\n"
-    (tmp_path / "support.md").write_text(page)
-    (tmp_path / "support.toml").write_text(
-        '[[feature]]\nname = "graphs"\nv1 = "refused: tests/b.py"\nv2 = ["tests/a.py::test_again"]\n'
+    runs, toml, page, evidence = (
+        tmp_path / name for name in ("runs.json", "support.toml", "support.md", "evidence.md")
+    )
+    for name, file in {"FILE": runs, "SUPPORT": toml, "MATRIX": page, "EVIDENCE": evidence}.items():
+        monkeypatch.setattr(gpu_runs, name, file)
+    page.write_text(
+        "# Support\n<!-- matrix -->\n<!-- end of matrix -->\n<!-- refused -->\n<!-- end of refused -->\nrest\n"
+    )
+    toml.write_text(
+        '[[feature]]\nname = "graphs"\nv1 = "refused: tests/b.py"\nv2 = ["a.py::test_again"]\n'
         '[[refused]]\nname = "dense"\ntests = ["tests/c.py"]\n'
     )
-    write(tmp_path / "gpu-runs.json", RUNS)
+    write(runs, RUNS)
     gpu_runs.main([])
-    assert "| graphs | untested | refused | untested |" in (tmp_path / "support.md").read_text()
-    new = {"tests/a.py::test_again": run_of("2026-01-05", "new")}
+    assert "| graphs | untested | refused | untested |" in page.read_text()
+    new = {"a.py::test_again": run_of("2026-01-05", "new")}
     write(tmp_path / "new.json", {"0.32.0": new, "0.33.0": new})
     for _ in range(2):  # the second time nothing changes
         gpu_runs.main([str(tmp_path / "new.json")])
-        text = (tmp_path / "support.md").read_text()
-        assert "| graphs | untested | refused | exact |" in text
-        assert text.endswith("- dense\n<!-- end of refused -->\nrest\n")
-        found = (tmp_path / "evidence.md").read_text()
-        assert "- CUDA V2: `tests/a.py::test_again`. Last run: 2026-01-05, NVIDIA H200, `new`\n" in found
-    written = json.loads((tmp_path / "gpu-runs.json").read_text())
+        assert "| graphs | untested | refused | exact |" in page.read_text()
+        assert page.read_text().endswith("- dense\n<!-- end of refused -->\nrest\n")
+        assert "- **graphs**. V1: refused: tests/b.py. V2 (R1): `a.py::test_again`.\n" in evidence.read_text()
+        assert "- R1: 2026-01-05, NVIDIA H200, `new`\n" in evidence.read_text()
+    written = json.loads(runs.read_text())
     assert (len(written["0.32.0"]), len(written["0.33.0"])) == (6, 1)
-    assert {written[version]["tests/a.py::test_again"]["commit"] for version in RUNS} == {"new"}
+    assert {written[version]["a.py::test_again"]["commit"] for version in RUNS} == {"new"}

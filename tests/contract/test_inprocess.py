@@ -6,9 +6,10 @@ import gc
 import itertools
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import closing
+from functools import partial, wraps
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -39,13 +40,12 @@ from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.server.http import entry_point
-from tests.contract.engine import BLOCK, NUM_BLOCKS, K, Tokens, no_collections
-from tests.contract.served import InProcessClient, ServedExecutor
+from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
+from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
 from tests.e2e.harness import prompt_of
 
 pytestmark = pytest.mark.e2e
 
-DECODER_LAYERS = 10
 MOE_LAYERS = [1, 2, 3, 4, 6, 7, 8, 9]
 DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
 
@@ -53,40 +53,24 @@ DELTA, CUMULATIVE, FINAL = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
 class SparseExecutor(ServedExecutor):
     """Of a model in which two layers have no experts."""
 
-    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        answers = super().collective_rpc(method, *args, **kwargs)
-        return [{**answers[0], "layer_ids": MOE_LAYERS}] if method == "routed_experts_info" else answers
+    layer_ids = MOE_LAYERS
 
 
 def arguments(model: Path, **more: Any) -> dict[str, Any]:
     """Of any engine, with so many experts as the arithmetic has."""
-    return {
-        "model": str(model),
-        "enforce_eager": True,
-        "dtype": "float32",
-        "block_size": BLOCK,
-        "max_model_len": BLOCK * (NUM_BLOCKS - 1),
-        "max_num_batched_tokens": 64,
-        "kv_cache_memory_bytes": 8 << 20,
-        "distributed_executor_backend": SparseExecutor,
-        "hf_overrides": {"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS},
-        "enable_return_routed_experts": True,
-        **more,
-    }
+    sizes = {"block_size": BLOCK, "max_model_len": BLOCK * (NUM_BLOCKS - 1), "max_num_batched_tokens": 64}
+    sizes |= {"kv_cache_memory_bytes": 8 << 20, "enforce_eager": True, "dtype": "float32"}
+    given = {"model": str(model), "distributed_executor_backend": SparseExecutor, "enable_return_routed_experts": True}
+    given["hf_overrides"] = {"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS}
+    return {**sizes, **given, **more}
 
 
-def expected(tokens: list[int], start: int, end: int) -> np.ndarray:
-    """What vLLM's own capture would return: uint16 above 256 experts, zeros in layers without experts."""
-    rows = np.zeros((max(end - start, 0), DECODER_LAYERS, K), dtype=np.uint16)
-    rows[:, MOE_LAYERS] = Tokens(tokens).rows(start, end)
-    return rows
-
-
-def check(rows: Any, tokens: list[int], start: int = 0, end: int | None = None) -> None:
-    """`rows` are those of `tokens`, in form too; and the program may write into them."""
-    want = expected(tokens, start, len(tokens) - 1 if end is None else end)
+def check(rows: Any, tokens: list[int], start: int = 0) -> None:
+    """`rows` are those of `tokens`, as vLLM's own capture would return them: uint16 above 256 experts, zeros in layers
+    without experts; and the program may write into them."""
+    want = every_layer_of(tokens[:-1], start, MOE_LAYERS)
     assert type(rows) is np.ndarray
-    assert (rows.dtype, rows.shape) == (want.dtype, want.shape)
+    assert (rows.dtype, rows.shape) == (np.uint16, want.shape)
     assert rows.flags.c_contiguous
     assert rows.flags.writeable
     assert np.array_equal(rows, want)
@@ -100,6 +84,14 @@ def check_finished(output: RequestOutput, start: int = 0) -> None:
 
 def params(**more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 6, "temperature": 1.0, "ignore_eos": True, **more})
+
+
+def says_that_it_returns(engine: LLM | LLMEngine | AsyncLLM) -> bool:
+    """Where servers built on vLLM's classes look it up; without it they give out no rows."""
+    return engine.model_config.enable_return_routed_experts  # type: ignore[attr-defined]
+
+
+no_flag = pytest.mark.skipif(HAS_AUX_OUTPUTS, reason="vLLM 0.31 and newer: a model's configuration has no such flag")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -129,12 +121,21 @@ def prompts_of(*lengths: int) -> list[Any]:
     return [{"prompt_token_ids": prompt_of(length, length)} for length in lengths]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_generate_with_lists_of_prompts(llm: LLM, n: int) -> None:
-    outputs = llm.generate(prompts_of(3, 100, 17, 300), params(n=n), use_tqdm=False)
-    assert [len(output.outputs) for output in outputs] == [n] * 4
+def generate(llm: LLM, prompts: list[Any], asked: Any, **more: Any) -> list[RequestOutput]:
+    """What was generated, whose rows were checked."""
+    outputs = llm.generate(prompts, asked, **{"use_tqdm": False, **more})
     for output in outputs:
         check_finished(output)
+    return outputs
+
+
+@pytest.mark.parametrize("about", [{}, {"n": 3}, {"n": 2, "skip_clone": True}])
+def test_generate_with_lists_of_prompts(llm: LLM, about: dict[str, Any]) -> None:
+    """With `skip_clone` vLLM gives all requests the one object."""
+    shared = params(**about)
+    for _ in range(2):
+        outputs = generate(llm, prompts_of(3, 100, 17, 300), shared)
+        assert [len(output.outputs) for output in outputs] == [shared.n] * 4
 
 
 def test_parameters_of_each_prompt(llm: LLM) -> None:
@@ -158,14 +159,6 @@ def test_the_readme(llm: LLM, monkeypatch: pytest.MonkeyPatch, documented: list[
     check(names["rows"][:2].copy(), [39, 72, 0])  # the tiny model's tokens for "Hi"
 
 
-def test_parameters_that_requests_share(llm: LLM) -> None:
-    """With `skip_clone` vLLM gives all requests the one object."""
-    shared = params(n=2, skip_clone=True)
-    for _ in range(2):
-        for output in llm.generate(prompts_of(30, 31), shared, use_tqdm=False):
-            check_finished(output)
-
-
 def test_chat(llm: LLM) -> None:
     messages = [[{"role": "user", "content": text}] for text in ("Which experts?", "Why?")]
     for output in llm.chat(messages, params(n=2), use_tqdm=False):
@@ -173,17 +166,22 @@ def test_chat(llm: LLM) -> None:
 
 
 def test_a_stop_string(llm: LLM) -> None:
-    prompt = prompts_of(25)
-    (whole,) = llm.generate(prompt, params(max_tokens=20), use_tqdm=False)
-    (output,) = llm.generate(prompt, params(max_tokens=20, stop=whole.outputs[0].text[7:10]), use_tqdm=False)
+    (whole,) = generate(llm, prompts_of(25), params(max_tokens=20))
+    (output,) = generate(llm, prompts_of(25), params(max_tokens=20, stop=whole.outputs[0].text[7:10]))
     assert 7 < len(output.outputs[0].token_ids) < 20
-    check_finished(output)
 
 
 @pytest.mark.skipif(cpu_kernels.SEAMS[0].is_needed(), reason="vLLM 0.29 and older: does not check it")
 def test_a_start_behind_the_prompt_is_vllms_error(llm: LLM) -> None:
     with pytest.raises(VLLMValidationError, match="routed_experts_prompt_start must be between 0"):
-        llm.generate(prompts_of(5), params(routed_experts_prompt_start=6), use_tqdm=False)
+        generate(llm, prompts_of(5), params(routed_experts_prompt_start=6))
+
+
+@no_flag
+def test_an_engine_says_that_it_returns_routed_experts(llm: LLM) -> None:
+    assert says_that_it_returns(llm)
+    assert says_that_it_returns(llm.llm_engine)
+    assert not vllm_captures(llm.llm_engine.vllm_config), "vLLM's own scheduler and worker read that"
 
 
 def test_beam_search_is_refused(llm: LLM) -> None:
@@ -191,30 +189,41 @@ def test_beam_search_is_refused(llm: LLM) -> None:
         llm.beam_search(prompts_of(5), BeamSearchParams(beam_width=2, max_tokens=3))
 
 
+def steps(engine: LLMEngine) -> list[RequestOutput]:
+    """All that comes until nothing is left to do."""
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
 def test_the_engines_own_steps(llm: LLM) -> None:
     """`LLMEngine.add_request` and `step`, with the three kinds of outputs at once."""
     engine = llm.llm_engine
     for kind in (DELTA, CUMULATIVE, FINAL):
         engine.add_request(kind.name, prompts_of(40)[0], params(output_kind=kind, n=2))
-    outputs: list[RequestOutput] = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
+    outputs = steps(engine)
     for kind in (DELTA, CUMULATIVE, FINAL):
         check_outputs(kind, 2, [output for output in outputs if output.request_id == kind.name], prompt_of(40, 40))
 
 
-def check_kind(kind: RequestOutputKind, outputs: list[tuple[Any, int, bool]], tokens: list[int], prompt: int) -> None:
-    """A choice's outputs, in order: rows, tokens so far, whether finished."""
-    assert outputs[-1][2]
-    if kind != DELTA:
-        assert all(rows is None for rows, *_ in outputs[:-1])
-        assert len(outputs) == 1 or kind == CUMULATIVE
-        check(outputs[-1][0], tokens)
-        return
-    first = 0
-    for rows, count, _ in outputs:
-        check(rows, tokens, first, prompt + count - 1)
-        first = prompt + count - 1
+def check_outputs(kind: RequestOutputKind, n: int, outputs: list[RequestOutput], prompt: list[int]) -> None:
+    """All choices of a request, whose outputs came in this order."""
+    for index in range(n):
+        tokens, end, last = list(prompt), 0, False
+        for choice in (choice for output in outputs for choice in output.outputs if choice.index == index):
+            assert not last
+            tokens = [*(tokens if kind == DELTA else prompt), *choice.token_ids]
+            last = choice.finish_reason is not None
+            if kind == DELTA:
+                check(choice.routed_experts, tokens, end)
+                end = len(tokens) - 1
+            elif last:
+                check(choice.routed_experts, tokens)
+            else:
+                assert kind == CUMULATIVE
+                assert choice.routed_experts is None
+        assert last
 
 
 @pytest.mark.skipif(not hasattr(EngineArgs, "aux_output_config"), reason="vLLM 0.30 and older: no such argument")
@@ -224,22 +233,17 @@ def test_aux_output_config_asks_too(no_process: None, tiny_model: Path) -> None:
     del asked["enable_return_routed_experts"]
     engine = LLMEngine.from_engine_args(EngineArgs(**asked))
     engine.add_request("r", prompts_of(40)[0], params(output_kind=FINAL))
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    check_finished(*outputs)
+    check_finished(*steps(engine))
     engine.engine_core.shutdown()
 
 
 @pytest.mark.skipif(not HAS_AUX_OUTPUTS, reason="vLLM 0.30 and older: keeps its engine, without this package too")
 def test_an_engine_that_is_let_go_ends(no_process: None, tiny_model: Path) -> None:
     """Nothing of ours keeps it: a program that deletes its engine wants its memory back, for the next one."""
-    executors: list[SparseExecutor] = []
     made = LLM(**arguments(tiny_model))
-    made.generate(prompts_of(5), params(), use_tqdm=False)
-    executors.append(made.llm_engine.model_executor)
-    ended: list[bool] = []
-    executors[0].shutdown = lambda: ended.append(True)  # type: ignore[method-assign]
+    generate(made, prompts_of(5), params())
+    executor, ended = made.llm_engine.model_executor, []
+    executor.shutdown = lambda: ended.append(True)
     gc.disable()
     try:
         del made
@@ -252,49 +256,52 @@ def test_an_engine_that_is_let_go_ends(no_process: None, tiny_model: Path) -> No
 
 
 class Online:
-    """An engine, and the event loop that it lives in."""
+    """An engine, and the event loop that it lives in, and was made in or before."""
 
-    def __init__(self, model: Path, in_loop: bool) -> None:
+    def __init__(self, model: Path, in_loop: bool = True) -> None:
         self._runner = asyncio.Runner()
         make = partial(AsyncLLM.from_engine_args, AsyncEngineArgs(**arguments(model)))
 
         async def make_in_loop() -> AsyncLLM:
             return make()
 
-        self.engine = self.run(make_in_loop()) if in_loop else make()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
+            self.engine = self.run(make_in_loop()) if in_loop else make()
 
     def run(self, test: Coroutine[Any, Any, Any]) -> Any:
         return self._runner.run(asyncio.wait_for(test, 60))
 
-    def end(self) -> None:
+    def close(self) -> None:
         self.engine.shutdown()
         self._runner.close()
 
 
-@contextmanager
-def running(model: Path, in_loop: bool = True) -> Iterator[Online]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineCoreClient, "make_async_mp_client", InProcessClient)
-        made = Online(model, in_loop)
-        yield made
-        made.end()
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["made in the loop", "made before"])
 def online(request: pytest.FixtureRequest, tiny_model: Path) -> Iterator[Online]:
-    with running(tiny_model, request.param) as made:
+    with closing(Online(tiny_model, request.param)) as made:
         yield made
 
 
 @pytest.fixture
 def new(tiny_model: Path) -> Iterator[Online]:
-    with running(tiny_model) as made:
+    with closing(Online(tiny_model)) as made:
         yield made
 
 
-async def read(engine: AsyncLLM, prompt: Any, asked: SamplingParams, wait: float = 0) -> list[RequestOutput]:
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """A test that runs in the loop of the engine that is its first argument."""
+
+    @wraps(test)
+    def run(**fixtures: Any) -> None:
+        next(iter(fixtures.values())).run(test(**fixtures))
+
+    return run
+
+
+async def read(online: Online, prompt: Any, asked: SamplingParams, wait: float = 0) -> list[RequestOutput]:
     outputs = []
-    async for output in engine.generate(prompt, asked, str(next(_names))):
+    async for output in online.engine.generate(prompt, asked, str(next(_names))):
         outputs.append(output)
         await asyncio.sleep(wait)
     return outputs
@@ -303,24 +310,17 @@ async def read(engine: AsyncLLM, prompt: Any, asked: SamplingParams, wait: float
 _names = itertools.count()
 
 
-def check_outputs(kind: RequestOutputKind, n: int, outputs: list[RequestOutput], prompt: list[int]) -> None:
-    """All choices of a request, whose outputs came in this order."""
-    for index in range(n):
-        tokens, seen = list(prompt), []
-        for choice in (choice for output in outputs for choice in output.outputs if choice.index == index):
-            tokens = [*(tokens if kind == DELTA else prompt), *choice.token_ids]
-            seen.append((choice.routed_experts, len(tokens) - len(prompt), choice.finish_reason is not None))
-        check_kind(kind, seen, tokens, len(prompt))
+@no_flag
+def test_an_asynchronous_engine_says_so_too(online: Online) -> None:
+    assert says_that_it_returns(online.engine)
+    assert not vllm_captures(online.engine.vllm_config)
 
 
-def test_all_kinds_of_outputs_at_once(online: Online) -> None:
+@in_loop
+async def test_all_kinds_of_outputs_at_once(online: Online) -> None:
     jobs = list(itertools.product((DELTA, CUMULATIVE, FINAL), (0, 0.25), (1, 3)))
-
-    async def run() -> list[list[RequestOutput]]:
-        asked = [(params(output_kind=kind, n=n, max_tokens=20), wait) for kind, wait, n in jobs]
-        return await asyncio.gather(*(read(online.engine, prompts_of(100)[0], *each) for each in asked))
-
-    results = online.run(run())
+    asked = [(params(output_kind=kind, n=n, max_tokens=20), wait) for kind, wait, n in jobs]
+    results = await asyncio.gather(*(read(online, prompts_of(100)[0], *each) for each in asked))
     merged = 0
     for (kind, wait, n), outputs in zip(jobs, results, strict=True):
         merged += wait > 0 and kind == DELTA and len(outputs) < 20
@@ -328,90 +328,79 @@ def test_all_kinds_of_outputs_at_once(online: Online) -> None:
     assert merged == 2, "no outputs merged"
 
 
-def test_outputs_of_several_tokens(online: Online) -> None:
+@pytest.mark.skipif(
+    "stream_interval" not in signature(SamplingParams).parameters, reason="SamplingParams of vLLM 0.26 have none"
+)
+@in_loop
+async def test_outputs_of_several_tokens(online: Online) -> None:
     """`stream_interval` keeps tokens back, and their rows with them."""
     asked = params(output_kind=DELTA, max_tokens=20, stream_interval=7)
-    outputs = online.run(read(online.engine, prompts_of(40)[0], asked))
+    outputs = await read(online, prompts_of(40)[0], asked)
     check_outputs(DELTA, 1, outputs, prompt_of(40, 40))
     assert 2 < len(outputs) < 6
 
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE, FINAL])
-def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind) -> None:
+@in_loop
+async def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind) -> None:
     """As with vLLM's own: the rows of what was generated, or nothing where nothing was."""
-    engine, long = online.engine, params(output_kind=kind, max_tokens=900)
-
-    async def run() -> None:
-        queue = await engine.add_request("long", prompts_of(40)[0], long)
-        early = await engine.add_request("early", prompts_of(30)[0], long)
-        await engine.abort("early")
-        assert (await early.get()).outputs[0].routed_experts is None
-        (running,) = engine.engine_core.core.scheduler.requests.values()
-        while running.num_output_tokens < 10:
-            await asyncio.sleep(0)
-        await engine.abort("long")
-        tokens, parts = prompt_of(40, 40), []
-        output = None
-        while output is None or not output.finished:
-            output = await queue.get()
-            (choice,) = output.outputs
-            tokens = [*(tokens if kind == DELTA else prompt_of(40, 40)), *choice.token_ids]
-            parts += [] if choice.routed_experts is None else [choice.routed_experts]
-        assert choice.finish_reason == "abort"
-        assert len(tokens) > 45
-        check(np.concatenate(parts), tokens)
-
-    online.run(run())
+    engine, asked = online.engine, params(output_kind=kind, max_tokens=900)
+    queue = await engine.add_request("long", prompts_of(40)[0], asked)
+    early = await engine.add_request("early", prompts_of(30)[0], asked)
+    await engine.abort("early")
+    assert (await early.get()).outputs[0].routed_experts is None
+    (running,) = engine.engine_core.core.scheduler.requests.values()
+    while running.num_output_tokens < 10:
+        await asyncio.sleep(0)
+    await engine.abort("long")
+    outputs = [await queue.get()]
+    while not outputs[-1].finished:
+        outputs.append(await queue.get())
+    check_outputs(kind, 1, outputs, prompt_of(40, 40))
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert sum(len(output.outputs[0].token_ids) for output in (outputs if kind == DELTA else outputs[-1:])) > 5
 
 
-def test_a_reader_that_leaves(online: Online) -> None:
-    async def run() -> None:
-        async for _ in online.engine.generate(prompts_of(40)[0], params(output_kind=DELTA, max_tokens=500), "gone"):
-            break
-        (output,) = await read(online.engine, prompts_of(40)[0], params(output_kind=FINAL))
-        check_finished(output)
-
-    online.run(run())
+@in_loop
+async def test_a_reader_that_leaves(online: Online) -> None:
+    async for _ in online.engine.generate(prompts_of(40)[0], params(output_kind=DELTA, max_tokens=500), "gone"):
+        break
+    check_finished(*await read(online, prompts_of(40)[0], params(output_kind=FINAL)))
 
 
-async def poll(queue: Any) -> Any:
+async def poll(online: Online, name: str) -> Any:
+    queue = await online.engine.add_request(name, prompts_of(40)[0], params(output_kind=FINAL))
     while (output := queue.get_nowait()) is None:
         await asyncio.sleep(0.01)
     return output
 
 
-def test_a_reader_that_polls(new: Online) -> None:
+@in_loop
+async def test_a_reader_that_polls(new: Online) -> None:
     """From the first request on, when nobody has said yet what rows look like."""
-
-    async def run() -> None:
-        for number in range(2):
-            asked = prompts_of(40)[0], params(output_kind=FINAL)
-            check_finished(await poll(await new.engine.add_request(f"polled {number}", *asked)))
-
-    new.run(run())
+    for name in ("first", "second"):
+        check_finished(await poll(new, name))
 
 
-def test_a_reader_that_polls_sees_errors(new: Online, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        asked = prompts_of(40)[0], params(output_kind=FINAL, max_tokens=500)
-        first = await new.engine.add_request("first", *asked)
-        first.put(ValueError("of the engine"))
-        with pytest.raises(ValueError, match="of the engine"):
-            first.get_nowait()
-        fails = AsyncMock(side_effect=RuntimeError("no worker says so"))
-        monkeypatch.setattr(new.engine.engine_core, "collective_rpc_async", fails)
-        with pytest.raises(RuntimeError, match="no worker says"):
-            await poll(await new.engine.add_request("second", *asked))
-
-    new.run(run())
+@in_loop
+async def test_a_reader_that_polls_sees_errors(new: Online, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = await new.engine.add_request("first", prompts_of(40)[0], params(output_kind=FINAL, max_tokens=500))
+    first.put(ValueError("of the engine"))
+    with pytest.raises(ValueError, match="of the engine"):
+        first.get_nowait()
+    fails = AsyncMock(side_effect=RuntimeError("no worker says so"))
+    monkeypatch.setattr(new.engine.engine_core, "collective_rpc_async", fails)
+    with pytest.raises(RuntimeError, match="no worker says"):
+        await poll(new, "second")
 
 
-def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
+@in_loop
+async def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput(prompt=prompts_of(5)[0])
 
     with pytest.raises(VLLMValidationError, match="cannot be returned for a prompt that is streamed in"):
-        online.run(read(online.engine, inputs(), params(output_kind=DELTA)))
+        await read(online, inputs(), params(output_kind=DELTA))
 
 
 # ---- classes of a program's own ----
@@ -420,9 +409,7 @@ def test_a_prompt_that_is_streamed_in_is_refused(online: Online) -> None:
 class CountingScheduler(AsyncScheduler):
     """A program's own."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.steps = 0
+    steps = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.steps += 1
@@ -444,8 +431,7 @@ class NoScheduler:
 def test_a_scheduler_of_the_programs_own(no_process: None, tiny_model: Path, by_name: bool) -> None:
     given = f"{__name__}.CountingScheduler" if by_name else CountingScheduler
     made = LLM(**arguments(tiny_model, scheduler_cls=given))
-    for output in made.generate(prompts_of(100, 20), params(n=2), use_tqdm=False):
-        check_finished(output)
+    generate(made, prompts_of(100, 20), params(n=2))
     scheduler = made.llm_engine.engine_core.engine_core.scheduler
     assert isinstance(scheduler, CountingScheduler)
     assert isinstance(scheduler, SchedulerCapture)

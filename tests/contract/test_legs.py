@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import current_thread
 from typing import Any
@@ -48,7 +49,7 @@ class Legs:
         limits = {"sampling_params": {**body["sampling_params"], **one}} if path == GENERATE else one
         return self.prefill._post(path, {**body, **limits, "stream": False, "kv_transfer_params": params})
 
-    def answers(self, path: str, body: dict[str, Any], stream: bool) -> tuple[dict[str, Any], list[Answer]]:
+    def answers(self, path: str, body: dict[str, Any], stream: bool = False) -> tuple[dict[str, Any], list[Answer]]:
         """The prefill leg's answer, and the choices of the decode leg's."""
         start, n = body.get("routed_experts_prompt_start", 0), body.get("n", 1)
         first = self.first(path, body)
@@ -62,12 +63,9 @@ class Legs:
 def two_servers(model: Path, *more: str, command: Command = ours) -> Iterator[Legs]:
     transfer = json.dumps({"kv_connector": PULL, "kv_role": "kv_both"})
     flags = (*SIZES, "--enable-scale-out", "--max-num-batched-tokens", "64", "--kv-transfer-config", transfer, *more)
-    other_flags = (*flags, "--enable-log-requests", "--max-log-len", "100000000")
-    with (
-        store() as kept,
-        served(model, LegExecutor, *flags, command=command) as one,
-        served(model, LegExecutor, *other_flags, command=command) as other,
-    ):
+    flags += ("--enable-log-requests", "--max-log-len", "100000000")
+    a_server = partial(served, model, LegExecutor, *flags, command=command)
+    with store() as kept, a_server() as one, a_server() as other:
         yield Legs(one, other, kept)
 
 
@@ -101,38 +99,38 @@ def check(answer: Answer, prefill_rows: np.ndarray) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("path", "body"),
+    "body",
     [
-        (COMPLETIONS, {"prompt": "a completion" * 9, "max_tokens": 7}),
-        (COMPLETIONS, {"prompt": "some of it" * 9, "max_tokens": 3, "routed_experts_prompt_start": 20}),
-        (COMPLETIONS, {"prompt": "several" * 9, "max_tokens": 5, "n": 2, "temperature": 1.0}),
-        (COMPLETIONS, {"prompt": [5], "max_tokens": 2}),
-        (COMPLETIONS, {"prompt": "one token" * 9, "max_tokens": 1}),
-        (CHAT, {"max_tokens": 7}),
+        {"prompt": "a completion" * 9, "max_tokens": 7},
+        {"prompt": "some of it" * 9, "max_tokens": 3, "routed_experts_prompt_start": 20},
+        {"prompt": "several" * 9, "max_tokens": 5, "n": 2, "temperature": 1.0},
+        {"prompt": "one token" * 9, "max_tokens": 1},
+        {"messages": "chat" * 9, "max_tokens": 7},
     ],
 )
-def test_every_row_is_there(legs: Legs, path: str, body: dict[str, Any], stream: bool) -> None:
-    prompt = body.get("prompt")
-    if isinstance(prompt, str):  # of its own, so that no prefix is hit
-        body = {**body, "prompt": f"{stream}{prompt}"}
-    elif prompt is None:
-        body = {**body, "messages": [{"role": "user", "content": f"{stream} chat" * 9}]}
-    first, answers = legs.answers(path, {**ASK, **body}, stream)
+def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> None:
+    ((what, text),) = [(name, value) for name, value in body.items() if name in ("prompt", "messages")]
+    text = f"{stream} {text}"  # of its own, so that no prefix is hit
+    path = COMPLETIONS if what == "prompt" else CHAT
+    asked = {**ASK, **body, what: text if what == "prompt" else [{"role": "user", "content": text}]}
+    first, answers = legs.answers(path, asked, stream)
     rows = handed(first)[body.get("routed_experts_prompt_start", 0) :]
     if "n" not in body:  # else there is KV of several choices, and only of one of them the rows
         assert np.array_equal(rows, decode(first["prompt_routed_experts"]))
     assert len(answers) == body.get("n", 1)
-    if prompt == [5] and stream:
-        return  # a second time, when both have its KV: that all rows are there was checked
     for answer in answers:
         check(answer, rows)
 
 
+def test_a_prompt_of_one_token(legs: Legs) -> None:
+    first, (answer,) = legs.answers(COMPLETIONS, {**ASK, "prompt": [5], "max_tokens": 2})
+    check(answer, handed(first))
+
+
 def test_a_stop_string(legs: Legs) -> None:
     body = {**ASK, "prompt": "it stops" * 9, "max_tokens": 20}
-    _, (whole,) = legs.answers(COMPLETIONS, body, stream=False)
-    body |= {"stop": [whole.text[4:6]], "prompt": "it stops" * 9}
-    _, (stopped,) = legs.answers(COMPLETIONS, body, stream=True)
+    _, (whole,) = legs.answers(COMPLETIONS, body)
+    _, (stopped,) = legs.answers(COMPLETIONS, {**body, "stop": [whole.text[4:6]]}, stream=True)
     assert stopped.finish_reason == "stop"
     assert len(stopped.tokens) < 20
     assert not (np.concatenate([stopped.prompt_rows, stopped.rows]) == -1).any()
@@ -145,16 +143,12 @@ def test_tokens_in_and_out(legs: Legs, stream: bool) -> None:
     body |= {"routed_experts_format": "object", "routed_experts_layout": "joined"}
     first = legs.first(GENERATE, body)
     body["kv_transfer_params"] = first["kv_transfer_params"]
-    if stream:
-        chunks = legs.decode.stream(GENERATE, **body)
-        rows = np.concatenate([decode(chunk["choices"][0]["routed_experts"]) for chunk in chunks])
-        tokens = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"] or []]
-    else:
-        (choice,) = legs.decode._post(GENERATE, body)["choices"]
-        rows, tokens = decode(choice["routed_experts"]), choice["token_ids"]
+    messages = legs.decode.stream(GENERATE, **body) if stream else [legs.decode._post(GENERATE, body)]
+    choices = [message["choices"][0] for message in messages]
+    rows = np.concatenate([decode(choice["routed_experts"]) for choice in choices])
+    tokens = [token for choice in choices for token in choice["token_ids"] or []]
     assert len(tokens) == 6
-    answer = Answer(prompt, tokens, 0, rows[:100], rows[100:])
-    check(answer, decode(first["choices"][0]["routed_experts"]))
+    check(Answer(prompt, tokens, 0, rows[:100], rows[100:]), decode(first["choices"][0]["routed_experts"]))
 
 
 def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
@@ -166,11 +160,9 @@ def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
     assert rows["shape"] == [len(first["choices"][0]["prompt_token_ids"]), L, K]
     second = legs.decode._post(COMPLETIONS, {**body, "kv_transfer_params": params})
     assert second["prompt_routed_experts"]["missing"] == rows["shape"][0] - 1
-    (whole,), (prefill,) = collect(second), collect(first)
+    (whole,), (prefill,), (answer,) = collect(second), collect(first), answers_of(second)
     spliced = splice(decode=whole, prefill=prefill).rows
-    answer = answers_of(second)[0]
-    p = len(answer.prompt)
-    answer.prompt_rows, answer.rows = spliced[:p], spliced[p:]
+    answer.prompt_rows, answer.rows = np.split(spliced, [len(answer.prompt)])
     check(answer, decode(first["prompt_routed_experts"]))
 
 
@@ -180,6 +172,9 @@ def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
     assert "routed_experts" not in first["kv_transfer_params"]
     second = legs.decode._post(COMPLETIONS, {**body, "kv_transfer_params": first["kv_transfer_params"]})
     assert "routed_experts" not in second["choices"][0]
+
+
+# ---- what is refused ----
 
 
 def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict[str, Any]:
@@ -196,21 +191,6 @@ WRONG: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, GENERATE])
-def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
-    """And the prefill instance is told to let its KV go, as after a refusal of vLLM's."""
-    for index, wrong in enumerate(WRONG):
-        if path != COMPLETIONS and index % 4:
-            continue  # how rows are checked is the same for all of them
-        legs.kept.refused.clear()
-        params = {"do_remote_prefill": True, "remote_request_id": "none", "routed_experts": wrong}
-        response = post(legs.decode, path, stream=index % 8 < 4, kv_transfer_params=params)
-        assert response.status_code == 400, (wrong, response.text)
-        assert response.json()["error"]["param"] == "kv_transfer_params.routed_experts", wrong
-        legs.decode.complete(prompt="the next step", max_tokens=1)
-        assert legs.kept.refused == ["none"], wrong
-
-
 SHORT: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "abc", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
@@ -224,9 +204,14 @@ def post(server: Server, path: str, **fields: Any) -> httpx.Response:
         return client.post(path, json={"model": "tiny", **SHORT[path], **fields})
 
 
-PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine_id": "an engine"}
-WRONG_PULL, EXTRA = {**PULLED, "remote_engine_id": []}, ("sampling_params", "extra_args")
+def refused(server: Server, path: str, **fields: Any) -> str:
+    """The field that a request is refused for."""
+    response = post(server, path, **fields)
+    assert response.status_code == 400, (fields, response.text)
+    return str(response.json()["error"]["param"])
 
+
+PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine_id": "an engine"}
 BESIDE: dict[str, list[Any]] = {
     "remote_engine_id": [[], {"a": 1}, 5],
     "remote_request_id": [["none"], None],
@@ -237,24 +222,34 @@ BESIDE: dict[str, list[Any]] = {
     "remote_num_tokens": [1.5],
     "do_remote_prefill": ["yes"],
     "do_remote_decode": [{}],
-    "remote_prefiller": ["text", {"remote_host": ["a"]}],
-    "remote_kv_source": [{"kv_request_id": []}, {"remote_port": {"a": 1}}],
+    "remote_prefiller": ["text"],
+    "remote_prefiller.remote_host": [{"remote_host": ["a"]}],
+    "remote_kv_source.kv_request_id": [{"kv_request_id": []}],
+    "remote_kv_source.remote_port": [{"remote_port": {"a": 1}}],
 }
+# And the prefill instance is told to let its KV go, as after a refusal of vLLM's, if what that takes is right.
+REFUSED = [(PULLED | {"routed_experts": wrong}, "routed_experts", ["none"]) for wrong in WRONG]
+REFUSED += [
+    (PULLED | {name.partition(".")[0]: value} | rows, name, [])
+    for name, values in BESIDE.items()
+    for value in values
+    for rows in ({}, {"routed_experts": FITS})
+]
 
 
 @pytest.mark.parametrize("path", SHORT)
-def test_what_is_beside_the_rows_is_checked(legs: Legs, path: str) -> None:
-    """The prefill instance is not told: to do so takes these fields."""
-    legs.kept.refused.clear()
-    for index, (name, value) in enumerate((name, value) for name, values in BESIDE.items() for value in values):
+def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
+    for index, (params, field, told) in enumerate(REFUSED):
         if path != COMPLETIONS and index % 4:
             continue  # how they are checked is the same for all of them
-        params = {**PULLED, name: value, **({"routed_experts": encoded((2, L, K))} if index % 2 else {})}
-        response = post(legs.decode, path, kv_transfer_params=params)
-        assert response.status_code == 400, (name, value, response.text)
-        assert response.json()["error"]["param"].startswith(f"kv_transfer_params.{name}")
-    legs.decode.complete(prompt="it lives", max_tokens=1)
-    assert legs.kept.refused == []
+        legs.kept.refused.clear()
+        param = refused(legs.decode, path, stream=index % 8 < 4, kv_transfer_params=params)
+        assert param == f"kv_transfer_params.{field}", params
+        legs.decode.complete(prompt="the next step", max_tokens=1)
+        assert legs.kept.refused == told, params
+
+
+WRONG_PULL, EXTRA = {**PULLED, "remote_engine_id": []}, ("sampling_params", "extra_args")
 
 
 @pytest.mark.parametrize(
@@ -267,8 +262,7 @@ def test_what_is_beside_the_rows_is_checked(legs: Legs, path: str) -> None:
     ],
 )
 def test_params_in_extra_arguments_are_checked(legs: Legs, path: str, fields: dict[str, Any], param: str) -> None:
-    response = post(legs.decode, path, **fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert refused(legs.decode, path, **fields) == param
     legs.decode.complete(prompt="it lives", max_tokens=1)
 
 
@@ -280,37 +274,30 @@ def test_rows_are_refused_where_nothing_transfers(tiny_model: Path, connector: s
     executor = LegExecutor if connector else ServedExecutor
     with store(), served(tiny_model, executor, *SIZES, "--enable-scale-out", *flags) as server:
         for path in SHORT:
-            response = post(server, path, kv_transfer_params={**WRONG_PULL, "routed_experts": encoded((1, L, K))})
-            assert response.status_code == 400, response.text
-            assert response.json()["error"]["param"] == "kv_transfer_params.routed_experts"
+            params = {**WRONG_PULL, "routed_experts": encoded((1, L, K))}
+            assert refused(server, path, kv_transfer_params=params) == "kv_transfer_params.routed_experts"
             assert post(server, path, kv_transfer_params=WRONG_PULL).status_code == 200
 
 
+# ---- what becomes of the rows ----
+
+
 @pytest.mark.parametrize(("path", "level"), [(COMPLETIONS, logging.DEBUG), (GENERATE, logging.INFO)])
-def test_rows_are_not_logged(legs: Legs, path: str, level: int) -> None:
+def test_rows_are_not_logged(
+    legs: Legs, path: str, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """With `--enable-log-requests`, and at each log level."""
-    body: dict[str, Any] = {**ASK, **SHORT[path]}
-    if path == GENERATE:
-        body |= {"token_ids": [7 * level % 90] * 60, "routed_experts_format": "object"}
-    else:
-        body |= {"prompt": f"{level} is logged" * 5}
+    long = {"prompt": f"{level} is logged" * 5, "token_ids": [7 * level % 90] * 60, "routed_experts_format": "object"}
+    body = {**ASK, **SHORT[path]}
+    body |= {name: value for name, value in long.items() if (name == "prompt") == (path == COMPLETIONS)}
     first = legs.first(path, body)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(level, "vllm"):
         answer = legs.decode._post(path, {**body, "kv_transfer_params": first["kv_transfer_params"]})
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
     assert answer["choices"]
-    assert any("Received request" in line for line in said)
-    assert any("JSON body" in line for line in said) == (level == logging.DEBUG)
-    assert max(map(len, said)) < len(first["kv_transfer_params"]["routed_experts"]["data"]) / 10
+    assert any("Received request" in line for line in caplog.messages)
+    assert any("JSON body" in line for line in caplog.messages) == (level == logging.DEBUG)
+    assert max(map(len, caplog.messages)) < len(first["kv_transfer_params"]["routed_experts"]["data"]) / 10
 
 
 def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,8 +329,8 @@ def test_large_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kv_handoff, "LARGE_TEXT", 0 if is_large else 1 << 30)
     monkeypatch.setattr(kv_handoff, "from_wire", lambda *args: threads.append(current_thread().name) or read(*args))
     body = {**ASK, "prompt": f"in a thread {is_large}" * 5, "max_tokens": 2}
-    body |= {"kv_transfer_params": legs.first(COMPLETIONS, body)["kv_transfer_params"]}
-    assert not (answers_of(legs.decode._post(COMPLETIONS, body), 0)[0].prompt_rows == -1).any()
+    _, (answer,) = legs.answers(COMPLETIONS, body)
+    assert not (answer.prompt_rows == -1).any()
     (thread,) = threads
     assert thread.startswith("AnyIO worker thread") == is_large
 
@@ -353,5 +340,5 @@ def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("VLLM_PLUGINS", "routed_experts")
     with two_servers(tiny_model, "--enable-return-routed-experts", command=vllms) as legs:
         body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
-        first, (answer,) = legs.answers(COMPLETIONS, body, stream=False)
+        first, (answer,) = legs.answers(COMPLETIONS, body)
         check(answer, handed(first))

@@ -1,9 +1,11 @@
 """vLLM's real MoE layers, model runner and scheduler with ours, in this process: no server, no engine process."""
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -41,7 +43,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for t
 class Engine:
     """vLLM's engine core with our worker and scheduler, stepped by hand."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: Path, **options: Any) -> None:
         args = EngineArgs(
             model=str(model),
             dtype="float32",
@@ -52,6 +54,7 @@ class Engine:
             enable_prefix_caching=False,
             worker_cls="routed_experts.capture.engine.worker.CpuCaptureWorker",
             scheduler_cls="routed_experts.capture.engine.scheduler.CaptureScheduler",
+            **options,
         )
         self.config = args.create_engine_config()
         self.core = EngineCore(self.config, UniProcExecutor, log_stats=False)
@@ -59,29 +62,27 @@ class Engine:
         self.model = self.worker.model_runner.get_model()
         self.runners = [module for module in self.model.modules() if isinstance(module, MoERunner)]
         self.ids: torch.Tensor = self.worker._capturer.cache.ids
-        self._requests = 0
 
     def steps(self, prompts: list[list[int]], max_tokens: int) -> list[StepRows]:
         """What each step brought back while it generated `max_tokens` tokens for each prompt."""
-        steps: list[StepRows] = []
+        steps: list[StepRows | None] = []
         update: Callable[..., Any] = self.core.scheduler.update_from_output
 
         def recording(scheduled: SchedulerOutput, output: ModelRunnerOutput) -> Any:
-            rows = detach(output)
-            if rows is not None:
-                steps.append(rows)
+            steps.append(detach(output))
             return update(scheduled, output)
 
-        self.core.scheduler.update_from_output = recording
-        for prompt in prompts:
-            self._requests += 1
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-            request = EngineCoreRequest(str(self._requests), prompt, None, sampling, None, 0.0, None, None, None)
-            self.core.add_request(*self.core.preprocess_add_request(request))
-        while self.core.scheduler.has_unfinished_requests():
-            self.core.step()
-        self.core.scheduler.update_from_output = update
-        return steps
+        with patch.object(self.core.scheduler, "update_from_output", recording):
+            for prompt in prompts:
+                sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+                request = EngineCoreRequest(str(next(_ids)), prompt, None, sampling, None, 0.0, None, None, None)
+                self.core.add_request(*self.core.preprocess_add_request(request))
+            while self.core.scheduler.has_unfinished_requests():
+                self.core.step()
+        return [step for step in steps if step is not None]
+
+
+_ids = count()
 
 
 @pytest.fixture(scope="module")
@@ -138,17 +139,23 @@ def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatc
         assert (np.delete(step.rows, layer, axis=1) >= 0).all()
 
 
-@with_routers
-def test_layers_that_something_else_captures(engine: Engine) -> None:
-    with pytest.raises(UnsupportedConfig, match="captured by something else already"):
-        find_moe_layers(engine.model)
-
-
-def test_layers_that_spread_tokens_in_an_unknown_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda of: (of, "layer_name", of.layer_name), "captured by something else already", marks=with_routers
+        ),
+        (lambda of: (of.moe_config.moe_parallel_config, "sp_size", 2), "Layer 1 spreads the tokens"),
+        (lambda of: (of, "layer_name", "model.meta_mlp.0.experts"), "share MoE layers"),
+    ],
+)
+def test_layers_that_cannot_be_captured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], Any], message: str
+) -> None:
     assert not has_parts(engine.model.modules())
-    monkeypatch.setattr(engine.runners[0].moe_config.moe_parallel_config, "sp_size", 2)
-    assert has_parts(engine.model.modules())
-    with pytest.raises(UnsupportedConfig, match="Layer 1 spreads the tokens"):
+    monkeypatch.setattr(*change(engine.runners[0]))
+    assert has_parts(engine.model.modules()) == ("spreads" in message)
+    with pytest.raises(UnsupportedConfig, match=message):
         find_moe_layers(engine.model)
 
 
@@ -171,30 +178,20 @@ def test_of_layers_that_all_ranks_route_one_rank_has_the_ids(engine: Engine, mon
     assert (capturer.cache.ids == -1).all()
 
 
-def test_layers_that_several_decoder_layers_share(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.runners[0], "layer_name", "model.meta_mlp.0.experts")
-    with pytest.raises(UnsupportedConfig, match="share MoE layers"):
-        find_moe_layers(engine.model)
-
-
 @pytest.mark.parametrize("tokens", [9, 1000])
-def test_more_tokens_than_the_view_has_rows(tokens: int) -> None:
-    """The top-k kernel would write into the next layer's rows, or past the end."""
+def test_a_router_that_is_written_directly(tokens: int) -> None:
+    """With more tokens than the view has rows, the top-k kernel would write into the next layer's, or past the end.
+
+    Kernels of vLLM 0.33 leave the router out where nobody captures it, and tell by its capture function.
+    """
     router = FusedTopKRouter(top_k=4, global_num_experts=16)
     view = torch.full((2, 8, 4), -1, dtype=torch.int32)[0]
-    write_directly(router, view)
-    with pytest.raises(RuntimeError, match=f"a step of {tokens} tokens does not fit the device cache of 8"):
-        router.select_experts(torch.zeros(tokens, 64), torch.zeros(tokens, 16))
-
-
-def test_a_router_that_is_written_directly_is_captured() -> None:
-    """Kernels of vLLM 0.33 leave the router out where nobody captures it, and tell by its capture function."""
-    router = FusedTopKRouter(top_k=4, global_num_experts=16)
-    view = torch.full((8, 4), -1, dtype=torch.int32)
     write_directly(router, view)
     assert router.capture_fn is not None
     router.capture_fn(torch.zeros((8, 4), dtype=torch.int32))
     assert (view == -1).all()
+    with pytest.raises(RuntimeError, match=f"a step of {tokens} tokens does not fit the device cache of 8"):
+        router.select_experts(torch.zeros(tokens, 64), torch.zeros(tokens, 16))
 
 
 @pytest.mark.parametrize("recorded", [True, False])

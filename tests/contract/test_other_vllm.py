@@ -13,6 +13,7 @@ import pytest
 
 from bench.link_package import link
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from tests.contract.test_versions import listed
 
 pytestmark = pytest.mark.release
 
@@ -119,8 +120,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 def sentence(version: str) -> str:
     """The begin of what is said beside a version."""
-    supported = " and ".join(SUPPORTED_VLLM)
-    return f"routed-experts-server supports vLLM {supported}, but vLLM {version}"
+    return f"routed-experts-server supports vLLM {listed(SUPPORTED_VLLM)}, but vLLM {version}"
 
 
 @pytest.mark.parametrize("plugins", [UNSET, NAMED])

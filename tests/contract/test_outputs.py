@@ -34,28 +34,24 @@ class Later(AsyncModelRunnerOutput):
 def test_an_output_brings_its_rows_when_it_is_materialised() -> None:
     cache = DeviceCache(num_layers=2, max_tokens=4, top_k=2, device=torch.device("cpu"))
     cache.ids.fill_(3)
-    pending = Pipeline(cache, 1).submit(torch.arange(4), np.array([0, 2]))
-    output = OutputWithRows(Later(), pending)
+    output = OutputWithRows(Later(), Pipeline(cache, 1).submit(torch.arange(4), np.array([0, 2])))
     cache.ids.fill_(7)  # by the next step
-    rows = detach(output.get_output())
-    assert rows is not None
-    assert rows.rows.tolist() == [[[3, 3], [3, 3]]] * 2
+    assert detach(output.get_output()).rows.tolist() == [[[3, 3], [3, 3]]] * 2
     assert output.get_kv_connector_output() is KV
 
 
 def test_our_classes_can_be_made() -> None:
     """None of them leaves a method of vLLM's abstract classes out."""
-    derived = []
+    derived = set()
     for package in (routed_experts.capture.engine, routed_experts.server):
         for info in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if info.name.endswith(".__main__"):  # runs when it is imported
                 continue
-            for cls in vars(importlib.import_module(info.name)).values():
-                if not (inspect.isclass(cls) and cls.__module__ == info.name):
-                    continue
-                if any(base.__module__.startswith("vllm.") for base in cls.__mro__):
-                    derived.append(cls)
-                    assert not inspect.isabstract(cls), f"{cls.__name__} lacks {set(cls.__abstractmethods__)}"
+            classes = [each for each in vars(importlib.import_module(info.name)).values() if inspect.isclass(each)]
+            own = {cls for cls in classes if cls.__module__ == info.name}
+            derived |= {cls for cls in own if any(base.__module__.startswith("vllm.") for base in cls.__mro__)}
+    for cls in derived:
+        assert not inspect.isabstract(cls), f"{cls.__name__} lacks {set(cls.__abstractmethods__)}"
     assert OutputWithRows in derived
     assert len(derived) >= 10
 

@@ -39,20 +39,15 @@ def parts_of(ids: torch.Tensor, size: int) -> list[torch.Tensor]:
     return list(torch.cat([ids, padding]).chunk(size))
 
 
-def stored(own_tokens: LocalTokenSlice, ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    view = torch.full((num_tokens, TOP_K), -1)
+def put(view: torch.Tensor, own_tokens: LocalTokenSlice, ids: torch.Tensor) -> torch.Tensor:
     first, own = own_tokens(ids)
     view[first : first + len(own)] = own
     return view
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_rows_of_all_ranks_are_whole(size: int) -> None:
-    for counts in ([5, 3], [1, 8], [4, 4], [2, 1, 6], [1, 1]):
-        check_whole(counts, size)
-
-
-def check_whole(counts: list[int], size: int) -> None:
+@pytest.mark.parametrize("counts", [[5, 3], [1, 8], [4, 4], [2, 1, 6], [1, 1]], ids=str)
+def test_the_rows_of_all_ranks_are_whole(counts: list[int], size: int) -> None:
     """Whether each rank routes its own, or all have been gathered: as one tensor-parallel rank would have them."""
     ids = [torch.randint(0, 90, (count, TOP_K)) for count in counts]
     parts = [parts_of(own, size) for own in ids]
@@ -61,20 +56,18 @@ def check_whole(counts: list[int], size: int) -> None:
         with metadata.sp_local_sizes(size) as sizes:
             assert sizes == [len(part) for of_rank in parts for part in of_rank]
         for rank, count in enumerate(counts):
-            for seen in (lambda at, of=parts[rank]: of[at], lambda at: gathered):
-                rows = [stored(local_token_slice(rank, at, size), seen(at), count) for at in range(size)]
+            for seen in (parts[rank], [gathered] * size):
+                views = [torch.full((count, TOP_K), -1) for _ in seen]
+                rows = [put(view, local_token_slice(rank, at, size), seen[at]) for at, view in enumerate(views)]
                 assert torch.equal(torch.stack(rows).amax(0), ids[rank])
                 assert sum(int((row >= 0).all(1).sum()) for row in rows) == count  # each is written once
 
 
-def test_a_step_that_vllm_says_nothing_of() -> None:
+def test_steps_of_which_nobody_says_whose_the_tokens_are() -> None:
     with override_forward_context(ForwardContext({}, {}, {})):
         assert local_token_slice(0)(torch.zeros(6, TOP_K))[1].shape[0] == 6
         with pytest.raises(RuntimeError, match="does not say how"):
             local_token_slice(0, 0, 2)(torch.zeros(6, TOP_K))
-
-
-def test_tokens_that_are_nobodys() -> None:
     with step_of([5, 3]), pytest.raises(RuntimeError, match="a router saw 6 tokens"):
         local_token_slice(0)(torch.zeros(6, TOP_K))
 
@@ -95,8 +88,7 @@ def test_microbatches(counts: list[int], size: int) -> None:
         for layer in range(layers):
             order.append((layer, part.start))
             for at, seen in enumerate(parts_of(ids[layer, part], size)):
-                first, own = own_tokens[at][layer](seen)
-                view[at, layer, first : first + len(own)] = own
+                put(view[at, layer], own_tokens[at][layer], seen)
             ubatching.dbo_yield()
         return torch.empty(0)
 
@@ -119,8 +111,8 @@ def run_in_microbatches(model: Callable[[slice], torch.Tensor], counts: list[int
     runner.num_ubatches, runner.device = len(counts), torch.device("cpu", 0)
     runner.comm_stream, runner.sm_control = stream, nullcontext()
     runner.ready_barrier = threading.Barrier(len(counts) + 1)
-    ends = list(accumulate(counts))
-    slices = [UBatchSlice(slice(0, 1), slice(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    pairs = zip(accumulate(counts), counts, strict=True)
+    slices = [UBatchSlice(slice(0, 1), slice(end - count, end)) for end, count in pairs]
     contexts = []
     for count in counts:
         with step_of([count, count]):
@@ -138,13 +130,13 @@ def run_in_microbatches(model: Callable[[slice], torch.Tensor], counts: list[int
 def test_a_microbatch_without_the_one_in_front(steps_before: int) -> None:
     """Its place is not known: not by the step before it either."""
     own_tokens = local_token_slice(0)
+    is_last = False
 
     def model(part: slice) -> torch.Tensor:
         if part.start or not is_last:
             own_tokens(torch.zeros(part.stop - part.start, TOP_K))
         return torch.empty(0)
 
-    is_last = False
     for _ in range(steps_before):
         run_in_microbatches(model, [4, 4])
     is_last = True
@@ -155,27 +147,22 @@ def test_a_microbatch_without_the_one_in_front(steps_before: int) -> None:
 
 # ---- two ranks ----
 
-LAYERS, TOKENS, PART = 3, 7, 4
-
-
-def what_was_routed() -> torch.Tensor:
-    """[layers, tokens, K]; in the last layer nobody wrote the second token."""
-    ids = torch.arange(LAYERS * TOKENS * TOP_K).reshape(LAYERS, TOKENS, TOP_K).int()
-    ids[-1, 1] = -1
-    return ids
-
 
 def join_as(rank: int, folder: str) -> None:
+    """[layers, tokens, K], of which each rank has routed a part; in the last layer nobody wrote the second token."""
+    layers, tokens, part = 3, 7, 4
+    routed = torch.arange(layers * tokens * TOP_K).reshape(layers, tokens, TOP_K).int()
+    routed[-1, 1] = -1
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = SimpleNamespace(device_group=torch.distributed.group.WORLD)
-    cache = torch.full((LAYERS, TOKENS + 2, TOP_K), -1, dtype=torch.int32)
-    own = slice(rank * PART, min((rank + 1) * PART, TOKENS))
-    cache[:, own] = what_was_routed()[:, own]
-    cache[:, TOKENS:] = 50 + rank  # of an earlier step
+    cache = torch.full((layers, tokens + 2, TOP_K), -1, dtype=torch.int32)
+    own = slice(rank * part, min((rank + 1) * part, tokens))
+    cache[:, own] = routed[:, own]
+    cache[:, tokens:] = 50 + rank  # of an earlier step
     with patch.object(stage, "get_tp_group", lambda: group):
-        stage.join_parts(cache[:, :TOKENS])
-    assert torch.equal(cache[:, :TOKENS], what_was_routed())
-    assert (cache[:, TOKENS:] == 50 + rank).all()
+        stage.join_parts(cache[:, :tokens])
+    assert torch.equal(cache[:, :tokens], routed)
+    assert (cache[:, tokens:] == 50 + rank).all()
 
 
 def test_each_rank_gets_what_the_other_has_routed(tmp_path: Path) -> None:

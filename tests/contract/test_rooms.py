@@ -1,13 +1,13 @@
-"""Which room of the house may import which, and that no two modules import each other."""
+"""Which room of the house may import which, and what of others; no two modules import each other."""
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.sources import MODULES, PATHS, ROOT, imports, packages
 
 MAY_IMPORT = {
     "protocol": set(),
@@ -16,9 +16,9 @@ MAY_IMPORT = {
     "capture/engine": {"protocol", "capture", "capture/engine/kv_transfer", "capture/seams"},
     "capture/engine/kv_transfer": {"protocol", "capture"},
     "capture/seams": set(),
-    "server": {"protocol"},
+    "server": set(),
     "server/outputs": {"protocol", "capture", "server"},
-    "server/page": {"protocol", "server"},
+    "server/page": set(),
     "server/inprocess": {"protocol", "capture/engine", "capture/seams", "server", "server/outputs"},
     "server/http": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
@@ -26,54 +26,32 @@ MAY_IMPORT = {
     },
     "server/openapi": {"capture", "server/http"},
     "server/cli": {
-        *("protocol", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
+        *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
         *("server", "server/http", "server/page"),
     },
 }
+MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")
+MAY_IMPORT_VLLM += ("server/cli/serve.py", "server/inprocess/plugin.py")
 
-MODULES = {
-    "routed_experts." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for top in ("protocol", "capture", "server")
-    for path in sorted((ROOT / top).rglob("*.py"))
+IMPORTS = {
+    module: {
+        name if name in MODULES else name.rpartition(".")[0]
+        for name in imports(path)
+        if name.startswith("routed_experts.")
+    }
+    for module, path in MODULES.items()
 }
-
-
-def imported_by(path: Path) -> Iterator[str]:
-    """The modules of ours that a file imports, at its top or later."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.startswith("routed_experts."):
-                yield name if name in MODULES else name.rpartition(".")[0]
-
-
-IMPORTS = {name: sorted(set(imported_by(path))) for name, path in MODULES.items()}
 
 
 def room_of(module: str) -> str:
     return str(MODULES[module].parent.relative_to(ROOT))
 
 
-def test_every_room_is_in_the_table() -> None:
-    assert {room_of(module) for module in MODULES} == set(MAY_IMPORT)
-
-
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_a_room_imports_what_the_table_allows_and_uses_all_of_it(room: str) -> None:
-    found = {
-        room_of(imported)
-        for module, names in IMPORTS.items()
-        if room_of(module) == room
-        for imported in names
-        if room_of(imported) != room
-    }
-    assert found <= MAY_IMPORT[room]
-    if room not in ("server", "server/page"):
-        assert found == MAY_IMPORT[room], "an arrow that nothing needs"
+def test_each_room_imports_what_the_table_allows_and_uses_all_of_it() -> None:
+    found: dict[str, set[str]] = defaultdict(set)
+    for module, imported in IMPORTS.items():
+        found[room_of(module)] |= set(map(room_of, imported)) - {room_of(module)}
+    assert found == MAY_IMPORT
 
 
 def test_no_modules_import_each_other() -> None:
@@ -81,6 +59,15 @@ def test_no_modules_import_each_other() -> None:
         TopologicalSorter(IMPORTS).prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(error.args[1]))
+
+
+def test_only_the_named_files_import_vllm_and_the_clients_modules_need_numpy_only() -> None:
+    for path in PATHS:
+        of_others = packages(path) - sys.stdlib_module_names - {"routed_experts"}
+        name = str(path.relative_to(ROOT))
+        assert "vllm" not in of_others or name.startswith(MAY_IMPORT_VLLM), name
+        if name.startswith("protocol/"):
+            assert of_others <= ({"pydantic"} if name == "protocol/models.py" else {"numpy"}), name
 
 
 def test_a_room_says_what_lives_there() -> None:

@@ -28,26 +28,18 @@ from vllm.v1.worker.gpu_worker import Worker
 from routed_experts.capture.engine.scheduler import SchedulerCapture, SchedulerConnector
 from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.server import vllm_api
-from routed_experts.server.http import plugin, request, selftest, vllm_http
-from routed_experts.server.http import serving as http_serving
+from routed_experts.server.http import plugin, selftest
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.unsupported_routes import CLOSED, INVOCATIONS
 from routed_experts.server.outputs.row_buffer import BufferedRequestState
+from tests.contract import test_seams
 from tests.contract.served import serving, serving_weights
-from tests.contract.test_seams import calls_on
 from tests.e2e.harness import ASK, SMALL_KV, answers_of, prompt_of
-
-FLAGS = ("--enable-scale-out", "--max-num-batched-tokens", "64")
 
 
 class Again:
-    """Repeats the probe of a server that runs, in its event loop.
-
-    Attributes:
-        app: the server's.
-        captured: its engine.
-    """
+    """Repeats the probe of a server that runs, in its event loop."""
 
     def __init__(self) -> None:
         self.app: FastAPI
@@ -64,6 +56,10 @@ class Again:
     def __call__(self) -> None:
         asyncio.run_coroutine_threadsafe(selftest.probe(*self._given), self._loop).result(120)
 
+    def fails(self, match: str = "") -> None:
+        with pytest.raises(SelfTestError, match=match):
+            self()
+
 
 def hits() -> float:
     """Prompt tokens that engines of this process found in the prefix cache."""
@@ -76,7 +72,7 @@ def again(tiny_model: Path) -> Iterator[Again]:
     probing, before = Again(), hits()
     with ExitStack() as stack:
         with patch.object(plugin, "probe", probing.first):
-            stack.enter_context(serving(tiny_model, *FLAGS))
+            stack.enter_context(serving(tiny_model, "--enable-scale-out", "--max-num-batched-tokens", "64"))
         assert hits() > before  # or nothing is asked twice
         yield probing
         probing()  # what was taken away is back
@@ -93,7 +89,6 @@ async def refuse(request: Request, call_next: Callable[[Request], Awaitable[Resp
 DEFAULT = ("--routed-experts-default",)
 DEFAULTS = {"return_routed_experts": True, "routed_experts_format": "npy", "routed_experts_layout": "joined"}
 SAMPLING = {"temperature": 0.3, "max_new_tokens": 2, "repetition_penalty": 1.2, "top_k": 5}
-
 STARTS = {
     "keys, behind a proxy": ("--api-key", "one", "two", "--root-path", "/llm/"),
     "middleware": ("--middleware", "tests.contract.test_selftest.refuse"),
@@ -141,31 +136,19 @@ def test_a_model_that_cannot_chat(tiny_model: Path, tmp_path: Path) -> None:
         assert len(answer.tokens) == 3
 
 
-def test_requests_of_the_probe_leave_nothing(again: Again) -> None:
+def test_what_the_probe_has_refused_is_no_error_in_the_log(
+    again: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing is left of its requests."""
+    monkeypatch.setattr(again.app.state.args, "log_error_stack", True)  # as with VLLM_SERVER_DEV_MODE
     again()
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert len(again.captured.buffers) == 0
     engine = again.captured.engine.engine_core.core  # type: ignore[attr-defined]
     assert engine.scheduler.aux_output_connector.num_tracked == 0
 
 
-def test_what_the_probe_has_refused_is_no_error_in_the_log(
-    again: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(again.app.state.args, "log_error_stack", True)  # as with VLLM_SERVER_DEV_MODE
-    again()
-    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
 # ---- in the API process ----
-
-API: list[tuple[type, type]] = [
-    (http_serving.RoutedServingCompletion, vllm_http.OpenAIServingCompletion),
-    (http_serving.RoutedServingChat, vllm_http.OpenAIServingChat),
-    (http_serving.RoutedServingTokens, vllm_http.ServingTokens),
-    (request.RoutedCompletionRequest, vllm_http.CompletionRequest),
-    (request.RoutedChatRequest, vllm_http.ChatCompletionRequest),
-    (BufferedRequestState, vllm_api.RequestState),
-]
 
 
 def overrides(cls: type, base: type) -> list[str]:
@@ -174,43 +157,37 @@ def overrides(cls: type, base: type) -> list[str]:
     return [name for name in own if inspect.isfunction(getattr(cls, name)) and hasattr(base, name)]
 
 
+API = [*test_seams.HTTP, (BufferedRequestState, vllm_api.RequestState)]
 DEAD = [pytest.param(cls, name, id=f"{cls.__name__}.{name}") for cls, base in API for name in overrides(cls, base)]
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", *CLOSED, INVOCATIONS)
 
 
 @pytest.mark.parametrize(("cls", "name"), DEAD)
 def test_a_dead_method_of_the_api_process(again: Again, cls: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cls, name)
-    with pytest.raises(SelfTestError):
-        again()
+    again.fails()
 
 
 def test_outputs_that_do_not_come_by(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own `process_outputs` alone."""
     monkeypatch.delattr(again.captured.engine.output_processor, "process_outputs")
-    with pytest.raises(SelfTestError):
-        again()
+    again.fails()
 
 
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", *CLOSED, INVOCATIONS)
+def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
+    def path_of(route: Any) -> str | None:
+        return getattr(route, "path", None)
 
-
-@pytest.mark.parametrize("path", ROUTES)
-def test_a_route_that_is_vllms_own(again: Again, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = again.app.router.routes
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
-        stock = build_app(again.app.state.args, ("generate",))
-    (vllms,) = (route for route in stock.routes if getattr(route, "path", None) == path)
-    routes = [vllms if getattr(route, "path", None) == path else route for route in again.app.router.routes]
-    monkeypatch.setattr(again.app.router, "routes", routes)
-    with pytest.raises(SelfTestError):
-        again()
-
-
-def test_no_route_of_ours(again: Again, monkeypatch: pytest.MonkeyPatch) -> None:
-    routes = again.app.router.routes
-    kept = [route for route in routes if getattr(route, "path", None) != "/v1/routed_experts"]
+        stock = {path_of(route): route for route in build_app(again.app.state.args, ("generate",)).routes}
+    for path in ROUTES:
+        routes = [stock[path] if path_of(route) == path else route for route in ours]
+        monkeypatch.setattr(again.app.router, "routes", routes)
+        again.fails()
+    kept = [route for route in ours if path_of(route) != "/v1/routed_experts"]
     monkeypatch.setattr(again.app.router, "routes", kept)
-    with pytest.raises(SelfTestError, match="did not reach this server's routes"):
-        again()
+    again.fails("did not reach this server's routes")
 
 
 def test_every_route_of_ours_was_taken_away() -> None:
@@ -223,6 +200,7 @@ def test_every_route_of_ours_was_taken_away() -> None:
 
 # ---- in the engine ----
 
+# What the probe cannot show, as it does not happen with a few requests on any server.
 NOT_OF_EVERY_REQUEST = {
     "_get_local_prefix_cache_hit": "caps prefix hits for KV connectors",
     "_update_requests_with_invalid_blocks": "follows failed loads of KV connectors",
@@ -233,13 +211,15 @@ NOT_OF_EVERY_REQUEST = {
     "compile_or_warm_up_model": "records CUDA graphs",
     # of the connector's place
     "reset": "called when the prefix cache is reset",
+    "max_cache_hit": "gives no limit, as it does when dead",
+    "cap_external_hit": "asked about KV connectors' loads only",
+    "request_loading": "told of KV connectors' loads only",
     "request_finished": "lets go of a request; dead, `routed_experts_requests_tracked` grows",
 }
-"""What the probe cannot show, as it does not happen with a few requests on any server."""
-
-SCHEDULER = [name for name in overrides(SchedulerCapture, Scheduler) if name not in NOT_OF_EVERY_REQUEST]
-CALLED = calls_on("v1/core/sched/scheduler.py", "aux_output_connector").keys() - NOT_OF_EVERY_REQUEST.keys()
-WORKER = [name for name in overrides(WorkerCapture, Worker) if name not in NOT_OF_EVERY_REQUEST]
+OF_SCHEDULER, OF_WORKER = overrides(SchedulerCapture, Scheduler), overrides(WorkerCapture, Worker)
+OF_CONNECTOR = list(test_seams.calls_on(test_seams.SCHEDULER, "aux_output_connector"))
+ENGINE = [(SchedulerCapture, OF_SCHEDULER), (SchedulerConnector, OF_CONNECTOR), (WorkerCapture, OF_WORKER)]
+DEAD_IN_ENGINE = [(cls, name) for cls, names in ENGINE for name in names if name not in NOT_OF_EVERY_REQUEST]
 
 
 @contextmanager
@@ -249,29 +229,26 @@ def nothing_starts() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", [*SCHEDULER, *sorted(CALLED)])
-def test_a_dead_method_of_the_scheduler(tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or one of the connector in it, that is not called."""
-    if name in CALLED:
-        monkeypatch.setattr(SchedulerConnector, name, lambda *_: None)
+@pytest.mark.parametrize(("cls", "name"), DEAD_IN_ENGINE, ids=lambda one: getattr(one, "__name__", one))
+def test_a_dead_method_of_the_engine(tiny_model: Path, cls: type, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if cls is SchedulerConnector:  # which vLLM's scheduler has no other method in the place of
+        monkeypatch.setattr(cls, name, lambda *_: None)
     else:
-        monkeypatch.delattr(SchedulerCapture, name)
-    with nothing_starts(), serving(tiny_model):
-        pass
+        monkeypatch.delattr(cls, name)
+    with nothing_starts(), ExitStack() as stack:
+        if cls is WorkerCapture:
+            stack.enter_context(serving_weights(tiny_model, *SMALL_KV, "--max-model-len", "512"))
+        else:
+            stack.enter_context(serving(tiny_model))
 
 
-@pytest.mark.parametrize("name", WORKER)
-def test_a_dead_method_of_the_worker(tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(WorkerCapture, name)
-    with nothing_starts(), serving_weights(tiny_model, *SMALL_KV, "--max-model-len", "512"):
-        pass
+SINCE_33 = {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
 
 
-def test_no_method_is_left_out() -> None:
-    """What derives from vLLM's engine is in one of the lists, and no list has what is not there."""
-    every = {*overrides(SchedulerCapture, Scheduler), *overrides(WorkerCapture, Worker)}
-    every |= calls_on("v1/core/sched/scheduler.py", "aux_output_connector").keys()
-    assert {*SCHEDULER, *CALLED, *WORKER, *NOT_OF_EVERY_REQUEST} == every
-    assert {"__init__", "add_request", "update_from_output"} <= set(SCHEDULER)
-    assert {"load_model", "initialize_from_config", "execute_model", "sample_tokens"} <= set(WORKER)
-    assert len(CALLED) >= 2
+def test_no_list_has_what_is_not_there() -> None:
+    there = {*OF_SCHEDULER, *OF_CONNECTOR, *OF_WORKER}
+    assert NOT_OF_EVERY_REQUEST.keys() - there in (set(), SINCE_33)
+    dead = {name for _, name in DEAD_IN_ENGINE}
+    assert dead >= {"__init__", "add_request", "update_from_output"}
+    assert dead >= {"load_model", "initialize_from_config", "execute_model", "sample_tokens"}
+    assert sum(cls is SchedulerConnector for cls, _ in DEAD_IN_ENGINE) >= 2

@@ -1,6 +1,12 @@
 """Situations on the engine around arithmetic, each as short as `engine` lets a test be."""
 
-from tests.contract.engine import Client, engine, tokens
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from routed_experts.capture.engine.scheduler import SchedulerConnector
+from tests.contract.engine import Client, Core, engine, tokens
 
 
 def test_an_abort_in_the_prefill(is_async: bool) -> None:
@@ -13,9 +19,43 @@ def test_an_abort_in_the_prefill(is_async: bool) -> None:
     client.finish(but="gone")
 
 
-def test_a_prompt_that_is_longer_than_all_that_is_free(is_async: bool) -> None:
-    client = Client(engine(is_async, num_blocks=12, chunk=48))
+def more_than_is_free(core: Core) -> None:
+    client = Client(core)
     client.add("runs", tokens(60), max_tokens=30)
     client.steps(5)
     client.add("waits", tokens(140, seed=1), n=2)
     client.finish()
+
+
+def test_a_prompt_that_is_longer_than_all_that_is_free(is_async: bool) -> None:
+    more_than_is_free(engine(is_async, num_blocks=12, chunk=48))
+
+
+class NewerScheduler:
+    """The connector as a newer vLLM calls it: with more arguments, and for outputs that are not ours."""
+
+    def __init__(self, connector: SchedulerConnector) -> None:
+        self._connector: Any = connector
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._connector, name)
+        return (lambda *args: found(*args, "more", since="0.34")) if name in CALLED_BY_VLLM else found
+
+    def take_output(self, request: Request, output: Any) -> Any:
+        connector = self._connector
+        assert not connector.replays_prompt_logprobs(request)
+        assert connector.take_logprobs(request, output) is None
+        assert connector.take_prompt_logprobs(request, output, keys=("logprobs",)) is None
+        assert connector.release_request(request) is None
+        return connector.take_output(request, output, {"keys": True})
+
+
+CALLED_BY_VLLM = {"build_connector_meta", "request_finished", "reset", "max_cache_hit", "request_loading"}
+
+
+def test_a_newer_vllm_gives_more_arguments_and_asks_for_more(is_async: bool) -> None:
+    core = engine(is_async, num_blocks=12, chunk=48)
+    core.scheduler.aux_output_connector = NewerScheduler(core.scheduler.aux_output_connector)
+    more_than_is_free(core)
+    with pytest.raises(AttributeError):
+        _ = core.scheduler.aux_output_connector._typing_error

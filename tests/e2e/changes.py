@@ -12,10 +12,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from routed_experts.server.cli.tiny_model import make_tiny_model
-from tests.e2e.harness import ASK, ON_GPU, Answer, Oracle, Server, answer_of, read_events, scores_of, wait_until
+from tests.e2e.harness import (
+    ASK,
+    COMPLETIONS,
+    ON_GPU,
+    Answer,
+    Oracle,
+    Server,
+    answer_of,
+    check,
+    prompt_of,
+    read_events,
+    scores_of,
+    wait_until,
+)
 
 _FILE = "model.safetensors"
-
+HITS = "vllm:prefix_cache_hits_total"
+LONG = 400
+"""Tokens of answers that are to be under way when something happens."""
 _QUIET_S = 1.0
 """After so long without a chunk, everything that the engine sent before a pause has arrived."""
 
@@ -87,16 +102,17 @@ class Across(Oracle):
 
 
 class Running:
-    """A streamed answer, read in a thread while something happens to the server."""
+    """A streamed answer to 70 tokens, read in a thread while something happens to the server."""
 
-    def __init__(self, server: Server, **body: Any) -> None:
+    def __init__(self, server: Server, seed: int, max_tokens: int = LONG, **body: Any) -> None:
         self._chunks: list[dict[str, Any]] = []
-        self._body = {"model": "tiny", "temperature": 0, "ignore_eos": True, **ASK, **body, "stream": True}
+        self._body = {"model": "tiny", "temperature": 0, "ignore_eos": True, **ASK, "prompt": prompt_of(70, seed)}
+        self._body |= {"max_tokens": max_tokens, "stream": True, **body}
         self._thread = Thread(target=self._read, args=(server,))
         self._thread.start()
 
     def _read(self, server: Server) -> None:
-        with server.client() as client, client.stream("POST", "/v1/completions", json=self._body) as response:
+        with server.client() as client, client.stream("POST", COMPLETIONS, json=self._body) as response:
             assert response.status_code == 200, response.read()
             for chunk in read_events(response.iter_lines()):
                 self._chunks.append(chunk)
@@ -121,11 +137,37 @@ class Running:
         return answer_of(self._chunks)
 
 
-def post(server: Server, path: str, body: dict[str, Any] | None = None) -> None:
-    with server.client() as client:
-        response = client.post(path, json=body)
-    assert response.status_code == 200, response.text
+@dataclass
+class Paused:
+    """An answer that was under way when `path` stopped the server, once all has come that was sent before."""
+
+    server: Server
+    path: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.running = Running(self.server, self.seed)
+        self.running.wait_for(10)
+        self.server.post(self.path)
+        self.count = self.running.wait_until_quiet()
+        assert 10 <= self.count <= LONG
+
+    def check(self, before: Oracle, after: Oracle, keeps_kv: bool = False) -> None:
+        """Its rows, when it has gone on with other weights."""
+        assert self.count < LONG
+        check(self.running.answer(), Across(before, after, 70 + self.count - 1, keeps_kv))
+
+
+def roll_out(server: Server, oracle: Oracle, seed: int = 1) -> None:
+    """Twice, the second time on what the first has left, and nothing before it has."""
+    body: dict[str, Any] = {**ASK, "prompt": prompt_of(90, seed=seed), "max_tokens": 12, "ignore_eos": True}
+    hits = server.metric(HITS)
+    check(answer_of(server.complete(**body)), oracle)
+    assert server.metric(HITS) == hits, "KV of the weights before was found"
+    check(answer_of(server.stream(**body)), oracle)
+    assert server.metric(HITS) > hits
 
 
 def reload_weights(server: Server, weights: Weights) -> None:
-    post(server, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(weights.update)}})
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights.update)}}
+    server.post("/collective_rpc", body)

@@ -27,7 +27,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from routed_experts.capture.engine.v1 import V1Adapter
 from routed_experts.capture.pipeline import PendingRows, StepRows
-from tests.e2e.harness import Oracle, prompt_of
+from tests.e2e.harness import OPTIONS, Oracle, prompt_of
 from tests.e2e.offload_on_cpu import CopyingWorker, kv_transfer_config
 
 BLOCK, BLOCKS = 32, 16
@@ -56,7 +56,7 @@ def post_forward(adapter: V1Adapter, scheduler_output: Any) -> None:
     numbers = np.fromiter(_numbers, dtype=np.int64, count=len(step.slots))
     step.rows[:, 0, -1], step.rows[:, 1, -1] = numbers & 0xFF, numbers >> 8
     _number.reshape(-1)[torch.from_numpy(step.slots)] = torch.from_numpy(numbers)
-    adapter._pending = Numbered(pending.copy, pending.offsets, pending.num_layers, pending.top_k, step)
+    adapter._pending = Numbered(pending.copy, pending.offsets, pending.row_shape, step)
     batch = adapter._runner.input_batch
     for index, request_id in enumerate(batch.req_ids):
         end = int(batch.num_computed_tokens_cpu[index]) + scheduler_output.num_scheduled_tokens[request_id]
@@ -87,20 +87,9 @@ def check(tokens: list[int], rows: np.ndarray, request_id: str, oracle: Oracle) 
 
 def main(model: str) -> dict[str, int]:
     V1Adapter.post_forward = post_forward  # type: ignore[method-assign]
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        enable_return_routed_experts=True,
-        kv_cache_memory_bytes=8 << 20,
-        num_gpu_blocks_override=BLOCKS,
-        block_size=BLOCK,
-        max_model_len=12 * BLOCK,
-        max_num_seqs=6,
-        max_num_batched_tokens=64,
-        kv_transfer_config=kv_transfer_config(3 << 20),
-        disable_log_stats=True,
-    )
+    sizes = {"num_gpu_blocks_override": BLOCKS, "block_size": BLOCK, "max_model_len": 12 * BLOCK}
+    sizes |= {"max_num_seqs": 6, "max_num_batched_tokens": 64, "kv_transfer_config": kv_transfer_config(3 << 20)}
+    llm = LLM(model, enable_return_routed_experts=True, disable_log_stats=True, **{**OPTIONS, **sizes})
     worker().tensors.append(_number)
     oracle, dice = Oracle(Path(model)), random.Random(0)
     stems = [prompt_of(200, seed) for seed in range(5)]

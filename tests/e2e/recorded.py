@@ -4,6 +4,8 @@ python -m tests.e2e.recorded MODEL ['{"dtype": "bfloat16", ...}']
 
 The second argument is of vLLM's own arguments. Prints what was counted, as JSON.
 
+What each layer hands to its experts, ids and weights, is recorded too, and weights are held against that bit for bit.
+
 Where each MoE layer hands its router's scores on, a copy is written into a buffer that stays where it is. That is
 inside of vLLM's MoE operator and before the choice, whether the gate is in the layer or in front of it, and whether
 the experts' kernel routes by itself or not. So it holds eagerly and, as the copy is recorded with them, in CUDA graphs
@@ -41,8 +43,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, is_full_attention_spec
 from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
+from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights
 from tests.e2e.harness import prompt_of
-from tests.e2e.scores import Part, Recording, Rule, judge, rule_of
+from tests.e2e.scores import Part, Recording, Rule, judge, judge_weights, rule_of
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -50,9 +53,9 @@ else:
     from vllm.v1.worker.gpu_worker import Worker
 
 RANK = os.environ.get("VLLM_DP_RANK")
-CHUNK = 64
+KINDS = ("steps in full graphs", "steps in microbatches", "steps of both")
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 64 << 20, "max_model_len": 512}
-OPTIONS |= {"max_num_batched_tokens": CHUNK, "max_num_seqs": 8, "disable_log_stats": False, "cudagraph_metrics": True}
+OPTIONS |= {"max_num_batched_tokens": 64, "max_num_seqs": 8, "disable_log_stats": False, "cudagraph_metrics": True}
 # Of a GPU's memory only what is free is held against it: the KV cache has a size of its own.
 OPTIONS |= {"enforce_eager": True} if current_platform.is_cpu() else {"gpu_memory_utilization": 0.3}
 
@@ -77,8 +80,14 @@ class Recorder(Worker):
         for row, layer_id in zip(self.scores, sorted(layers), strict=True):
             layer = layers[layer_id]
             layer._apply_quant_method = _recording(layer._apply_quant_method, row, self.firsts)
+        if captures_weights(self.vllm_config):
+            (top_k,) = {layer.router.top_k - _fused_shared(layer) for layer in layers.values()}
+            self.handed = torch.full((2, len(layers), shape[1], top_k), -1, dtype=torch.int32, device=self.device)
+            for index, layer_id in enumerate(sorted(layers)):
+                method = layers[layer_id].routed_experts.quant_method
+                method.apply = _recording_choice(method.apply, self.handed[:, index], self.firsts)
         self.recording = Recording(sorted(layers))
-        self.seen = Counter(dict.fromkeys(("steps in full graphs", "steps in microbatches", "steps of both"), 0))
+        self.seen = Counter(dict.fromkeys(KINDS, 0))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         super().initialize_from_config(kv_cache_config)
@@ -110,13 +119,9 @@ class Recorder(Worker):
         runner = self.model_runner
         n = sum(scheduled.values())
         if self.use_v2_model_runner:
-            batch = runner.execute_model_state.input_batch
-            tokens, positions, block_size = (
-                batch.input_ids,
-                batch.positions,
-                runner.block_tables.block_sizes[self.group],
-            )
-            blocks = runner.block_tables.input_block_tables[self.group][: batch.num_reqs].cpu().numpy()
+            batch, tables = runner.execute_model_state.input_batch, runner.block_tables
+            tokens, positions, block_size = batch.input_ids, batch.positions, tables.block_sizes[self.group]
+            blocks = tables.input_block_tables[self.group][: batch.num_reqs].cpu().numpy()
         else:
             batch, table = runner.input_batch, runner.input_batch.block_table[self.group]
             tokens, positions, block_size = runner.input_ids.gpu, runner.positions, table.block_size
@@ -131,13 +136,10 @@ class Recorder(Worker):
             first = own.stop
         assert first == n
         is_graph = runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
-        is_split = bool(self.firsts)
-        for kind, is_so in (
-            ("in full graphs", is_graph),
-            ("in microbatches", is_split),
-            ("of both", is_graph and is_split),
-        ):
-            self.seen[f"steps {kind}"] += is_so
+        for kind, is_so in zip(KINDS, (is_graph, bool(self.firsts), is_graph and bool(self.firsts)), strict=True):
+            self.seen[kind] += is_so
+        if hasattr(self, "handed"):
+            self.recording.handed.extend(self.handed[:, :, :n].permute(2, 0, 1, 3).cpu().numpy().copy())
         self.recording.step(self.scores[:, :n].transpose(0, 1).cpu().numpy().copy(), parts)
 
     def recorded(self) -> bytes:
@@ -162,6 +164,23 @@ def _recording(apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[i
     return recording_apply
 
 
+def _fused_shared(layer: MoERunner) -> int:
+    return int(getattr(layer.router, "num_fused_shared_experts", 0))
+
+
+def _recording_choice(apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[int]) -> Callable[..., Any]:
+    """`apply`, which is given a layer's choice, copying it `into` [2, tokens, K] first."""
+
+    def recording_apply(*, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **others: Any) -> Any:
+        first, top_k = firsts[dbo_current_ubatch_id()] if dbo_enabled() else 0, into.shape[2]
+        rows = slice(first, first + len(topk_ids))
+        into[0, rows].copy_(topk_ids[:, :top_k])
+        into[1, rows].copy_(topk_weights[:, :top_k].view(torch.int32))
+        return apply(topk_weights=topk_weights, topk_ids=topk_ids, **others)
+
+    return recording_apply
+
+
 def mix(dice: random.Random, turn: int) -> list[tuple[list[int], SamplingParams]]:
     """Prompts that share prefixes or not, of one token to several chunks, some for several choices."""
     requests = []
@@ -174,12 +193,13 @@ def mix(dice: random.Random, turn: int) -> list[tuple[list[int], SamplingParams]
     return requests
 
 
-def main(model: str, turns: int = 2, adapters: Sequence[str] = (), **options: Any) -> None:
+def main(model: str, turns: int = 2, adapters: Sequence[str] = (), weights: bool = True, **options: Any) -> None:
     """Prints what was counted; the engine is there until everybody's is not needed any more."""
     llm = LLM(
         model,
         enable_return_routed_experts=True,
-        worker_cls=f"tests.e2e.recorded.{Recorder.__name__}",
+        worker_cls="tests.e2e.recorded.Recorder",
+        additional_config={WEIGHTS_KEY: weights},
         **OPTIONS | options,
     )
     print(json.dumps(counted(llm, Path(model), turns, adapters)), flush=True)
@@ -220,6 +240,10 @@ def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str]) -> dict[
             tokens = [*prompt, *choice.token_ids][:-1]
             counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
             counts.update(_if_misplaced(recording, rule, name, tokens, rows))
+            if recording.handed:
+                names = [name, *(other for other in names if other != name)]
+                own = choice.routed_expert_weights[:, recording.layer_ids]
+                counts.update(judge_weights(recording, names, tokens, rows, own, len(prompt)))
             sets = np.sort(rows[: len(prompt)], axis=2)
             if name in recording.adapters:
                 counts["prompts' rows of adapters"] += len(sets)
@@ -231,12 +255,11 @@ def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str]) -> dict[
 
 def _if_misplaced(recording: Recording, rule: Rule, request: str, tokens: list[int], rows: np.ndarray) -> Counter[str]:
     """How many rows would be right at the next position, or with their layers one further on."""
-    moved = {
-        "right at the next position": np.roll(rows, 1, axis=0),
-        "right in the next layer": np.roll(rows, 1, axis=1),
-    }
-    found = {name: judge(recording, rule, request, tokens, rows) for name, rows in moved.items()}
-    return Counter({name: counts["rows"] - counts["wrong"] for name, counts in found.items()})
+    found: Counter[str] = Counter()
+    for axis, name in enumerate(("right at the next position", "right in the next layer")):
+        counts = judge(recording, rule, request, tokens, np.roll(rows, 1, axis))
+        found[name] = counts["rows"] - counts["wrong"]
+    return found
 
 
 if __name__ == "__main__":

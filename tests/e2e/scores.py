@@ -175,12 +175,14 @@ class Recording:
 
     Attributes:
         adapters: by request, the number of the LoRA adapter that computes it; none without.
+        handed: by computation, the ids and the bits of their weights, [2, L, K] int32, that the experts were handed.
     """
 
     layer_ids: list[int]
     scores: list[np.ndarray] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
     adapters: dict[str, int] = field(default_factory=dict)
+    handed: list[np.ndarray] = field(default_factory=list)
     steps: int = 0
     _before: list[int] = field(default_factory=list)
     _tokens: list[tuple[int, int]] = field(default_factory=list)
@@ -280,6 +282,28 @@ def judge(
             "roundings in layers": int((verdicts == Verdict.ROUNDING).sum()),
         }
     )
+
+
+def judge_weights(
+    recording: Recording,
+    names: Sequence[str],
+    tokens: Sequence[int],
+    rows: np.ndarray,
+    weights: np.ndarray,
+    prompt: int,
+) -> Counter[str]:
+    """How many rows have ids [n, L, K] and weights that experts were handed, bit for bit, by one computation.
+
+    Args:
+        names: the request, and the other choices of its prompt, by whose computations the first `prompt` rows may be.
+    """
+    found = np.stack([rows, weights.view(np.int32)], axis=1).astype(np.int32)
+    right = np.zeros(len(rows), dtype=np.bool_)
+    for name in names:
+        count = len(rows) if name == names[0] else prompt
+        for position, numbers in enumerate(recording.computations(name, tokens[:count])):
+            right[position] |= any(np.array_equal(recording.handed[number], found[position]) for number in numbers)
+    return Counter({"weights": len(rows), "wrong weights": int((~right).sum())})
 
 
 def _verdicts(recording: Recording, rule: Rule, request: str, tokens: Sequence[int], rows: np.ndarray) -> np.ndarray:

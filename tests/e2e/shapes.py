@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from routed_experts.server.cli.tiny_model import make_tokenizer
-from tests.e2e.harness import Oracle, Wrong
+from tests.e2e.harness import Oracle, Wrong, differences
 
 _SEED = 20261121
 
@@ -31,7 +30,6 @@ class Shape:
         layer_ids: decoder layers that have experts.
         router_std: of the router's weights. Wide ones keep the experts' scores apart, so that rounding never
             decides which one is chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
-        flags: of the server, beside those that all shapes share.
         env: of the server.
         engine: further arguments of vLLM, in 16 bits.
         prefix_cache: whether vLLM has a prefix cache for it.
@@ -43,15 +41,23 @@ class Shape:
     model_type: str
     options: dict[str, Any]
     layer_ids: tuple[int, ...]
-    num_experts: int = 16
-    top_k: int = 4
     router_std: float = 1.0
-    flags: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     engine: Mapping[str, Any] = field(default_factory=dict)
     prefix_cache: bool = True
     needs_gpu: str = ""
     needs_cpu: str = ""
+
+    @property
+    def num_experts(self) -> int:
+        return self._option("num_experts", "n_routed_experts", "num_local_experts")
+
+    @property
+    def top_k(self) -> int:
+        return self._option("num_experts_per_tok", "top_k_experts")
+
+    def _option(self, *names: str) -> int:
+        return next((int(self.options[name]) for name in names if name in self.options), 0)
 
     @property
     def repeats_logits(self) -> bool:
@@ -125,11 +131,8 @@ _JAMBA = {
 _LFM2_MOE = {
     **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128},
     **{"moe_intermediate_size": 64, "num_hidden_layers": 5, "num_dense_layers": 2, "num_experts": 16},
-    **{
-        "num_experts_per_tok": 4,
-        "tie_word_embeddings": True,
-        "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
-    },
+    **{"num_experts_per_tok": 4, "tie_word_embeddings": True},
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
 }
 _LLAMA4 = {
     **_ATTENTION,
@@ -138,65 +141,27 @@ _LLAMA4 = {
     **{"attention_chunk_size": 128, "no_rope_layers": [1, 0, 1, 0]},
     **{"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
 }
+_FEW_EXPERTS = {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1}
+_MANY_EXPERTS = {**_FEW_EXPERTS, "num_experts": 300, "num_experts_per_tok": 8}
+_MAMBA_1 = "vLLM's CPU build has no operator for Mamba 1 (selective_scan_fwd)"
+_ROTARY = "vLLM's CPU operator for rotary embeddings rotates [tokens, heads, head size] queries wrongly"
+_LATENT: dict[str, Any] = {"prefix_cache": False, "needs_cpu": _NO_FLOAT32}
+_LFM2 = "lfm2-moe, convolutions and full attention, sigmoid with bias"
 SHAPES = (
-    Shape("mixtral", "mixtral", _MIXTRAL, (0, 1, 2, 3), 8, 2),
+    Shape("mixtral", "mixtral", _MIXTRAL, (0, 1, 2, 3)),
     Shape("olmoe", "olmoe", _OLMOE, (0, 1, 2)),
-    Shape("qwen2-moe, shared expert, every other layer", "qwen2_moe", _QWEN2_MOE, (1, 3, 5), 12, 3),
-    Shape(
-        "deepseek-v2, latent attention",
-        "deepseek_v2",
-        _DEEPSEEK_V2,
-        (1, 2, 3),
-        prefix_cache=False,
-        needs_cpu=_NO_FLOAT32,
-    ),
+    Shape("qwen2-moe, shared expert, every other layer", "qwen2_moe", _QWEN2_MOE, (1, 3, 5)),
+    Shape("deepseek-v2, latent attention", "deepseek_v2", _DEEPSEEK_V2, (1, 2, 3), **_LATENT),
     Shape("deepseek-v2, plain attention", "deepseek_v2", _DEEPSEEK_V2, (1, 2, 3), env=_WITHOUT_MLA),
-    Shape(
-        "deepseek-v3, latent attention",
-        "deepseek_v3",
-        _DEEPSEEK_V3,
-        (1, 2, 3),
-        router_std=0.2,
-        prefix_cache=False,
-        needs_cpu=_NO_FLOAT32,
-    ),
-    Shape("deepseek-v3, plain attention", "deepseek_v3", _DEEPSEEK_V3, (1, 2, 3), router_std=0.2, env=_WITHOUT_MLA),
+    Shape("deepseek-v3, latent attention", "deepseek_v3", _DEEPSEEK_V3, (1, 2, 3), 0.2, **_LATENT),
+    Shape("deepseek-v3, plain attention", "deepseek_v3", _DEEPSEEK_V3, (1, 2, 3), 0.2, env=_WITHOUT_MLA),
     Shape("gpt-oss, sliding and full attention", "gpt_oss", _GPT_OSS, (0, 1, 2, 3)),
     Shape("granite-moe-hybrid, mamba and full attention", "granitemoehybrid", _GRANITEMOEHYBRID, (0, 1, 2, 3)),
-    Shape(
-        "jamba, mamba and full attention",
-        "jamba",
-        _JAMBA,
-        (1, 3),
-        8,
-        2,
-        needs_gpu="vLLM's CPU build has no operator for Mamba 1 (selective_scan_fwd)",
-    ),
-    Shape(
-        "lfm2-moe, convolutions and full attention, sigmoid with bias",
-        "lfm2_moe",
-        _LFM2_MOE,
-        (2, 3, 4),
-        router_std=0.15,
-        needs_gpu="vLLM's CPU operator for rotary embeddings rotates [tokens, heads, head size] queries wrongly",
-    ),
-    Shape("llama4, chunked and full attention, top 1", "llama4_text", _LLAMA4, (1, 3), 8, 1),
-    Shape(
-        "qwen3-moe, 300 experts",
-        "qwen3_moe",
-        {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 300, "num_experts_per_tok": 8},
-        (0, 1, 2),
-        300,
-        8,
-    ),
-    Shape(
-        "qwen3-moe, top 1",
-        "qwen3_moe",
-        {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "num_experts_per_tok": 1},
-        (0, 1, 2),
-        8,
-        1,
-    ),
+    Shape("jamba, mamba and full attention", "jamba", _JAMBA, (1, 3), needs_gpu=_MAMBA_1),
+    Shape(_LFM2, "lfm2_moe", _LFM2_MOE, (2, 3, 4), 0.15, needs_gpu=_ROTARY),
+    Shape("llama4, chunked and full attention, top 1", "llama4_text", _LLAMA4, (1, 3)),
+    Shape("qwen3-moe, 300 experts", "qwen3_moe", _MANY_EXPERTS, (0, 1, 2)),
+    Shape("qwen3-moe, top 1", "qwen3_moe", _FEW_EXPERTS, (0, 1, 2)),
 )
 
 _GATED_DELTA = {
@@ -215,16 +180,10 @@ _SPARSE_ENV = {
     "VLLM_USE_DEEP_GEMM": "0",  # for products of matrices; the indexer has nothing else
     "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "without_deep_gemm"), os.environ.get("PYTHONPATH", "")]),
 }
-_DEEPSEEK_V32 = Shape(
-    "deepseek-v3.2, sparse attention",
-    "deepseek_v32",
-    {**_SPARSE, "index_topk": 128},
-    (1, 2, 3),
-    router_std=0.2,
-    env=_SPARSE_ENV,
-    needs_gpu="vLLM's CPU build has no sparse attention for this model",
-)
-_OF_GLM_5 = {"index_topk": 512, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 192, "v_head_dim": 256}
+_INDEXED: dict[str, Any] = {"router_std": 0.2, "env": _SPARSE_ENV}
+_INDEXED["needs_gpu"] = "vLLM's CPU build has no sparse attention for this model"
+_DEEPSEEK_V32 = {**_SPARSE, "index_topk": 128}
+_GLM_5 = {**_SPARSE, "index_topk": 512, "n_group": 1, "topk_group": 1, "qk_nope_head_dim": 192, "v_head_dim": 256}
 
 _GLM4_MOE = {
     **{**_ATTENTION, "num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 128},
@@ -247,46 +206,25 @@ _GEMMA4 = {
     **{"sliding_window": 40, "global_head_dim": 32},
     **{"layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
 }
+_VISION = "vLLM's file of this model needs torchvision, which its CPU build does not bring"
+_SIGMOID = "vLLM's router for CPUs has no sigmoid without groups"
+_NO_GATE = "vLLM's CPU build has no experts without a gate (relu2)"
+_NEMOTRON = "nemotron-h, mamba, experts and full attention by turns"
+_QWEN3_5: dict[str, Any] = {"engine": _FLA, "needs_gpu": _VISION}
 SIXTEEN_BIT = (
     Shape("qwen3-next, gated delta networks", "qwen3_next", _GATED_DELTA, (0, 1, 2, 3), engine=_FLA),
-    Shape(
-        "qwen3.5-moe, gated delta networks",
-        "qwen3_5_moe_text",
-        _GATED_DELTA,
-        (0, 1, 2, 3),
-        engine=_FLA,
-        needs_gpu="vLLM's file of this model needs torchvision, which its CPU build does not bring",
-    ),
-    _DEEPSEEK_V32,
-    replace(
-        _DEEPSEEK_V32,
-        name="glm-5, sparse attention",
-        model_type="glm_moe_dsa",
-        options={**_DEEPSEEK_V32.options, **_OF_GLM_5},
-    ),
-    Shape("glm4-moe, sigmoid with bias in float32", "glm4_moe", _GLM4_MOE, (1, 2, 3), router_std=0.2),
-    Shape(
-        "minimax-m2, sigmoid with bias in float32",
-        "minimax_m2",
-        _MINIMAX_M2,
-        (0, 1, 2),
-        router_std=0.2,
-        needs_gpu="vLLM's router for CPUs has no sigmoid without groups",
-    ),
-    Shape(
-        "nemotron-h, mamba, experts and full attention by turns",
-        "nemotron_h",
-        _NEMOTRON_H,
-        (1, 3, 5),
-        router_std=0.2,
-        needs_gpu="vLLM's CPU build has no experts without a gate (relu2)",
-    ),
+    Shape("qwen3.5-moe, gated delta networks", "qwen3_5_moe_text", _GATED_DELTA, (0, 1, 2, 3), **_QWEN3_5),
+    Shape("deepseek-v3.2, sparse attention", "deepseek_v32", _DEEPSEEK_V32, (1, 2, 3), **_INDEXED),
+    Shape("glm-5, sparse attention", "glm_moe_dsa", _GLM_5, (1, 2, 3), **_INDEXED),
+    Shape("glm4-moe, sigmoid with bias in float32", "glm4_moe", _GLM4_MOE, (1, 2, 3), 0.2),
+    Shape("minimax-m2, sigmoid with bias in float32", "minimax_m2", _MINIMAX_M2, (0, 1, 2), 0.2, needs_gpu=_SIGMOID),
+    Shape(_NEMOTRON, "nemotron_h", _NEMOTRON_H, (1, 3, 5), 0.2, needs_gpu=_NO_GATE),
     Shape("gemma4, experts beside a dense layer", "gemma4_text", _GEMMA4, (0, 1, 2, 3)),
 )
 """Run in 16 bits only."""
 
-SLIDING_ONLY = Shape("sliding window only", "mixtral", {**_MIXTRAL, "sliding_window": 40}, (0, 1, 2, 3), 8, 2)
-DENSE = Shape("dense", "qwen3", {**_ATTENTION, "intermediate_size": 128, "num_hidden_layers": 3}, (), 0, 0)
+SLIDING_ONLY = Shape("sliding window only", "mixtral", {**_MIXTRAL, "sliding_window": 40}, (0, 1, 2, 3))
+DENSE = Shape("dense", "qwen3", {**_ATTENTION, "intermediate_size": 128, "num_hidden_layers": 3}, ())
 
 
 def make_model(shape: Shape, directory: Path) -> None:
@@ -299,7 +237,7 @@ def make_model(shape: Shape, directory: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-            _fill(name, tensor, shape, config)
+            _fill(name, tensor, shape.router_std)
         # Printable ASCII only, so that every token is a character of the text.
         head = model.get_output_embeddings().weight
         head[:33] = head[127:] = 0
@@ -308,15 +246,13 @@ def make_model(shape: Shape, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def _fill(name: str, tensor: torch.Tensor, shape: Shape, config: PreTrainedConfig) -> None:
+def _fill(name: str, tensor: torch.Tensor, router_std: float) -> None:
     """Random values for a weight; norms, and what describes a recurrence, stay as Hugging Face initialises them."""
-    is_router = any(
-        part in name for part in (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight")
-    )
+    routers = (".gate.weight", ".router.weight", ".router.layer.weight", ".router.proj.weight")
     if "correction_bias" in name or "expert_bias" in name:
         tensor.normal_(0, 0.3)
-    elif is_router:
-        tensor.normal_(0, shape.router_std)
+    elif any(part in name for part in routers):
+        tensor.normal_(0, router_std)
     elif name == "lm_head.weight":
         tensor.normal_(0, 0.6)
     elif "embed_tokens" in name:
@@ -356,11 +292,8 @@ class HookOracle(Oracle):
 
     def wrong(self, rows: np.ndarray, tokens: Sequence[int], start: int = 0) -> list[Wrong]:
         """As `Oracle.wrong`, without what float64 would say: the scores are not seen."""
-        rows, expected = np.sort(rows, axis=2), self.rows(tokens)[start:]
-        return [
-            Wrong(int(row) + start, int(layer), rows[row, layer].tolist(), expected[row, layer].tolist(), nan, nan)
-            for row, layer in np.argwhere((rows != expected).any(axis=2))
-        ]
+        not_seen = np.full(rows.shape[:2], np.nan)
+        return differences(np.sort(rows, axis=2), self.rows(tokens)[start:], start, not_seen, not_seen)
 
     def _is_llama4(self) -> bool:
         return str(self.model.config.model_type).startswith("llama4")
@@ -478,21 +411,13 @@ def make_eagle_models(directory: Path, head: Path) -> Shape:
     with rewritten(directory) as tensors:
         keep_few_letters(tensors, "lm_head.weight")
     target = json.loads((directory / "config.json").read_text())
-    shared = (
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-    )
-    config = {key: target[key] for key in shared} | {"num_hidden_layers": 1, "max_position_embeddings": 4096}
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    config = {key: target[key] for key in sizes} | {"num_hidden_layers": 1, "max_position_embeddings": 4096}
     config |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32"}
     layer = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).model.layers[0]
     generator = torch.Generator().manual_seed(_SEED)
-    own = {
-        f"layers.0.{name}": tensor for name, tensor in layer.state_dict().items() if name != "input_layernorm.weight"
-    }
+    own = {f"layers.0.{name}": tensor for name, tensor in layer.state_dict().items()}
+    del own["layers.0.input_layernorm.weight"]
     hidden = int(config["hidden_size"])
     own["fc.weight"] = torch.randn((hidden, 2 * hidden), generator=generator) * 0.08
     head.mkdir()

@@ -2,21 +2,16 @@
 
 import importlib.util
 import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.e2e.harness import FULL_PRECISION, ON_GPU, Oracle
+from tests.e2e.harness import FULL_PRECISION, ON_GPU, OPTIONS, ROOT, Oracle, run_program
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 PROGRAMS = sorted((ROOT / "examples").glob("engine_*.py"))
 # Engines with processes first: those without leave threads behind, which a process that is forked then waits for.
 TOGETHER = ["engine_llm", "engine_async", "engine_workers"]
@@ -27,23 +22,10 @@ Answers = dict[str, list[tuple[list[int], np.ndarray]]]
 
 def run(model: Path, out: Path, *names: str, launcher: tuple[str, ...] = (), **env: str) -> list[Answers]:
     """The answers of the programs `names`, from each process that ran them."""
-    options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 8 << 20, "max_model_len": 512}
-    if ON_GPU:
-        options |= {"attention_backend": "TRITON_ATTN", "moe_backend": "triton", "gpu_memory_utilization": 0.3}
-    else:
-        options["enforce_eager"] = True
     folders = {name: "tests/e2e" if name == OWN_CLASSES else "examples" for name in names}
     programs = [str(ROOT / folder / f"{name}.py") for name, folder in folders.items()]
-    command = [sys.executable, "-m", *launcher, "tests.e2e.examples", str(out), str(model), json.dumps(options)]
-    done = subprocess.run(
-        [*command, *programs],
-        cwd=ROOT,
-        env={**os.environ, **FULL_PRECISION, **env},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    arguments = (str(out), str(model), json.dumps(OPTIONS), *programs)
+    run_program(*launcher, "tests.e2e.examples", *arguments, env={**FULL_PRECISION, **env})
     return [pickle.loads(path.read_bytes()) for path in sorted(out.parent.glob(f"{out.name}.*"))]
 
 

@@ -7,22 +7,14 @@ import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
 
-from tests.e2e.harness import Oracle, prompt_of
+from tests.e2e.harness import OPTIONS, Oracle, prompt_of
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_model: Path) -> Iterator[LLM]:
-    made = LLM(
-        str(tiny_model),
-        dtype="float32",
-        enforce_eager=True,
-        kv_cache_memory_bytes=8 << 20,
-        max_model_len=512,
-        max_num_batched_tokens=64,
-        enable_return_routed_experts=True,
-    )
+    made = LLM(str(tiny_model), max_num_batched_tokens=64, enable_return_routed_experts=True, **OPTIONS)
     yield made
     made.llm_engine.engine_core.shutdown()
 

@@ -6,44 +6,27 @@ the way, as in `test_nixl.py`, so that each row shows whether it came with the K
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from examples.prefill_decode import CONFIG
-from tests.e2e.harness import (
-    ASK,
-    Oracle,
-    Server,
-    answers_of,
-    answers_of_stream,
-    check,
-    decode,
-    prompt_of,
-    unknown,
-    wait_until_idle,
-)
+from tests.e2e.harness import ASK, Oracle, Server, answer_of, cached_tokens, check, prompt_of, unknown
 from tests.e2e.offload_on_cpu import kv_transfer_config
-from tests.e2e.test_nixl import BLOCK, EXPERTS, Legs, nixl, running, tagged, untagged
+from tests.e2e.test_nixl import BLOCK, Legs, nixl, running, tagged, untagged
 from tests.e2e.test_nixl import pytestmark as needs_nixl
 
 pytestmark = [*needs_nixl, pytest.mark.slow]
 
 BLOCKS = 40
-FEW = ("--num-gpu-blocks-override", str(BLOCKS))
 OFFLOADED_BYTES = 128 << 20  # for all that is computed here
-LEASE_S = 180
-
-
-def multi(children: Sequence[dict[str, Any]]) -> tuple[str, str]:
-    """Several connectors, the first of which that has KV loads it."""
-    config = {**CONFIG, "kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": children}}
-    return "--kv-transfer-config", json.dumps(config)
+ROWS: dict[str, Any] = {**ASK, "max_tokens": 9}
 
 
 @dataclass(frozen=True)
@@ -51,7 +34,8 @@ class Setting:
     """Of both servers.
 
     Attributes:
-        nixl_first: whether KV is pulled that is offloaded as well, or else loaded from there.
+        nixl_first: whether KV is pulled that is offloaded as well, or else loaded from there: the first connector that
+            has KV loads it.
         policy: for loads without rows.
     """
 
@@ -60,9 +44,11 @@ class Setting:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        children = [nixl(LEASE_S), kv_transfer_config(OFFLOADED_BYTES)]
-        connectors = multi(children if self.nixl_first else children[::-1])
-        return (*FEW, *connectors, "--routed-experts-on-load", self.policy)
+        children = [nixl(180), kv_transfer_config(OFFLOADED_BYTES)]
+        connectors = {"connectors": children if self.nixl_first else children[::-1]}
+        config = {**CONFIG, "kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
+        flags = ("--num-gpu-blocks-override", str(BLOCKS), "--routed-experts-on-load", self.policy)
+        return (*flags, "--kv-transfer-config", json.dumps(config))
 
 
 SETTINGS = {
@@ -93,10 +79,21 @@ def loaded(server: Server) -> dict[str, int]:
     return {what: int(server.metric(name, source=source)) for what, source in sources.items()}
 
 
-def crowd_out(server: Server, seed: int) -> None:
+@contextmanager
+def loads(server: Server, **more: int) -> Iterator[None]:
+    """The server loads so many tokens meanwhile, and none from elsewhere."""
+    before = loaded(server)
+    yield
+    assert loaded(server) == {what: tokens + more.get(what, 0) for what, tokens in before.items()}
+
+
+_seeds = count(10_000)
+
+
+def crowd_out(server: Server) -> None:
     """Gives all blocks of the KV cache to other prompts."""
-    for prompt in range(2 * BLOCKS * BLOCK // 400):
-        server.complete(prompt=prompt_of(400, seed=10_000 + 100 * seed + prompt), max_tokens=1)
+    for _ in range(2 * BLOCKS * BLOCK // 400):
+        server.complete(prompt=prompt_of(400, seed=next(_seeds)), max_tokens=1)
 
 
 def whole_blocks(prompt: list[int]) -> int:
@@ -105,90 +102,56 @@ def whole_blocks(prompt: list[int]) -> int:
 
 
 def pull(legs: Legs, prompt: list[int], oracle: Oracle, max_tokens: int = 9) -> list[int]:
-    """Has the decode server pull a prompt's KV with rows that were made others; returns the tokens of the answer."""
-    before = loaded(legs.decode)
-    (answer,) = answers_of(legs.second(prompt, max_tokens, tagged(legs.first(prompt))))
-    check(untagged(answer, slice(0, len(prompt) - 1)), oracle)
-    assert loaded(legs.decode) == {**before, "pulled": before["pulled"] + len(prompt)}
+    """Has the decode server pull a prompt's KV with rows that were made others, and others take its blocks then.
+
+    Returns the tokens of the answer.
+    """
+    with loads(legs.decode, pulled=len(prompt)):
+        answer = legs.through_both(prompt, max_tokens)
+        check(answer, oracle)
+    crowd_out(legs.decode)
     return answer.tokens
 
 
 def load(legs: Legs, prompt: list[int], **fields: Any) -> dict[str, Any]:
     """Has the decode server load a prompt from where it was offloaded to; returns the answer."""
-    before, count = loaded(legs.decode), whole_blocks(prompt)
-    answer = legs.decode.complete(prompt=prompt, ignore_eos=True, **fields)
-    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == count
-    assert loaded(legs.decode) == {**before, "offloaded": before["offloaded"] + count}
+    with loads(legs.decode, offloaded=whole_blocks(prompt)):
+        answer = legs.decode.complete(prompt=prompt, ignore_eos=True, **fields)
+        assert cached_tokens(answer) == whole_blocks(prompt)
     return answer
-
-
-ROWS: dict[str, Any] = {**ASK, "max_tokens": 9}
 
 
 @pytest.mark.parametrize("length", [33, 64, 100, 170])
 def test_what_was_pulled_keeps_its_rows_where_it_is_offloaded(legs: Legs, oracle: Oracle, length: int) -> None:
     prompt = prompt_of(length, seed=600 + length)
     pull(legs, prompt, oracle)
-    crowd_out(legs.decode, seed=length)
-    (answer,) = answers_of(load(legs, prompt, **ROWS))
+    answer = answer_of(load(legs, prompt, **ROWS))
     check(untagged(answer, slice(0, min(whole_blocks(prompt), length - 1))), oracle)
-
-
-def test_the_next_turn_loads_what_was_pulled_and_what_was_computed(legs: Legs, oracle: Oracle) -> None:
-    prompt = prompt_of(170, seed=610)
-    tokens = pull(legs, prompt, oracle, max_tokens=30)
-    crowd_out(legs.decode, seed=1)
-    turn = [*prompt, *tokens[:-1], 40]
-    assert whole_blocks(turn) > len(prompt)
-    (answer,) = answers_of(load(legs, turn, **ROWS))
-    check(untagged(answer, slice(0, len(prompt) - 1)), oracle)
 
 
 def test_rows_are_those_of_the_child_that_loads(legs: Legs, oracle: Oracle, setting: Setting) -> None:
     prompt = prompt_of(100, seed=620)
     pull(legs, prompt, oracle)
-    crowd_out(legs.decode, seed=2)
-    before, offloaded = loaded(legs.decode), whole_blocks(prompt)
-    (answer,) = answers_of(legs.second(prompt, 9, tagged(tagged(legs.first(prompt)))))
+    with loads(legs.decode, **({"pulled": 100} if setting.nixl_first else {"offloaded": whole_blocks(prompt)})):
+        answer = answer_of(legs.second(prompt, 9, tagged(tagged(legs.first(prompt)))))
     if setting.nixl_first:
-        assert loaded(legs.decode) == {**before, "pulled": before["pulled"] + 100}
-        answer = untagged(answer, slice(0, 99))
-        check(untagged(answer, slice(0, 99)), oracle)
+        check(untagged(untagged(answer, slice(0, 99)), slice(0, 99)), oracle)
     else:
-        assert loaded(legs.decode) == {**before, "offloaded": before["offloaded"] + offloaded}
-        check(untagged(answer, slice(0, offloaded)), oracle)
+        check(untagged(answer, slice(0, whole_blocks(prompt))), oracle)
 
 
 def test_what_was_pulled_without_rows_is_a_stores_kv(legs: Legs, oracle: Oracle, setting: Setting) -> None:
     prompt = prompt_of(100, seed=630)
-    params = legs.first(prompt)
-    del params["routed_experts"]
-    (answer,) = answers_of(legs.second(prompt, 4, params))
+    answer = answer_of(legs.second(prompt, 4, legs.first_without_rows(prompt)))
     assert unknown(answer, oracle) == list(range(99))
-    crowd_out(legs.decode, seed=3)
+    crowd_out(legs.decode)
     load(legs, prompt, max_tokens=1)  # a request that asks for no rows, with either policy
-    crowd_out(legs.decode, seed=4)
+    crowd_out(legs.decode)
     if setting.policy == "missing":
-        (answer,) = answers_of(load(legs, prompt, **ROWS))
-        assert unknown(answer, oracle) == list(range(96))
+        assert unknown(answer_of(load(legs, prompt, **ROWS)), oracle) == list(range(96))
     else:
-        before = loaded(legs.decode)
-        check(answers_of(legs.second(prompt, 9))[0], oracle)
-        assert loaded(legs.decode) == before
-
-
-def test_a_prompt_that_was_offloaded_is_handed_over_with_its_rows(legs: Legs, oracle: Oracle) -> None:
-    prompt = prompt_of(100, seed=640)
-    pull(legs, prompt, oracle)
-    crowd_out(legs.decode, seed=5)
-    before, offloaded = loaded(legs.decode), whole_blocks(prompt)
-    turned = Legs(legs.proxy, prefill=legs.decode, decode=legs.prefill)
-    params = turned.first(prompt)
-    assert loaded(legs.decode) == {**before, "offloaded": before["offloaded"] + offloaded}
-    rows = decode({**params["routed_experts"], "missing": 0}).astype(np.int16)
-    rows[:offloaded] = (rows[:offloaded] - 1) % EXPERTS
-    assert oracle.wrong(rows, prompt) == []
-    turned.second(prompt, 2, params)  # else its KV would wait to be pulled
+        with loads(legs.decode):
+            check(answer_of(legs.second(prompt, 9)), oracle)
 
 
 def test_many_at_once(legs: Legs, oracle: Oracle) -> None:
@@ -202,12 +165,8 @@ def test_many_at_once(legs: Legs, oracle: Oracle) -> None:
         asked.append((dice.choice((legs.proxy, legs.decode)), body))
     with ThreadPoolExecutor(6) as threads:
         for chunks in threads.map(lambda each: each[0].stream(**each[1]), asked):
-            check(answers_of_stream(chunks)[0], oracle)
+            check(answer_of(chunks), oracle)
     after = [loaded(server) for server in (legs.prefill, legs.decode)]
     assert all(now["offloaded"] > then["offloaded"] for now, then in zip(after, before, strict=True))
     assert after[1]["pulled"] > before[1]["pulled"]
-
-
-def test_nothing_is_left(legs: Legs) -> None:
-    for server in (legs.prefill, legs.decode):
-        wait_until_idle(server)
+    legs.nothing_is_left()

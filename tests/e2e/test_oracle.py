@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
-from tests.e2e.harness import Oracle, prompt_of
+from tests.e2e.harness import Oracle, check_weights, prompt_of
 
 TOKENS = prompt_of(400, seed=1)
 K = 4
@@ -52,3 +53,22 @@ def test_float64_computes_the_same_model(oracle: Oracle) -> None:
     single, exact = oracle.logits(TOKENS), oracle.logits(TOKENS, exact=True)
     assert (single.dtype, exact.dtype) == (np.float32, np.float64)
     assert 0 < np.abs(single - exact).max() < 1e-4 < np.abs(exact).max()
+
+
+def test_a_weight_that_is_not_its_experts_is_wrong(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are held against those that add up to 1 of all experts' softmax, for experts in any order."""
+    every = torch.from_numpy(oracle.logits(TOKENS)).double().softmax(2).numpy()
+    rows = ranking(oracle)[:, :, [2, 0, 3, 1]].astype(np.int16)
+    chosen = np.take_along_axis(every, rows.astype(np.int64), 2)
+    weights = (chosen / chosen.sum(axis=2, keepdims=True)).astype(np.float32)
+    swapped, moved = weights.copy(), weights.copy()
+    swapped[-1, 4, :2] = weights[-1, 4, 1::-1]
+    moved[-1, 4, :2] += (1e-4, -1e-4)
+    for start in (0, 99, len(TOKENS)):
+        assert check_weights(weights[start:], rows[start:], TOKENS, oracle, start) < 1e-6
+    monkeypatch.setattr("tests.e2e.harness.WEIGHTS_OFF", 0)  # so that float64 decides about all
+    check_weights(weights, rows, TOKENS, oracle)
+    for others in (swapped, moved):
+        with pytest.raises(AssertionError, match="weights are off, by"):
+            check_weights(others, rows, TOKENS, oracle)
+        monkeypatch.undo()

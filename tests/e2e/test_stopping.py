@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import orjson
@@ -17,11 +16,12 @@ import pytest
 
 from tests.e2e.harness import (
     ASK,
+    CHAT,
+    COMPLETIONS,
     SMALL_KV,
     Oracle,
     Server,
-    answers_of,
-    answers_of_stream,
+    answer_of,
     check,
     free_port,
     prompt_of,
@@ -42,14 +42,13 @@ class Request(threading.Thread):
     """A request that is answered in the background.
 
     Attributes:
-        response: status, headers and body of what was answered.
         lines: those of the body that have arrived, if it is streamed.
     """
 
-    def __init__(self, server: Server, index: int, max_tokens: int, stream: bool) -> None:
+    def __init__(self, server: Server, index: int, max_tokens: int) -> None:
         super().__init__(daemon=True)
-        self.url = f"{server.url}/v1/completions"
-        self.body = {"model": "tiny", "prompt": prompt_of(40, index), "max_tokens": max_tokens, "stream": stream}
+        self.url, self.stream = f"{server.url}{COMPLETIONS}", index % 2 == 0
+        self.body = {"model": "tiny", "prompt": prompt_of(40, index), "max_tokens": max_tokens, "stream": self.stream}
         self.body |= {"ignore_eos": True, "temperature": 0, **ASK}
         self.has_begun = threading.Event()
         self.lines: list[str] = []
@@ -68,11 +67,20 @@ class Request(threading.Thread):
         assert not self.is_alive(), "a request hangs"
         return self
 
+    def ended_with_error(self, code: int) -> None:
+        """The status if nothing was sent before, or else an event in the stream, which ends as others do."""
+        self.ended()
+        if self.stream:
+            assert (self.status, self.lines.pop()) == (200, "data: [DONE]")
+        else:
+            assert self.status == code
+        assert orjson.loads(self.lines[-1].removeprefix("data: "))["error"]["code"] == code
+
 
 @contextmanager
 def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Request]]:
     """So many requests, half of them streamed, that have reached the engine and all generate."""
-    requests = [Request(server, index, max_tokens, index % 2 == 0) for index in range(count)]
+    requests = [Request(server, index, max_tokens) for index in range(count)]
     for request in requests[::2]:
         assert request.has_begun.wait(LIMIT_S), "a stream does not begin"
     wait_until(lambda: server.metric("vllm:num_requests_running") >= count, "a request does not begin")
@@ -94,9 +102,9 @@ def refused(response: httpx.Response) -> None:
     assert "The server is stopping" in error["message"]
 
 
-def check_end(server: Server) -> None:
+def check_end(server: Server, status: int = 0) -> None:
     """The server ended well, alone and in silence."""
-    assert server.process.wait(LIMIT_S) == 0
+    assert server.process.wait(LIMIT_S) == status
     wait_until_gone(server)
     assert "Traceback" not in server.log.read_text()
 
@@ -112,18 +120,15 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
             wait_until_draining(server)
             with server.client() as client:
                 refused(client.get("/health"))
-                refused(client.post("/v1/completions", json={"model": "tiny", "prompt": "a"}))
-                refused(client.post("/v1/chat/completions", json={"nothing": "that is read"}))
+                refused(client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a"}))
+                refused(client.post(CHAT, json={"nothing": "that is read"}))
                 assert client.get("/metrics").status_code == 200
             assert all(request.is_alive() for request in requests), "they ended before anything was tried"
         check_end(server)
     oracle = Oracle(tiny_model)
     for request in requests:
         assert request.status == 200
-        if request.body["stream"]:
-            (answer,) = answers_of_stream(list(read_events(iter(request.lines))))
-        else:
-            (answer,) = answers_of(orjson.loads(request.lines[0]))
+        answer = answer_of([*read_events(iter(request.lines))] if request.stream else orjson.loads(request.lines[0]))
         assert (answer.finish_reason, len(answer.tokens)) == ("length", 1000)
         check(answer, oracle)
 
@@ -134,7 +139,7 @@ def check_full_disk(server: Server) -> None:
     for process in processes:
         process.rlimit(psutil.RLIMIT_FSIZE, (full, psutil.RLIM_INFINITY))  # writes fail, as on a full disk
     with server.client() as client:
-        response = client.post("/v1/completions", json={"model": "tiny", "routed_experts_format": "npy"})
+        response = client.post(COMPLETIONS, json={"model": "tiny", "routed_experts_format": "npy"})
     assert response.status_code == 400
     assert server.complete(prompt="abc", max_tokens=2, return_routed_experts=True)["prompt_routed_experts"]
     assert server.log.stat().st_size == full
@@ -153,37 +158,21 @@ def test_a_process_of_the_engine_is_killed(tiny_model: Path, tmp_path: Path, vic
         with under_way(server, 4, max_tokens=5000) as requests:
             next(process for process in processes_of(server) if victim in process.name()).kill()
             for request in requests:
-                request.ended()
-                *_, last = request.lines
-                event = request.lines[-2] if request.body["stream"] else last
-                assert error_of(event)["code"] == 500
-                assert request.status == (200 if request.body["stream"] else 500)
-                assert not request.body["stream"] or last == "data: [DONE]"
+                request.ended_with_error(500)
         server.process.wait(LIMIT_S)
         wait_until_gone(server)
         assert "EngineDeadError" in server.log.read_text()
-
-
-def error_of(line: str) -> dict[str, Any]:
-    return orjson.loads(line.removeprefix("data: "))["error"]
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout", "3") as server:
         stuck = httpx.Client(base_url=server.url, timeout=LIMIT_S, verify=False)
         body = {"model": "tiny", "prompt": prompt_of(40, 1), "max_tokens": 8000, "ignore_eos": True, "stream": True}
-        with under_way(server, 4, max_tokens=8000) as requests, stuck.stream("POST", "/v1/completions", json=body):
+        with under_way(server, 4, max_tokens=8000) as requests, stuck.stream("POST", COMPLETIONS, json=body):
             os.killpg(server.process.pid, signal.SIGINT)
             wait_until_draining(server)
             for request in requests:
-                request.ended()
-                *_, last = request.lines
-                if request.body["stream"]:
-                    *_, event, last = request.lines
-                    assert last == "data: [DONE]"
-                    assert (request.status, error_of(event)["code"]) == (200, 503)
-                else:
-                    assert (request.status, error_of(last)["code"]) == (503, 503)
+                request.ended_with_error(503)
             check_end(server)
 
 
@@ -203,8 +192,6 @@ def test_stopped_while_it_starts(tiny_model: Path, tmp_path: Path, how: str) -> 
             time.sleep(0.1)  # two that are pending at once are one
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(LIMIT_S) == (130 if how == "Ctrl-C again and again" else 0)
-        wait_until_gone(server)
-        assert "Traceback" not in log.read_text()
+        check_end(server, 130 if how == "Ctrl-C again and again" else 0)
     finally:
         server.stop()

@@ -17,7 +17,7 @@ from tests.e2e.harness import (
     Answer,
     Oracle,
     Server,
-    answers_of,
+    answer_of,
     check,
     prompt_of,
     serving,
@@ -51,37 +51,38 @@ def server(policy: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def ask(server: Server, prompt: list[int], max_tokens: int) -> Answer:
-    (answer,) = answers_of(server.complete(prompt=prompt, max_tokens=max_tokens, ignore_eos=True, **ASK))
-    return answer
+    return answer_of(server.complete(prompt=prompt, max_tokens=max_tokens, ignore_eos=True, **ASK))
 
 
 def num_loads(server: Server) -> int:
     return server.log.read_text().count(LOADED)
 
 
-def evict_all(server: Server, seed: int) -> None:
+def evicted(server: Server, seed: int) -> int:
+    """The number of loads so far, when nothing is left of prompts in the prefix cache."""
     for each in range(BLOCKS // 4):
         server.complete(prompt=prompt_of(4 * BLOCK, seed=seed + each), max_tokens=1)
+    return num_loads(server)
+
+
+UNKNOWN = {"recompute": [], "missing": list(range(3 * BLOCK))}
 
 
 def test_who_asks_for_rows_has_those_of_what_was_computed(server: Server, policy: str, oracle: Oracle) -> None:
     prompt = prompt_of(100, seed=1)
     check(ask(server, prompt, 5), oracle)
-    evict_all(server, 100)
-    loads = num_loads(server)
-    answer = ask(server, prompt, 5)
+    loads = evicted(server, 100)
+    assert unknown(ask(server, prompt, 5), oracle) == UNKNOWN[policy]
     assert num_loads(server) == loads + (policy == "missing")
-    assert unknown(answer, oracle) == ([] if policy == "recompute" else list(range(3 * BLOCK)))
 
 
 def test_who_does_not_ask_loads(server: Server, policy: str, oracle: Oracle) -> None:
     prompt = prompt_of(100, seed=2)
     text = server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"]
-    evict_all(server, 200)
-    loads = num_loads(server)
+    loads = evicted(server, 200)
     assert server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"] == text
     assert num_loads(server) == loads + 1
-    assert unknown(ask(server, prompt, 5), oracle) == ([] if policy == "recompute" else list(range(3 * BLOCK)))
+    assert unknown(ask(server, prompt, 5), oracle) == UNKNOWN[policy]
     assert num_loads(server) == loads + 1
 
 

@@ -17,6 +17,8 @@ import torch
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import (
     ASK,
+    DRAFTS,
+    NGRAM,
     Oracle,
     Server,
     answer_of,
@@ -39,23 +41,24 @@ class Engine:
     name: str
     flags: tuple[str, ...]
     gpus: int = 1
-    env: tuple[tuple[str, str], ...] = ()
+    runner: str | None = None  # vLLM's default otherwise
     provokes: str | None = None
     log_says: str | None = None
 
 
-NGRAM = '{"method": "%s", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
-EPLB = '{"window_size": 8, "step_interval": 16, "num_redundant_experts": 2, "log_balancedness": true}'
-DRAFTS = "vllm:spec_decode_num_draft_tokens_total"
+BALANCED = ("-tp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config")
+BALANCED += ('{"window_size": 8, "step_interval": 16, "num_redundant_experts": 2, "log_balancedness": true}',)
+ON_HOST, ON_DEVICE = (("--speculative-config", json.dumps({**NGRAM, "method": how})) for how in ("ngram", "ngram_gpu"))
 
 ENGINES = [
     Engine("full graphs", (), log_says="Capturing CUDA graphs (FULL)"),
     Engine("piecewise graphs", ("-cc.cudagraph_mode=PIECEWISE",), log_says="Capturing CUDA graphs (PIECEWISE)"),
     Engine("eager", ("--enforce-eager",)),
     Engine("synchronous scheduling", ("--no-async-scheduling",)),
-    Engine("V1 runner", (), env=(("VLLM_USE_V2_MODEL_RUNNER", "0"),)),
-    Engine("n-gram drafts", ("--speculative-config", NGRAM % "ngram"), provokes=DRAFTS),
-    Engine("n-gram drafts on the GPU, asynchronous", ("--speculative-config", NGRAM % "ngram_gpu"), provokes=DRAFTS),
+    Engine("V1 runner", (), runner="v1"),
+    Engine("V2 runner", (), runner="v2"),
+    Engine("n-gram drafts", ON_HOST, provokes=DRAFTS[0]),
+    Engine("n-gram drafts on the GPU, asynchronous", ON_DEVICE, provokes=DRAFTS[0]),
     Engine("preemption", ("--num-gpu-blocks-override", "20"), provokes="vllm:num_preemptions_total"),
     Engine("no prefix caching", ("--no-enable-prefix-caching",)),
     Engine("tensor parallel 2", ("-tp", "2"), gpus=2),
@@ -64,12 +67,7 @@ ENGINES = [
     Engine("pipeline parallel 2, eager, synchronous", ("-pp", "2", "--enforce-eager", "--no-async-scheduling"), gpus=2),
     Engine("data parallel 2", ("-dp", "2"), gpus=2),
     Engine("data and expert parallel 2", ("-dp", "2", "--enable-expert-parallel"), gpus=2),
-    Engine(
-        "expert load balancing",
-        ("-tp", "2", "--enable-expert-parallel", "--enable-eplb", "--eplb-config", EPLB),
-        gpus=2,
-        log_says="Rearranging experts",
-    ),
+    Engine("expert load balancing", BALANCED, gpus=2, log_says="Rearranging experts"),
 ]
 
 
@@ -80,7 +78,8 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
     flags = (*SERVER_FLAGS, *engine.flags)
     if "-dp" in flags:  # its default is one port for the whole machine
         flags += ("--data-parallel-rpc-port", str(free_port()))
-    with serving(tiny_model, tmp_path / "log", *flags, env=dict(engine.env)) as server:
+    env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(engine.runner == "v2"))} if engine.runner else {}
+    with serving(tiny_model, tmp_path / "log", *flags, env=env) as server:
         repetitive = [40, 41, 42, 43] * 12  # for drafts to find
         for length in (1, 31, 32, 64, 65, 150):
             one(server, oracle, prompt=prompt_of(length, length), max_tokens=9)
@@ -90,8 +89,8 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
             assert server.metric(engine.provokes) > 0
         capture = server.info()["capture"]
         print(f"{engine.name}: runner {capture['runner']}, {rows} rows exact")
-        if engine.env:
-            assert capture["runner"] == "v1"
+        if engine.runner:
+            assert capture["runner"] == engine.runner
     if engine.log_says:
         assert engine.log_says in (tmp_path / "log").read_text()
 

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.harness import free_port
+from tests.e2e.harness import ROOT, free_port
 from tests.e2e.shapes import Shape, make_model
 
-ROOT = Path(__file__).parents[2]
 GPUS = torch.cuda.device_count()
 
 SHAPE = Shape(
@@ -34,8 +33,6 @@ SHAPE = Shape(
         **{"num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True},
     },
     (0, 1, 2),
-    16,
-    4,
     router_std=0.2,
 )
 OVERLAP = {"enable_dbo": True, "dbo_decode_token_threshold": 4, "dbo_prefill_token_threshold": 8}
@@ -84,16 +81,9 @@ def of_ranks(ranks: int, folder: Path, options: Mapping[str, Any], env: Mapping[
         processes = []
         for rank in range(ranks):
             log = stack.enter_context((folder / f"rank{rank}").open("w"))
-            own = {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **env, **group, **own},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
+            own = {**os.environ, **env, **group, "VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "text": True}
+            process = subprocess.Popen(command, cwd=ROOT, env=own, **pipes)
             stack.callback(process.kill)
             processes.append(process)
         for rank, process in enumerate(processes):

@@ -3,9 +3,7 @@
 Each in a process of its own, as one excludes the other.
 """
 
-import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,33 +12,23 @@ import numpy as np
 import pytest
 import torch
 
-from tests.e2e.harness import FULL_PRECISION, prompt_of
+from tests.e2e.harness import FULL_PRECISION, OPTIONS, prompt_of, run_program
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
-ROOT = Path(__file__).parents[2]
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "attention_backend": "TRITON_ATTN",
-    "moe_backend": "triton",
-    "gpu_memory_utilization": 0.3,
-    "kv_cache_memory_bytes": 64 << 20,
-    "max_model_len": 512,
-    "max_num_batched_tokens": 64,
-}
+SIZES = {"kv_cache_memory_bytes": 64 << 20, "max_num_batched_tokens": 64}
 
 
 def generate(model: str, out: str) -> None:
     """What runs in each process: all prompts at once, and again with a start, when their prefixes are cached."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, enable_return_routed_experts=True, **OPTIONS)
+    llm = LLM(model, enable_return_routed_experts=True, **{**OPTIONS, **SIZES})
     prompts: list[Any] = [{"prompt_token_ids": prompt_of(length, length)} for length in (1, 15, 16, 17, 64, 65, 300)]
     answers = []
     for start in (0, 1):
-        params = SamplingParams(
-            n=2, max_tokens=40, temperature=1.0, seed=3, ignore_eos=True, routed_experts_prompt_start=start
-        )
+        params = SamplingParams(n=2, max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+        params.routed_experts_prompt_start = start
         for output in llm.generate(prompts, params, use_tqdm=False):
             answers += [(list(choice.token_ids), choice.routed_experts) for choice in output.outputs]
     Path(out).write_bytes(pickle.dumps((llm.llm_engine.vllm_config.aux_output_config.enabled, answers)))
@@ -50,14 +38,8 @@ def test_the_same_arrays(tiny_model: Path, tmp_path: Path) -> None:
     results = []
     for plugins in ("", "routed_experts"):
         out = tmp_path / f"answers{plugins}"
-        env = {**os.environ, **FULL_PRECISION, "VLLM_PLUGINS": plugins}
-        subprocess.run(
-            [sys.executable, "-m", "tests.gpu.test_side_by_side", str(tiny_model), str(out)],
-            check=True,
-            timeout=300,
-            cwd=ROOT,
-            env=env,
-        )
+        env = {**FULL_PRECISION, "VLLM_PLUGINS": plugins}
+        run_program("tests.gpu.test_side_by_side", str(tiny_model), str(out), env=env)
         results.append(pickle.loads(out.read_bytes()))
     (is_vllms, vllms), (is_vllms_too, ours) = results
     assert (is_vllms, is_vllms_too) == (True, False)

@@ -18,26 +18,18 @@ import pytest
 import torch
 
 from tests.conftest import SERVER_FLAGS
-from tests.e2e.changes import Across, Running, Weights, make_weights, post, reload_weights
-from tests.e2e.harness import ASK, FULL_PRECISION, Answer, Oracle, Server, answers_of, check, prompt_of, serving
+from tests.e2e.changes import LONG, Across, Paused, Weights, make_weights, reload_weights, roll_out
+from tests.e2e.harness import FULL_PRECISION, OPTIONS, Answer, Server, check, prompt_of, serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 CYCLES = 110
 WARM_CYCLES = 10
 """After so many, nothing is used for the first time any more."""
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "attention_backend": "TRITON_ATTN",
-    "moe_backend": "triton",
-    "kv_cache_memory_bytes": 64 << 20,
-    "gpu_memory_utilization": 0.5,
-    "max_model_len": 512,
-    "max_num_seqs": 16,
-    "block_size": 32,
-    "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]},
-    "enable_sleep_mode": True,
-    "worker_extension_cls": "tests.gpu.sleeping.Memory",
+SLEEPING: dict[str, Any] = {
+    **{**OPTIONS, "kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.5, "max_num_seqs": 16},
+    **{"block_size": 32, "compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]}},
+    **{"enable_sleep_mode": True, "worker_extension_cls": "tests.gpu.sleeping.Memory"},
 }
 MIB = 1 << 20
 
@@ -53,11 +45,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(variable, value)
 
 
-def as_answer(output: Any, array: np.ndarray | None = None) -> Answer:
-    """An output of an engine in this process. The tiny model's first layer has no experts."""
-    prompt, (choice,) = list(output.prompt_token_ids), output.outputs
-    rows = (choice.routed_experts if array is None else array)[:, 1:].astype(np.int16)
-    return Answer(prompt, list(choice.token_ids), 0, rows[: len(prompt)], rows[len(prompt) :])
+def as_answer(prompt: list[int], tokens: list[int], array: np.ndarray) -> Answer:
+    """What an engine in this process has given. The tiny model's first layer has no experts."""
+    rows = array[:, 1:].astype(np.int16)
+    return Answer(prompt, tokens, 0, rows[: len(prompt)], rows[len(prompt) :])
 
 
 # ---- LLM, V2 runner with graphs: levels, tags, orders, hundreds of times ----
@@ -67,7 +58,7 @@ def as_answer(output: Any, array: np.ndarray | None = None) -> Answer:
 def llm_of(model: Path, *, captures: bool) -> Iterator[Any]:
     from vllm import LLM
 
-    llm = LLM(str(model), enable_return_routed_experts=captures, max_num_batched_tokens=4096, **OPTIONS)
+    llm = LLM(str(model), enable_return_routed_experts=captures, max_num_batched_tokens=4096, **SLEEPING)
     try:
         yield llm
     finally:
@@ -110,7 +101,9 @@ class Trained:
             (output,) = self.llm.generate(prompt, sampled, use_tqdm=False)
             assert output.num_cached_tokens == (0 if behind == 1 else 64)
             if self.captures:
-                check(as_answer(output), self.both[self.weights].oracle)
+                (choice,) = output.outputs
+                answer = as_answer(list(output.prompt_token_ids), list(choice.token_ids), choice.routed_experts)
+                check(answer, self.both[self.weights].oracle)
 
     def cycles(self, first: int, end: int) -> None:
         """Goes through the orders, with each level and with weights that change or do not."""
@@ -215,8 +208,7 @@ class Rollout:
                 return before
 
     def answer(self) -> Answer:
-        rows = np.concatenate(self.arrays)[:, 1:].astype(np.int16)
-        return Answer(self.prompt, self.tokens, 0, rows[: len(self.prompt)], rows[len(self.prompt) :])
+        return as_answer(self.prompt, self.tokens, np.concatenate(self.arrays))
 
 
 def test_requests_that_run_meanwhile(both: list[Weights], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +222,8 @@ async def run_meanwhile(both: list[Weights]) -> None:
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    arguments = AsyncEngineArgs(
-        str(both[0].model), enable_return_routed_experts=True, max_num_batched_tokens=64, **OPTIONS
-    )
-    engine = AsyncLLM.from_engine_args(arguments)
+    options = {**SLEEPING, "enable_return_routed_experts": True, "max_num_batched_tokens": 64}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(both[0].model), **options))
     weights = 0
 
     async def change() -> None:
@@ -241,11 +231,10 @@ async def run_meanwhile(both: list[Weights]) -> None:
         weights = 1 - weights
         await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(both[weights].update)})
 
-    def start(number: int, max_tokens: int = 400) -> tuple[Rollout, asyncio.Task[None]]:
+    def start(number: int, max_tokens: int = LONG) -> tuple[Rollout, asyncio.Task[None]]:
         prompt: Any = prompt_of(70 + number, seed=number)
-        params = SamplingParams(
-            max_tokens=max_tokens, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
-        )
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        params.output_kind = RequestOutputKind.DELTA
         rollout = Rollout(prompt, [], [])
         outputs = engine.generate({"prompt_token_ids": prompt}, params, f"request {number}")
         return rollout, asyncio.create_task(rollout.read(outputs))
@@ -284,10 +273,9 @@ async def run_meanwhile(both: list[Weights]) -> None:
             await go_on()
             await asyncio.gather(*(task for _, task in (*running, late)))
             for (rollout, _), count in zip(running, counts, strict=True):
-                assert 10 <= count < 400
+                assert 10 <= count < LONG
                 first = len(rollout.prompt) + count - 1
-                oracle = Across(before, both[weights].oracle, first, keeps_kv)
-                check(rollout.answer(), oracle)
+                check(rollout.answer(), Across(before, both[weights].oracle, first, keeps_kv))
             check(late[0].answer(), both[weights].oracle)
             await engine.reset_prefix_cache()
 
@@ -318,39 +306,24 @@ def dev_server(both: list[Weights], tmp_path_factory: pytest.TempPathFactory) ->
         yield server
 
 
-def roll_out(server: Server, oracle: Oracle, seed: int = 1) -> None:
-    """Twice, the second time on what the first has left."""
-    body: dict[str, Any] = {**ASK, "prompt": prompt_of(90, seed=seed), "max_tokens": 12, "ignore_eos": True}
-    hits = server.metric("vllm:prefix_cache_hits_total")
-    check(answers_of(server.complete(**body))[0], oracle)
-    assert server.metric("vllm:prefix_cache_hits_total") == hits, "KV of the weights before was found"
-    check(answers_of(server.complete(**body))[0], oracle)
-    assert server.metric("vllm:prefix_cache_hits_total") > hits
-
-
 def test_over_http(dev_server: Server, both: list[Weights]) -> None:
     roll_out(dev_server, both[0].oracle)
     for turn, level in enumerate((2, 1, 2, 1), 1):
-        weights = turn % 2
-        post(dev_server, f"/sleep?level={level}")
-        post(dev_server, "/wake_up?tags=weights")
-        reload_weights(dev_server, both[weights])
-        post(dev_server, "/wake_up?tags=kv_cache")
-        post(dev_server, "/reset_prefix_cache")
-        roll_out(dev_server, both[weights].oracle)
+        weights, others = both[turn % 2], both[1 - turn % 2]
+        dev_server.post(f"/sleep?level={level}")
+        dev_server.post("/wake_up?tags=weights")
+        reload_weights(dev_server, weights)
+        dev_server.post("/wake_up?tags=kv_cache")
+        dev_server.post("/reset_prefix_cache")
+        roll_out(dev_server, weights.oracle)
 
-        running = Running(dev_server, prompt=prompt_of(70, seed=turn), max_tokens=400)
-        running.wait_for(10)
-        post(dev_server, "/pause?mode=keep")
-        count = running.wait_until_quiet()
-        reload_weights(dev_server, both[1 - weights])
-        post(dev_server, "/resume")
-        across = Across(both[weights].oracle, both[1 - weights].oracle, 70 + count - 1, keeps_kv=False)
-        check(running.answer(), across)
-        assert 10 <= count < 400
-        post(dev_server, f"/sleep?level={level}&mode=wait")
-        post(dev_server, "/wake_up")
-        reload_weights(dev_server, both[weights])
+        paused = Paused(dev_server, "/pause?mode=keep", seed=turn)
+        reload_weights(dev_server, others)
+        dev_server.post("/resume")
+        paused.check(weights.oracle, others.oracle)
+        dev_server.post(f"/sleep?level={level}&mode=wait")
+        dev_server.post("/wake_up")
+        reload_weights(dev_server, weights)
 
 
 def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None:
@@ -381,21 +354,18 @@ def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None
             IPCTrainerInitInfo(rank=0), client=Client(dev_server.url), source=source
         )
         for turn in range(1, 5):
-            weights = turn % 2
+            weights, others = turn % 2, 1 - turn % 2
             source.weights = checkpoints[weights]
-            post(dev_server, f"/sleep?level={1 + turn // 2 % 2}")
-            post(dev_server, "/wake_up?tags=weights")
+            dev_server.post(f"/sleep?level={1 + turn // 2 % 2}")
+            dev_server.post("/wake_up?tags=weights")
             trainer.send_weights()
-            post(dev_server, "/wake_up?tags=kv_cache")
+            dev_server.post("/wake_up?tags=kv_cache")
             roll_out(dev_server, both[weights].oracle, seed=turn)
 
             keeps_kv = turn > 2
-            running = Running(dev_server, prompt=prompt_of(70, seed=40 + turn), max_tokens=400)
-            running.wait_for(10)
-            post(dev_server, f"/pause?mode=keep&clear_cache={json.dumps(not keeps_kv)}")
-            count = running.wait_until_quiet()
-            source.weights = checkpoints[1 - weights]
+            path = f"/pause?mode=keep&clear_cache={json.dumps(not keeps_kv)}"
+            paused = Paused(dev_server, path, seed=40 + turn)
+            source.weights = checkpoints[others]
             trainer.send_weights()
-            post(dev_server, "/resume")
-            across = Across(both[weights].oracle, both[1 - weights].oracle, 70 + count - 1, keeps_kv)
-            check(running.answer(), across)
+            dev_server.post("/resume")
+            paused.check(both[weights].oracle, both[others].oracle, keeps_kv)

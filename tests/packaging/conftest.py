@@ -18,8 +18,6 @@ from tests.packaging.tiny_wheels import pack_installed
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("capture", "protocol", "server", "pyproject.toml", "LICENSE")
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-# Nothing is fetched.
-OFFLINE = ("--no-deps", "--no-build-isolation", "--no-index")
 
 
 @dataclass(frozen=True)
@@ -36,26 +34,27 @@ class Environment:
     def site_packages(self) -> Path:
         return self.folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
-    def pip(self, *args: str) -> subprocess.CompletedProcess[str]:
+    def _pip(self, *args: str) -> list[str]:
         """The pip of the tests, on this environment."""
-        command = [*PIP, "--python", str(self.python), *args]  # `--python` must come before the command
-        return subprocess.run(command, env=without_pip_settings(), capture_output=True, text=True, check=False)
+        return [*PIP, "--python", str(self.python), *args]  # `--python` must come before the command
 
-    def pip_install(self, *what: str) -> None:
-        done = self.pip("install", "--no-index", *what)
-        assert done.returncode == 0, f"{what}\n{done.stdout}\n{done.stderr}"
+    def install(self, *what: str) -> None:
+        run(self._pip("install", "--no-index", *what))
+
+    def check(self) -> str:
+        """What `pip check` says."""
+        env = without_pip_settings()
+        return subprocess.run(self._pip("check"), env=env, capture_output=True, text=True, check=False).stdout
 
     def packages(self) -> set[str]:
         """Names and versions of what is installed."""
-        return set(self.pip("list", "--format=freeze").stdout.split())
+        return set(run(self._pip("list", "--format=freeze")).split())
 
     def run(self, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         """A program of the environment, without the variables that change what it imports."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-        command = [str(self.folder / "bin" / args[0]), *args[1:]]
-        return subprocess.run(
-            command, cwd=cwd or self.folder, env={**kept, **env}, capture_output=True, text=True, check=False
-        )
+        command, env = [str(self.folder / "bin" / args[0]), *args[1:]], {**kept, **env}
+        return subprocess.run(command, cwd=cwd or self.folder, env=env, capture_output=True, text=True, check=False)
 
     def python_says(self, code: str, **env: str) -> str:
         """What a program prints, which must succeed."""
@@ -77,15 +76,14 @@ def without_pip_settings() -> dict[str, str]:
     return {**kept, "PIP_CONFIG_FILE": os.devnull}
 
 
-def copy_sources(folder: Path) -> Path:
+def copy_sources(folder: Path, *more: str) -> Path:
     """What a distribution is built from. Building leaves files beside the sources, so it happens in a copy."""
     folder.mkdir(parents=True)
-    for name in SOURCES:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in (*SOURCES, *more):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
-            shutil.copy(source, folder / name)
+            shutil.copy(ROOT / name, folder / name)
     return folder
 
 
@@ -102,7 +100,8 @@ def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], En
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    run([*PIP, "wheel", *OFFLINE, "--wheel-dir", str(folder), str(copy_sources(folder / "sources"))])
+    offline = ("--no-deps", "--no-build-isolation", "--no-index")
+    run([*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(copy_sources(folder / "sources"))])
     (built,) = folder.glob("*.whl")
     return built
 
@@ -115,7 +114,7 @@ def wheel_environment(
     environment = new_environment()
     index = tmp_path_factory.mktemp("numpy")
     pack_installed(index, "numpy")
-    environment.pip_install(f"--find-links={index}", str(wheel))
+    environment.install(f"--find-links={index}", str(wheel))
     return environment
 
 
@@ -147,8 +146,8 @@ def beside_vllm(new_environment: Callable[[], Environment], wheel: Path) -> Besi
             link = environment.site_packages / top
             if not link.exists():
                 link.symlink_to(Path(str(distribution(name).locate_file(top))))
-    before, check_before = environment.packages(), environment.pip("check").stdout
-    environment.pip_install(str(wheel))
+    before, check_before = environment.packages(), environment.check()
+    environment.install(str(wheel))
     return BesideVllm(environment, before, check_before)
 
 

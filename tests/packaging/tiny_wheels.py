@@ -17,12 +17,14 @@ LIBRARIES = {"nvidia-cudnn-cu13": ("nvidia-cublas",), "nvidia-cublas": ()}
 def write_wheel(folder: Path, name: str, version: str, requires: Sequence[str] = ()) -> None:
     """A package without contents."""
     stem = f"{name.replace('-', '_')}-{version}"
-    info = f"{stem}.dist-info"
-    requirements = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    wheel = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {"METADATA": metadata, "WHEEL": wheel}
+    files["RECORD"] = "".join(f"{stem}.dist-info/{file},,\n" for file in (*files, "RECORD"))
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requirements}")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+        for file, text in files.items():
+            archive.writestr(f"{stem}.dist-info/{file}", text)
 
 
 def pack_installed(folder: Path, name: str) -> None:

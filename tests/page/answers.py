@@ -1,10 +1,11 @@
 """Answers such as a server gives, with rows that are known and have something to look at."""
 
+import base64
 from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import encode
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT, count_missing, encode
 
 TEXT = (
     "The router sends every token to a few experts, and which ones it takes depends on what it reads. Some prefer "
@@ -32,27 +33,36 @@ def words_of(times: int) -> list[str]:
     return [word if i == 0 else f" {word}" for i, word in enumerate(words * times)]
 
 
-def answer(rows: np.ndarray, prompt: int, texts: list[str] | None = None) -> dict[str, Any]:
+def weights_of(rows: np.ndarray, seed: int = 0) -> np.ndarray:
+    """Weights of rows [n, L, K], float32: each choice has less than the one before, and unknown ids have none."""
+    shares = np.random.default_rng(seed).dirichlet(np.full(rows.shape[2], 1.5), rows.shape[:2])
+    weights = -np.sort(-shares, axis=2).astype(np.float32)
+    return np.where(rows < 0, UNKNOWN_WEIGHT, weights)
+
+
+def array(rows: np.ndarray, start: int = 0) -> Any:
+    """Of ids or weights."""
+    if rows.dtype != np.float32:
+        return encode(rows, fmt="object", dtype="int16", start=start)
+    data, missing = base64.b64encode(rows.tobytes()).decode(), count_missing(rows)
+    return {"data": data, "shape": list(rows.shape), "dtype": "float32", "start": start, "missing": missing}
+
+
+def answer(
+    rows: np.ndarray, prompt: int, texts: list[str] | None = None, weights: np.ndarray | None = None
+) -> dict[str, Any]:
     """A completion's body with `rows` of `prompt` tokens and those generated after them."""
     count = len(rows) + 1
     texts = (texts or words_of(count // 20 + 1))[:count]
     ids = [sum(map(ord, text)) for text in texts]
-    return {
-        "object": "text_completion",
-        "prompt_token_ids": ids[:prompt],
-        "prompt_routed_experts": encode(rows[:prompt], fmt="object", dtype="int16", start=0),
-        "choices": [
-            {
-                "index": 0,
-                "text": "".join(texts[prompt:]),
-                "token_ids": ids[prompt:],
-                "logprobs": {"tokens": texts[prompt:]},
-                "finish_reason": "length",
-                "routed_experts": encode(rows[prompt:], fmt="object", dtype="int16", start=prompt),
-            }
-        ],
-        "routed_experts_page": {"prompt_tokens": texts[:prompt]},
-    }
+    choice = {"index": 0, "text": "".join(texts[prompt:]), "token_ids": ids[prompt:], "finish_reason": "length"}
+    choice |= {"logprobs": {"tokens": texts[prompt:]}, "routed_experts": array(rows[prompt:], prompt)}
+    of_prompt = {"prompt_token_ids": ids[:prompt], "prompt_routed_experts": array(rows[:prompt])}
+    if weights is not None:
+        choice["routed_expert_weights"] = array(weights[prompt:], prompt)
+        of_prompt["prompt_routed_expert_weights"] = array(weights[:prompt])
+    page = {"routed_experts_page": {"prompt_tokens": texts[:prompt]}}
+    return {"object": "text_completion", **of_prompt, "choices": [choice], **page}
 
 
 def two_that_part(count: int, prompt: int, at: int) -> list[dict[str, Any]]:

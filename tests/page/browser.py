@@ -7,29 +7,30 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from websockets.sync.client import ClientConnection, connect
 
+from tests.e2e.harness import wait_until
+
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-START_LIMIT_S = 60
+LIMIT_S = 120
 
 
 class Tab:
-    """One page. What it says on its console is kept in `console`."""
+    """One page. What it says on its console is kept in `console`, and what it loads in `requested`."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket = socket
         self._ids = itertools.count(1)
         self.console: list[str] = []
+        self.requested: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network", "DOM"):
             self.call(f"{domain}.enable")
-        self.requested: list[str] = []
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """The result of a command of the protocol."""
@@ -41,84 +42,95 @@ class Tab:
                 assert "error" not in message, message
                 result: dict[str, Any] = message["result"]
                 return result
-            self._note(message)
+            self._note(message.get("method"), message.get("params", {}))
 
-    def _note(self, message: dict[str, Any]) -> None:
-        method, params = message.get("method"), message.get("params", {})
-        if method == "Runtime.consoleAPICalled":
-            self.console.append(str([argument.get("value") for argument in params["args"]]))
-        elif method == "Runtime.exceptionThrown":
-            details = params["exceptionDetails"]
-            self.console.append(details.get("exception", {}).get("description", details["text"]))
-        elif method == "Log.entryAdded":
-            self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
-        elif method == "Network.requestWillBeSent":
-            self.requested.append(params["request"]["url"])
+    def _note(self, method: str | None, params: dict[str, Any]) -> None:
+        match method:
+            case "Runtime.consoleAPICalled":
+                self.console.append(str([argument.get("value") for argument in params["args"]]))
+            case "Runtime.exceptionThrown":
+                details = params["exceptionDetails"]
+                self.console.append(details.get("exception", {}).get("description", details["text"]))
+            case "Log.entryAdded":
+                self.console.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
+            case "Network.requestWillBeSent":
+                self.requested.append(params["request"]["url"])
 
     def open(self, url: str, width: int = 1440, height: int = 900, theme: str = "light") -> None:
         """Opens `url` in a window of that size, for somebody whose system has that theme."""
         self.console.clear()
-        self.requested = []
-        self.resize(width, height)
+        self.requested.clear()
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         self.prefer(theme)
         self.call("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
-
-    def resize(self, width: int, height: int) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
 
     def prefer(self, theme: str) -> None:
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
 
     def js(self, expression: str) -> Any:
-        """The value of an expression, awaited."""
-        done = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        """The value of an expression, awaited. `$` finds an element, and `$$` all."""
+        find = "const $ = s => document.querySelector(s), $$ = s => [...document.querySelectorAll(s)];"
+        script = f"(() => {{ {find} return ({expression}) }})()"
+        done = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
-    def wait(self, condition: str, limit_s: float = 120) -> None:
+    def wait(self, condition: str, limit_s: float = LIMIT_S) -> None:
         """Waits until an expression is true."""
-        deadline = time.monotonic() + limit_s
-        while not self.js(f"Boolean({condition})"):
-            assert time.monotonic() < deadline, f"not within {limit_s} s: {condition}\n{self.seen()}"
-            time.sleep(0.03)
-
-    def seen(self) -> str:
-        """The page's text and its console, for failures."""
-        return f"{self.js('document.body.innerText')}\n{self.console}"
+        wait_until(
+            lambda: self.js(f"Boolean({condition})"),
+            lambda: f"not within {limit_s} s: {condition}\n{self.js('document.body.innerText')}\n{self.console}",
+            limit_s,
+        )
 
     def text(self, selector: str) -> str:
-        return str(self.js(f"document.querySelector({selector!r}).textContent"))
+        return str(self.js(f"$({selector!r}).textContent"))
+
+    def texts(self, selector: str) -> list[str]:
+        """Of every element that fits."""
+        found: list[str] = self.js(f"$$({selector!r}).map(e => e.textContent)")
+        return found
+
+    def count(self, selector: str) -> int:
+        return int(self.js(f"$$({selector!r}).length"))
+
+    def is_hidden(self, selector: str) -> bool:
+        return bool(self.js(f"$({selector!r}).hidden"))
+
+    def wait_for(self, selector: str) -> None:
+        """Waits until an element is shown."""
+        self.wait(f"!$({selector!r}).hidden")
+
+    def wait_for_text(self, selector: str, text: str) -> None:
+        """Waits until an element has `text` in it."""
+        self.wait(f"$({selector!r}).textContent.includes({json.dumps(text)})")
 
     def type(self, selector: str, text: str) -> None:
         """Types into a field as a keyboard would, in place of what it holds."""
-        self.js(f"(e => {{ e.focus(); e.select?.(); }})(document.querySelector({selector!r}))")
+        self.js(f"(e => {{ e.focus(); e.select?.(); }})($({selector!r}))")
         self.call("Input.insertText", text=text)
 
     def choose(self, selector: str, value: str) -> None:
         """Chooses an option of a list."""
         script = "e.value = %s; e.dispatchEvent(new Event('input')); e.dispatchEvent(new Event('change'))"
-        self.js(f"(e => {{ {script % json.dumps(value)} }})(document.querySelector({selector!r}))")
+        self.js(f"(e => {{ {script % json.dumps(value)} }})($({selector!r}))")
 
     def click(self, selector: str, x: float | None = None, y: float | None = None) -> None:
         """Clicks the middle of an element, or a place within it."""
-        find = f"document.querySelector({selector!r})"
-        self.js(f"{find}.scrollIntoView({{block: 'center'}})")
-        box = self.js(f"(({{x, y, width, height}}) => ({{x, y, width, height}}))({find}.getBoundingClientRect())")
-        at = {
-            "x": box["x"] + (box["width"] / 2 if x is None else x),
-            "y": box["y"] + (box["height"] / 2 if y is None else y),
-        }
+        self.js(f"$({selector!r}).scrollIntoView({{block: 'center'}})")
+        left, top, width, height = self.js(
+            f"(b => [b.x, b.y, b.width, b.height])($({selector!r}).getBoundingClientRect())"
+        )
+        at = {"x": left + (width / 2 if x is None else x), "y": top + (height / 2 if y is None else y)}
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
 
     def key(self, key: str, times: int = 1) -> None:
-        for _ in range(times):
-            for kind in ("keyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
+        for kind in ("keyDown", "keyUp") * times:
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def give_file(self, selector: str, path: Path) -> None:
         """Gives a file to a field for files."""
@@ -136,38 +148,28 @@ class Tab:
 def browser() -> Iterator[Callable[[], Tab]]:
     """A running Chromium, which makes tabs."""
     assert CHROMIUM is not None
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home, ExitStack() as stack:
         flags = ["--headless=new", "--no-first-run", "--disable-gpu", "--disable-dev-shm-usage", "--mute-audio"]
         flags += ["--remote-debugging-port=0", f"--user-data-dir={home}", "--disable-background-networking"]
         flags += ["--disable-component-update", "--disable-sync", "--no-default-browser-check"]
-        if os.geteuid() == 0:
-            flags.append("--no-sandbox")
-        log = Path(home) / "log"
+        flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+        log, ports = Path(home) / "log", Path(home) / "DevToolsActivePort"
         with log.open("wb") as out:
             process = subprocess.Popen([CHROMIUM, *flags, "about:blank"], stdout=out, stderr=out)
-        sockets: list[ClientConnection] = []
-        try:
-            port = _port(process, Path(home) / "DevToolsActivePort", log)
+        stack.callback(process.wait, 30)
+        stack.callback(process.terminate)
 
-            def tab() -> Tab:
-                request = urllib.request.Request(f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT")
-                with urllib.request.urlopen(request, timeout=30) as response:
-                    url = json.load(response)["webSocketDebuggerUrl"]
-                sockets.append(connect(url, max_size=None, open_timeout=30, compression=None))
-                return Tab(sockets[-1])
+        def has_started() -> bool:
+            assert process.poll() is None, f"Chromium did not start:\n{log.read_text()[-3000:]}"
+            return ports.exists() and bool(ports.read_text())
 
-            yield tab
-        finally:
-            for socket in sockets:
-                socket.close()
-            process.terminate()
-            process.wait(30)
+        wait_until(has_started, lambda: f"Chromium did not start:\n{log.read_text()[-3000:]}")
+        port = ports.read_text().split()[0]
 
+        def tab() -> Tab:
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT")
+            with urllib.request.urlopen(request, timeout=30) as response:
+                url = json.load(response)["webSocketDebuggerUrl"]
+            return Tab(stack.enter_context(connect(url, max_size=None, open_timeout=30, compression=None)))
 
-def _port(process: "subprocess.Popen[bytes]", file: Path, log: Path) -> int:
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if file.exists() and (lines := file.read_text().split()):
-            return int(lines[0])
-        time.sleep(0.05)
-    raise AssertionError(f"Chromium did not start:\n{log.read_text()[-3000:]}")
+        yield tab

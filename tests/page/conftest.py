@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -19,16 +19,11 @@ Viewed = Callable[..., str]
 
 
 @pytest.fixture(scope="session")
-def tabs() -> Iterator[Callable[[], Tab]]:
+def the_tab() -> Iterator[Tab]:
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
-    with browser() as tab:
-        yield tab
-
-
-@pytest.fixture(scope="session")
-def the_tab(tabs: Callable[[], Tab]) -> Tab:
-    return tabs()
+    with browser() as tabs:
+        yield tabs()
 
 
 @pytest.fixture
@@ -46,16 +41,23 @@ def api(tiny_model: Path) -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def weighing_api(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, "--enable-return-routed-expert-weights") as server:
+        yield server
+
+
+@contextmanager
+def viewing(*answers: Any, text: str | None = None, given: ModelInfo | None = None) -> Iterator[str]:
+    """Serves a file with answers, as `routed-experts view` does; gives the page's address."""
+    text = "".join(json.dumps(one) + "\n" for one in answers) if text is None else text
+    with ViewServer({"answers.jsonl": text}, 0, given) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.url
+        server.shutdown()
+
+
 @pytest.fixture
 def viewed() -> Iterator[Viewed]:
-    """Serves a file with answers, as `routed-experts view` does; gives the page's address."""
     with ExitStack() as stack:
-
-        def view(*answers: Any, text: str | None = None, given: ModelInfo | None = None) -> str:
-            text = "".join(json.dumps(one) + "\n" for one in answers) if text is None else text
-            server = stack.enter_context(ViewServer({"answers.jsonl": text}, 0, given))
-            Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(server.shutdown)
-            return server.url
-
-        yield view
+        yield lambda *answers, **about: stack.enter_context(viewing(*answers, **about))

@@ -1,29 +1,26 @@
 """Makes the pictures of the page in the documentation: python -m tests.page.screenshots docs/images"""
 
 import io
-import json
 import sys
 import tempfile
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 from PIL import Image
 
 from routed_experts.server.cli.tiny_model import make_tiny_model
-from routed_experts.server.cli.view import ViewServer
 from tests.contract.served import serving_weights
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab, browser
+from tests.page.conftest import viewing
 
 KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
-ENDED = "document.querySelector('#summary').textContent.includes('finish reason')"
+SAVED = {"long": lambda: [answer(rows_of(4000, 60, 10, 512), 400)], "two": lambda: two_that_part(299, 60, at=110)}
+# Width and theme of both pictures of each.
 SHOWN = {
-    "chat": [("1440", "light"), ("420", "dark")],
-    "two": [("1440", "dark"), ("420", "light")],
-    "long": [("1440", "light"), ("420", "dark")],
+    "chat": [(1440, "light"), (420, "dark")],
+    "two": [(1440, "dark"), (420, "light")],
+    "long": [(1440, "light"), (420, "dark")],
 }
-SIZES = {"1440": (1440, 1000), "420": (420, 1000)}
 
 
 def main(folder: Path) -> None:
@@ -32,37 +29,25 @@ def main(folder: Path) -> None:
         tab, model = tabs(), Path(directory) / "model"
         make_tiny_model(model)
         with serving_weights(model, "--dtype", "float32", "--enforce-eager", *KV) as api:
-            for name, theme in SHOWN["chat"]:
-                tab.open(f"{api.url}/routed_experts", *SIZES[name], theme=theme)
-                ask(tab)
-                take(tab, folder / f"page-chat-{name}-{theme}.png")
-        saved = {"long": [answer(rows_of(4000, 60, 10, 512), 400)], "two": two_that_part(299, 60, at=110)}
-        for what, answers in saved.items():
-            for name, theme in SHOWN[what]:
-                view(tab, what, answers, SIZES[name], theme)
-                take(tab, folder / f"page-{what}-{name}-{theme}.png")
-
-
-def ask(tab: Tab) -> None:
-    tab.wait("!document.querySelector('#ask').hidden")
-    tab.type("#max-tokens", "160")
-    tab.type("#prompt", "Which experts does this question go to, and why?")
-    tab.click("#send")
-    tab.wait(ENDED)
-    tab.click("#tokens-a [data-i='80']")
-
-
-def view(tab: Tab, name: str, answers: list[dict[str, Any]], size: tuple[int, int], theme: str) -> None:
-    text = "".join(json.dumps(one) + "\n" for one in answers)
-    with ViewServer({f"{name}.jsonl": text}, 0) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        tab.open(server.url, *size, theme=theme)
-        tab.wait(ENDED, 60)
-        tab.wait("document.querySelectorAll('#tokens-a [data-rare]').length > 100", 60)
-        if len(answers) > 1:
-            tab.wait("!document.querySelector('#go').hidden")
-            tab.click("#go")
-        server.shutdown()
+            for width, theme in SHOWN["chat"]:
+                tab.open(f"{api.url}/routed_experts", width, 1000, theme)
+                tab.wait_for("#ask")
+                tab.type("#max-tokens", "160")
+                tab.type("#prompt", "Which experts does this question go to, and why?")
+                tab.click("#send")
+                tab.wait_for_text("#summary", "finish reason")
+                tab.click("#tokens-a [data-i='80']")
+                take(tab, folder / f"page-chat-{width}-{theme}.png")
+        for what, answers in SAVED.items():
+            for width, theme in SHOWN[what]:
+                with viewing(*answers()) as url:
+                    tab.open(url, width, 1000, theme)
+                    tab.wait_for_text("#summary", "finish reason")
+                    tab.wait("$$('#tokens-a [data-rare]').length > 100")
+                    if what == "two":
+                        tab.wait_for("#go")
+                        tab.click("#go")
+                    take(tab, folder / f"page-{what}-{width}-{theme}.png")
 
 
 def take(tab: Tab, path: Path) -> None:

@@ -54,22 +54,12 @@ def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
     """An unstreamed completion; several prompts are a list of prompts."""
     body: dict[str, Any] = {"choices": []}
     for told in prompts:
-        for choice in range(len(told.choices)):
-            joined = told.layout == "joined"
-            array = (
-                told.encode(told.whole(choice), told.start)
-                if joined
-                else told.encode(told.choices[choice], len(told.prompt))
-            )
-            body["choices"].append(
-                {
-                    "index": len(body["choices"]),
-                    "prompt_token_ids": told.prompt_token_ids,
-                    "token_ids": told.token_ids(choice),
-                    "finish_reason": "length",
-                    "routed_experts": array,
-                }
-            )
+        for choice, rows in enumerate(told.choices):
+            is_joined = told.layout == "joined"
+            about = {"index": len(body["choices"]), "finish_reason": "length"}
+            about |= {"prompt_token_ids": told.prompt_token_ids, "token_ids": told.token_ids(choice)}
+            sent = (told.whole(choice), told.start) if is_joined else (rows, len(told.prompt))
+            body["choices"].append({**about, "routed_experts": told.encode(*sent)})
     arrays = [told.encode(told.prompt[told.start :], told.start) for told in prompts if told.layout == "split"]
     if arrays:
         body["prompt_routed_experts"] = arrays if is_list or len(arrays) > 1 else arrays[0]
@@ -81,12 +71,8 @@ def stream(*prompts: Told, piece: int = 10**6, per_chunk: int = 1) -> list[dict[
 
     Each chunk brings `per_chunk` tokens and the rows that became known with them.
     """
-    queues = []
-    index = 0
-    for told in prompts:
-        for choice in range(len(told.choices)):
-            queues.append(list(_chunks(told, choice, index, piece, per_chunk)))
-            index += 1
+    places = [(told, choice) for told in prompts for choice in range(len(told.choices))]
+    queues = [[*_chunks(*place, index, piece, per_chunk)] for index, place in enumerate(places)]
     chunks = []
     while any(queues):
         chunks += [chunk for queue in queues if queue for chunk in queue.pop(0)]
@@ -109,12 +95,9 @@ def _chunks(told: Told, choice: int, index: int, piece: int, per_chunk: int) -> 
             events.append({"choices": [{"index": index, "routed_experts": told.encode(rows, at)}]})
         sent = max(sent, known)
         last = events.pop() if events else {"choices": [{"index": index}]}
-        last["choices"][0] |= {
-            "text": "x" * len(new),
-            "token_ids": new,
-            "prompt_token_ids": told.prompt_token_ids if first == 0 else None,
-            "finish_reason": "length" if first + len(new) == len(tokens) else None,
-        }
+        finish = "length" if first + len(new) == len(tokens) else None
+        last["choices"][0] |= {"text": "x" * len(new), "token_ids": new, "finish_reason": finish}
+        last["choices"][0] |= {"prompt_token_ids": told.prompt_token_ids if first == 0 else None}
         yield [*events, last]
 
 

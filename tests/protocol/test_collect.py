@@ -3,7 +3,6 @@
 import asyncio
 import base64
 import copy
-import doctest
 import json
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from routed_experts.protocol import collect as module
 from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
 from routed_experts.protocol.sse import EventReader
@@ -33,16 +31,18 @@ def told(p: int = 9, g: int = 6, n: int = 1, **options: Any) -> Told:
 
 
 def check(routing: Routing, expected: Told, choice: int = 0) -> None:
+    whole = expected.whole(choice)
     assert routing.rows.dtype == np.int16
-    assert np.array_equal(routing.rows, expected.whole(choice))
-    assert (routing.start, routing.end) == (expected.start, expected.start + len(expected.whole(choice)))
+    assert np.array_equal(routing.rows, whole)
+    assert (routing.start, routing.end) == (expected.start, expected.start + len(whole))
     assert routing.missing == int((routing.rows == -1).any(axis=(1, 2)).sum())
-    assert routing.prompt_len == len(expected.prompt)
     assert np.array_equal(routing.prompt_rows, expected.prompt[expected.start :])
     assert np.array_equal(routing.generated_rows, expected.choices[choice])
-    assert routing.token_ids == tuple(expected.token_ids(choice))
-    assert routing.prompt_token_ids == tuple(expected.prompt_token_ids)
-    assert routing.finish_reason == "length"
+    assert (routing.prompt_len, routing.finish_reason) == (len(expected.prompt), "length")
+    assert (routing.prompt_token_ids, routing.token_ids) == (
+        tuple(expected.prompt_token_ids),
+        tuple(expected.token_ids(choice)),
+    )
 
 
 def check_all(routings: list[Routing], *prompts: Told) -> None:
@@ -50,12 +50,6 @@ def check_all(routings: list[Routing], *prompts: Told) -> None:
     assert [routing.index for routing in routings] == list(range(len(expected)))
     for routing, (each, choice) in zip(routings, expected, strict=True):
         check(routing, each, choice)
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 @st.composite
@@ -99,74 +93,66 @@ def binary(array: Any) -> Any:
     return [binary(each) if isinstance(each, str | dict) else each for each in array]
 
 
-def test_prompts_with_different_starts() -> None:
-    """The object format has each array's start."""
+def test_prompts_with_different_starts_and_without_rows() -> None:
+    """The object format has each array's start. An empty list has no shape, and does not contradict others."""
     prompts = [told(9, 4, start=4), told(11, 4, start=9, first_token=500)]
     check_all(collect(answer(*prompts, is_list=True)), *prompts)
-
-
-def test_lists_without_rows() -> None:
-    """An empty list has no shape, and does not contradict others."""
-    prompts = [told(9, 4, fmt="list", start=9), told(9, 4, fmt="list", start=9, first_token=500)]
+    prompts = [told(9, 4, fmt="list", start=9, first_token=first) for first in (0, 500)]
     check_all(collect(answer(*prompts), prompt_start=9), *prompts)
+
+
+def refused(message: str, response: Any, **options: Any) -> None:
+    with pytest.raises(RoutingError, match=message):
+        collect(response, **options)
 
 
 def test_an_id_that_int16_cannot_hold() -> None:
     body = answer(told())
-    array = np.full((5, 1, 1), 40_000, dtype="<u2")
-    body["choices"][0]["routed_experts"] = {
-        "data": array.tobytes(), "shape": [5, 1, 1], "dtype": "uint16", "start": 9, "missing": 0
-    }  # fmt: skip
+    data = np.full((5, 1, 1), 40_000, dtype="<u2").tobytes()
+    array = {"data": data, "shape": [5, 1, 1], "dtype": "uint16", "start": 9, "missing": 0}
+    body["choices"][0]["routed_experts"] = array
     del body["prompt_routed_experts"]
-    with pytest.raises(RoutingError, match="not an expert id: 40000"):
-        collect(body)
+    refused("not an expert id: 40000", body)
 
 
-class TestChoicesAndPrompts:
-    PROMPTS = (told(9, 6, n=2), told(4, 3, n=2, first_token=500))
+PROMPTS = (told(9, 6, n=2), told(4, 3, n=2, first_token=500))
 
-    def test_the_prompt_of_a_choice_is_not_guessed(self) -> None:
-        """Choices 0 and 2 came before 1 and 3: two choices of two prompts, or two prompts with one each?"""
-        chunks = [chunk for chunk in stream(*self.PROMPTS) if chunk["choices"][0]["index"] in (0, 2)][:6]
-        without, given_n = Collector(), Collector(n=2)
+
+def test_the_prompt_of_a_choice_is_not_guessed() -> None:
+    """Choices 0 and 2 came before 1 and 3: two choices of two prompts, or two prompts with one each?"""
+    chunks = [chunk for chunk in stream(*PROMPTS) if chunk["choices"][0]["index"] in (0, 2)][:6]
+    without, given_n = Collector(), Collector(n=2)
+    for chunk in chunks:
+        without.take(chunk)
+        given_n.take(chunk)
+    with pytest.raises(RoutingError, match="give n"):
+        without.so_far()
+    for routing, expected in zip(given_n.so_far(), PROMPTS, strict=True):
+        assert np.array_equal(routing.rows, expected.whole()[: routing.end])
+
+
+def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
+    def without(chunks: Chunks, index: int) -> Any:
         for chunk in chunks:
-            without.take(chunk)
-            given_n.take(chunk)
-        with pytest.raises(RoutingError, match="give n"):
-            without.so_far()
-        for routing, expected in zip(given_n.so_far(), self.PROMPTS, strict=True):
-            assert np.array_equal(routing.rows, expected.whole()[: routing.end])
-
-    def test_prompt_rows_that_did_not_arrive_or_arrived_twice(self) -> None:
-        chunks = stream(*self.PROMPTS)
-        del next(c for c in chunks if c["choices"][0]["index"] == 2)["prompt_routed_experts"]
-        with pytest.raises(RoutingError, match="choice 2: the rows of its prompt did not come"):
-            collect(iter(chunks), n=2)
-        chunks = stream(told(n=2))
-        second = next(c for c in chunks if c["choices"][0]["index"] == 1)
-        second["prompt_routed_experts"] = chunks[0]["prompt_routed_experts"]
-        with pytest.raises(RoutingError, match="came with several"):
-            collect(iter(chunks), n=2)
-
-    def test_rows_of_one_prompt_are_not_those_of_another(self) -> None:
-        prompts = told(9, 4), told(9, 4, first_token=500)
-        chunks = stream(*prompts)
-        for chunk in chunks:
-            if chunk["choices"][0]["index"] == 1:
+            if chunk["choices"][0]["index"] == index:
                 chunk.pop("prompt_routed_experts", None)
-        bodies = [answer(*prompts) for _ in range(2)]
-        bodies[0]["prompt_routed_experts"] = bodies[0]["prompt_routed_experts"][0]
-        bodies[1]["prompt_routed_experts"] = bodies[1]["prompt_routed_experts"][:1]
-        for response in (*bodies, iter(chunks)):
-            with pytest.raises(RoutingError, match="choice 1: the rows of its prompt did not come"):
-                collect(response)
+        return iter(chunks)
 
-    @pytest.mark.parametrize("left", [[0], [1], [0, 2], []])
-    def test_choices_that_did_not_arrive(self, left: list[int]) -> None:
+    two = told(9, 4), told(9, 4, first_token=500)
+    bodies = [answer(*two) for _ in range(2)]
+    bodies[0]["prompt_routed_experts"] = bodies[0]["prompt_routed_experts"][0]  # rows of one prompt are not the other's
+    bodies[1]["prompt_routed_experts"] = bodies[1]["prompt_routed_experts"][:1]
+    for response in (*bodies, without(stream(*two), 1)):
+        refused("choice 1: the rows of its prompt did not come", response)
+    refused("choice 2: the rows of its prompt did not come", without(stream(*PROMPTS), 2), n=2)
+    chunks = stream(told(n=2))
+    second = next(c for c in chunks if c["choices"][0]["index"] == 1)
+    second["prompt_routed_experts"] = chunks[0]["prompt_routed_experts"]
+    refused("came with several", iter(chunks), n=2)
+    for left in ([0], [1], [0, 2], []):
         body = answer(told(n=3))
         body["choices"] = [body["choices"][index] for index in left]
-        with pytest.raises(RoutingError, match=r"not all of the answer's|no choices|share"):
-            collect(body, n=3)
+        refused(r"not all of the answer's|no choices|share", body, n=3)
 
 
 def test_objects_of_the_openai_client() -> None:
@@ -231,21 +217,19 @@ class TestServerSentEvents:
         check_all(collect([b": ping", first, b": ping", *others, b"data: [DONE]\n\n"]), self.EXPECTED)
 
     def test_a_whole_body(self) -> None:
-        text = json.dumps(answer(told()))
-        for body in (text, text.encode(), sse(stream(told()))):
+        text, events = json.dumps(answer(told())), sse(stream(told()))
+        for body in (text, text.encode(), events):
             check_all(collect(body), told())
+        assert [*EventReader().feed(events)] == stream(told())  # by its public name
 
     def test_invalid_streams(self) -> None:
-        for text, message in (
-            *((self.TEXT[:keep], r"ended without \[DONE\]") for keep in (1, 300, 2000, -8)),
-            (self.TEXT + self.TEXT, r"after \[DONE\]"),
-            (b'data: {"choices": [\n\ndata: [DONE]\n\n', "an event is not JSON"),
-            (sse([*self.CHUNKS[:3], {"error": {"message": "the engine died", "code": 500}}]), "the engine died"),
-        ):
-            with pytest.raises(RoutingError, match=message):
-                collect([text])
-        with pytest.raises(RoutingError, match="the engine died"):
-            collect({"error": {"message": "the engine died", "code": 500}})
+        error = {"error": {"message": "the engine died", "code": 500}}
+        for keep in (1, 300, 2000, -8):
+            refused(r"ended without \[DONE\]", [self.TEXT[:keep]])
+        refused(r"after \[DONE\]", [self.TEXT + self.TEXT])
+        refused("an event is not JSON", [b'data: {"choices": [\n\ndata: [DONE]\n\n'])
+        refused("the engine died", [sse([*self.CHUNKS[:3], error])])
+        refused("the engine died", error)
 
 
 def test_a_broken_off_stream_keeps_what_arrived() -> None:
@@ -259,87 +243,63 @@ def test_a_broken_off_stream_keeps_what_arrived() -> None:
         collector.finish()
 
 
-class TestIncomplete:
-    """Each change makes a response that must not pass as whole."""
-
-    def change(self, change: Callable[[Chunks], Any], **options: Any) -> list[Routing]:
+def test_streams_that_are_not_whole() -> None:
+    def changed(change: Callable[[Chunks], Any], **options: Any) -> Any:
         chunks = copy.deepcopy(stream(told(**options), piece=2))
         change(chunks)
-        return collect(iter(chunks))
+        return iter(chunks)
 
-    @staticmethod
     def pop(index: int, name: str = "routed_experts") -> Callable[[Chunks], Any]:
-        def change(chunks: Chunks) -> None:
-            del (chunks[index] if name.startswith("prompt") else chunks[index]["choices"][0])[name]
+        return lambda chunks: (chunks[index] if name.startswith("prompt") else chunks[index]["choices"][0]).pop(name)
 
-        return change
-
-    @staticmethod
     def update(**fields: Any) -> Callable[[Chunks], Any]:
         return lambda chunks: chunks[6]["choices"][0]["routed_experts"].update(fields)
 
-    def test_streams(self) -> None:
-        check_all(self.change(lambda chunks: None), told())
-        other = told().encode(rows_of(1, layers=2), 10)
-        cases: list[tuple[Callable[[Chunks], Any], str]] = [
-            (lambda chunks: chunks.pop(1), "the prompt of choice 0: a gap: rows from 4 on after 2"),
-            (self.pop(6), "choice 0: a gap: rows from 11 on after 10"),
-            (lambda chunks: chunks.insert(1, chunks[0]), "the prompt of choice 0: overlap: rows from 0 on after 2"),
-            (self.pop(5), "choice 0: rows from 10 on after a prompt of 9 tokens"),
-            (self.pop(4, "prompt_routed_experts"), "the prompt's rows end at 8, its tokens at 9"),
-            (self.pop(-1), "rows up to 13, but 9 prompt and 6 generated tokens have rows up to 14"),
-            (self.pop(-1, "token_ids"), "rows up to 14, but 9 prompt and 5 generated tokens"),
-            (
-                lambda chunks: chunks[6]["choices"][0].update(routed_experts=other),
-                r"choice 0: rows of shape \(2, 4\), not \(3, 4\)",
-            ),
-            (self.update(shape=[2, 3, 4]), "choice 0: not an array of expert ids"),
-            (self.update(missing=1), "choice 0: 0 rows are not known, said to be 1"),
-        ]
-        for change, message in cases:
-            with pytest.raises(RoutingError, match=message):
-                self.change(change)
-        with pytest.raises(RoutingError, match="rows up to 13"):
-            self.change(self.pop(6), fmt="npy")  # a format without positions
+    def abort(chunks: Chunks) -> None:
+        chunks[-1]["choices"][0]["finish_reason"] = "abort"
+        del chunks[-1]["choices"][0]["routed_experts"]
 
-    def test_an_aborted_response_may_have_fewer_rows(self) -> None:
-        def abort(chunks: Chunks) -> None:
-            chunks[-1]["choices"][0]["finish_reason"] = "abort"
-            del chunks[-1]["choices"][0]["routed_experts"]
-
-        assert self.change(abort)[0].end == 13
-
-    def test_bodies(self) -> None:
-        without: dict[str, Any] = answer(told(layout="joined"))
-        del without["choices"][0]["routed_experts"]
-        for body, message, options in (
-            (answer(told(start=4)), "rows from 4 on, asked for from 3 on", {"prompt_start": 3}),
-            (without, "must ask with return_routed_experts", {}),
-            ({"choices": []}, "no choices", {}),
-            (answer(told(fmt="raw")), "pass num_layers and top_k", {}),
-            (answer(told(fmt="raw")), "pass num_layers and top_k", {"num_layers": LAYERS}),
-        ):
-            with pytest.raises(RoutingError, match=message):
-                collect(body, **options)  # type: ignore[arg-type]
-        for start in (None, "0", 1.0, True):
-            body = answer(told())
-            body["prompt_routed_experts"]["start"] = start
-            with pytest.raises(RoutingError, match="its first row is at"):
-                collect(body)
-        for text in ("{", '{"choices": 5}', '{"choices": "abc"}', json.dumps(answer(told()))[:200]):
-            for raw in (text, text.encode(), bytearray(text.encode())):
-                with pytest.raises(RoutingError):
-                    collect(raw)
-
-    def test_without_prompt_token_ids_the_prompts_end_is_unknown(self) -> None:
-        body = answer(told(layout="joined"))
-        del body["choices"][0]["prompt_token_ids"]
-        (routing,) = collect(body)
-        assert routing.prompt_len is None
-        assert np.array_equal(routing.rows, told().whole())
-        with pytest.raises(RoutingError, match="where the prompt ends is not known"):
-            _ = routing.generated_rows
+    check_all(collect(changed(lambda chunks: None)), told())
+    cases: list[tuple[Callable[[Chunks], Any], str]] = [
+        (lambda chunks: chunks.pop(1), "the prompt of choice 0: a gap: rows from 4 on after 2"),
+        (pop(6), "choice 0: a gap: rows from 11 on after 10"),
+        (lambda chunks: chunks.insert(1, chunks[0]), "the prompt of choice 0: overlap: rows from 0 on after 2"),
+        (pop(5), "choice 0: rows from 10 on after a prompt of 9 tokens"),
+        (pop(4, "prompt_routed_experts"), "the prompt's rows end at 8, its tokens at 9"),
+        (pop(-1), "rows up to 13, but 9 prompt and 6 generated tokens have rows up to 14"),
+        (pop(-1, "token_ids"), "rows up to 14, but 9 prompt and 5 generated tokens"),
+        (update(**told().encode(rows_of(1, layers=2), 10)), r"choice 0: rows of shape \(2, 4\), not \(3, 4\)"),
+        (update(shape=[2, 3, 4]), "choice 0: not an array of expert ids"),
+        (update(missing=1), "choice 0: 0 rows are not known, said to be 1"),
+    ]
+    for change, message in cases:
+        refused(message, changed(change))
+    refused("rows up to 13", changed(pop(6), fmt="npy"))  # a format without positions
+    assert collect(changed(abort))[0].end == 13, "an aborted response may have fewer rows"
 
 
-def test_events_are_read_by_their_public_name() -> None:
-    assert [*EventReader().feed('data: {"a": 1}\n\ndata: [DONE]\n\n')] == [{"a": 1}]
+def test_bodies_that_are_not_whole() -> None:
+    without: dict[str, Any] = answer(told(layout="joined"))
+    del without["choices"][0]["routed_experts"]
+    refused("must ask with return_routed_experts", without)
+    refused("rows from 4 on, asked for from 3 on", answer(told(start=4)), prompt_start=3)
+    refused("no choices", {"choices": []})
+    for shape in ({}, {"num_layers": LAYERS}):
+        refused("pass num_layers and top_k", answer(told(fmt="raw")), **shape)
+    for start in (None, "0", 1.0, True):
+        body = answer(told())
+        body["prompt_routed_experts"]["start"] = start
+        refused("its first row is at", body)
+    for text in ("{", '{"choices": 5}', '{"choices": "abc"}', json.dumps(answer(told()))[:200]):
+        for raw in (text, text.encode(), bytearray(text.encode())):
+            refused(".", raw)
+
+
+def test_without_prompt_token_ids_the_prompts_end_is_unknown() -> None:
+    body = answer(told(layout="joined"))
+    del body["choices"][0]["prompt_token_ids"]
+    (routing,) = collect(body)
+    assert routing.prompt_len is None
+    assert np.array_equal(routing.rows, told().whole())
+    with pytest.raises(RoutingError, match="where the prompt ends is not known"):
+        _ = routing.generated_rows

@@ -1,6 +1,5 @@
 """Counts and load of experts, against counts in plain Python, layer by layer."""
 
-import doctest
 import importlib
 import math
 import sys
@@ -8,16 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from routed_experts.protocol import expert_load as module
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.expert_load import count_experts, expert_load, histogram
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
-
-
-def test_docstring_examples() -> None:
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 @pytest.mark.parametrize("count", [0, 1, 4095, 4097, 10_000])

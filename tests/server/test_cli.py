@@ -9,7 +9,6 @@ import threading
 import tomllib
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -28,18 +27,15 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
     """What is installed, for a test to change; ours is in it."""
     installed = [EntryPoint(PLUGIN_NAME, "routed_experts.server.http.entry_point:make", PLUGIN_GROUP)]
-
-    def entry_points(**params: Any) -> EntryPoints:
-        return EntryPoints(installed).select(**params)
-
-    monkeypatch.setattr(serve, "entry_points", entry_points)
-    unset_plugins(monkeypatch)
+    monkeypatch.setattr(serve, "entry_points", lambda **params: EntryPoints(installed).select(**params))
+    unset(monkeypatch, "VLLM_PLUGINS")
     return installed
 
 
-def unset_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PLUGINS", "")  # so that it is put back as it was, whatever the test sets it to
-    monkeypatch.delenv("VLLM_PLUGINS")
+def unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back as it was, whatever the test sets it to
+        monkeypatch.delenv(name)
 
 
 def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> str:
@@ -68,33 +64,27 @@ def test_the_users_plugins_stay(plugins: list[EntryPoint], monkeypatch: pytest.M
 
 def test_plugins_that_load_without_being_named_stay(plugins: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
     """`VLLM_PLUGINS` filters every group, where it is set."""
-    plugins += [
-        EntryPoint("general", "a:b", "vllm.general_plugins"),
-        EntryPoint("platform", "a:b", "vllm.platform_plugins"),
-        EntryPoint("endpoint", "a:b", PLUGIN_GROUP),
-        EntryPoint("console", "a:b", "console_scripts"),
-    ]
+    groups = {"general": "vllm.general_plugins", "platform": "vllm.platform_plugins", "endpoint": PLUGIN_GROUP}
+    plugins += [EntryPoint(name, "a:b", group) for name, group in {**groups, "console": "console_scripts"}.items()]
     assert allowed(monkeypatch, None) == f"general,platform,{PLUGIN_NAME}"
 
 
 def test_the_installed_package_registers_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    unset_plugins(monkeypatch)
+    unset(monkeypatch, "VLLM_PLUGINS")
     assert allowed(monkeypatch, None).split(",")[-1] == PLUGIN_NAME
 
 
-def test_a_plugin_that_is_not_registered(plugins: list[EntryPoint]) -> None:
-    plugins.clear()
-    with pytest.raises(CommandError, match="not installed properly"):
-        serve.allow_plugin()
-
-
 @pytest.mark.parametrize(
-    "target", ["routed_experts.server.no_such_module:Plugin", "routed_experts.server.http.entry_point:no_such_factory"]
+    ("target", "sentence"),
+    [
+        (None, "not installed properly"),
+        ("routed_experts.server.no_such_module:Plugin", "cannot be loaded"),
+        ("routed_experts.server.http.entry_point:no_such_factory", "cannot be loaded"),
+    ],
 )
-def test_a_plugin_that_cannot_be_loaded(plugins: list[EntryPoint], target: str) -> None:
-    """vLLM would log it and serve without."""
-    plugins[:] = [EntryPoint(PLUGIN_NAME, target, PLUGIN_GROUP)]
-    with pytest.raises(CommandError, match="cannot be loaded"):
+def test_a_plugin_that_vllm_would_serve_without(plugins: list[EntryPoint], target: str | None, sentence: str) -> None:
+    plugins[:] = [EntryPoint(PLUGIN_NAME, target, PLUGIN_GROUP)] if target else []
+    with pytest.raises(CommandError, match=sentence):
         serve.allow_plugin()
 
 
@@ -132,12 +122,8 @@ def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert serve.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
 
 
-def parsed(*argv: str) -> argparse.Namespace:
-    return serve.parse(["model", *argv])
-
-
-def filled_in(*argv: str) -> argparse.Namespace:
-    args = parsed(*argv)
+def filled_in(*argv: str, model: object = "model") -> argparse.Namespace:
+    args = serve.parse([str(model), *argv])
     serve.fill_in(args)
     return args
 
@@ -158,8 +144,7 @@ def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
 )
 def test_a_headless_node_has_them_too(tiny_model: Path, argv: tuple[str, ...]) -> None:
     """What vLLM starts there, it makes of the same arguments."""
-    args = serve.parse([str(tiny_model), "--headless", "--dtype", "float32", *argv])
-    serve.fill_in(args)
+    args = filled_in("--headless", "--dtype", "float32", *argv, model=tiny_model)
     parallel = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True).parallel_config
     assert (parallel.data_parallel_rank or parallel.node_rank) == 1
     assert parallel.worker_cls in WORKERS.values()
@@ -177,24 +162,20 @@ def test_a_worker_or_scheduler_that_is_none_is_refused(
     assert err.startswith("routed-experts: their.Class cannot be imported")
 
 
-@pytest.mark.parametrize(
-    ("argv", "capture"),
-    [((), True), (("--enable-return-routed-experts",), True), (("--no-enable-return-routed-experts",), False)],
-)
-def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], capture: bool) -> None:
-    args = parsed(*argv)
-    assert serve.take_capture_flag(args) is capture
-    assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
+def test_the_flag_of_vllms_capture_switches_ours() -> None:
+    name = "enable-return-routed-experts"
+    for argv, capture in (((), True), ((f"--{name}",), True), ((f"--no-{name}",), False)):
+        args = serve.parse(["model", *argv])
+        assert serve.take_capture_flag(args) is capture
+        assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
 
 
-@pytest.mark.parametrize("more", [(), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)])
-def test_another_vllm_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
-) -> None:
+def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(versions.vllm, "__version__", "0.1.0")
-    code, _, err = run(capsys, "serve", "model", *more)
-    assert code == 2
-    assert "but vLLM 0.1.0 is installed: install" in err
+    for more in ((), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)):
+        code, _, err = run(capsys, "serve", "model", *more)
+        assert code == 2
+        assert "but vLLM 0.1.0 is installed: install" in err
 
 
 @pytest.mark.parametrize("others", [None, "MINE"])
@@ -204,9 +185,9 @@ def test_an_untested_vllm_is_allowed_in_all_processes(
     from vllm.ray.ray_env import get_env_vars_to_copy
 
     monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "0")
-    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others or "")
-    if others is None:
-        monkeypatch.delenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
+    unset(monkeypatch, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
+    if others is not None:
+        monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others)
     monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
     monkeypatch.setattr(versions.vllm, "__version__", "9.9.9")
     code, _, err = run(capsys, "serve", "model", "--worker-cls", "their.Class")
@@ -221,16 +202,13 @@ def test_an_untested_vllm_is_allowed_in_all_processes(
 def test_all_processes_know_what_to_do_about_loads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(connectors.ON_LOAD_VARIABLE, "")
-    monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "")
-    monkeypatch.delenv(connectors.ON_LOAD_VARIABLE)
+    unset(monkeypatch, connectors.ON_LOAD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
     filled_in()
     assert connectors.on_load() == "recompute"
-    filled_in("--routed-experts-on-load", "missing")
-    assert connectors.on_load() == "missing"
-    assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == connectors.ON_LOAD_VARIABLE
-    filled_in()  # what the environment says holds where nothing else is said
-    assert connectors.on_load() == "missing"
+    for argv in (("--routed-experts-on-load", "missing"), ()):  # the environment holds where nothing else is said
+        filled_in(*argv)
+        assert connectors.on_load() == "missing"
+        assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == connectors.ON_LOAD_VARIABLE
     with pytest.raises(SystemExit):
         filled_in("--routed-experts-on-load", "guess")
     assert "invalid choice: 'guess'" in capsys.readouterr().err

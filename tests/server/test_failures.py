@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,7 +20,6 @@ import torch
 
 from routed_experts.server.cli.main import main
 from tests.clients.test_compare import G, P, answer_of
-from tests.e2e.harness import prompt_of
 
 pytestmark = pytest.mark.e2e
 
@@ -44,23 +43,23 @@ def started(*argv: str, options: tuple[str, ...] = (), **streams: int) -> Iterat
         process.wait()
 
 
+Words = Callable[[str], list[str]]
+
+
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with answers of rows that a router could have chosen, of unknown rows, and nothing."""
+def words(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """The words of a command. FILES has an answer that a router could have given, one of unknown rows, and nothing."""
     folder = tmp_path_factory.mktemp("files")
     rows = np.random.default_rng(0).random((P + G - 1, 5, 16)).argsort(axis=2)[:, :, :4].astype(np.int16)
-    tokens = prompt_of(P + G, seed=11)
-    (folder / "answer").write_text(json.dumps(answer_of(rows, tokens)))
-    (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1), tokens)))
+    (folder / "answer").write_text(json.dumps(answer_of(rows)))
+    (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
     (folder / "empty").touch()
     (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
-    return folder
+    return lambda command: command.replace("FILES", str(folder)).replace("MODEL", str(tiny_model)).split()
 
 
 COMPARE = "compare MODEL --answers FILES/answer"
 NO_CUDA = "--device cuda cannot be used"
-
-
 REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODEL --chat-template /nowhere.jinja"]
 """These run as processes too, one for each set of libraries that a command loads."""
 
@@ -93,41 +92,35 @@ REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODE
     ],
 )
 def test_an_error_is_one_sentence(
-    tiny_model: Path,
-    files: Path,
-    command: str,
-    sentence: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    words: Words, command: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr(logging, "raiseExceptions", False)  # vLLM's handler keeps the output of the test before
     monkeypatch.setenv("VLLM_PLUGINS", "")  # so that it is put back as it was
-    words = command.replace("FILES", str(files)).replace("MODEL", str(tiny_model)).split()
     if command in REAL:
-        with started(*words) as process:
+        with started(*words(command)) as process:
             out, err = process.communicate(timeout=300)
         status = process.returncode
     else:
-        status = main(words)
+        status = main(words(command))
         out, err = capsys.readouterr()
     assert (status, "Traceback" in out + err) == (2, False), err
     assert sentence in next(line for line in reversed(err.splitlines()) if line.startswith("routed-experts: "))
 
 
 @pytest.mark.parametrize("command", ["stats FILES/answer", "--help"])
-def test_a_reader_that_leaves(files: Path, command: str) -> None:
+def test_a_reader_that_leaves(words: Words, command: str) -> None:
     read, write = os.pipe()
     os.close(read)
-    with started(*command.replace("FILES", str(files)).split(), stdout=write) as process:
+    with started(*words(command), stdout=write) as process:
         os.close(write)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (141, "")
 
 
-def test_a_disk_that_is_full(files: Path) -> None:
-    with open("/dev/full", "w") as full, started("stats", str(files / "answer"), stdout=full.fileno()) as process:
+def test_a_disk_that_is_full(words: Words) -> None:
+    with open("/dev/full", "w") as full, started(*words("stats FILES/answer"), stdout=full.fileno()) as process:
         _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert err.endswith("No space left on device.\n"), err
@@ -143,16 +136,15 @@ def test_a_disk_that_is_full(files: Path) -> None:
         ("serve MODEL", "vllm.config"),
     ],
 )
-def test_an_interrupt_while_imports_run(tiny_model: Path, files: Path, command: str, module: str) -> None:
-    words = command.replace("FILES", str(files)).replace("MODEL", str(tiny_model)).split()
-    with started(*words, options=("-X", "importtime"), stdin=subprocess.PIPE) as process:
+def test_an_interrupt_while_imports_run(words: Words, command: str, module: str) -> None:
+    with started(*words(command), options=("-X", "importtime"), stdin=subprocess.PIPE) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if line.rpartition("|")[2].strip() == module:
                 process.send_signal(signal.SIGINT)
                 break
         said = [line for line in process.stderr if not line.startswith("import time:")]
-        status = 0 if words[0] == "serve" else 130
+        status = 0 if command.startswith("serve") else 130
         assert (process.wait(120), [line for line in said if "Traceback" in line]) == (status, [])
 
 

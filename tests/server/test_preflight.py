@@ -4,8 +4,8 @@ import json
 import logging
 import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError, field_validator
@@ -40,95 +40,76 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return sentence.removeprefix("routed-experts: ")
 
 
-def test_no_such_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:
     for model in ("./nowhere", "some/deep/folder"):
         assert f"The folder {model} does not exist: use the folder of a checkpoint" in refused(capsys, model)
     assert "is neither a local folder nor a name on the Hugging Face hub" in refused(capsys, "not a name")
-
-
-def test_a_folder_that_is_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "has no config.json: use the folder of a complete checkpoint." in refused(capsys, str(tmp_path))
-
-
-def test_no_weights(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
-    (checkpoint / "model.safetensors").unlink()
-    assert "has no weights" in refused(capsys, str(checkpoint))
-
-
-def test_weights_that_are_larger_than_the_memory(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
     with (checkpoint / "model.safetensors").open("r+b") as file:
         file.truncate(1 << 43)  # which takes no room on the disk
     sentence = refused(capsys, str(checkpoint))
     assert "The model's weights take " in sentence
     assert "serve a smaller or quantized model." in sentence
+    (checkpoint / "model.safetensors").unlink()
+    assert "has no weights" in refused(capsys, str(checkpoint))
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
     with socket.create_server(("0.0.0.0", 0)) as listening:
-        yield listening.getsockname()[1]
-
-
-def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path, taken: int) -> None:
-    assert refused(capsys, str(tiny_model), "--port", str(taken)) == (
-        f"Port {taken} is in use: choose another with --port, or stop the program that listens on it."
-    )
+        port = listening.getsockname()[1]
+        assert refused(capsys, str(tiny_model), "--port", str(port)) == (
+            f"Port {port} is in use: choose another with --port, or stop the program that listens on it."
+        )
 
 
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        (("--port", "70000"), "--port 70000 is not a port: use one from 1 to 65535."),
-        (
-            ("--host", "203.0.113.9"),
-            "--host 203.0.113.9 is not an address of this machine: use one, or omit",
-        ),
-        (
-            ("--host", "nobody.invalid"),
-            "--host nobody.invalid cannot be resolved: use an address of this machine, or omit",
-        ),
-        (("--max-model-len", "99999999"), "User-specified max_model_len (99999999) is greater than the derived"),
-        (("--tensor-parallel-size", "3"), "Total number of attention heads (4) must be divisible by tensor parallel"),
-        (("--config", "/nonexistent.yaml"), "/nonexistent.yaml"),
+        ("--port 70000", "--port 70000 is not a port: use one from 1 to 65535."),
+        ("--host 203.0.113.9", "--host 203.0.113.9 is not an address of this machine: use one, or omit"),
+        ("--host nobody.invalid", "--host nobody.invalid cannot be resolved: use an address of this machine, or omit"),
+        ("--max-model-len 99999999", "User-specified max_model_len (99999999) is greater than the derived"),
+        ("--tensor-parallel-size 3", "Total number of attention heads (4) must be divisible by tensor parallel"),
+        ("--config /nonexistent.yaml", "/nonexistent.yaml"),
     ],
 )
-def test_flags_that_cannot_be(
-    capsys: pytest.CaptureFixture[str], tiny_model: Path, argv: tuple[str, ...], sentence: str
-) -> None:
-    assert sentence in refused(capsys, str(tiny_model), *argv)
+def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str], tiny_model: Path, argv: str, sentence: str) -> None:
+    assert sentence in refused(capsys, str(tiny_model), *argv.split())
+
+
+def exits(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", *argv])
+    said = capsys.readouterr()
+    return left.value.code, said.out, said.err
 
 
 @pytest.mark.parametrize("argv", [("--no-such-flag",), ("--dtype", "float99"), ("--routed-experts-default", "[]")])
 def test_flags_that_do_not_exist(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["serve", "model", *argv])
-    assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
+    code, _, said = exits(capsys, "model", *argv)
+    assert (code, "Traceback" in said) == (2, False)
     assert argv[0] in said.splitlines()[-1]
 
 
-def test_an_engine_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own words for it, after its processes have said what they ran into."""
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [  # vLLM's own words for it, after its processes have said what they ran into
+        (
+            RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}"),
+            "The engine did not start; its own error stands above",
+        ),
+        (SelfTestError("The startup probe got no routing back."), r"The startup probe got no routing back\."),
+    ],
+)
+def test_a_start_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str) -> None:
+    """The self-test runs in the server's start, below vLLM's command."""
 
     def cmd(args: object) -> None:
-        raise RuntimeError("Engine core initialization failed. See root cause above. Failed core proc(s): {}")
+        raise error
 
     monkeypatch.setattr(serve.ServeSubcommand, "cmd", staticmethod(cmd))
     monkeypatch.setattr(serve.ServeSubcommand, "validate", lambda self, args: None)
-    with pytest.raises(serve.CommandError, match="The engine did not start; its own error stands above"):
-        serve.run(serve.parse(["model"]))
-
-
-def test_a_self_test_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs in the server's start, below vLLM's command."""
-
-    def cmd(args: object) -> None:
-        raise SelfTestError("The startup probe got no routing back.")
-
-    monkeypatch.setattr(serve.ServeSubcommand, "cmd", staticmethod(cmd))
-    monkeypatch.setattr(serve.ServeSubcommand, "validate", lambda self, args: None)
-    with pytest.raises(serve.CommandError, match=r"The startup probe got no routing back\."):
+    with pytest.raises(serve.CommandError, match=sentence):
         serve.run(serve.parse(["model"]))
 
 
@@ -151,14 +132,12 @@ def test_values_that_vllm_refuses(tiny_model: Path, flags: tuple[str, ...], sent
 
 
 def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["serve", "--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
-    assert "routed-experts serve [MODEL] [options]" in said
-    assert "a tiny model is created and served" in said
-    assert "Qwen/Qwen3-0.6B" not in said
-    assert "vllm serve --help" not in said
+    code, said, _ = exits(capsys, "--help")
+    assert code == 0
+    for text in ("routed-experts serve [MODEL] [options]", "a tiny model is created and served"):
+        assert text in said
+    for text in ("Qwen/Qwen3-0.6B", "vllm serve --help"):
+        assert text not in said
 
 
 def test_a_checkpoint_counts_once(checkpoint: Path) -> None:

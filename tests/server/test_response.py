@@ -16,35 +16,15 @@ from fastapi import Request
 from fastapi.responses import Response as HttpResponse
 from pydantic import BaseModel
 
-from routed_experts.protocol.codec import decode
+from routed_experts.capture.rows import joined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond, wants_msgpack
 from routed_experts.server.outputs.row_buffer import RowBuffer
-from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
+from routed_experts.server.vllm_api import RequestOutput
+from tests.server.known import K, L, buffer_of, choice, output, positions, rows_of
 
-L, K, EXPERTS = 2, 3, 64
-
-
-def rows_of(first: int, end: int) -> np.ndarray:
-    """Rows [n, L, K] that say which position they belong to."""
-    return np.repeat(np.arange(first, end, dtype=np.int16), L * K).reshape(-1, L, K)
-
-
-def buffer_of(*bounds: int) -> RowBuffer:
-    """Rows between `bounds`, in one array each."""
-    buffer = RowBuffer()
-    for first, end in itertools.pairwise(bounds):
-        buffer.push(first, rows_of(first, end))
-    return buffer
-
-
-def choice(tokens: int, buffer: RowBuffer | None, index: int = 0, finish: str = "stop") -> CompletionOutput:
-    return CompletionOutput(index, "", list(range(tokens)), None, None, routed_experts=buffer, finish_reason=finish)  # type: ignore[arg-type]
-
-
-def output(prompt_len: int, *choices: CompletionOutput) -> RequestOutput:
-    return RequestOutput("r", None, list(range(prompt_len)), None, list(choices), finished=True)
+EXPERTS = 64
 
 
 class Choice(BaseModel):
@@ -72,12 +52,10 @@ def answer_of(
     return RoutedResponse(response, rows, Encoder(asked.format, dtype, (L, K), EXPERTS), is_list), rows
 
 
-def body_of(outputs: list[RequestOutput], **options: Any) -> dict[str, Any]:
+def body_of(answer: RoutedResponse) -> dict[str, Any]:
     """The answer as JSON, and checked to be the same in MessagePack."""
-    answer, _ = answer_of(outputs, **options)
     body = orjson.loads(b"".join(answer.prepare(packed=False)))
-    packed = msgspec.msgpack.decode(b"".join(answer.prepare(packed=True)))
-    assert as_json(packed) == body
+    assert as_json(msgspec.msgpack.decode(b"".join(answer.prepare(packed=True)))) == body
     return body
 
 
@@ -89,11 +67,11 @@ def as_json(value: Any) -> Any:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
-def positions(array: dict[str, Any]) -> list[int]:
-    rows = decode(array)
-    assert rows.shape[1:] == (L, K)
-    assert array["missing"] == int((rows[:, 0, 0] == -1).sum())
-    return [int(row[0, 0]) for row in rows]
+def placed(*outputs: RequestOutput, **options: Any) -> tuple[list[int] | None, list[list[int]]]:
+    """The positions of the rows of the prompt, None without an array, and of each choice."""
+    body = body_of(answer_of([*outputs], **options)[0])
+    prompt = body.get("prompt_routed_experts")
+    return prompt and positions(prompt), [positions(each["routed_experts"]) for each in body["choices"]]
 
 
 @pytest.mark.parametrize("layout", ["split", "joined"])
@@ -120,13 +98,13 @@ def check_response(rng: random.Random, layout: str) -> None:
                 buffer.push(start, rows_of(start, start))
             arrived.append(has_prompt)
             num_lost += len(lost) + (0 if has_prompt else min(prompt_len, end) - start)
-            buffers.append(choice(tokens, buffer, index))
+            has_buffer = buffer.end >= 0 or rng.random() < 0.5  # without one, all rows are lost
+            buffers.append(choice(tokens, buffer if has_buffer else None, index))
             choices.append((prompt_len, [-1 if at in lost else at for at in range(prompt_len, end)]))
         prompts.append([at if any(arrived) else -1 for at in range(start, prompt_len)])
         outputs.append(output(prompt_len, *buffers))
     answer, rows = answer_of(outputs, is_list=True, layout=layout, prompt_start=start, histogram=True)
-    body = orjson.loads(b"".join(answer.prepare(packed=False)))
-    assert as_json(msgspec.msgpack.decode(b"".join(answer.prepare(packed=True)))) == body
+    body = body_of(answer)
     assert all(each.routed_experts is None for each_output in outputs for each in each_output.outputs)
     assert rows.num_lost == num_lost
     if layout == "joined":
@@ -138,43 +116,48 @@ def check_response(rng: random.Random, layout: str) -> None:
         assert [array["start"] for array in body["prompt_routed_experts"]] == [start] * len(prompts)
     arrays = [each["routed_experts"] for each in body["choices"]]
     assert [(array["start"], positions(array)) for array in arrays] == expected
-    sizes = [len(own) for _, own in expected] + ([] if layout == "joined" else [len(prompt) for prompt in prompts])
-    assert (rows.num_rows, rows.nbytes) == (sum(sizes), sum(sizes) * L * K * 2)
-    counted = [each["routed_experts_histogram"] for each in body["choices"]]
-    for each, own in zip(
-        [*body["prompt_routed_experts_histogram"], *counted], [*prompts, *(own for _, own in choices)], strict=True
-    ):
+    size = sum(len(own) for _, own in expected) + (layout == "split") * sum(map(len, prompts))
+    assert (rows.num_rows, rows.nbytes) == (size, size * L * K * 2)
+    counted = [*body["prompt_routed_experts_histogram"]]
+    counted += [each["routed_experts_histogram"] for each in body["choices"]]
+    for each, own in zip(counted, [*prompts, *(own for _, own in choices)], strict=True):
         assert (each["rows"], each["missing"]) == (len(own), own.count(-1))
         known = {at for at in own if at >= 0}
         assert all(layer[at] == (K if at in known else 0) for layer in each["counts"] for at in range(12))
 
 
+def test_words_of_weights_are_not_taken_for_lost_rows() -> None:
+    """Of two choices with prompts of their own, as after new weights. One lost a generated row, not of its prompt."""
+    weights = np.full((4, L, K), 0.25, dtype=np.float32)
+    weights.view(np.int16)[0, 0, 0] = -1  # the first word of a known weight
+    own = joined(rows_of(0, 4), weights)
+    with_a_gap = buffer_of((0, own[:3]), (4, own[3:]))
+    whole = buffer_of((0, joined(rows_of(10, 15), np.full((5, L, K), 0.5, dtype=np.float32))))
+    rows = CollectedRows(RoutingOptions(weights=True, layout="joined"), (3 * L, K))
+    rows.collect(output(3, choice(3, with_a_gap), choice(3, whole, 1)))
+    assert rows.num_lost == 1
+    found = [np.concatenate(prompt)[:, 0, 0].tolist() for prompt in rows.own_prompts]
+    assert found == [[0, 1, 2], [10, 11, 12]]
+
+
 def test_the_form_of_the_response() -> None:
-    body = body_of([output(3, choice(4, buffer_of(0, 3, 4, 6)))])
+    body = body_of(answer_of([output(3, choice(4, buffer_of((0, rows_of(0, 6)))))])[0])
     assert body["choices"][0]["text"] == Choice(index=0).text
     assert next(iter(body["choices"][0]["routed_experts"])) == "data"
     assert body["prompt_logprobs"] == {"7": -0.5}
-    answer, rows = answer_of([output(3, choice(2, buffer_of(0, 4)))], rows=False, histogram=True)
-    counted = orjson.loads(b"".join(answer.prepare(packed=False)))
+    answer, rows = answer_of([output(3, choice(2, buffer_of((0, rows_of(0, 4)))))], rows=False, histogram=True)
+    counted = body_of(answer)
     assert rows.num_rows == 0
     assert "prompt_routed_experts" not in counted
     assert "routed_experts" not in counted["choices"][0]
     assert np.array(counted["prompt_routed_experts_histogram"]["counts"]).shape == (L, EXPERTS)
 
 
-def test_all_rows_lost() -> None:
-    answer, rows = answer_of([output(2, choice(4, None), choice(1, None, 1))])
-    body = orjson.loads(b"".join(answer.prepare(packed=False)))
-    assert rows.num_lost == 5 + 2
-    assert positions(body["prompt_routed_experts"]) == [-1, -1]
-    assert [positions(each["routed_experts"]) for each in body["choices"]] == [[-1] * 3, []]
-
-
 def test_rows_are_taken_off_before_vllm_sees_the_output() -> None:
     rows = CollectedRows(RoutingOptions(), (L, K))
 
     async def results() -> AsyncIterator[RequestOutput]:
-        yield output(2, choice(2, buffer_of(0, 3)))
+        yield output(2, choice(2, buffer_of((0, rows_of(0, 3)))))
 
     async def seen() -> list[Any]:
         return [each.outputs[0].routed_experts async for each in rows.collect_from(results())]
@@ -183,57 +166,32 @@ def test_rows_are_taken_off_before_vllm_sees_the_output() -> None:
     assert len(rows.choices) == 1
 
 
-@pytest.mark.parametrize(("is_list", "kind"), [(True, list), (False, dict)])
-def test_a_list_of_one_prompt_is_a_list(is_list: bool, kind: type) -> None:
-    body = body_of([output(2, choice(1, buffer_of(0, 2)))], is_list=is_list, histogram=True)
-    assert isinstance(body["prompt_routed_experts"], kind)
-    assert isinstance(body["prompt_routed_experts_histogram"], kind)
+def test_a_list_of_one_prompt_is_a_list() -> None:
+    for is_list, kind in ((True, list), (False, dict)):
+        outputs = [output(2, choice(1, buffer_of((0, rows_of(0, 2)))))]
+        body = body_of(answer_of(outputs, is_list=is_list, histogram=True)[0])
+        assert isinstance(body["prompt_routed_experts"], kind)
+        assert isinstance(body["prompt_routed_experts_histogram"], kind)
 
 
 def test_choices_whose_prompts_went_through_other_weights() -> None:
     """The response's one prompt is the first choice's; where prompt and answer are joined, each has its own."""
 
-    def outputs() -> list[RequestOutput]:
-        other = RowBuffer()
-        other.push(0, rows_of(10, 13))
-        return [output(2, choice(2, buffer_of(0, 3), 0), choice(2, other, 1))]
+    def made() -> RequestOutput:
+        return output(2, *(choice(2, buffer_of((0, rows_of(10 * at, 10 * at + 3))), at) for at in (0, 1)))
 
-    joined = body_of(outputs() + outputs(), is_list=True, layout="joined")["choices"]
-    assert [positions(each["routed_experts"]) for each in joined] == [[0, 1, 2], [10, 11, 12]] * 2
-    split = body_of(outputs())
-    assert positions(split["prompt_routed_experts"]) == [0, 1]
-    assert [positions(each["routed_experts"]) for each in split["choices"]] == [[2], [12]]
-
-
-@pytest.mark.parametrize("aborted", [0, 1])
-def test_a_prompt_is_whole_if_one_of_its_choices_has_it(aborted: int) -> None:
-    """The other may have been aborted before its first token."""
-    choices = [choice(3, buffer_of(0, 3, 5), index) for index in range(2)]
-    choices[aborted] = choice(0, None, aborted, finish="abort")
-    body = body_of([output(3, *choices)])
-    assert positions(body["prompt_routed_experts"]) == [0, 1, 2]
-    assert positions(body["choices"][1 - aborted]["routed_experts"]) == [3, 4]
-    assert body["choices"][aborted]["routed_experts"]["shape"] == [0, L, K]
+    assert placed(made(), made(), is_list=True, layout="joined") == (None, [[0, 1, 2], [10, 11, 12]] * 2)
+    assert placed(made()) == ([0, 1], [[2], [12]])
 
 
 def test_an_abort_is_never_padded() -> None:
-    body = body_of([output(3, choice(4, buffer_of(0, 4), finish="abort"))])
-    assert positions(body["prompt_routed_experts"]) == [0, 1, 2]
-    assert positions(body["choices"][0]["routed_experts"]) == [3]
-    body = body_of([output(3, choice(0, None, finish="abort"))])
-    assert positions(body["prompt_routed_experts"]) == []
-    assert positions(body["choices"][0]["routed_experts"]) == []
-
-
-def test_a_type_that_cannot_say_that_rows_are_lost_fails_before_the_first_byte() -> None:
-    for rows, accept in itertools.product((10, 100_000), (None, "application/msgpack")):
-        buffer = RowBuffer()
-        buffer.push(0, np.zeros((rows, L, K), dtype=np.int16))
-        answer = answer_of([output(rows, choice(3, buffer))], dtype="uint8")[0]
-        response = asyncio.run(respond(answer, request(accept)))
-        error = orjson.loads(response.body)["error"]
-        assert (response.status_code, error["type"]) == (500, "InternalServerError")
-        assert "2 rows are unknown" in error["message"]
+    """Nor does one before the first token take the prompt away that another choice has."""
+    aborted, whole = choice(0, None, 0, finish="abort"), (0, rows_of(0, 5))
+    assert placed(output(3, choice(4, buffer_of((0, rows_of(0, 4))), finish="abort"))) == ([0, 1, 2], [[3]])
+    assert placed(output(3, aborted)) == ([], [[]])
+    assert placed(output(3, aborted, choice(3, buffer_of(whole), 1))) == ([0, 1, 2], [[], [3, 4]])
+    aborted.index = 1
+    assert placed(output(3, choice(3, buffer_of(whole)), aborted)) == ([0, 1, 2], [[3, 4], []])
 
 
 # ---- the HTTP response ----
@@ -253,10 +211,11 @@ def request(accept: str | None = None) -> Request:
     return Request({"type": "http", "method": "POST", "path": "/", "headers": headers, "app": app})
 
 
-def long_answer(rows: int, **options: Any) -> Any:
-    buffer = RowBuffer()
-    buffer.push(0, np.zeros((rows, L, K), dtype=np.int16))
-    return answer_of([output(rows, choice(1, buffer))], **options)[0]
+def long_answer(rows: int, tokens: int = 1, choices: int = 1, **options: Any) -> RoutedResponse:
+    prompt = np.zeros((rows, L, K), dtype=np.int16)
+    return answer_of([output(rows, *(choice(tokens, buffer_of((0, prompt)), at) for at in range(choices)))], **options)[
+        0
+    ]
 
 
 async def sent(response: HttpResponse) -> tuple[bytes, int]:
@@ -267,14 +226,18 @@ async def sent(response: HttpResponse) -> tuple[bytes, int]:
     return response.body, 1
 
 
+def answered(answer: Any, accept: str | None = None) -> tuple[HttpResponse, bytes, int]:
+    async def run() -> tuple[HttpResponse, bytes, int]:
+        response = await respond(answer, request(accept))
+        return response, *await sent(response)
+
+    return asyncio.run(run())
+
+
 @pytest.mark.parametrize("accept", [None, "application/msgpack"])
 @pytest.mark.parametrize("rows", [10, 100_000])
 def test_long_answers_come_in_parts(rows: int, accept: str | None) -> None:
-    async def answered() -> tuple[HttpResponse, bytes, int]:
-        response = await respond(long_answer(rows), request(accept))
-        return response, *await sent(response)
-
-    response, body, parts = asyncio.run(answered())
+    response, body, parts = answered(long_answer(rows), accept)
     assert response.headers["content-type"] == (accept or "application/json")
     decoded = msgspec.msgpack.decode(body) if accept else orjson.loads(body)
     assert decoded["prompt_routed_experts"]["shape"] == [rows, L, K]
@@ -282,33 +245,25 @@ def test_long_answers_come_in_parts(rows: int, accept: str | None) -> None:
     assert ("content-length" in response.headers) is (rows == 10)
 
 
+def test_a_type_that_cannot_say_that_rows_are_lost_fails_before_the_first_byte() -> None:
+    for rows, accept in itertools.product((10, 100_000), (None, "application/msgpack")):
+        response, body, _ = answered(long_answer(rows, tokens=3, dtype="uint8"), accept)
+        error = orjson.loads(body)["error"]
+        assert (response.status_code, error["type"]) == (500, "InternalServerError")
+        assert "2 rows are unknown" in error["message"]
+
+
 def test_prompts_count_as_often_as_they_are_sent() -> None:
     """One of 24 KiB is little; joined with each of 64 choices it is not."""
-    prompt = np.zeros((2000, L, K), dtype=np.int16)
-
-    async def answered(layout: str) -> int:
-        choices = []
-        for index in range(64):
-            buffer = RowBuffer()
-            buffer.push(0, prompt)
-            choices.append(choice(1, buffer, index))
-        response = await respond(answer_of([output(2000, *choices)], layout=layout)[0], request())
-        return (await sent(response))[1]
-
-    assert asyncio.run(answered("split")) == 1
-    assert asyncio.run(answered("joined")) > 64
+    assert answered(long_answer(2000, choices=64, layout="split"))[2] == 1
+    assert answered(long_answer(2000, choices=64, layout="joined"))[2] > 64
 
 
 def test_answers_without_rows() -> None:
     plain = answer_of([output(1, choice(1, None, finish="abort"))])[0].response
-    response = asyncio.run(respond(plain, request()))
-    expected = {
-        "id": "r",
-        "choices": [{"index": 0, "text": plain.choices[0].text}],
-        "prompt_logprobs": {"7": -0.5},
-        "kv_transfer_params": None,
-    }
-    assert orjson.loads(response.body) == expected
-    packed = asyncio.run(respond(plain, request("application/msgpack")))
-    assert msgspec.msgpack.decode(packed.body) == orjson.loads(response.body)
+    _, body, _ = answered(plain)
+    expected = {"id": "r", "choices": [{"index": 0, "text": plain.choices[0].text}], "kv_transfer_params": None}
+    assert orjson.loads(body) == {**expected, "prompt_logprobs": {"7": -0.5}}
+    packed, body, _ = answered(plain, "application/msgpack")
+    assert as_json(msgspec.msgpack.decode(body)) == {**expected, "prompt_logprobs": {"7": -0.5}}
     assert packed.headers["content-type"] == MSGPACK

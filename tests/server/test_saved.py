@@ -57,11 +57,12 @@ def test_every_kind_of_file(tmp_path: Path, text: str) -> None:
         assert np.array_equal(routing.rows, rows)
 
 
-@pytest.mark.parametrize("fmt", ["object", "npy", "raw", "list"])
-@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize(
+    ("fmt", "layout"), [("object", "split"), ("npy", "joined"), ("raw", "split"), ("list", "joined")]
+)
 def test_every_form(tmp_path: Path, fmt: Any, layout: str) -> None:
     told = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], fmt=fmt, layout=layout, dtype="int32")
-    answers = found(tmp_path, json.dumps(answer(told)), given=RAW)
+    answers = found(tmp_path, body(told), given=RAW)
     assert all(np.array_equal(one.rows, told.whole(i)) for i, one in enumerate(answers[0].routings()))
 
 
@@ -84,21 +85,19 @@ def test_what_the_server_says_about_its_layers(tmp_path: Path) -> None:
     assert [one.info.num_experts for one in answers] == [99] * 4
 
 
+def routing_of(path: Path, *values: Any) -> Any:
+    (one,) = found(path, "\n".join(map(json.dumps, values)))
+    (routing,) = one.routings()
+    return routing
+
+
 def test_dense_layers_that_nothing_names_are_not_counted(tmp_path: Path) -> None:
     rows = rows_of(20, 1)
     rows[:, 1] = 0
-    (one,) = found(tmp_path, json.dumps(answer(Told(rows, [rows[:9]]))))
     with pytest.raises(RoutingError, match="dense layers"):
-        one.routings()
-
-
-def test_with_one_expert_a_token_no_layer_looks_dense(tmp_path: Path) -> None:
-    """Expert 0 for every token is a choice that a router can make."""
-    rows = rows_of(20, 1)[:, :, :1]
-    rows[:, 1] = 0
-    (one,) = found(tmp_path, json.dumps(answer(Told(rows, [rows[:9]]))))
-    (routing,) = one.routings()
-    assert (routing.rows[:, 1] == 0).all()
+        routing_of(tmp_path, answer(Told(rows, [rows[:9]])))
+    rows = rows[:, :, :1]  # with one expert a token, 0 for every token is a choice that a router can make
+    assert (routing_of(tmp_path, answer(Told(rows, [rows[:9]]))).rows[:, 1] == 0).all()
 
 
 def test_dense_layers_are_left_out(tmp_path: Path) -> None:
@@ -106,66 +105,57 @@ def test_dense_layers_are_left_out(tmp_path: Path) -> None:
     rows[:, INFO["layer_ids"]] = rows_of(20, 1)
     rows[3] = -1
     every = Told(rows, [rows[:5]])
-    (one,) = found(tmp_path, f"{json.dumps(INFO)}\n{body(every)}")
-    (routing,) = one.routings()
-    assert np.array_equal(routing.rows, every.whole()[:, [1, 2, 4]])
+    assert np.array_equal(routing_of(tmp_path, INFO, answer(every)).rows, every.whole()[:, [1, 2, 4]])
     rows[4, 0, 0] = 1
-    (one,) = found(tmp_path, f"{json.dumps(INFO)}\n{body(every)}")
     with pytest.raises(ValueError, match="rows of 6 layers, but the model has 3 MoE layers"):
-        one.routings()
+        routing_of(tmp_path, INFO, answer(every))
+
+
+def test_rows_of_another_model_or_of_no_shape(tmp_path: Path) -> None:
+    info = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS // 2}
+    for told in (ONE, Told(rows_of(9, layers=2), [rows_of(3, layers=2)])):
+        with pytest.raises(ValueError, match="the model has"):
+            routing_of(tmp_path, {**answer(told), "routed_experts_info": info})
+    with pytest.raises(ValueError, match="--num-layers, --top-k and --rows-dtype"):
+        routing_of(tmp_path, answer(Told(rows_of(9), [rows_of(3)], fmt="raw")))
+
+
+def info(**changed: Any) -> str:
+    return json.dumps({**INFO, **changed})
+
+
+NOT_JSON = "is not valid JSON, or was cut off"
+CUT_OFF = "the stream that starts here was cut off"
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("", "0.jsonl has no responses."),
-        ("\n\n", "0.jsonl has no responses."),
-        ("[]", "0.jsonl has no responses."),
-        (json.dumps(INFO), "0.jsonl has no responses."),
-        ("{]", "0.jsonl, line 1 is not valid JSON, or was cut off: Expecting property name"),
-        (f'{body(ONE)}\n{{"a": 1,\n\n "b', "0.jsonl, line 2 is not valid JSON, or was cut off: Unterminated string"),
-        ("[" * 100_000, "0.jsonl, line 1 is not valid JSON, or was cut off"),
-        ("3", "0.jsonl, line 1 is not a response of the server: it must be a JSON object."),
-        (f"{body(ONE)}\n[[]]", "0.jsonl, line 2 is not a response of the server"),
-        ("data: [1]\n\ndata: [DONE]\n", "0.jsonl, line 1 is not a response of the server"),
-        ("data: {]\n", "0.jsonl, line 1: an event is not JSON"),
-        (f"\n{sse(*stream(ONE))[:-14]}", "0.jsonl, line 2: the stream that starts here was cut off"),
-        (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", "0.jsonl, line 1: the stream that starts here was cut off"),
-        (
-            json.dumps({**INFO, "num_experts": "many"}),
-            "0.jsonl, line 1: num_experts must be a positive integer, not 'many'.",
-        ),
-        (
-            json.dumps({**INFO, "layer_ids": [2, 1, 0]}),
-            "0.jsonl, line 1: layer_ids must be ascending layer indices, not [2, 1, 0].",
-        ),
-        (json.dumps({**INFO, "num_layers": 4}), "0.jsonl, line 1: num_layers is 4, but layer_ids are [1, 2, 4]."),
+        *((text, " has no responses.") for text in ("", "\n\n", "[]", json.dumps(INFO))),
+        ("{]", f", line 1 {NOT_JSON}: Expecting property name"),
+        (f'{body(ONE)}\n{{"a": 1,\n\n "b', f", line 2 {NOT_JSON}: Unterminated string"),
+        ("[" * 100_000, f", line 1 {NOT_JSON}"),
+        ("3", ", line 1 is not a response of the server: it must be a JSON object."),
+        (f"{body(ONE)}\n[[]]", ", line 2 is not a response of the server"),
+        ("data: [1]\n\ndata: [DONE]\n", ", line 1 is not a response of the server"),
+        ("data: {]\n", ", line 1: an event is not JSON"),
+        (f"\n{sse(*stream(ONE))[:-14]}", f", line 2: {CUT_OFF}"),
+        (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", f", line 1: {CUT_OFF}"),
+        (info(num_experts="many"), ", line 1: num_experts must be a positive integer, not 'many'."),
+        (info(layer_ids=[2, 1, 0]), ", line 1: layer_ids must be ascending layer indices, not [2, 1, 0]."),
+        (info(num_layers=4), ", line 1: num_layers is 4, but layer_ids are [1, 2, 4]."),
         (
             json.dumps({"choices": [], "routed_experts_info": [1]}),
-            "0.jsonl, line 1: routed_experts_info must be an object, not [1].",
+            ", line 1: routed_experts_info must be an object, not [1].",
         ),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(CommandError) as error:
         found(tmp_path, text)
-    assert str(error.value).startswith(f"{tmp_path}/{sentence}")
+    assert str(error.value).startswith(f"{tmp_path}/0.jsonl{sentence}")
 
 
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"1\.jsonl has no responses"):
         found(tmp_path, body(ONE), "", body(OTHER))
-
-
-@pytest.mark.parametrize("told", [ONE, Told(rows_of(9, layers=2), [rows_of(3, layers=2)])])
-def test_rows_of_another_model(tmp_path: Path, told: Told) -> None:
-    info = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS // 2}
-    (one,) = found(tmp_path, f"{json.dumps({**answer(told), 'routed_experts_info': info})}")
-    with pytest.raises(ValueError, match="the model has"):
-        one.routings()
-
-
-def test_raw_rows_need_their_shape(tmp_path: Path) -> None:
-    (one,) = found(tmp_path, body(Told(rows_of(9), [rows_of(3)], fmt="raw")))
-    with pytest.raises(ValueError, match="--num-layers, --top-k and --rows-dtype"):
-        one.routings()

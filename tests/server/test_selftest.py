@@ -17,17 +17,6 @@ def good_rows() -> np.ndarray:
     return np.stack([first, (first + 1) % EXPERTS], axis=2)
 
 
-def check(rows: np.ndarray) -> None:
-    check_rows(rows, expected_rows=4, shape=SHAPE, num_experts=EXPERTS)
-
-
-def test_shapes() -> None:
-    check(good_rows())
-    for rows in (np.s_[:3], np.s_[:0], np.s_[:, :2], np.s_[:, :, :1]):
-        with pytest.raises(SelfTestError, match=r"routing of shape .*, not \(4, 3, 2\)"):
-            check(good_rows()[rows])
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [
@@ -38,36 +27,35 @@ def test_shapes() -> None:
         *((np.s_[1, 1, 1], value, "outside 0 to 7") for value in (EXPERTS, 255, -2)),
         (np.s_[:], 0, "same expert twice"),  # as in vLLM's issues 44116 and 54730
         (np.s_[2, 0], 5, "same expert twice"),
+        *((part, None, r"routing of shape .*, not \(4, 3, 2\)") for part in (np.s_[:3], np.s_[:0], np.s_[:, :2])),
+        (np.s_[:, :, :1], None, r"routing of shape .*, not \(4, 3, 2\)"),
     ],
 )
-def test_impossible_rows(place: Any, value: int, message: str) -> None:
+def test_impossible_rows(place: Any, value: int | None, message: str) -> None:
     rows = good_rows()
-    rows[place] = value
+    check_rows(rows, expected_rows=4, shape=SHAPE, num_experts=EXPERTS)
+    if value is None:
+        rows = rows[place]
+    else:
+        rows[place] = value
     with pytest.raises(SelfTestError, match=message):
-        check(rows)
+        check_rows(rows, expected_rows=4, shape=SHAPE, num_experts=EXPERTS)
 
 
-# ---- the same tokens asked for twice ----
-
-
-def test_agreement_counts_ids_in_any_slot() -> None:
+def test_agreement_of_the_same_tokens_asked_for_twice() -> None:
     rows = good_rows()
-    assert agreement(rows, rows) == agreement(rows, rows[:, :, ::-1]) == 1
-    other = rows.copy()
+    other, lost = rows.copy(), rows.copy()
     other[0, 0, 0] = (rows[0, 0].max() + 1) % EXPERTS  # one of 24 ids
-    assert agreement(other, rows) == pytest.approx(23 / 24)
-
-
-def test_no_agreement() -> None:
-    rows = good_rows()
-    assert agreement(rows, (rows + 4) % EXPERTS) == 0
-    assert agreement(rows, rows[:3]) == 0  # of other tokens
-    assert agreement(rows[1:], rows[:-1]) < 0.5  # one token off
-
-
-def test_rows_that_are_not_known_say_nothing() -> None:
-    rows = good_rows()
-    lost = rows.copy()
     lost[:2] = -1
-    assert agreement(lost, rows) == agreement(rows, lost) == 1
-    assert agreement(np.full_like(rows, -1), rows) == agreement(rows[:0], rows[:0]) == 1
+    for one, two, expected in (
+        (rows, rows, 1),
+        (rows, rows[:, :, ::-1], 1),  # in any slot
+        (other, rows, pytest.approx(23 / 24)),
+        (rows, (rows + 4) % EXPERTS, 0),
+        (rows, rows[:3], 0),  # of other tokens
+        *((*both, 1) for both in ((lost, rows), (rows, lost))),  # rows that are not known say nothing
+        (np.full_like(rows, -1), rows, 1),
+        (rows[:0], rows[:0], 1),
+    ):
+        assert agreement(one, two) == expected
+    assert agreement(rows[1:], rows[:-1]) < 0.5  # one token off

@@ -38,7 +38,9 @@ def test_every_row_is_counted_once(capsys: pytest.CaptureFixture[str], tmp_path:
         assert said["imbalance"] == pytest.approx(load.imbalance[layer])
 
 
-def test_histograms_in_place_of_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_histograms_in_place_of_rows_and_rows_that_are_not_known(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     prompt, rows = rows_of(20, 1), rows_of(9, 2)
     body = {
         "prompt_routed_experts_histogram": histogram(prompt, EXPERTS),
@@ -47,14 +49,10 @@ def test_histograms_in_place_of_rows(capsys: pytest.CaptureFixture[str], tmp_pat
     counts, report = counts_said(capsys, written(tmp_path, body))
     assert np.array_equal(counts, count_experts(np.concatenate([prompt, rows]), EXPERTS))
     assert report["rows"] == 29
-
-
-def test_rows_that_are_not_known(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    prompt = rows_of(20, 1)
     prompt[3] = -1
-    counts, report = counts_said(capsys, written(tmp_path, answer(Told(prompt, [rows_of(2)]))))
+    counts, report = counts_said(capsys, written(tmp_path, answer(Told(prompt, [rows]))))
     assert report["missing"] == 1
-    assert np.array_equal(counts, count_experts(np.concatenate([prompt, rows_of(2)]), EXPERTS))
+    assert np.array_equal(counts, count_experts(np.concatenate([prompt, rows]), EXPERTS))
 
 
 def test_the_documented_command(
@@ -71,16 +69,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = written(tmp_path, answer(Told(rows_of(300, 1), [rows_of(9, 2)])))
     assert main(["stats", str(file)]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == [
-        "MoE",
-        "layer",
-        "entropy",
-        "balance",
-        "imbalance",
-        "busiest",
-        "unused",
-        *["load", "of", "each", "expert"],
-    ]
+    assert " ".join(head.split()) == "MoE layer entropy balance imbalance busiest unused load of each expert"
     counts, report = counts_said(capsys, file)
     for line, said, row in zip(lines[:LAYERS], report["layers"], expert_load(counts).load, strict=True):
         cells = line.split()
@@ -111,20 +100,18 @@ def test_decoder_layers_are_named(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert report["num_experts"] == EXPERTS
 
 
-def test_other_decoder_layers_are_another_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_cannot_be_counted(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     body = answer(Told(rows_of(9), [rows_of(3)]))
-    file = written(tmp_path, INFO, body, {**INFO, "layer_ids": [0, 1, 2]}, body)
-    assert main(["stats", str(file)]) == 2
-    assert "line 4: decoder layers (0, 1, 2) after (1, 3, 4): count one model at a time." in capsys.readouterr().err
-
-
-def test_an_error_in_place_of_an_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["stats", str(written(tmp_path, {"error": {"message": "too long"}}))]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.endswith("line 1: the server answered with an error: too long.")
-
-
-def test_answers_of_two_models(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    bodies = [answer(Told(rows_of(9, layers=layers), [rows_of(3, layers=layers)])) for layers in (2, 3)]
-    assert main(["stats", str(written(tmp_path, *bodies))]) == 2
-    assert "line 2: 3 layers after 2 layers: count one model at a time." in capsys.readouterr().err
+    narrow = answer(Told(rows_of(9, layers=2), [rows_of(3, layers=2)]))
+    one_model = "count one model at a time."
+    for answers, sentence in (
+        (
+            [INFO, body, {**INFO, "layer_ids": [0, 1, 2]}, body],
+            f"line 4: decoder layers (0, 1, 2) after (1, 3, 4): {one_model}",
+        ),
+        ([narrow, body], f"line 2: 3 layers after 2 layers: {one_model}"),
+        ([{"error": {"message": "too long"}}], "line 1: the server answered with an error: too long."),
+    ):
+        assert main(["stats", str(written(tmp_path, *answers))]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.endswith(sentence)

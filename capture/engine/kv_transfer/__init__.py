@@ -1,4 +1,4 @@
-"""KV that this engine did not compute: offloaded, stored, or pulled from a prefill instance, and the rows with it.
+"""Rows of KV that a connector loads: from offloading, a store, or a prefill instance.
 
-What vLLM's connectors do, and what may stand in `kv_transfer_params`, is known here and nowhere else.
+Only this package depends on the behaviour of vLLM's connectors and on the fields of `kv_transfer_params`.
 """

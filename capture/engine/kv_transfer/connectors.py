@@ -1,4 +1,4 @@
-"""Which KV connectors routing can follow. KV that was computed elsewhere, or earlier, comes without its rows."""
+"""The known KV connectors. KV that was computed elsewhere, or earlier, arrives without rows."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from vllm.config import KVTransferConfig
 
 ON_LOAD_FLAG = "--routed-experts-on-load"
 ON_LOAD_VARIABLE = "ROUTED_EXPERTS_ON_LOAD"
-"""What the flag is set to, so that every process of the engine knows of it."""
+"""Carries the flag's value to every process of the engine."""
 
 RECOMPUTE, MISSING = "recompute", "missing"
 
@@ -19,11 +19,11 @@ class Kind(Enum):
     """Where a connector's KV comes from."""
 
     STORE = "store"
-    """Whatever computed the same text before. A request can do without it. `offloading.py` knows one whose rows can be
-    kept."""
+    """An earlier computation of the same tokens. A request can recompute it. `offloading.py` keeps the rows of one such
+    connector."""
 
     TRANSFER = "transfer"
-    """The prefill leg of the same request. It is what the request came for."""
+    """The prefill instance of the same request. Loaded even without rows, unless that instance may have freed it."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Connector:
     """A KV connector whose loads are all announced to the scheduler.
 
     Attributes:
-        writes_behind_hit: whether a load is known to leave blocks alone that were found in the prefix cache. Others
-            may fetch whole chunks, and write over KV that this engine computed.
-        lease_s: how long KV waits to be pulled, in seconds, where `kv_lease_duration` does not say. Then its blocks are
-            given to other requests, and whoever pulls afterwards gets theirs without a word. None if nobody has read.
+        writes_behind_hit: True if loads never overwrite blocks of a prefix hit. Other connectors may fetch whole chunks
+            and overwrite KV that this engine computed.
+        lease_s: default of `kv_lease_duration`, in seconds. After the lease the blocks go to other requests, and a
+            later pull silently reads their KV. None if the connector's lease is unknown.
     """
 
     kind: Kind
@@ -57,24 +57,24 @@ CONNECTORS: dict[str, Connector] = {
     "HF3FSKVConnector": Connector(Kind.STORE, writes_behind_hit=False),
     "ExampleConnector": Connector(Kind.STORE, writes_behind_hit=False),
 }
-"""By name. Not in it: DecodeBenchConnector (KV that nobody computed), ExampleHiddenStatesConnector, HiSparseConnector
-(it moves KV of running requests), and all that nobody has read."""
+"""By name. Absent: DecodeBenchConnector (its KV is made up), ExampleHiddenStatesConnector, HiSparseConnector (it moves
+KV of running requests), and connectors whose code was not reviewed."""
 
 MULTI = "MultiConnector"
 
 
 def used_by(config: KVTransferConfig) -> list[Connector | None]:
-    """The connectors of a configuration, those within a `MultiConnector` in their order; None for what is not known."""
+    """The connectors of a configuration, for a `MultiConnector` its children in order; None for an unknown one."""
     return [_known(child) for child in children_of(config)]
 
 
 def num_transfers(config: KVTransferConfig) -> int:
-    """How many of the connectors bring KV of other instances."""
+    """Number of connectors that load KV from other instances."""
     return sum(known is not None and known.kind is Kind.TRANSFER for known in used_by(config))
 
 
 def lease_of(config: KVTransferConfig) -> float | None:
-    """Seconds for which the KV of a prompt waits for another instance; None if it is not known."""
+    """Seconds for which a prefill instance keeps KV for another instance; None if unknown."""
     for child in children_of(config):
         known = _known(child)
         if known is not None and known.lease_s is not None:
@@ -89,7 +89,7 @@ def reads_back(config: KVTransferConfig) -> bool:
 
 
 def children_of(config: KVTransferConfig) -> list[Mapping[str, Any]]:
-    """The configuration of each connector, those within a `MultiConnector` in their order."""
+    """The configuration of each connector, for a `MultiConnector` of its children in order."""
     if config.kv_connector == MULTI:
         return config.kv_connector_extra_config.get("connectors", [])
     names = ("kv_connector", "kv_role", "kv_connector_module_path", "kv_connector_extra_config")
@@ -97,7 +97,7 @@ def children_of(config: KVTransferConfig) -> list[Mapping[str, Any]]:
 
 
 def _known(config: Mapping[str, Any]) -> Connector | None:
-    """A class from elsewhere may do something else than vLLM's of that name; LMCache brings its own."""
+    """None for a class from another module, which may differ from vLLM's of that name; LMCache has its own classes."""
     path = config.get("kv_connector_module_path") or ""
     if path and not path.startswith("lmcache."):
         return None
@@ -105,12 +105,12 @@ def _known(config: Mapping[str, Any]) -> Connector | None:
 
 
 def on_load() -> str:
-    """What to do for requests with the opt-in about KV that comes without rows: `recompute` or `missing`."""
+    """The policy for KV without rows if a request asks for rows: `recompute` or `missing`."""
     return os.environ.get(ON_LOAD_VARIABLE, RECOMPUTE)
 
 
 def describe(config: KVTransferConfig, policy: str, keep_rows: Sequence[bool]) -> str:
-    """What a configuration means for rows, in a line; `keep_rows` says of which of its connectors rows are kept."""
+    """One log line on what a configuration means for rows. `keep_rows`: for each connector, whether rows are kept."""
     transfer = "KV of another instance has the rows that come in kv_transfer_params, else none (-1)"
     kept = "KV that is offloaded keeps its rows"
     store = (

@@ -1,4 +1,4 @@
-"""The rows of KV that vLLM's `OffloadingConnector` keeps in the host's memory: which chunk is whose, and when."""
+"""Keeps the rows of KV that vLLM's `OffloadingConnector` offloads to host memory."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,17 +24,17 @@ from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.row_store import RowStore
 
 Forgot = Callable[[str, int], None]
-"""Takes what a connector did that was not expected of it, and how many rows are unknown because of it."""
+"""Called with an unexpected action of a connector, and the number of rows that are unknown because of it."""
 
 
 @dataclass(frozen=True)
 class OffloadStore:
-    """Rows that go with KV that is copied out of the KV cache.
+    """Rows to copy out together with KV that is offloaded.
 
     Attributes:
         slots: [n x tokens of a chunk], of the KV cache.
         chunks: [n], where they go.
-        comes_first: whether the KV is copied before the step runs, as its blocks are another request's from then on.
+        comes_first: True if the KV is copied before the step runs, because the step reuses its blocks.
     """
 
     store: RowStore
@@ -48,11 +48,11 @@ class OffloadStore:
 
 @dataclass(frozen=True)
 class OffloadLoad:
-    """Rows that come back with KV that is copied into the KV cache.
+    """Rows to copy back together with KV that is loaded.
 
     Attributes:
         slots: [n], of the KV cache.
-        places: [n], where they are in the store; -1 for those that were not kept.
+        places: [n], where they are in the store; -1 if they were not kept.
     """
 
     store: RowStore
@@ -60,7 +60,7 @@ class OffloadLoad:
     places: NDArray[np.int64]
 
     def are_known(self) -> NDArray[np.bool_]:
-        """[n], which of them have rows."""
+        """[n], True for slots whose rows are known."""
         return self.store.have_rows(self.places)
 
     def apply(self, cache: HostCache) -> None:
@@ -68,20 +68,19 @@ class OffloadLoad:
 
 
 class OffloadedRows:
-    """Watches the scheduler's side of an `OffloadingConnector`, and says what becomes of rows.
+    """Follows the loads and stores of an `OffloadingConnector` on the scheduler's side.
 
-    Its manager is asked which chunks are there (`lookup`), which to read (`prepare_load`) and where to write to
-    (`prepare_store`), and nothing else leads to a chunk; so these methods are replaced on the instance. vLLM has no
-    event for them. Which computation a chunk is of needs no thought: its rows are copied where its KV is, in the same
-    order. A reset needs none either: rows that are kept after it lie where no key leads.
+    Chunks are reached only through the manager's `lookup`, `prepare_load` and `prepare_store`. vLLM has no events for
+    these calls, so the methods are replaced on the instance. Rows are copied with their KV, in the same order, so they
+    always belong to the same computation. Stores that end after a reset write to chunks to which no key leads.
 
-    A chunk can be loaded only once its store is complete, and the connector is told that after the output of the step
-    that copied it out has arrived, and its rows were kept. So whether it has rows is known when it is looked up.
+    A chunk can be loaded only after its store has completed. The connector learns of that after the output of the step
+    that stored it has arrived, when its rows are already kept. So a lookup knows whether a chunk has rows.
 
     Args:
-        needs_rows: whether a request is to be sent rows before a position.
-        forgot: called with a reason and a number of rows where the connector does something unexpected. The rows are
-            then unknown, which is always correct.
+        needs_rows: whether a request still needs rows before a position.
+        forgot: called with a reason and a number of rows if the connector behaves unexpectedly. These rows become
+            unknown, which is always correct.
     """
 
     def __init__(
@@ -101,9 +100,9 @@ class OffloadedRows:
         groups = [group.group_idx for group in scheduler.config.kv_group_configs]
         self._group_index = groups.index(kv_group)
         self.store = RowStore(manager._num_chunks, block_size * scheduler.config.blocks_per_chunk)
-        self._chunks: dict[OffloadKey, int] = {}  # those whose rows are, or soon will be, in the store
+        self._chunks: dict[OffloadKey, int] = {}  # whose rows are in the store, or will be
         self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []  # prepared for the step being scheduled
-        self._loaded: tuple[str, list[OffloadKey]] = "", []  # of the load that was prepared last, and whose it is
+        self._loaded: tuple[str, list[OffloadKey]] = "", []  # request and keys of the load that was prepared last
         self._lookup, manager.lookup = manager.lookup, self._look_up
         self._prepare_load, manager.prepare_load = manager.prepare_load, self._load
         self._prepare_store, manager.prepare_store = manager.prepare_store, self._store
@@ -118,14 +117,14 @@ class OffloadedRows:
         needs_rows: Callable[[str, int], bool],
         forgot: Forgot,
     ) -> "OffloadedRows | None":
-        """None for a connector that does not say enough: others, and this one with tiers below or somebody else's
-        manager, whose chunks come from elsewhere too."""
+        """None for other connectors, and for this one with tiers or a third-party manager, whose chunks may come from
+        elsewhere."""
         if type(connector) is not OffloadingConnector or type(connector.scheduler.manager) is not CPUOffloadingManager:
             return None
         return cls(connector.scheduler, kv_group, block_size, needs_rows, forgot)
 
     def take_loaded(self, request_id: str, slots: NDArray[np.int64], first: int) -> OffloadLoad:
-        """The load that was prepared last, into `slots` ([n]), which are of the positions from `first` on."""
+        """The load that was prepared last, into `slots` ([n]) of the positions from `first` on."""
         (prepared_for, keys), self._loaded = self._loaded, ("", [])
         size, positions = self.store.chunk_tokens, np.arange(first, first + len(slots))
         chunks = np.array([self._chunks.get(key, -1) for key in keys], dtype=np.int64)
@@ -137,7 +136,7 @@ class OffloadedRows:
         return OffloadLoad(self.store, slots, np.where(chunk >= 0, chunk * size + positions % size, -1))
 
     def take_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
-        """What is copied out with a step that has been scheduled."""
+        """The stores of a scheduled step."""
         keys_of = {id(spec): keys for spec, keys in self._stores}
         keeps = []
         for job_id, job in metadata.store_jobs.items():
@@ -149,7 +148,7 @@ class OffloadedRows:
             slots = (blocks[:, None] * self._block_size + np.arange(self._block_size)).reshape(-1)
             chunks = np.array(list(kept.values()), dtype=np.int64)
             if not len(keys) == len(places) > 0 or len(slots) != len(chunks) * self.store.chunk_tokens:
-                # Which chunks it overwrites is not known, so that no chunk has rows that are surely its own.
+                # It may overwrite any chunk, so the rows of all chunks become unknown.
                 self._forgot("stores other KV than it prepared", len(self._chunks) * self.store.chunk_tokens)
                 self._chunks.clear()
                 continue
@@ -161,7 +160,7 @@ class OffloadedRows:
         return keeps
 
     def _is_ours(self, key: OffloadKey) -> bool:
-        """Whether a chunk is of the layers whose slots rows have."""
+        """Whether a chunk is of the KV cache group by whose slots rows are stored."""
         return get_offload_group_idx(key) == self._kv_group
 
     def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:

@@ -1,14 +1,14 @@
-"""Rows that came with `kv_transfer_params`, valid as long as the prefill instance surely keeps their KV.
+"""Rows that came with `kv_transfer_params`. They are valid only while the prefill instance surely keeps their KV.
 
-NIXL's prefill instance gives a prompt's KV up when its lease ends, when a request has pulled it, or when one that was
-to pull it is aborted. A later pull reads whatever is in those blocks by then, without an error. The decode
-instance extends the lease: with its steps it sends heartbeats for all requests that wait, at most one in a sixth of a
-lease, each of which extends it to two thirds of its length. The first to an instance may be spent on the handshake.
+NIXL's prefill instance frees a prompt's KV when its lease ends, when a request has pulled it, or when the decode
+request is aborted. A later pull reads whatever those blocks contain by then, without an error. The decode instance
+extends the lease: its steps send heartbeats for all waiting requests, at most one per sixth of a lease, and each sets
+the time left to two thirds of a lease. The first heartbeat to an instance may be used up by the handshake.
 (vLLM 0.32, `kv_connector/v1/nixl/`: `kv_lease_duration`, `_send_heartbeats`, `_get_new_notifs`.)
 
-So a request has to arrive within a third of the lease, and there must be a step in every sixth of it; then its KV is
-kept for another third when its pull begins. A pull that ends later is a failed load: the heartbeats of its time may
-have come too late on a busy machine.
+So a request must arrive within a third of the lease, and a step must run in every sixth of it; then the KV is kept for
+at least another third after the pull begins. A pull that ends later counts as a failed load: on a busy machine, its
+heartbeats may have come too late.
 """
 
 import time
@@ -19,24 +19,24 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture.handoff import WireRows
 
 _ARRIVAL = 1 / 3
-"""The part of a lease within which a request is to arrive."""
+"""Share of a lease within which a request must arrive."""
 _SILENCE = 1 / 6
-"""The part of a lease for which there may be no step."""
+"""Longest time without a step, as a share of a lease."""
 _PULL = 1 / 3
-"""The part of a lease that a pull may take."""
+"""Longest time of a pull, as a share of a lease."""
 
 Source = tuple[str | None, str | None]
-"""The instance that keeps the KV, and its name for it."""
+"""The instance that keeps the KV, and that instance's request id."""
 
 
 @dataclass
 class _Pull:
-    """A request that comes for KV. Times are seconds of `time.monotonic`.
+    """A request that pulls KV. Times are seconds of `time.monotonic`.
 
     Attributes:
         rows: of the KV, from position 0 on; None once the pull has begun.
-        kept_until: the end of the lease without heartbeats; once the pull has begun, when it has to be over.
-        is_lost: whether the KV may be another prompt's by now.
+        kept_until: end of the lease without heartbeats; once the pull has begun, the time by which it must end.
+        is_lost: True if the blocks may hold another prompt's KV by now.
     """
 
     request: Request
@@ -50,18 +50,18 @@ class RemotePrefillRows:
     """Tracks pulls. The state of a request is dropped when it ends; pulled KV is remembered until its lease ends.
 
     Args:
-        lease_s: of this instance's connector, which is that of the other, in seconds.
+        lease_s: lease in seconds, equal in both instances.
     """
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._pulls: dict[str, _Pull] = {}
-        self._came: dict[Source, tuple[str, float]] = {}  # the request that came for it, and until when others may
-        self._waits_for: dict[str, str] = {}  # requests that came for the same KV later, and who was first
+        self._came: dict[Source, tuple[str, float]] = {}  # first request for it, and when the lease is over
+        self._waits_for: dict[str, str] = {}  # later requests for the same KV, and the first one
         self._last_step = time.monotonic()
 
     def __len__(self) -> int:
-        """Requests that there is state of."""
+        """Number of requests with state here."""
         return len(self._pulls) + len(self._waits_for)
 
     def until(self) -> float:
@@ -69,13 +69,13 @@ class RemotePrefillRows:
         return time.time() + self._lease_s * _ARRIVAL
 
     def add(self, request: Request, rows: WireRows, source: Source, until: float, is_first: bool) -> bool:
-        """Takes the rows [n, L, K] of the KV that a request is to pull, from position 0 on.
+        """Adds a request that is to pull KV, with the KV's rows [n, L, K] from position 0 on.
 
         Args:
-            until: as `until` of the prefill instance gave it.
-            is_first: whether it is the first choice of its prompt; others may be in other engines (data parallelism).
+            until: the value of `until()` on the prefill instance.
+            is_first: True for the first choice of its prompt; other choices may be in other engines (data parallelism).
 
-        Returns whether the KV is still there: False if it is too late, and for all but the first that came for it.
+        Returns whether the request may pull: False if it is too late, and for all but the first request for this KV.
         """
         now = time.monotonic()
         left = until - time.time()
@@ -93,7 +93,7 @@ class RemotePrefillRows:
         return True
 
     def _forget_sources(self, now: float) -> None:
-        """Those whose lease is over; they are in the order of its end."""
+        """Drops sources whose lease is over. They are in the order of its end."""
         while self._came:
             source, (_, until) = next(iter(self._came.items()))
             if until > now:
@@ -101,7 +101,7 @@ class RemotePrefillRows:
             del self._came[source]
 
     def step(self) -> None:
-        """Called in every step. While there was none, as during a pause, there were no heartbeats."""
+        """Called in every step. Without steps, as during a pause, there are no heartbeats."""
         now, before = time.monotonic(), self._last_step
         self._last_step = now
         self._forget_sources(now)
@@ -112,17 +112,17 @@ class RemotePrefillRows:
                 pull.is_lost |= now - max(before, pull.arrived) > self._lease_s * _SILENCE
 
     def must_wait(self, request_id: str) -> bool:
-        """Whether another request is about to bring the KV into the prefix cache."""
+        """Whether another request is about to load the same KV into the prefix cache."""
         first = self._pulls.get(self._waits_for.get(request_id, ""))
         return first is not None and first.request.status < RequestStatus.RUNNING
 
     def is_lost(self, request_id: str) -> bool:
-        """Whether the KV may be another prompt's by now, as of the last step."""
+        """Whether, as of the last step, the blocks may hold another prompt's KV."""
         pull = self._pulls.get(request_id)
         return pull is not None and pull.is_lost
 
     def begin(self, request_id: str) -> WireRows | None:
-        """Called when a pull begins: the rows, if the KV is surely theirs."""
+        """Called when a pull begins. Returns the rows, or None if they may not belong to the KV."""
         pull = self._pulls.get(request_id)
         if pull is None or pull.is_lost:
             return None
@@ -133,11 +133,11 @@ class RemotePrefillRows:
         return rows
 
     def came_too_late(self, request_id: str) -> bool:
-        """Called when a pull has ended: whether it may have read what was in those blocks after the lease."""
+        """Called when a pull has ended. True if it may have read the blocks after the lease."""
         pull = self._pulls.get(request_id)
         return pull is not None and pull.rows is None and time.monotonic() > pull.kept_until
 
     def forget(self, request_id: str) -> None:
-        """Called when a request pulls nothing, or has ended."""
+        """Called if a request pulls nothing, and when it ends."""
         self._pulls.pop(request_id, None)
         self._waits_for.pop(request_id, None)

@@ -1,5 +1,5 @@
-"""KV that a connector loads: its slots have no rows but those that came with it, and requests that ask for rows may do
-without it."""
+"""Tracks KV that a connector loads. Its slots have only the rows that came with it; a request that asks for rows may
+recompute instead."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,29 +17,30 @@ from routed_experts.capture.engine.kv_transfer.offloading import Forgot, Offload
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.handoff import WireRows
 from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.rows import ids_of, lack_weights
 from routed_experts.capture.split import RequestRows
 from routed_experts.protocol.codec import UNKNOWN
 
 _PIECE_ROWS = 256
 
 LocalHit = tuple[KVCacheBlocks, int, int, bool]
-"""What a lookup in the prefix cache gives: blocks, tokens, and two things about hybrid models."""
+"""Result of a lookup in the prefix cache: blocks, tokens, and two values for hybrid models."""
 
 
 @dataclass(frozen=True)
 class KVLoad:
-    """What becomes of the host cache when KV is loaded.
+    """An update of the host cache for loaded KV.
 
     Attributes:
-        slots: [n], all that are loaded.
-        rows: [m <= n, L, K], of the first of them; the others are not known.
+        slots: [n], all loaded slots.
+        rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown.
     """
 
     slots: NDArray[np.int64]
     rows: WireRows | None
 
     def apply(self, cache: HostCache) -> None:
-        """Takes the rows that came with the KV; they are of the cache's row shape (`receive_rows`)."""
+        """Writes the rows that came with the KV. `receive_rows` has checked their shape."""
         cache.forget(self.slots)
         if self.rows is None:
             return
@@ -50,22 +51,23 @@ class KVLoad:
 
 
 class ExternalKVTracker:
-    """Watches a connector's scheduler side.
+    """Follows the loads of a connector on the scheduler's side.
 
-    vLLM asks the connector how many tokens it could load, allocates blocks for them, and tells it (a load of no tokens
-    is none). There is no other way for KV from outside into a block, so that both methods are replaced on the instance.
-    For a `MultiConnector` it is the outer one.
+    vLLM asks the connector how many tokens it can load (`get_num_new_matched_tokens`), allocates blocks and passes them
+    (`update_state_after_alloc`). External KV has no other way into a block, so both methods are replaced on the
+    instance; for a `MultiConnector`, on the outer one.
 
-    Of an `OffloadingConnector` the rows are kept with the KV, and come back with it (`OffloadedRows`).
+    `OffloadedRows` keeps the rows of an `OffloadingConnector` with their KV.
 
-    A load is decided when a step is scheduled, while steps before it may still write rows into the same slots. So its
-    slots become unwritten when that step arrives (`take`), before its rows.
+    A load is decided when a step is scheduled, while earlier steps may still write rows into the same slots. So its
+    slots are cleared when that step's output arrives, before the step's rows are written.
 
     Args:
-        forgot: called where the connector does something unexpected.
+        forgot: called if the connector behaves unexpectedly.
+        has_weights: whether rows have weights.
 
     Attributes:
-        handed: the rows of prompts that came with requests; None where no connector's lease is known.
+        handed: rows that came with requests; None if no connector's lease is known.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ExternalKVTracker:
         tracked: Mapping[str, RequestRows],
         policy: str,
         forgot: Forgot,
+        has_weights: bool = False,
     ) -> None:
         self._connector = connector
         self._used = [child for child in used_by(config) if child is not None]
@@ -98,7 +101,11 @@ class ExternalKVTracker:
         self._reads_back = reads_back(config)
         lease_s = lease_of(config)
         self.handed = RemotePrefillRows(lease_s) if lease_s is not None else None
-        self._blocks_without_rows: set[int] = set()  # as of the next step: some of their rows were not computed here
+        # As of the next step: blocks with unknown rows, and these with blocks whose rows came without weights, which
+        # only requests that ask for weights cannot use.
+        self._blocks_without_rows: set[int] = set()
+        self._blocks_without_weights: set[int] = set()
+        self._has_weights = has_weights
         self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
         self._update_state_after_alloc = connector.update_state_after_alloc
         connector.get_num_new_matched_tokens = self._ask
@@ -106,49 +113,55 @@ class ExternalKVTracker:
 
     @property
     def keep_rows(self) -> list[bool]:
-        """Of which connectors the rows are kept with the KV that they keep."""
+        """For each connector, whether rows are kept with its KV."""
         return [rows is not None for rows in self._offloaded]
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that those rows take."""
+        """Bytes of those rows."""
         return sum(rows.store.used_bytes for rows in self._offloaded if rows is not None)
 
     def take_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
-        """What a step that has been scheduled copies out of the KV cache with its rows, before it runs or after."""
+        """The stores of a scheduled step, to apply before or after it runs."""
         metadata: Any = step.kv_connector_metadata
         children = metadata.metadata if self._is_multi else [metadata]
         pairs = zip(self._offloaded, children, strict=True)
         return [keep for rows, child in pairs if rows is not None for keep in rows.take_stores(child)]
 
     def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[KVLoad | OffloadLoad]:
-        """What is loaded with, or before, a step that has been scheduled.
+        """The loads of a scheduled step.
 
-        Called before its requests are advanced.
+        Called before the step's requests are advanced.
         """
         if self.handed is not None:
             self.handed.step()
         loads, self._loads = self._loads, []
-        if self._blocks_without_rows:
+        without = [blocks for blocks in (self._blocks_without_rows, self._blocks_without_weights) if blocks]
+        if without:
             for source, destination in step.kv_cache_block_copies or ():
-                if source in self._blocks_without_rows:
-                    self._blocks_without_rows.add(destination)
+                for blocks in without:
+                    if source in blocks:
+                        blocks.add(destination)
             for request_id, count in step.num_scheduled_tokens.items():
                 start = requests[request_id].num_computed_tokens
                 first, end = -(-start // self._block_size), -(-(start + count) // self._block_size)
                 if first < end:  # a block whose first slot is computed is computed as a whole
-                    blocks = self._manager.req_to_blocks[request_id][first:end]
-                    self._blocks_without_rows.difference_update(block.block_id for block in blocks)
+                    computed = {block.block_id for block in self._manager.req_to_blocks[request_id][first:end]}
+                    for blocks in without:
+                        blocks -= computed
         return loads
 
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
-        """A prefix hit up to the first block without rows that the request needs; hybrid models have no such cut."""
+        """Truncates a prefix hit at the first block that lacks rows the request needs. Not for hybrid models."""
         blocks, _, boundary, diverged = hit
-        if not self._blocks_without_rows or len(blocks.blocks) > 1:
+        without = self._blocks_without_rows
+        if self._has_weights and (state := self._tracked.get(request.request_id)) and state.opt_in.weights:
+            without = self._blocks_without_weights
+        if not without or len(blocks.blocks) > 1:
             return hit
         first = self._first_needed(request) // self._block_size if self._needs_rows(request) else len(blocks.blocks[0])
         for index, block in enumerate(blocks.blocks[0][first:], first):
-            if block.block_id in self._blocks_without_rows:
+            if block.block_id in without:
                 num_tokens = index * self._block_size
                 cut = self._kv_cache_manager.truncate_computed_blocks(blocks, num_tokens)
                 return cut, num_tokens, min(boundary, num_tokens), diverged
@@ -170,7 +183,7 @@ class ExternalKVTracker:
         return self._tracked[request.request_id].next_row
 
     def _ask(self, request: Request, num_local: int) -> tuple[int | None, bool]:
-        """All or nothing: connectors take it badly if less is loaded than they offered, but none at all is common."""
+        """Accepts a connector's offer as a whole or not at all: connectors fail if only a part of it is loaded."""
         if self.handed is not None:
             self.handed.step()  # before this step decides on loads
             if self.handed.must_wait(request.request_id):
@@ -178,8 +191,8 @@ class ExternalKVTracker:
         self._asked = request.request_id, num_local
         count, is_async = self._get_num_new_matched_tokens(request, num_local)
         if count is not None and count < 0:
-            # vLLM's ExampleConnector, of a preempted request that hits more than its prompt, which is all that it has.
-            # vLLM would compute what is missing again, over blocks of the hit that others read.
+            # ExampleConnector stores prompts only, and returns this for a preempted request whose prefix hit is longer.
+            # vLLM would then recompute the difference, overwriting blocks of the hit that others read.
             return 0, False
         if count and self._kind(request) is Kind.TRANSFER:
             return (count, is_async) if self._may_pull(request, num_local + count) else (0, False)
@@ -193,8 +206,8 @@ class ExternalKVTracker:
     def _may_pull(self, request: Request, end: int) -> bool:
         """Whether a request may pull KV up to position `end`.
 
-        NIXL's worker ends the engine where the prefill instance has less than that, or other KV cache groups. What a
-        prefill leg is told to read, its scheduler waits for without fetching it, unless the configuration asks for it.
+        NIXL's worker ends the engine if the prefill instance has fewer blocks, or other KV cache groups. Without
+        `bidirectional_kv_xfer`, a prefill request that names remote KV would wait for it forever.
         """
         if self.handed is None:
             return True
@@ -207,19 +220,19 @@ class ExternalKVTracker:
             return False
         if num_tokens is not None and -(-num_tokens // self._block_size) < -(-end // self._block_size):
             return False
-        # Other groups may hold less than every token. From an instance with larger blocks the prompt is computed again.
+        # Only this group must hold every token. If the other instance's blocks are larger, the prompt is recomputed.
         group = transferred.index(self._kv_group) if self._kv_group in transferred else None
         if groups and group is not None and len(groups[group]) * self._block_size < end:
             return False
         return request.request_id not in self._tracked or not self.handed.is_lost(request.request_id)
 
     def _kind(self, request: Request) -> Kind:
-        """Of the connector that a request's KV would come from."""
+        """Kind of the connector from which the request's KV would come."""
         child = self._child(request)
         return Kind.STORE if child is None else self._used[child].kind
 
     def _child(self, request: Request) -> int | None:
-        """Index of the connector that a request's KV would come from; None if a `MultiConnector` chose none."""
+        """Index of the connector from which the request's KV would come; None if a `MultiConnector` chose none."""
         return self._connector._requests_to_connector.get(request.request_id) if self._is_multi else 0
 
     def _load(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
@@ -233,7 +246,7 @@ class ExternalKVTracker:
         table = np.array([block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64)
         capacity = len(table) * self._block_size
         if asked != request.request_id or child is None or num_local + count > capacity:
-            # Where the load begins is not known, so that no row of the request's blocks is.
+            # The start of the load is unknown, so all rows of the request's blocks become unknown.
             self._forgot("loads KV that it was not asked for", capacity)
             if self.handed is not None:
                 self.handed.forget(request.request_id)
@@ -253,18 +266,23 @@ class ExternalKVTracker:
         is_known = np.zeros(count, dtype=np.bool_)
         if rows is not None:
             rows = rows[num_local : num_local + count]
-            is_known[: len(rows)] = rows.min(initial=0) > UNKNOWN or (rows != UNKNOWN).all(axis=(1, 2))
+            ids = ids_of(rows) if self._has_weights else rows
+            is_known[: len(rows)] = ids.min(initial=0) > UNKNOWN or (ids != UNKNOWN).all(axis=(1, 2))
         self._add(KVLoad(slots, rows), is_known)
+        if self._has_weights and rows is not None and len(rows):
+            blocks_of_rows = slots[: len(rows)] // self._block_size
+            self._blocks_without_weights.update(np.unique(blocks_of_rows[lack_weights(rows)]).tolist())
 
     def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
-        """Of positions `first` to `end`, given their block table."""
+        """Slots of positions `first` to `end`."""
         positions = np.arange(first, end)
         return table[positions // self._block_size] * self._block_size + positions % self._block_size
 
     def _add(self, load: KVLoad | OffloadLoad, is_known: NDArray[np.bool_]) -> None:
-        """Keeps account of a load, and of which ([n]) of its rows are known."""
+        """Records a load. `is_known`: [n], True for slots whose rows came with it."""
         self._loads.append(load)
         blocks = load.slots // self._block_size
-        self._blocks_without_rows.difference_update(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))].tolist())
-        if not is_known.all():
-            self._blocks_without_rows.update(np.unique(blocks[~is_known]).tolist())
+        for without in (self._blocks_without_rows, self._blocks_without_weights):
+            without.difference_update(blocks[np.flatnonzero(np.diff(blocks, prepend=-1))].tolist())
+            if not is_known.all():
+                without.update(np.unique(blocks[~is_known]).tolist())

@@ -1,7 +1,7 @@
-"""Checks `kv_transfer_params`: what vLLM's KV connectors read of it without a check of their own.
+"""Checks the fields of `kv_transfer_params` that vLLM's KV connectors use unchecked.
 
-They use what a client sends as dict keys, as indices and in arithmetic, in the scheduler's process and in the workers,
-where an exception ends the engine. Read for vLLM 0.32; until vLLM checks it itself.
+Connectors use clients' values as dict keys, as indices and in arithmetic, in the scheduler's process and in workers,
+where an exception ends the engine. Written for vLLM 0.32; needed until vLLM checks the values itself.
 """
 
 import re
@@ -34,7 +34,7 @@ def _is_int(value: Any, lowest: int = 0, highest: int = _MAX_INT) -> bool:
 
 
 def _is_blocks(value: Any) -> bool:
-    """Whether it is block ids for each KV cache group."""
+    """Whether `value` has a list of block ids for each KV cache group."""
     return isinstance(value, list | tuple) and all(
         isinstance(group, list | tuple) and all(map(_is_int, group)) for group in value
     )
@@ -88,26 +88,26 @@ READ_BY: dict[str, tuple[Mapping[str, Check], tuple[str, ...]]] = {
         ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "remote_block_ids"),
     ),
     "NixlPushConnector": (NIXL, ("remote_engine_id", "remote_request_id", "remote_host", "remote_port", "tp_size")),
-    # Which fields a pull needs depends on its mode and on the request's id, which may hold the address.
+    # The fields that a pull needs depend on its mode and on the request id, which may contain the address.
     "MoRIIOConnector": (_MORIIO, ()),
     "MooncakeConnector": (_MOONCAKE, ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")),
 }
-"""By connector: the fields that it reads, and those that `do_remote_prefill` needs."""
+"""For each connector: the fields that it reads, and those that `do_remote_prefill` needs."""
 
 _OBJECTS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
-"""Objects that tiers of the OffloadingConnector read."""
+"""Objects that tiers of OffloadingConnector read."""
 _IN_OBJECTS: Mapping[str, Check] = {"kv_request_id": _TEXT, "remote_host": _TEXT, "remote_port": _DIGITS}
 
 
 def hands_rows_over(config: KVTransferConfig | None) -> bool:
-    """Whether rows can go with KV: where it is known how long a prefill instance keeps KV."""
+    """Whether rows can travel with KV: only if the lease of a connector's KV is known."""
     return config is not None and lease_of(config) is not None
 
 
 def check(params: Any, config: KVTransferConfig | None) -> None:
     """Raises `TransferParamsError` for a value that would end the engine.
 
-    Null stands for an absent field. Fields that no connector reads, and all where there is none, may be anything.
+    Null counts as absent. Fields that no configured connector reads are not checked.
     """
     if params is None:
         return

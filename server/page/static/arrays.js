@@ -1,7 +1,7 @@
 // The forms of an array of rows on the wire, and back.
 
-const TYPES = { uint8: Uint8Array, int16: Int16Array, uint16: Uint16Array, int32: Int32Array };
-const NPY = { "|u1": "uint8", "<i2": "int16", "<u2": "uint16", "<i4": "int32" };
+const TYPES = { uint8: Uint8Array, int16: Int16Array, uint16: Uint16Array, int32: Int32Array, float32: Float32Array };
+const NPY = { "|u1": "uint8", "<i2": "int16", "<u2": "uint16", "<i4": "int32", "<f4": "float32" };
 const NPY_MAGIC = "k05VTVBZ"; // base64 of \x93NUMPY
 
 function bytesOf(base64) {
@@ -12,10 +12,36 @@ function bytesOf(base64) {
 }
 
 /**
- * {rows: Int16Array, shape: [n, L, K], start: number | null} of an array in any form. `raw` = {num_layers, top_k,
- * rows_dtype} is needed for the form that does not say them.
+ * {rows: Int16Array, weights: Float32Array | null, shape: [n, L, K], start: number | null} of an array of ids in any form,
+ * and one of their weights, if there is one. `raw` = {num_layers, top_k, rows_dtype} is needed for the form that does not
+ * say them.
  */
-export function decode(value, raw = {}) {
+export function decode(ids, weights, raw = {}) {
+  const { values, shape, start } = parsed(ids, raw);
+  const rows = int16(values);
+  if (weights == null) return { rows, weights: null, shape, start };
+  const beside = parsed(weights, { ...raw, rows_dtype: "float32" });
+  if (String([beside.shape, beside.start]) !== String([shape, start])) throw new Error("An array of weights does not match the ids beside it.");
+  return { rows, weights: float32(beside.values), shape, start };
+}
+
+function int16(values) {
+  if (values instanceof Int16Array) return values;
+  if (values instanceof Float32Array || values.some((id) => id < -1 || id > 0x7fff)) throw new Error("An array has values that are not expert ids.");
+  return Int16Array.from(values);
+}
+
+/** Weights; of null, an unknown one, NaN with all bits set as -1 has them. */
+function float32(values) {
+  if (values instanceof Float32Array) return values;
+  if (!Array.isArray(values)) throw new Error("An array of weights is not float32.");
+  const weights = Float32Array.from(values);
+  const bits = new Int32Array(weights.buffer);
+  values.forEach((weight, i) => weight === null && (bits[i] = -1));
+  return weights;
+}
+
+function parsed(value, raw) {
   if (Array.isArray(value)) {
     const shape = [value.length, value[0]?.length ?? 0, value[0]?.[0]?.length ?? 0];
     return checked(value.flat(2), shape, null);
@@ -44,18 +70,20 @@ function fromNpy(bytes) {
   return checked(new TYPES[type](bytes.buffer.slice(from + length)), shape, null);
 }
 
-function checked(ids, shape, start) {
-  if (!Number.isInteger(shape[0]) || ids.length !== shape[0] * shape[1] * shape[2]) throw new Error("The number of ids in an array does not match its shape.");
-  return { rows: ids instanceof Int16Array ? ids : Int16Array.from(ids), shape, start };
+function checked(values, shape, start) {
+  if (!Number.isInteger(shape[0]) || values.length !== shape[0] * shape[1] * shape[2]) throw new Error("The number of ids in an array does not match its shape.");
+  return { values, shape, start };
 }
 
-/** The form object of rows, for answers that are saved. */
+/** The form object of rows or their weights, for answers that are saved. */
 export function encode(rows, shape, start) {
   const bytes = new Uint8Array(rows.buffer, rows.byteOffset, rows.byteLength);
   const parts = [];
   for (let i = 0; i < bytes.length; i += 0x8000) parts.push(String.fromCharCode(...bytes.subarray(i, i + 0x8000)));
+  const isWeights = rows instanceof Float32Array;
+  const words = isWeights ? new Int32Array(rows.buffer, rows.byteOffset, rows.length) : rows;
   let missing = 0;
   const size = shape[1] * shape[2];
-  for (let row = 0; row < shape[0]; row++) missing += rows.subarray(row * size, (row + 1) * size).includes(-1);
-  return { data: btoa(parts.join("")), shape, dtype: "int16", start, missing };
+  for (let row = 0; row < shape[0]; row++) missing += words.subarray(row * size, (row + 1) * size).includes(-1);
+  return { data: btoa(parts.join("")), shape, dtype: isWeights ? "float32" : "int16", start, missing };
 }

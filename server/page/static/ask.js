@@ -10,6 +10,7 @@ export async function ask(question, model, answer, signal, changed) {
   const body = { model, ...said, max_tokens: question.maxTokens, temperature: question.temperature, stream: true };
   if (question.seed !== null) body.seed = question.seed;
   Object.assign(body, { return_routed_experts: true, routed_experts_layers: "moe", return_token_ids: true });
+  if (answer.hasWeights) body.return_routed_expert_weights = true;
   const path = question.kind === "chat" ? "v1/chat/completions" : "v1/completions";
   const names = new Names(model, changed);
   for await (const chunk of events(path, body, signal)) {
@@ -27,11 +28,16 @@ function take(chunk, answer, names) {
     answer.promptLength = prompt.length;
     addTokens(answer, prompt, names);
   }
-  if (chunk.prompt_routed_experts) answer.addRows(decode(chunk.prompt_routed_experts).rows);
+  if (chunk.prompt_routed_experts) addRows(answer, chunk.prompt_routed_experts, chunk.prompt_routed_expert_weights);
   if (!choice) return;
-  if (choice.routed_experts) answer.addRows(decode(choice.routed_experts).rows);
+  if (choice.routed_experts) addRows(answer, choice.routed_experts, choice.routed_expert_weights);
   addTokens(answer, choice.token_ids ?? [], names);
   if (choice.finish_reason) answer.finished = choice.finish_reason;
+}
+
+function addRows(answer, ids, beside) {
+  const { rows, weights } = decode(ids, beside);
+  answer.addRows(rows, weights);
 }
 
 function addTokens(answer, ids, names) {

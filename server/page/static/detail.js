@@ -1,6 +1,7 @@
 // One token in full: the experts of every layer, and those of the answer beside it.
 
 import { css, ramps } from "./colours.js";
+import { weightText } from "./tokens.js";
 
 const CHIPS_A_FRAME = 240;
 
@@ -33,7 +34,7 @@ export class Detail {
       Object.assign(name, { scope: "row", textContent: id });
       name.dataset.layer = layer;
       row.append(name);
-      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer.topK, layer));
+      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer, layer));
       return { at: layer, row, sides, differ: b && row.insertCell(), shows: null };
     });
   }
@@ -55,19 +56,24 @@ export class Detail {
       const here = [a.cell(token, at), b?.cell(token, at)];
       const isHere = at === layer;
       row.classList.toggle("selected", isHere);
-      sides.forEach((cells, side) => fill(cells, here[side], here[1 - side], colours, isHere ? expert : null));
+      sides.forEach((cells, side) => {
+        fill(cells, here[side], here[1 - side], colours, isHere ? expert : null);
+        const { weights } = side ? b : a;
+        if (weights) weigh(cells, (side ? b : a).cell(token, at, weights));
+      });
       if (differ) differ.textContent = here[0].length && here[1].length ? here[0].filter((id) => !here[1].includes(id)).length || "" : "";
     }
     this.rest = setTimeout(changed, 80);
   }
 }
 
-function chips(cell, topK, layer) {
-  cell.className = "experts";
+function chips(cell, { topK, weights }, layer) {
+  cell.className = weights ? "experts weighed" : "experts";
   return Array.from({ length: topK }, () => {
     const chip = document.createElement("span");
     chip.className = "chip";
     chip.dataset.layer = layer;
+    chip.append("", ...(weights ? [document.createElement("small")] : []));
     cell.append(chip);
     return chip;
   });
@@ -79,10 +85,14 @@ function fill(cells, ids, others, colours, expert) {
     const id = ids[k] ?? null;
     const isKnown = id !== null && id >= 0;
     const relation = !others?.length || !isKnown ? "" : others.includes(id) ? " same" : " differs";
-    set(chip, "textContent", isKnown ? String(id) : id === null ? "–" : "?");
+    set(chip.firstChild, "data", isKnown ? String(id) : id === null ? "–" : "?");
     set(chip, "className", `chip${relation}${isKnown && id === expert ? " chosen" : ""}`);
     chip.style.borderLeftColor = isKnown ? css(colours[id]) : "transparent";
   });
+}
+
+function weigh(cells, weights) {
+  cells.forEach((chip, k) => set(chip.lastChild, "textContent", k < weights.length ? ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}` : ""));
 }
 
 /** Touches the document only where something changes. */

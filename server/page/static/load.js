@@ -24,6 +24,11 @@ export class LoadMap {
     return Math.max(3, Math.min(18, Math.floor(220 / this.view.a.layers)));
   }
 
+  /** Whether weights are added up instead of choices. */
+  get byWeight() {
+    return this.view.byWeight && this.view.a.hasWeights;
+  }
+
   get #width() {
     return this.element.clientWidth - GUTTER - 2;
   }
@@ -39,7 +44,7 @@ export class LoadMap {
 
   draw() {
     const { a, b, layer, expert } = this.view;
-    const shows = [a.length, b?.length, layer, expert, this.element.clientWidth].join();
+    const shows = [a.length, b?.length, layer, expert, this.byWeight, this.element.clientWidth].join();
     if (shows === this.shows && a === this.of) return;
     Object.assign(this, { shows, of: a });
     const tall = this.#layerHeight;
@@ -62,9 +67,13 @@ export class LoadMap {
     }
   }
 
-  /** Draws the legend. */
-  legend(canvas) {
+  /** Draws the legend, and says it in words; what is added up can be chosen where there are weights. */
+  legend(canvas, text, choice) {
     bar(canvas, ramps().load);
+    const { a, b } = this.view;
+    const line = a.hasWeights && !b ? `; line: by ${this.byWeight ? "choices" : "weights"}` : "";
+    text.textContent = `from 0 to at least ${TOP} times the even share; bars: selected layer${line}`;
+    choice.hidden = !a.hasWeights;
     this.shows = null;
   }
 
@@ -76,10 +85,11 @@ export class LoadMap {
     const image = new ImageData(a.experts, a.layers);
     const pixels = new Uint32Array(image.data.buffer);
     const ramp = ramps().load;
+    const [counts, totals] = a.tally(this.byWeight);
     for (let layer = 0, at = 0; layer < a.layers; layer++) {
-      const scale = a.slots[layer] ? a.experts / a.slots[layer] / TOP : 0;
+      const scale = totals[layer] ? a.experts / totals[layer] / TOP : 0;
       for (let i = 0; i < a.experts; i++, at++) {
-        pixels[at] = ramp[Math.round(255 * Math.min(Math.sqrt(a.counts[at] * scale), 1))];
+        pixels[at] = ramp[Math.round(255 * Math.min(Math.sqrt(counts[at] * scale), 1))];
       }
     }
     this.picture.getContext("2d").putImageData(image, 0, 0);
@@ -97,13 +107,16 @@ export class LoadMap {
     });
   }
 
-  /** The selected layer: filled for the answer, a line for the one beside it, dashes for the even share. */
+  /** The selected layer: filled for the answer, a line for the one beside it or else its other load, dashes for the even share. */
   #bars(context, width, top) {
     const { a, b, layer, expert } = this.view;
     const columns = Math.min(a.experts, Math.floor(width));
-    const of = (answer) => columnsOf(answer, layer, columns);
-    const bars = of(a);
-    const line = b && b.experts === a.experts ? of(b) : null;
+    const { byWeight } = this;
+    const of = (answer, byWeight) => columnsOf(answer, layer, columns, byWeight);
+    const bars = of(a, byWeight);
+    let line = null;
+    if (!b && a.hasWeights) line = of(a, !byWeight);
+    else if (b && b.experts === a.experts && (b.hasWeights || !byWeight)) line = of(b, byWeight);
     const most = Math.max(2, ...bars, ...(line ?? []));
     const step = width / columns;
     const y = (load) => top + BARS * (1 - load / most);
@@ -145,11 +158,11 @@ export class LoadMap {
 }
 
 /** The highest load within each of `columns` columns. */
-function columnsOf(answer, layer, columns) {
+function columnsOf(answer, layer, columns, byWeight) {
   const found = new Float64Array(columns);
   for (let expert = 0; expert < answer.experts; expert++) {
     const column = Math.floor((expert / answer.experts) * columns);
-    found[column] = Math.max(found[column], answer.load(layer, expert));
+    found[column] = Math.max(found[column], answer.load(layer, expert, byWeight));
   }
   return Array.from(found);
 }

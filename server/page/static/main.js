@@ -32,6 +32,7 @@ const view = {
   expert: null,
   colour: "usual",
   rank: 1,
+  byWeight: false, // what the load adds up
   growing: false,
   changed,
 };
@@ -123,7 +124,7 @@ function summary(answer, name) {
 
 function cellInWords({ token, layer }) {
   const { a, b, comparison } = view;
-  const ids = (answer) => Array.from(answer.cell(token, layer), (id) => (id < 0 ? "unknown" : id)).join(", ") || "no row";
+  const ids = (answer) => answer.cellInWords(token, layer);
   const words = `${describe(a, token)}; ${a.layerName(layer)}: `;
   if (!b) return `${words}${ids(a)}`;
   const others = comparison.cells[(token - comparison.start) * a.layers + layer];
@@ -133,11 +134,14 @@ function cellInWords({ token, layer }) {
 
 function loadInWords() {
   const { a, layer, expert } = view;
-  const loads = Array.from({ length: a.experts }, (_, i) => a.load(layer, i));
+  const loads = Array.from({ length: a.experts }, (_, i) => a.load(layer, i, load.byWeight));
   const most = loads.reduce((best, load, i) => (load > loads[best] ? i : best), 0);
-  const never = loads.filter((load) => !load).length;
-  const words = `${capital(a.layerName(layer))}: busiest expert ${most} with ${loads[most].toFixed(1)} × the even share; ${never} of ${a.experts} experts unused.`;
-  return expert === null ? words : `${words} Expert ${expert}: ${loads[expert].toFixed(2)} × (${a.counts[layer * a.experts + expert]} tokens).`;
+  const place = layer * a.experts;
+  const never = a.counts.subarray(place, place + a.experts).filter((count) => !count).length;
+  const words = `${capital(a.layerName(layer))}: busiest expert ${most} with ${loads[most].toFixed(1)} × the even share${load.byWeight ? " by weights" : ""}; ${never} of ${a.experts} experts unused.`;
+  if (expert === null) return words;
+  const weighed = a.hasWeights ? `; by weights ${a.load(layer, expert, true).toFixed(2)} × (sum ${a.sums[place + expert].toFixed(2)})` : "";
+  return `${words} Expert ${expert}: ${a.load(layer, expert).toFixed(2)} × (${a.counts[place + expert]} tokens)${weighed}.`;
 }
 
 function balanceInWords() {
@@ -261,7 +265,7 @@ function recolour() {
   map.reset();
   if (view.a) {
     map.legend($("legend"), $("legend-text"), $("legend-b"));
-    load.legend($("load-legend"));
+    load.legend($("load-legend"), $("load-legend-text"), $("by-label"));
     chart.forget();
   }
   changed();
@@ -304,6 +308,8 @@ function player(whole) {
     knowsLayers: Boolean(known.layer_ids),
     knowsExperts: Boolean(known.num_experts),
     model: whole.model,
+    hasWeights: Boolean(whole.weights),
+    weightsScale: known.weights_scale,
   };
   if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows have ${layers} layers, but the model has ${shape.layerIds.length}.`);
   if (highest >= shape.experts) throw new Error(`${whole.name}: expert id ${highest} is out of range: the model has ${shape.experts} experts.`);
@@ -332,8 +338,8 @@ function play() {
 }
 
 function wholeOf(answer) {
-  const { name, tokens, promptLength, start, finished, length, size } = answer;
-  return { name, tokens, promptLength, start, finished, rows: answer.rows.slice(0, length * size) };
+  const { name, tokens, promptLength, start, finished, length, size, rows, weights } = answer;
+  return { name, tokens, promptLength, start, finished, rows: rows.slice(0, length * size), weights: weights?.slice(0, length * size) };
 }
 
 function save() {
@@ -358,8 +364,8 @@ async function send() {
     temperature: Number($("temperature").value),
     seed: $("seed").value === "" ? null : Number($("seed").value),
   };
-  const { num_layers: layers, top_k: topK, num_experts: experts, layer_ids: layerIds, model } = info;
-  const shape = { layers, topK, experts, layerIds, knowsLayers: true, knowsExperts: true, model };
+  const { num_layers: layers, top_k: topK, num_experts: experts, layer_ids: layerIds, model, weights_scale: weightsScale } = info;
+  const shape = { layers, topK, experts, layerIds, knowsLayers: true, knowsExperts: true, model, hasWeights: Boolean(info.weights), weightsScale };
   const answer = new Answer(`${++asked}: ${shortened(question.prompt)}`, shape);
   const beside = chosen($("pick-b"));
   add({ answer, player: null });
@@ -490,6 +496,10 @@ $("fit").addEventListener("click", () => {
   map.reveal(view.token);
 });
 $("window").addEventListener("change", weigh);
+$("by").addEventListener("change", () => {
+  view.byWeight = $("by").value === "weights";
+  recolour();
+});
 new ResizeObserver(changed).observe($("views"));
 watchTheme($("theme"), recolour);
 start();

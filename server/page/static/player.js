@@ -37,7 +37,10 @@ export class Player {
     const isLast = tokens >= whole.tokens.length;
     const rows = Math.min(all, isLast ? all : Math.max(Math.floor(tokens) - 1 - whole.start, 0), answer.length + ROWS_A_FRAME);
     for (let i = answer.tokens.length; i < Math.floor(tokens); i++) answer.tokens.push(whole.tokens[i]);
-    if (rows > answer.length) answer.addRows(whole.rows.subarray(answer.length * answer.size, rows * answer.size));
+    if (rows > answer.length) {
+      const [from, to] = [answer.length * answer.size, rows * answer.size];
+      answer.addRows(whole.rows.subarray(from, to), whole.weights?.subarray(from, to));
+    }
     if (isLast && rows === all) answer.finished = whole.finished;
     return !this.isOver;
   }

@@ -3,10 +3,10 @@
 import { decode, encode } from "./arrays.js";
 
 /**
- * The choices in a file: [{name, model, tokens, promptLength, rows, shape: [L, K], start, finished, info}].
+ * The choices in a file: [{name, model, tokens, promptLength, rows, weights, shape: [L, K], start, finished, info}].
  *
  * `about` is what the file before says about its model; `given` what somebody says who knows better. `info` is what is
- * known: some of num_layers, top_k, num_experts, layer_ids.
+ * known: some of num_layers, top_k, num_experts, layer_ids, weights_scale.
  */
 export function read(text, file, about = {}, given = {}) {
   const answers = [];
@@ -109,23 +109,23 @@ function takePart(part, choices, prompts, info) {
     const index = one.index ?? place;
     if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isOneByOne: true });
     const choice = choices.get(index);
-    if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, info));
+    if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, one.routed_expert_weights, info));
     choice.promptIds ??= one.prompt_token_ids ?? part.prompt_token_ids ?? null;
     choice.finish = one.finish_reason ?? choice.finish;
     takeTokens(one, choice);
   });
-  const value = part.prompt_routed_experts;
-  if (value == null) return;
-  const arrays = Array.isArray(value) && isListOfArrays(value) ? value : [value];
+  if (part.prompt_routed_experts == null) return;
+  const arrays = arraysOf(part.prompt_routed_experts);
+  const weights = arraysOf(part.prompt_routed_expert_weights);
   arrays.forEach((array, i) => {
     const carrier = list[Math.floor((i * list.length) / arrays.length)]?.index ?? i;
     if (!prompts.has(carrier)) prompts.set(carrier, []);
-    prompts.get(carrier).push(decode(array, info));
+    prompts.get(carrier).push(decode(array, weights[i], info));
   });
 }
 
-/** Of several prompts, and not one array as nested lists. */
-const isListOfArrays = (value) => !Array.isArray(value[0]) || Array.isArray(value[0]?.[0]?.[0]);
+/** A list has arrays of several prompts, unless it is one array as nested lists. */
+const arraysOf = (value) => (Array.isArray(value) && (!Array.isArray(value[0]) || Array.isArray(value[0]?.[0]?.[0])) ? value : [value]);
 
 /**
  * Tokens with their texts: those of log-probabilities, or a chunk's, where it brings one token and no chunk before it
@@ -149,7 +149,9 @@ function choiceOf(choice, prompts, page, info) {
   const filled = arrays.filter((array) => array.shape[0]);
   const all = (filled[0] ?? arrays[0]).shape.slice(1);
   if (filled.some((array) => array.shape[1] !== all[0] || array.shape[2] !== all[1])) throw new Error("arrays have different shapes.");
+  if (filled.some(({ weights }) => !weights !== !filled[0].weights)) throw new Error("only some of its rows have weights.");
   const { rows, shape } = moeLayers(join(filled.map((array) => array.rows)), all, info.layer_ids);
+  const weights = filled[0]?.weights ? moeLayers(join(filled.map((array) => array.weights)), all, info.layer_ids).rows : null;
   const count = shape[0] * shape[1] ? rows.length / (shape[0] * shape[1]) : 0;
   const tokens = page.tokens ? page.tokens.map((text, i) => ({ id: choice.tokens?.[i]?.id ?? null, text })) : choice.tokens;
   const isWhole = tokens && choice.finish && choice.finish !== "abort"; // then the last token alone has no row
@@ -161,14 +163,14 @@ function choiceOf(choice, prompts, page, info) {
   const prompt = Array.from({ length: promptLength ?? 0 }, (_, i) => ({ id: promptIds?.[i] ?? null, text: page.prompt_tokens?.[i] ?? null }));
   const unnamed = (length) => Array.from({ length: Math.max(length, 0) }, () => ({ id: null, text: null }));
   const generated = promptLength === null ? unnamed(end + 1) : (tokens ?? unnamed(end + 1 - promptLength));
-  return { tokens: [...prompt, ...generated], promptLength, rows, shape, start, finished: choice.finish ?? UNFINISHED };
+  return { tokens: [...prompt, ...generated], promptLength, rows, weights, shape, start, finished: choice.finish ?? UNFINISHED };
 }
 
 /** In place of a finish reason. */
 export const UNFINISHED = "not finished";
 
 function join(arrays) {
-  const all = new Int16Array(arrays.reduce((sum, array) => sum + array.length, 0));
+  const all = new (arrays[0]?.constructor ?? Int16Array)(arrays.reduce((sum, array) => sum + array.length, 0));
   let at = 0;
   for (const array of arrays) {
     all.set(array, at);
@@ -177,7 +179,7 @@ function join(arrays) {
   return all;
 }
 
-/** Rows without the dense layers that answers with all decoder layers have. */
+/** Rows, or their weights, without the dense layers that answers with all decoder layers have. */
 function moeLayers(rows, shape, ids) {
   const [layers, topK] = shape;
   if (!ids || !rows.length || ids.length === layers) return { rows, shape };
@@ -194,15 +196,17 @@ function moeLayers(rows, shape, ids) {
 export function line(answer) {
   const { layers, topK, start, tokens, size, model, promptLength } = answer;
   const split = Math.min(Math.max((promptLength ?? 0) - start, 0), answer.length);
-  const part = (from, to) => encode(answer.rows.subarray(from * size, to * size), [to - from, layers, topK], start + from);
+  const part = (from, to, values = answer.rows) => encode(values.subarray(from * size, to * size), [to - from, layers, topK], start + from);
   const [before, after] = [tokens.slice(0, promptLength ?? 0), tokens.slice(promptLength ?? 0)];
   const texts = (part) => part.map(({ text }) => text);
   const choice = { index: 0, text: texts(after).join(""), routed_experts: part(split, answer.length) };
   const body = { object: "text_completion", model, choices: [choice], routed_experts_info: infoOf(answer) };
+  if (answer.weights) choice.routed_expert_weights = part(split, answer.length, answer.weights);
   choice.finish_reason = answer.finished === UNFINISHED ? null : answer.finished;
   if (promptLength !== null) {
     Object.assign(choice, { prompt_token_ids: idsOf(before), token_ids: idsOf(after) });
     body.prompt_routed_experts = part(0, split);
+    if (answer.weights) body.prompt_routed_expert_weights = part(0, split, answer.weights);
     body.routed_experts_page = { prompt_tokens: texts(before), tokens: texts(after) };
   }
   return `${JSON.stringify(body)}\n`;
@@ -212,9 +216,10 @@ export function line(answer) {
 const idsOf = (tokens) => (tokens.every(({ id }) => id !== null) ? tokens.map(({ id }) => id) : undefined);
 
 /** What is known about the model, in the names of GET /v1/routed_experts. */
-const infoOf = ({ layers, topK, experts, layerIds, knowsExperts, knowsLayers }) => ({
+const infoOf = ({ layers, topK, experts, layerIds, knowsExperts, knowsLayers, weightsScale }) => ({
   num_layers: layers,
   top_k: topK,
   num_experts: knowsExperts ? experts : undefined,
   layer_ids: knowsLayers ? layerIds : undefined,
+  weights_scale: weightsScale,
 });

@@ -35,8 +35,7 @@ export class MapTable {
     row.append(header(position, "row"));
     row.insertCell().textContent = visible(answer.text(position));
     for (let layer = 0; layer < answer.layers; layer++) {
-      const ids = Array.from(answer.cell(position, layer), (id) => (id < 0 ? "unknown" : id));
-      row.insertCell().textContent = ids.join(", ") || "no row";
+      row.insertCell().textContent = answer.cellInWords(position, layer);
     }
   }
 }

@@ -5,3 +5,11 @@ export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "
 
 /** As a sentence begins. */
 export const capital = (words) => words[0].toUpperCase() + words.slice(1);
+
+/** A weight in about five characters. */
+export function weightText(weight) {
+  if (Number.isNaN(weight)) return "unknown";
+  if (weight === 0) return "0";
+  const size = Math.abs(weight);
+  return size < 0.001 ? weight.toExponential(0) : size < 1 ? weight.toFixed(3) : weight.toPrecision(4);
+}

@@ -1,0 +1,28 @@
+"""Base class of our objects in vLLM's slots for an auxiliary output connector."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+logger = init_logger(f"vllm.routed_experts.{__name__}")
+
+
+class ConnectorSlot:
+    """Base of an object that vLLM calls as its auxiliary output connector.
+
+    Newer versions of vLLM pass more arguments and call more methods, for example for log-probabilities. Methods ignore
+    extra arguments, and unknown methods return None, which means that the connector has no such output. Another
+    connector next to ours is refused (`capture/engine/config.py`).
+    """
+
+    if not TYPE_CHECKING:  # so that the type checker finds wrong names
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__} has no {name}")
+            logger.warning_once("vLLM called the unknown method %s of its auxiliary output connector.", name)
+            return _none
+
+
+def _none(*args: Any, **kwargs: Any) -> None:
+    pass

@@ -1,0 +1,66 @@
+"""Rows of engines that capture weights too: ids and weights in one array of words, which is moved as rows of ids are.
+
+Such a row is [3L, K] int16: the L x K ids, then the L x K float32 of their weights, two words each. A row whose words
+are all -1 has ids of -1 and weights of NaN. The word of a known weight may be -1 too: whether a row is known, its ids
+say.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import UNKNOWN, Rows
+
+WEIGHTS_FLAG = "--enable-return-routed-expert-weights"
+WEIGHTS_KEY = "enable_return_routed_expert_weights"
+"""In `VllmConfig.additional_config`, which every process of an engine has: true to capture the routers' weights too."""
+
+_WEIGHT_WORDS = 2  # of a float32
+_PLANES = 1 + _WEIGHT_WORDS
+
+
+def captures_weights(config: Any) -> bool:
+    """Whether rows of an engine have weights; `config` is its `VllmConfig`."""
+    additional = config.additional_config
+    return isinstance(additional, dict) and bool(additional.get(WEIGHTS_KEY))
+
+
+def row_shape(num_layers: int, top_k: int, with_weights: bool) -> tuple[int, int]:
+    """Shape of a row in words: (L, K), or (3L, K) with weights."""
+    return (_PLANES * num_layers if with_weights else num_layers), top_k
+
+
+def ids_shape(shape: tuple[int, int]) -> tuple[int, int]:
+    """(L, K) of rows of `shape`, which is (3L, K)."""
+    return shape[0] // _PLANES, shape[1]
+
+
+def ids_of(rows: NDArray[Any]) -> Rows:
+    """The ids [n, L, K] in `rows` ([n, 3L, K]); a view."""
+    return rows[:, : rows.shape[1] // _PLANES]
+
+
+def weights_of(rows: Rows) -> NDArray[np.float32]:
+    """The weights [n, L, K] in `rows` ([n, 3L, K]), NaN where they are unknown; a copy, but of a single row."""
+    num_rows, height, top_k = rows.shape
+    num_layers = height // _PLANES
+    words = np.ascontiguousarray(rows[:, num_layers:])
+    return words.reshape(num_rows, num_layers, _WEIGHT_WORDS * top_k).view("<f4")
+
+
+def lack_weights(rows: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which of `rows` ([n, 3L, K]) have no weights, perhaps beside ids that are known: those handed over without."""
+    first = rows[:, rows.shape[1] // _PLANES :].reshape(len(rows), -1)[:, :_WEIGHT_WORDS]
+    unknown: NDArray[np.bool_] = (first == UNKNOWN).all(axis=1)
+    return unknown
+
+
+def joined(ids: NDArray[np.integer[Any]], weights: NDArray[np.float32]) -> Rows:
+    """Undoes `ids_of` and `weights_of`: [n, 3L, K]."""
+    num_rows, num_layers, top_k = ids.shape
+    rows = np.empty((num_rows, _PLANES * num_layers, top_k), dtype=np.int16)
+    rows[:, :num_layers] = ids
+    words = np.ascontiguousarray(weights, dtype="<f4").view(np.int16)
+    rows[:, num_layers:] = words.reshape(num_rows, _WEIGHT_WORDS * num_layers, top_k)
+    return rows

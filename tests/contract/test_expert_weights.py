@@ -1,0 +1,236 @@
+"""Weights beside the ids through vLLM's scheduler: in every situation, of every request that asks, and of no other."""
+
+import random
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from routed_experts.capture import handoff
+from routed_experts.capture.rows import captures_weights, ids_of, joined, lack_weights, weights_of
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT
+from routed_experts.server.outputs import kv_handoff
+from tests.contract import engine as engines
+from tests.contract.engine import BLOCK, Client, K, L, engine, requests_at_random, tokens, weights_for
+from tests.contract.loads import NAME, PULL, engine_with_store, mix, store
+from tests.contract.offloading import engine_that_offloads
+from tests.contract.test_handoff import Pair
+
+
+class Every(Client):
+    """Every second request asks for weights."""
+
+    def __init__(self, *about: Any, **more: Any) -> None:
+        super().__init__(*about, **more)
+        self._turns = count()
+
+    def add(self, *about: Any, **more: Any) -> list[str]:
+        return super().add(*about, **{"weights": next(self._turns) % 2 == 0} | more)
+
+
+def test_only_who_asks_is_sent_weights(is_async: bool) -> None:
+    client = Client(engine(is_async, weights=True, chunk=48))
+    for index, prompt in enumerate((tokens(9), tokens(100), tokens(100), tokens(150, seed=1))):
+        client.add(f"with-{index}", prompt, weights=True)
+        client.add(f"ids-{index}", prompt)
+        client.add(f"none-{index}", prompt, start=None)
+    client.add("several", tokens(70), n=3, weights=True, max_tokens=20)
+    client.finish()
+    assert client.num_weights > 3 * 100
+    assert client.num_without_weights == 0
+
+
+@pytest.mark.parametrize("about", [{}, {"num_blocks": 14}, {"drafts": 3}, {"stages": 3}], ids=str)
+def test_at_random(is_async: bool, about: dict[str, Any]) -> None:
+    """Prefix hits, aborts, preemptions where there are few blocks, drafts that are rejected."""
+    core = engine(is_async, weights=True, **about)
+    client = Every(core)
+    gone = requests_at_random(client, random.Random(5), 60, lambda: None, ns=(1, 1, 3))
+    client.finish(but={name for name in client.received if name.partition("_")[2] in gone or name in gone})
+    assert client.num_weights > 100
+    assert client.num_without_weights == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "missing"])
+def test_stores(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.contract.loads.Client", Every)
+    with store(policy, is_async=is_async):
+        client = mix(engine_with_store(NAME, weights=True, num_blocks=40), seed=3)
+    assert client.num_weights > 100
+    assert client.num_without_weights == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "missing"])
+def test_offloading(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are kept outside the KV cache with their ids, and come back with them."""
+    monkeypatch.setattr("tests.contract.loads.Client", Every)
+    with store(policy):
+        core = engine_that_offloads(chunks=12, is_async=is_async, weights=True, num_blocks=24)
+        client = mix(core, seed=4, turns=100, resets=0.04, resets_running=False)
+    assert core.capture._loads is not None
+    assert core.capture._loads.kept_bytes > 0
+    assert client.num_weights > 100
+    assert client.num_without_weights == 0
+
+
+class Pairs(Pair):
+    """Instances that capture weights; `plain_prefill` does not."""
+
+    def __init__(self, kept: Any, plain_prefill: bool = False) -> None:
+        super().__init__(kept, weights=True)
+        if plain_prefill:
+            self.prefill = Client(engine_with_store(PULL))
+
+
+def over_http(params: dict[str, Any]) -> dict[str, Any]:
+    """As the answer of one instance and the request to another have them."""
+    wire = kv_handoff.to_wire(params)
+    assert wire is not None
+    handed = kv_handoff.Handover(wire[handoff.PARAM])
+    handed.read((L, K), 1 << 15, with_weights=True)
+    return {**wire, handoff.PARAM: handed.take()}
+
+
+@pytest.mark.parametrize("way", [lambda params: params, over_http], ids=["program", "http"])
+@pytest.mark.parametrize("length", [1, BLOCK, 100])
+def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
+    with store() as kept:
+        pair, prompt = Pairs(kept), tokens(length)
+        params = way(pair.export_rows(prompt, weights=True))
+        assert handoff.has_weights(params[handoff.PARAM])
+        name = pair.add(prompt, params, weights=True, max_tokens=9)
+        pair.decode.run()
+        again = pair.add([*prompt, *tokens(20, seed=2)], None, weights=True)
+        pair.decode.run()
+        assert (name.missing, again.missing, kept.num_loaded) == ([], [], 1)
+        assert pair.decode.num_weights == length + 8 + length + 20 + 3
+        assert pair.decode.num_without_weights == 0
+
+
+def test_who_did_not_ask_hands_over_what_an_engine_without_weights_does() -> None:
+    handed = []
+    for weights in (True, False):
+        with store() as kept:
+            pair = Pair(kept, weights=weights)
+            engines._digest.cache_clear()
+            handed.append(pair.export_rows(tokens(100))[handoff.PARAM])
+    for one in handed:
+        del one["until"]
+        rows = np.frombuffer(one.pop("data"), dtype=np.int16).reshape(100, L, K).copy()
+        rows[:, :2, -1] = 0  # the number of the computation
+        one["rows"] = rows.tolist()
+    assert handed[0] == handed[1]
+
+
+@pytest.mark.parametrize("plain_prefill", [False, True])
+def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
+    """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later computes then."""
+    with store() as kept:
+        pair, prompt = Pairs(kept, plain_prefill), tokens(100)
+        name = pair.add(prompt, pair.export_rows(prompt), weights=True)
+        pair.decode.run()
+        assert (name.missing, kept.num_loaded) == ([], 0)
+        prompt = tokens(100, seed=1)
+        ids = pair.add(prompt, pair.export_rows(prompt))
+        pair.decode.run()
+        assert (ids.missing, kept.num_loaded) == ([], 1)
+        again = pair.add(prompt, None)
+        later = pair.add(prompt, None, weights=True)
+        pair.decode.run()
+        assert (again.missing, later.missing) == ([], [])
+        assert pair.decode.num_without_weights == 0
+        hit = pair.add(prompt, None, weights=True)
+        pair.decode.run()
+        assert hit.missing == []
+        assert pair.decode.num_without_weights == 0
+
+
+def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some() -> None:
+    with store() as kept:
+        pair, prompt = Pairs(kept), tokens(100)
+        pair.decode = Client(engine_with_store(PULL))
+        pair.decode.add("warm up", [1])
+        pair.decode.run()
+        name = pair.add(prompt, pair.export_rows(prompt, weights=True))
+        pair.decode.run()
+        assert (name.missing, kept.num_loaded) == ([], 1)
+
+
+def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are handed over then without weights."""
+    monkeypatch.setattr(handoff, "MAX_BYTES", 50 * L * K * 2)
+    with store() as kept:
+        pair = Pairs(kept)
+        assert handoff.has_weights(pair.export_rows(tokens(50), weights=True)[handoff.PARAM])
+        monkeypatch.setattr(handoff, "_WORDS_BYTES", 1)
+        params = pair.export_rows(tokens(50, seed=1), weights=True)
+        assert not handoff.has_weights(params[handoff.PARAM])
+        assert params[handoff.PARAM]["shape"] == [50, L, K]
+
+
+def test_odd_values_over_http() -> None:
+    ids = np.arange(2 * L * K, dtype=np.int16).reshape(2, L, K) % 300
+    rows = joined(ids, weights_for(ids))
+    handed = {"data": rows.tobytes(), "dtype": handoff.WORDS, "shape": list(rows.shape), "until": 1.0}
+    wire = kv_handoff.to_wire({handoff.PARAM: handed})
+    assert wire is not None
+    value = wire[handoff.PARAM]
+    assert (value["dtype"], value["shape"]) == ("int16", [2, L, K])
+
+    def read(with_weights: bool = True, **changed: Any) -> Any:
+        one = kv_handoff.Handover({**value, **changed})
+        one.read((L, K), 300, with_weights)
+        return one.take()
+
+    assert read() == handed
+    assert not handoff.has_weights(read(with_weights=False))
+    for changed in (
+        *(
+            {"weights": "x"},
+            {"weights": 7},
+            {"weights": ""},
+            {"weights": value["weights"][4:]},
+            {"weights": "*" * 8192},
+        ),
+        *({"dtype": handoff.WORDS}, {"dtype": handoff.WORDS, "shape": [2, 3 * L, K]}),
+    ):
+        with pytest.raises(kv_handoff.HandoffError):
+            read(**changed)
+    forged = kv_handoff.Handover({**value, "dtype": handoff.WORDS, "shape": [2, 3, L * K // 3]})
+    with pytest.raises(kv_handoff.HandoffError):
+        forged.read((3, L * K // 3), 300)
+
+
+def test_rows_whose_ids_came_alone() -> None:
+    ids = np.zeros((3, L, K), dtype=np.int16)
+    rows = joined(ids, np.full(ids.shape, UNKNOWN_WEIGHT))
+    rows[1] = joined(ids[:1], weights_for(ids[:1]))[0]
+    assert lack_weights(rows).tolist() == [True, False, True]
+    assert (weights_of(rows[:1]).view(np.int32) == -1).all()
+    assert (ids_of(rows) == 0).all()
+
+
+def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:
+    """And so they are with it, of requests that ask for ids alone: byte for byte."""
+    seen: dict[bool, list[bytes]] = {}
+    for weights in (False, True):
+        core = engine(is_async, weights=weights)
+        assert captures_weights(core.scheduler.vllm_config) is weights
+        core.capture.at_once_bytes = core.capture.output_queue.part_bytes = 1 << 30  # no thread decides what comes when
+        client, messages = Client(core), list[bytes]()
+        take = client._ids
+
+        def keep(output_id: str, rows: np.ndarray, take: Any = take, messages: Any = messages) -> Any:
+            messages.append(b"%s %s" % (output_id.encode(), rows.tobytes()))
+            return take(output_id, rows)
+
+        monkeypatch.setattr(client, "_ids", keep)
+        for index in range(4):
+            client.add(f"r{index}", tokens(40 * index + 1, seed=index), n=1 + index % 2)
+        client.finish()
+        seen[weights] = messages
+        (cache,) = [core.capture._cache]
+        assert cache is not None
+        assert cache.row_shape == ((3 if weights else 1) * L, K)
+    assert seen[False] == seen[True] != []

@@ -1,0 +1,29 @@
+"""The modules of the package, and what they import."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PATHS = [path for folder in ("protocol", "capture", "server") for path in sorted((ROOT / folder).rglob("*.py"))]
+MODULES = {
+    "routed_experts." + ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PATHS
+}
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a file imports, within functions too: `a.b` for `import a.b` and for `from a import b`."""
+    names = {alias.name for node in nodes(path) if isinstance(node, ast.Import) for alias in node.names}
+    of = [node for node in nodes(path) if isinstance(node, ast.ImportFrom)]
+    return names | {f"{node.module}.{alias.name}" for node in of for alias in node.names}
+
+
+def packages(path: Path) -> set[str]:
+    """The packages of others that a file imports."""
+    return {name.partition(".")[0] for name in imports(path)}
