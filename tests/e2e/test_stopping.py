@@ -35,6 +35,7 @@ from tests.e2e.harness import (
 pytestmark = pytest.mark.e2e
 
 LIMIT_S = 240
+MAX_TOKENS = 2000  # several seconds for 16 requests at once
 FLAGS = (*SMALL_KV, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(64 << 20))
 
 
@@ -79,11 +80,17 @@ class Request(threading.Thread):
 
 @contextmanager
 def under_way(server: Server, count: int, max_tokens: int) -> Iterator[list[Request]]:
-    """So many requests, half of them streamed, that have reached the engine and all generate."""
+    """So many requests, half of them streamed, that have reached the engine and generate or did."""
+    # Counts every prompt once, when its first token comes: unlike the number of running requests, it never falls.
+    prefilled = server.metric("vllm:prompt_tokens_total")
     requests = [Request(server, index, max_tokens) for index in range(count)]
+    prefilled += sum(len(request.body["prompt"]) for request in requests)
     for request in requests[::2]:
         assert request.has_begun.wait(LIMIT_S), "a stream does not begin"
-    wait_until(lambda: server.metric("vllm:num_requests_running") >= count, "a request does not begin")
+    wait_until(
+        lambda: server.metric("vllm:prompt_tokens_total") >= prefilled,
+        lambda: f"a request does not begin: {[(request.status, request.lines[-1:]) for request in requests]}",
+    )
     yield requests
     for request in requests:
         request.ended()
@@ -115,7 +122,7 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
     flags = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
     with serving(tiny_model, tmp_path / "log", *flags) as server:
         check_full_disk(server)
-        with under_way(server, 16, max_tokens=1000) as requests:
+        with under_way(server, 16, max_tokens=MAX_TOKENS) as requests:
             os.kill(server.process.pid, signal.SIGTERM)
             wait_until_draining(server)
             with server.client() as client:
@@ -129,7 +136,7 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
     for request in requests:
         assert request.status == 200
         answer = answer_of([*read_events(iter(request.lines))] if request.stream else orjson.loads(request.lines[0]))
-        assert (answer.finish_reason, len(answer.tokens)) == ("length", 1000)
+        assert (answer.finish_reason, len(answer.tokens)) == ("length", MAX_TOKENS)
         check(answer, oracle)
 
 
