@@ -6,6 +6,7 @@ Imports numpy and the standard library only, so that any client can use it witho
 import base64
 import binascii
 import io
+import os
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
@@ -27,17 +28,25 @@ UNKNOWN_WEIGHT = np.array(UNKNOWN, dtype=np.int32).view(np.float32)
 
 _MAX_ID = np.iinfo(np.int16).max  # rows are int16 in the server
 
-_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int16": np.dtype("<i2"),
     "uint8": np.dtype("u1"),
     "int32": np.dtype("<i4"),
     "uint16": np.dtype("<u2"),  # vLLM's own capture above 256 experts
     "float32": np.dtype("<f4"),  # weights
 }
+"""Element types on the wire, by their names."""
 
 _NPY_HEADERS = threading.Lock()
 """Serialises numpy's header parsing, because Python 3.11's parser is not thread-safe
 (https://github.com/python/cpython/issues/106905). Can go with Python 3.11."""
+
+
+def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
+    """The array of a `.npy` file, which is read where it is used."""
+    with _NPY_HEADERS:
+        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+        return array
 
 
 class RowsObject(TypedDict):
@@ -64,7 +73,7 @@ def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
     """
     if name in ("auto", "vllm"):
         return "uint8" if num_experts <= 256 else "int16" if name == "auto" else "uint16"
-    if np.iinfo(_NUMPY_DTYPES[name]).max < num_experts - 1:
+    if np.iinfo(NUMPY_DTYPES[name]).max < num_experts - 1:
         raise CodecError(f"{name} cannot hold the ids of {num_experts} experts: use int16 or auto")
     return name
 
@@ -90,13 +99,13 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
     Raises:
         CodecError: `dtype` cannot hold an id, or cannot hold the -1 of an unknown row.
     """
-    limits, low, high = np.iinfo(_NUMPY_DTYPES[dtype]), rows.min(initial=0), rows.max(initial=0)
+    limits, low, high = np.iinfo(NUMPY_DTYPES[dtype]), rows.min(initial=0), rows.max(initial=0)
     if low < limits.min or high > limits.max:
         raise CodecError(f"{dtype} cannot hold ids from {low} to {high}: use int16")
     if fmt == "list":
         listed: list[Any] = rows.tolist()
         return listed
-    array = np.ascontiguousarray(rows, dtype=_NUMPY_DTYPES[dtype])
+    array = np.ascontiguousarray(rows, dtype=NUMPY_DTYPES[dtype])
     if fmt == "npy":
         buffer = io.BytesIO()
         np.save(buffer, array, allow_pickle=False)
@@ -177,7 +186,7 @@ def _array(
 ) -> NDArray[Any]:
     """The array in one of the binary forms, unchecked."""
     if isinstance(value, Mapping):
-        raw = np.frombuffer(_binary(value["data"]), dtype=_NUMPY_DTYPES[value["dtype"]])
+        raw = np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]])
         return raw.reshape(value["shape"])
     if not isinstance(value, str | bytes):
         raise TypeError(type(value).__name__)
@@ -188,7 +197,7 @@ def _array(
             return array
     if num_layers is None or top_k is None:
         raise CodecError("the raw form does not carry its shape: pass num_layers and top_k")
-    return np.frombuffer(data, dtype=_NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+    return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
 
 
 def _ids(array: NDArray[Any]) -> NDArray[np.integer[Any]]:

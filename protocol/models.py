@@ -16,6 +16,8 @@ from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]
 Layers = Literal["moe", "all"]
+Delivery = Literal["inline", "reference"]
+StreamTime = Literal["with_tokens", "at_end"]
 Paired = Literal["paired"]
 """The form of prime-rl's trainer: ids and weights in one array."""
 VllmDtype = Literal["vllm"]
@@ -27,6 +29,7 @@ HISTOGRAM = "routed_experts_histogram"
 FORMAT = "routed_experts_format"
 LAYERS = "routed_experts_layers"
 WEIGHTS = "return_routed_expert_weights"
+DELIVERY = "routed_experts_delivery"
 _START_LEN = "routed_experts_start_len"
 _PREFIXES = ("return_routed", "routed_expert")
 """Unknown fields with these prefixes are rejected. vLLM ignores other unknown fields."""
@@ -90,6 +93,16 @@ class RoutingFields(BaseModel):
         description="Return the router's weight of each id too, in arrays of float32 beside those of ids. The server "
         "needs `--enable-return-routed-expert-weights`.",
     )
+    routed_experts_delivery: Delivery = Field(
+        default="inline",
+        description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`. "
+        "In a stream, references come with the chunk that has `finish_reason`.",
+    )
+    routed_experts_stream: StreamTime = Field(
+        default="with_tokens",
+        description="`with_tokens`: each chunk of a stream has the rows that its tokens made known. `at_end`: all "
+        "rows of a choice come with the chunk that has its `finish_reason`, the prompt's with the first such chunk.",
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +113,8 @@ class RoutingOptions:
         rows: whether to return rows.
         histogram: whether to return histograms.
         weights: whether to return the routers' weights too.
+        by_reference: whether to return references instead of arrays.
+        at_end: whether a stream has rows at the end of each choice only, as it does with references.
         prompt_start_param: the name that the client used for the prompt start.
         explicit_fields: names of the fields that the request or the server-wide default sets.
         by_default: whether only the server-wide default asks for routing.
@@ -114,12 +129,18 @@ class RoutingOptions:
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
+    by_reference: bool = False
+    at_end: bool = False
     explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)
     by_default: bool = field(default=False, compare=False)
 
     def with_vllms_forms(self) -> "RoutingOptions":
         """The options for an endpoint where vLLM has its own form, which applies unless the request sets another."""
-        if not self.rows or {"routed_experts_format", "routed_experts_layout"} & self.explicit_fields:
+        if (
+            not self.rows
+            or self.by_reference
+            or {"routed_experts_format", "routed_experts_layout"} & self.explicit_fields
+        ):
             return self
         dtype = self.dtype if "routed_experts_dtype" in self.explicit_fields else "vllm"
         layers = self.layers if LAYERS in self.explicit_fields else "all"
@@ -151,6 +172,11 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
             return None
     start, param = _prompt_start(given, fields)
     is_paired = fields.routed_experts_format == "paired"
+    by_reference = fields.routed_experts_delivery == "reference" and fields.return_routed_experts
+    if by_reference and own.get(FORMAT, "object") not in ("object", "paired"):
+        if DELIVERY in own:
+            raise FieldError(FORMAT, f"{FORMAT}: only object and paired can be delivered by reference")
+        by_reference = False  # the request wins over the default
     if is_paired and not fields.return_routed_expert_weights:
         raise FieldError(FORMAT, f"{FORMAT}: paired needs {WEIGHTS}: true")
     return RoutingOptions(
@@ -159,10 +185,12 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         weights=fields.return_routed_expert_weights,
         prompt_start=start,
         prompt_start_param=param,
-        format=fields.routed_experts_format,
+        format=fields.routed_experts_format if is_paired or not by_reference else "object",
         dtype="int32" if is_paired else fields.routed_experts_dtype,
         layout=fields.routed_experts_layout,
         layers="all" if is_paired and LAYERS not in given else fields.routed_experts_layers,
+        by_reference=by_reference,
+        at_end=by_reference or fields.routed_experts_stream == "at_end",
         explicit_fields=frozenset(given),
         by_default=not own,
     )
@@ -256,6 +284,23 @@ class RoutedExpertWeightsArray(BaseModel):
     dtype: Literal["float32"]
     start: int = Field(description="absolute position of the first row", ge=0)
     missing: int = Field(description="number of rows with unknown weights; they are NaN", ge=0)
+
+
+class RoutedExpertsReference(BaseModel):
+    """Where an array is, for requests with `routed_experts_delivery: reference`."""
+
+    id: str
+    url: str = Field(description="`GET` returns the little-endian array [layers, rows, experts per token]")
+    shape: list[int] = Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)
+    dtype: Literal["int16", "uint8", "int32", "float32"]
+    start: int = Field(description="absolute position of the first row", ge=0)
+    missing: int = Field(description="number of unknown rows", ge=0)
+    bytes: int = Field(description="size of the array", ge=0)
+    expires: int = Field(description="Unix time in seconds after which the array is gone")
+    path: str | None = Field(
+        default=None,
+        description="the array's `.npy` file, for clients on the same machine; needs `--routed-experts-store-paths`",
+    )
 
 
 class RoutedExpertsHistogram(BaseModel):

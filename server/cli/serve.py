@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -36,11 +36,13 @@ from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, complain, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.http.selftest import SelfTestError
+from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, StoreError, default_folder
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 logger = get_logger(__name__)
 
 TINY_MODEL_NAME = "tiny-moe"
+_LONGEST_S = 1e9
 _TINY_KV_CACHE_BYTES = 64 << 20
 SHUTDOWN_TIMEOUT_S = 25
 """vLLM's default is 0, which cuts off running requests. Kubernetes gives a pod 30 s to stop."""
@@ -91,7 +93,8 @@ def serve(argv: list[str]) -> None:
     elif args.enable_return_routed_expert_weights:
         raise CommandError(f"{WEIGHTS_FLAG} needs the capture: remove --no-enable-return-routed-experts.")
     check(args, capture)
-    run(args)
+    with store_of(args) if capture and not args.headless else nullcontext():
+        run(args)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -164,6 +167,31 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="serve a page at /routed_experts that shows the experts of a response while it is generated",
     )
     group.add_argument(
+        "--routed-experts-store",
+        type=Path,
+        metavar="FOLDER",
+        help="folder for arrays that are returned by reference (routed_experts_delivery); several servers of one host "
+        "may share it (default: one for this port in /dev/shm, emptied at start and stop)",
+    )
+    group.add_argument(
+        "--routed-experts-store-bytes",
+        type=_positive,
+        metavar="BYTES",
+        help="maximum size of the store (default: half of the space that is free in its folder)",
+    )
+    group.add_argument(
+        "--routed-experts-store-seconds",
+        type=_positive_seconds,
+        default=DEFAULT_LIFETIME_S,
+        metavar="SECONDS",
+        help="time after which stored arrays are deleted (default: 3600)",
+    )
+    group.add_argument(
+        "--routed-experts-store-paths",
+        action="store_true",
+        help="name the files in references, for clients on the same machine",
+    )
+    group.add_argument(
         WEIGHTS_FLAG,
         action="store_true",
         help="capture the routers' weights beside the ids, for requests with return_routed_expert_weights; takes three "
@@ -188,6 +216,16 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of bytes")
     return int(text)
+
+
+def _positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < _LONGEST_S:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return seconds
 
 
 def take_capture_flag(args: argparse.Namespace) -> bool:
@@ -294,6 +332,28 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
         raise CommandError(str(error)) from None
     if current_platform.is_cuda() and (sentence := missing_gpu_run()) is not None:
         logger.warning(sentence)
+
+
+@contextmanager
+def store_of(args: argparse.Namespace) -> Iterator[None]:
+    """Prepares the folder of stored arrays. A folder of the port's own is emptied at the start and at the end.
+
+    Raises:
+        CommandError: the folder cannot be used.
+    """
+    folder = args.routed_experts_store or default_folder(str(args.port))
+    try:
+        store = ArrayStore(folder)
+    except StoreError as error:
+        raise CommandError(f"The store of routed experts: {error}. Set --routed-experts-store to another.") from None
+    if args.routed_experts_store is not None:
+        yield
+        return
+    store.clear()
+    try:
+        yield
+    finally:
+        store.clear()
 
 
 def memory_bytes(config: VllmConfig) -> int | None:

@@ -112,11 +112,11 @@ class Encoder:
         """What was sent, with the size of all arrays."""
         return replace(self.sent, num_bytes=self.num_bytes)
 
-    def by_name(self) -> dict[str, "Encoder"]:
-        """What encodes the arrays of a choice, by their names."""
-        found: dict[str, Encoder] = {"routed_experts": self}
+    def by_name(self, name: str = "routed_experts") -> dict[str, "Encoder"]:
+        """What encodes the arrays of a choice, or those called `name`, by their names."""
+        found: dict[str, Encoder] = {name: self}
         if self.weights is not None:
-            found[_weights_name("routed_experts")] = self.weights
+            found[_weights_name(name)] = self.weights
         return found
 
     def fields(self, name: str, rows: Rows, start: int) -> str:
@@ -151,6 +151,11 @@ class Encoder:
             return num_rows * self._list_row_bytes + 2
         header = _NPY_HEADER_BYTES if self.fmt == "npy" else 0
         return _base64_bytes(num_rows * self._row_bytes + header) + _ENVELOPE_BYTES
+
+    def stored_bytes(self, num_rows: int) -> int:
+        """Bytes of the files of `num_rows` rows, and of their weights."""
+        own = num_rows * self._row_bytes + _NPY_HEADER_BYTES
+        return own + (0 if self.weights is None else self.weights.stored_bytes(num_rows))
 
     def rows_in(self, num_bytes: int) -> int:
         """Number of rows whose JSON text, and that of their weights, surely fits into `num_bytes`; at least one."""
@@ -258,14 +263,36 @@ class Encoder:
             self._data(block)
             yield self._list(block)
 
+    def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
+        """The rows of `arrays` as one array [layers, n, K], and how many of them are unknown. Counts nothing as sent.
+
+        Raises:
+            LostRowsError: a row is unknown, and the dtype cannot hold -1.
+        """
+        num_layers, top_k = self._wire_shape
+        array = np.empty((num_layers, sum(map(len, arrays)), top_k), dtype=self._wire)
+        item = np.dtype((np.void, top_k * self._wire.itemsize))  # numpy moves K ids with one copy
+        out, missing, first = array.view(item)[..., 0], 0, 0
+        for block in self._blocks(arrays):
+            missing += self._missing_in(block, block.tobytes())
+            block = np.ascontiguousarray(block, dtype=self._wire)
+            out[:, first : first + len(block)] = block.view(item)[..., 0].T
+            first += len(block)
+        return array, missing
+
     def _data(self, rows: Rows) -> bytes:
         """The bytes of `rows` on the wire. Counts the rows as sent."""
         data = rows.tobytes()
         self.sent.rows += len(rows)
-        if self._unknown in data and (missing := count_missing(rows)):
-            self._check_lost(missing)
-            self.sent.missing += missing
+        self.sent.missing += self._missing_in(rows, data)
         return data if self._is_native else rows.astype(self._wire).tobytes()
+
+    def _missing_in(self, rows: Rows, data: bytes) -> int:
+        """Number of unknown rows in `rows`, whose bytes are `data`."""
+        missing = count_missing(rows) if self._unknown in data else 0
+        if missing:
+            self._check_lost(missing)
+        return missing
 
     def _blocks(self, arrays: Iterable[Rows]) -> Iterator[Rows]:
         return map(self._laid_out, _blocks(arrays))

@@ -7,6 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
 from starlette.datastructures import State
 
 from routed_experts.capture.engine.classes import is_capturing
@@ -28,12 +29,15 @@ from routed_experts.server.http.serving import (
     RoutedServingTokens,
     rebind_class,
 )
+from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, default_folder
 from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
 
 logger = get_logger(__name__)
+
+_SWEEP_S = 15.0
 
 REBOUND_CLASSES: dict[str, type[RoutedServing]] = {
     "openai_serving_completion": RoutedServingCompletion,
@@ -81,18 +85,46 @@ class RoutedExpertsPlugin:
         if captured is not None:
             await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults
+        state.array_store = store = store_of(args) if captured is not None else None
         state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
-        rebind_classes(state, captured, getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES))
+        max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
+        rebind_classes(state, captured, max_bytes, store, getattr(args, "routed_experts_store_paths", False))
+        if store is not None:
+            state.store_sweep = asyncio.create_task(sweep_forever(store))
         if isinstance(engine_client, AsyncLLM):
             state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))
 
 
-def rebind_classes(state: State, captured: CapturedEngine | None, max_bytes: int) -> None:
+def rebind_classes(
+    state: State,
+    captured: CapturedEngine | None,
+    max_bytes: int,
+    store: ArrayStore | None = None,
+    tells_paths: bool = False,
+) -> None:
     """Puts our behavior on vLLM's serving objects; safe to repeat."""
     for name, cls in REBOUND_CLASSES.items():
         if (serving := getattr(state, name, None)) is not None:
-            rebind_class(serving, cls, captured, max_bytes)
+            rebind_class(serving, cls, captured, max_bytes, store, tells_paths)
+
+
+def store_of(args: Namespace) -> ArrayStore:
+    """The store of arrays that responses refer to.
+
+    Raises:
+        StoreError: its folder cannot be used.
+    """
+    folder = getattr(args, "routed_experts_store", None) or default_folder(str(args.port))
+    lifetime_s = getattr(args, "routed_experts_store_seconds", DEFAULT_LIFETIME_S)
+    return ArrayStore(folder, getattr(args, "routed_experts_store_bytes", None), lifetime_s)
+
+
+async def sweep_forever(store: ArrayStore) -> None:
+    """Deletes expired arrays while no new ones need their room."""
+    while True:
+        await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
+        await run_in_threadpool(store.sweep)
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:

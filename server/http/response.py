@@ -17,17 +17,22 @@ from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
+from routed_experts.server.http.references import ReferenceMaker, full_store
 from routed_experts.server.http.vllm_http import (
     ErrorResponse,
     create_error_response,
     metrics_header,
     with_sse_keep_alive,
 )
+from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
 from routed_experts.server.outputs.row_buffer import RowBuffer
-from routed_experts.server.vllm_api import RequestOutput
+from routed_experts.server.vllm_api import RequestOutput, get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -122,51 +127,85 @@ class RoutedResponse:
         response: a pydantic model with `choices`.
         encoder: encodes the arrays in the requested form.
         is_list: whether the request has a list of prompts.
+        references: stores the arrays, if the request asks for references.
+        max_bytes: limit of arrays that the store cannot take and that are returned inline.
     """
 
     response: Any
     rows: CollectedRows
     encoder: Encoder
     is_list: bool
+    references: ReferenceMaker | None = None
+    max_bytes: int = MAX_RESPONSE_BYTES
 
     @property
     def nbytes(self) -> int:
         """Size of all rows, including those in `kv_transfer_params`."""
         return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
 
-    def prepare(self, packed: bool) -> Iterator[bytes]:
-        """The response body in parts, as JSON or MessagePack (`packed`). Arrays are encoded while the parts are read.
+    def prepare(self, packed: bool) -> tuple[list[bytes], list[Marked]]:
+        """The texts of the response body, as JSON or MessagePack (`packed`), and the arrays between them. Stores the
+        arrays if the request asks for references.
 
         Raises:
             LostRowsError: a row is unknown, and the requested dtype cannot hold -1.
+            StoreError: the store cannot take the arrays, and they are too large to be returned inline.
         """
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
-        encoders = self.encoder.by_name()
         marker = secrets.token_bytes(16)  # replaced by each array; random, so that no client can send it
         placeholder = msgspec.Raw(marker)
         marked: list[Marked] = []  # in the order of the body
-        for choice, start, rows in arrays:
+        for *_, rows in arrays:
             self.encoder.check(rows)
-            for name, encoder in encoders.items() if choice is not None else ():
-                body["choices"][choice][name] = placeholder
-                marked.append((encoder, start, rows))
-        prompts = [(start, rows) for choice, start, rows in arrays if choice is None]
-        for name, encoder in encoders.items() if prompts else ():
-            body[f"prompt_{name}"] = self._one_or_list([placeholder] * len(prompts))
-            marked += [(encoder, start, rows) for start, rows in prompts]
+        prompts: dict[str, tuple[list[Any], list[Marked]]] = {}
+        for (choice, start, rows), references in zip(arrays, self._refer(arrays), strict=True):
+            for name, encoder in self.encoder.by_name(_name_of(choice)).items():
+                values, inline = ([], marked) if choice is not None else prompts.setdefault(name, ([], []))
+                values.append(references.get(name, placeholder))
+                if name not in references:
+                    inline.append((encoder, start, rows))
+                if choice is not None:
+                    body["choices"][choice][name] = values[0]
+        for name, (values, inline) in prompts.items():
+            body[name] = self._one_or_list(values)
+            marked += inline
         if self.rows.options.histogram:
             of_prompts, of_choices = self.rows.histograms(self.encoder)
             body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
             for choice_body, counted in zip(body["choices"], of_choices, strict=True):
                 choice_body["routed_experts_histogram"] = counted
-        return _parts(encoded(body, packed).split(marker), marked, packed)
+        return encoded(body, packed).split(marker), marked
+
+    def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
+        """References to `arrays` and their weights, by name. Without those that are returned inline."""
+        made: list[dict[str, Any]] = [{} for _ in arrays]
+        if self.references is None:
+            return made
+        num_inline, why = 0, StoreError()
+        for index, (choice, start, rows) in enumerate(arrays):
+            try:
+                made[index] = self.references.references(self.encoder, _name_of(choice), rows, start)
+            except StoreError as error:
+                num_inline, why = num_inline + _count(rows), error
+        if num_inline and self.encoder.text_bytes(num_inline) > self.max_bytes:
+            for each in made:
+                self.references.take_back(self.encoder, each)
+            raise why
+        if num_inline:
+            logger.warning("Routed experts of %d tokens are returned inline: %s", num_inline, why)
+        return made
 
     def _one_or_list(self, items: list[Any]) -> Any:
         return items if self.is_list or len(items) > 1 else items[0]
 
 
-def _parts(texts: list[bytes], marked: list[Marked], packed: bool) -> Iterator[bytes]:
+def _name_of(choice: int | None) -> str:
+    """Name of the array of a choice, or of a prompt (None)."""
+    return "routed_experts" if choice is not None else "prompt_routed_experts"
+
+
+def parts_of(texts: list[bytes], marked: list[Marked], packed: bool) -> Iterator[bytes]:
     yield texts[0]
     for text, (encoder, start, rows) in zip(texts[1:], marked, strict=True):
         yield from encoder.parts(rows, start, packed)
@@ -214,6 +253,9 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         return JSONResponse(body, headers=headers)
     try:
         return await _with_rows(answer, packed, headers)
+    except StoreError:
+        assert answer.references is not None
+        raise full_store(answer.references.store) from None
     except LostRowsError as error:
         failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)
@@ -221,11 +263,16 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 
 async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Response:
     media_type = MSGPACK if packed else _JSON
-    if answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES):
-        body = b"".join(answer.prepare(packed))
+    is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
+    if is_small and answer.references is None:
+        texts, marked = answer.prepare(packed)
+    else:
+        texts, marked = await run_in_threadpool(answer.prepare, packed)
+    parts = parts_of(texts, marked, packed)
+    if is_small or not marked:
+        body = b"".join(parts)
         count_response(answer.encoder.total, answer.rows.num_lost)
         return Response(body, media_type=media_type, headers=headers)
-    parts = await run_in_threadpool(answer.prepare, packed)
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
 
 

@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
 from routed_experts.server.http import examples, schemas
 from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.references import ROWS_PATH, delete_array, stored_array
 from routed_experts.server.http.request import (
     RoutedChatRequest,
     RoutedCompletionRequest,
@@ -26,6 +27,11 @@ generate_router = APIRouter()
 """Routes of servers with `--enable-scale-out`."""
 
 Routing = Annotated[RoutingOptions | None, Depends(routing_of)]
+ArrayId = Annotated[str, Path(alias="id")]
+LayerRange = Annotated[str | None, Query(description="layers to return, `FIRST:END`; all if left out")]
+TokenRange = Annotated[
+    str | None, Query(description="rows to return, `FIRST:END`, counted from 0 in this array; all if left out")
+]
 GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 
 
@@ -85,6 +91,22 @@ async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     if captured is None:
         raise VLLMNotFoundError("This server does not capture routed experts.")
     return captured.info
+
+
+@router.get(ROWS_PATH + "/{id}", responses=schemas.rows_responses())
+@router.head(ROWS_PATH + "/{id}", include_in_schema=False)
+async def stored_rows(
+    raw_request: Request, key: ArrayId, layers: LayerRange = None, tokens: TokenRange = None
+) -> Response:
+    """An array that a response refers to, or with `?layers=12:24&tokens=0:8192` a part of it. Both count from 0 in this
+    array."""
+    return stored_array(raw_request, raw_request.app.state.array_store, key, layers, tokens)
+
+
+@router.delete(ROWS_PATH + "/{id}", responses=schemas.deletion_responses(), status_code=204)
+async def delete_rows(raw_request: Request, key: ArrayId) -> Response:
+    """Deletes an array that a response refers to, before it expires."""
+    return delete_array(raw_request.app.state.array_store, key)
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:

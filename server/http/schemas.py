@@ -5,7 +5,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from routed_experts.protocol.models import RoutedExpertsArray, RoutedExpertsHistogram, RoutedExpertWeightsArray
+from routed_experts.protocol.models import (
+    RoutedExpertsArray,
+    RoutedExpertsHistogram,
+    RoutedExpertsReference,
+    RoutedExpertWeightsArray,
+)
 from routed_experts.server.http import examples
 from routed_experts.server.http.vllm_http import (
     ChatCompletionResponse,
@@ -19,9 +24,9 @@ from routed_experts.server.http.vllm_http import (
 
 Ids = list[list[list[int]]]
 Histogram = RoutedExpertsHistogram
-Rows = RoutedExpertsArray | str | Ids
-"""One array in any of the forms of `routed_experts_format`: `object`; `npy` and `raw`; `list`."""
-Weights = RoutedExpertWeightsArray | str | list[list[list[float | None]]]
+Rows = RoutedExpertsArray | RoutedExpertsReference | str | Ids
+"""One array in any form of `routed_experts_format` (`object`; `npy` and `raw`; `list`), or a reference to it."""
+Weights = RoutedExpertWeightsArray | RoutedExpertsReference | str | list[list[list[float | None]]]
 
 
 def _absent_unless_asked_for(schema: dict[str, Any]) -> None:
@@ -143,6 +148,8 @@ With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`
   without text carry all but the last, directly before the chunk that carries the last.
 - Concatenated, the arrays equal those of the same request without `stream`.
 - Histograms are sent once, in the chunk that has `finish_reason`.
+- With `routed_experts_stream: at_end`, all rows of a choice come with the chunk that has its `finish_reason`, the
+  prompt's with the first such chunk. With `routed_experts_delivery: reference`, references come there.
 
 An error after the first byte is sent as one event with `error`, then `[DONE]`."""
 
@@ -156,6 +163,13 @@ _ERRORS = {
     422: "Something that the request refers to, such as an image, cannot be processed.",
     500: "Internal server error.",
     501: "The model does not support this endpoint.",
+    507: "The store of arrays that responses refer to is full.",
+}
+_PART_ERRORS = {
+    400: "`layers` or `tokens` is invalid.",
+    404: "There never was such an array.",
+    410: "The array has expired or was deleted.",
+    416: "The `Range` begins behind the end.",
 }
 
 
@@ -188,6 +202,27 @@ def info_responses() -> dict[int | str, dict[str, Any]]:
     errors = error_responses(404, example=examples.NO_CAPTURE_ERROR)
     errors[404]["description"] = "The server does not capture routed experts."
     return {200: ok, **errors}
+
+
+def deletion_responses() -> dict[int | str, dict[str, Any]]:
+    """The responses of `DELETE /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
+    return {204: {"description": "The array is deleted."}, **_part_errors(404, 410)}
+
+
+def _part_errors(*codes: int) -> dict[int | str, dict[str, Any]]:
+    return {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
+
+
+def rows_responses() -> dict[int | str, dict[str, Any]]:
+    """The responses of `GET /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
+    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    ok: dict[str, Any] = {
+        "description": "The array, or the part that is asked for: little-endian, C order, [layers, rows, experts per "
+        "token]. `X-Routed-Experts-Shape` has its shape, such as `12,8192,8`, `X-Routed-Experts-Dtype` its dtype. "
+        "Takes `Range` with one range (206), `If-None-Match` (304) and `HEAD`.",
+        "content": content,
+    }
+    return {200: ok, **_part_errors(*_PART_ERRORS)}
 
 
 def request_example(example: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine.kv_transfer import transfer_params
@@ -12,9 +13,10 @@ from routed_experts.capture.handoff import PARAM
 from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
 from routed_experts.protocol import codec
-from routed_experts.protocol.models import HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
+from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.references import ReferenceMaker, address_of, full_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -28,6 +30,7 @@ from routed_experts.server.http.vllm_http import (
     ServingTokens,
 )
 from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
@@ -63,10 +66,25 @@ class RoutedServing:
     Attributes:
         captured: None if the capture is off.
         max_bytes: maximum bytes of routing in one response.
+        store: arrays that are returned by reference; None if there are none.
+        tells_paths: whether references name the files of arrays.
     """
 
     captured: CapturedEngine | None
     max_bytes: int
+    store: ArrayStore | None
+    tells_paths: bool
+
+    def begin(self, request: Any, raw_request: Request | None) -> None:
+        """Prepares a request for vLLM's own handling.
+
+        Raises:
+            VLLMValidationError: names the field.
+        """
+        options = options_of(request)
+        if options is not None and options.by_reference and raw_request is not None:
+            request.rows_address = address_of(raw_request)
+        self.take_handover(request)
 
     def take_handover(self, request: Any) -> None:
         """Checks `kv_transfer_params` and moves rows out of them into a `Handover`.
@@ -166,11 +184,36 @@ class RoutedServing:
                     options.prompt_start_param,
                 )
                 return
-        if options.rows:
+        if options.rows and not options.by_reference:
             prompt_rows = sum(prompt_lens) - len(prompt_lens) * options.prompt_start
             copies = num_choices if options.layout == "joined" else 1
             own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
             self.check_size(request, options, copies * prompt_rows + own_rows)
+
+    async def check_room(self, request: Any, prompt_lens: list[int]) -> None:
+        """Rejects a request for references to a store that has no room for the rows of its prompts.
+
+        Raises:
+            HTTPException: the store is full.
+            VLLMValidationError: there is no store.
+        """
+        options = options_of(request)
+        if options is None or not options.by_reference:
+            return
+        if self.store is None:
+            _reject("This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY)
+        num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
+        num_bytes = self.encoder(options).stored_bytes(num_rows)
+        if not self.store.has_room(num_bytes):
+            await run_in_threadpool(self.store.sweep)
+            if not self.store.has_room(num_bytes):
+                raise full_store(self.store)
+
+    def references(self, request: Any, options: RoutingOptions) -> ReferenceMaker | None:
+        """What stores the arrays of a request that asks for references."""
+        if not options.by_reference or self.store is None:
+            return None
+        return ReferenceMaker(self.store, request.rows_address, self.tells_paths)
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
         """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
@@ -197,7 +240,12 @@ class RoutedServing:
         return Encoder(options.format, dtype, self.captured.shape, num_experts, layers, options.weights)
 
     def aligner(
-        self, options: RoutingOptions, num_choices: int, preface_chunks: int = 0, has_own_field: bool = False
+        self,
+        request: Any,
+        options: RoutingOptions,
+        num_choices: int,
+        preface_chunks: int = 0,
+        has_own_field: bool = False,
     ) -> SSERewriter:
         """The `SSERewriter` for a request with `options`."""
         assert self.captured is not None
@@ -209,6 +257,7 @@ class RoutedServing:
             preface_chunks,
             self.max_bytes,
             has_own_field,
+            self.references(request, options),
         )
 
     async def collect(
@@ -230,11 +279,13 @@ class RoutedServing:
             VLLMValidationError: the rows exceed the maximum size of a response.
         """
         assert self.captured is not None
-        self.check_size(request, rows.options, rows.num_rows)
+        references = self.references(request, rows.options)
+        if references is None:
+            self.check_size(request, rows.options, rows.num_rows)
         if options_of(request) is None:
             response.kv_transfer_params = kv_handoff.to_wire(response.kv_transfer_params)
             return response
-        return RoutedResponse(response, rows, self.encoder(rows.options), is_list)
+        return RoutedResponse(response, rows, self.encoder(rows.options), is_list, references, self.max_bytes)
 
     def _error_event(self, error: Exception) -> str:
         said = isinstance(error, LostRowsError | StreamLimitError)
@@ -252,7 +303,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
     async def create_completion(
         self, request: CompletionRequest, raw_request: Any = None
     ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
-        self.take_handover(request)
+        self.begin(request, raw_request)
         return await super().create_completion(request, raw_request)
 
     async def render_completion_request(self, request: CompletionRequest) -> Any:
@@ -262,6 +313,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
             await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, request.max_tokens)
+            await self.check_room(request, lengths)
         return rendered
 
     def completion_stream_generator(
@@ -276,7 +328,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         make = super().completion_stream_generator
         if options is None:
             return make(request, engine_inputs, result_generator, *args, **kwargs)
-        aligner = self.aligner(options, num_choices=request.n or 1)
+        aligner = self.aligner(request, options, num_choices=request.n or 1)
         return aligner.rewrite(make(request, engine_inputs, aligner.watch(result_generator), *args, **kwargs))
 
     def request_output_to_completion_response(
@@ -301,7 +353,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
     async def create_chat_completion(
         self, request: ChatCompletionRequest, raw_request: Any = None
     ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
-        self.take_handover(request)
+        self.begin(request, raw_request)
         return await super().create_chat_completion(request, raw_request)
 
     async def render_chat_request(self, request: ChatCompletionRequest) -> Any:
@@ -312,6 +364,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             max_tokens = request.max_completion_tokens or request.max_tokens
             await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, max_tokens)
+            await self.check_room(request, lengths)
         return rendered
 
     def chat_completion_stream_generator(
@@ -334,7 +387,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         last = conversation[-1] if conversation else {}
         if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
             preface += num_choices
-        aligner = self.aligner(options, num_choices, preface)
+        aligner = self.aligner(request, options, num_choices, preface)
         watched = aligner.watch(result_generator)
         return aligner.rewrite(make(request, watched, request_id, model_name, conversation, *args, **kwargs))
 
@@ -349,7 +402,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     """`POST /inference/v1/generate`."""
 
     async def serve_tokens(self, request: GenerateRequest, raw_request: Any = None) -> Any:
-        self.take_handover(request)
+        self.begin(request, raw_request)
         return await self._with_kv_transfer_rejection_cleanup(
             self._serve_tokens(request, raw_request), request, raw_request
         )
@@ -369,6 +422,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 _reject(f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false", _N)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
+            await self.check_room(request, [len(request.token_ids)])
             request.sampling_params = request.opt_in(params)
             set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)
@@ -380,7 +434,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         make = super().serve_tokens_stream_generator
         if options is None:
             return make(request, result_generator, *args, **kwargs)
-        aligner = self.aligner(options, request.sampling_params.n, has_own_field=True)
+        aligner = self.aligner(request, options, request.sampling_params.n, has_own_field=True)
         return aligner.rewrite(make(request, aligner.watch(result_generator), *args, **kwargs))
 
     async def serve_tokens_full_generator(
@@ -390,7 +444,14 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         return await self.collect(make, request, result_generator, *args)
 
 
-def rebind_class(serving: Any, cls: type[RoutedServing], captured: CapturedEngine | None, max_bytes: int) -> None:
+def rebind_class(
+    serving: Any,
+    cls: type[RoutedServing],
+    captured: CapturedEngine | None,
+    max_bytes: int,
+    store: ArrayStore | None = None,
+    tells_paths: bool = False,
+) -> None:
     """Changes the class of vLLM's `serving` to its stateless subclass `cls`. Safe to repeat.
 
     vLLM builds the object from two dozen arguments, so building it again would break with each change of that list.
@@ -402,3 +463,5 @@ def rebind_class(serving: Any, cls: type[RoutedServing], captured: CapturedEngin
         serving.__class__ = cls
     serving.captured = captured
     serving.max_bytes = max_bytes
+    serving.store = store
+    serving.tells_paths = tells_paths

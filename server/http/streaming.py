@@ -15,6 +15,8 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
+from routed_experts.server.http.references import ReferenceMaker
+from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.row_buffer import RowBuffer, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
@@ -48,6 +50,7 @@ class _Choice:
         buffer: rows that arrived and were not sent.
         finish: `finish_reason` of the last output.
         counted: rows for the histogram.
+        is_referred: whether the reference was sent.
     """
 
     begin: str
@@ -57,6 +60,7 @@ class _Choice:
     buffer: RowBuffer
     finish: str | None = None
     counted: list[Rows] = field(default_factory=list)
+    is_referred: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -97,6 +101,7 @@ class SSERewriter:
         preface_chunks: number of chunks that the generator sends before the first tokens.
         max_bytes: maximum bytes of routing in the stream.
         has_own_field: whether the generator's chunks have vLLM's own routing field (null).
+        references: stores the arrays, if the request asks for references.
     """
 
     def __init__(
@@ -108,8 +113,10 @@ class SSERewriter:
         preface_chunks: int = 0,
         max_bytes: int = MAX_RESPONSE_BYTES,
         has_own_field: bool = False,
+        references: ReferenceMaker | None = None,
     ) -> None:
         self._options = options
+        self._references = references
         self._encoder = encoder
         self._num_choices = num_choices
         self._error_event = error_event
@@ -162,6 +169,10 @@ class SSERewriter:
                     index = _index_of_choice(chunk, begin)
                     state = self._choices.get(index)
                     prompt = self._prompts.get(index // self._num_choices)
+                if self._options.at_end and (state is None or state.finish is None):
+                    self._preface_chunks -= 1
+                    yield chunk
+                    continue
                 prompt_rows = self._take_prompt(prompt) if prompt is not None and prompt.is_pending else None
                 rows: list[Rows] = []
                 if self._preface_chunks > 0:
@@ -171,6 +182,9 @@ class SSERewriter:
                         rows = self._take(state)
                     if self._options.histogram and state.finish is not None:
                         chunk = await self._with_histograms(chunk, state)
+                        begin = _begin_of_choice(chunk)
+                    if self._references is not None:
+                        chunk, prompt_rows, rows = await self._refer(self._references, chunk, state, prompt_rows, rows)
                         begin = _begin_of_choice(chunk)
                 if prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:  # the usual case
                     assert state is not None
@@ -233,6 +247,25 @@ class SSERewriter:
         is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
         return [_joined([], self._encoder.row_shape)] if is_due else []
 
+    async def _refer(
+        self, references: ReferenceMaker, chunk: str, state: _Choice, prompt_rows: list[Rows] | None, rows: list[Rows]
+    ) -> tuple[str, list[Rows] | None, list[Rows]]:
+        """`chunk` with references to the rows. Those that the store cannot take are returned, to be sent inline."""
+        store, encoder = references.references, self._encoder
+        try:
+            if not state.is_referred:
+                state.is_referred = True
+                first = state.next_row - sum(map(len, rows))
+                made = await run_in_threadpool(store, encoder, "routed_experts", rows, first)
+                chunk, rows = _insert(chunk, _begin_of_choice(chunk), _json_fields(made)), []
+            if prompt_rows is not None:
+                first = self._options.prompt_start
+                made = await run_in_threadpool(store, encoder, "prompt_routed_experts", prompt_rows, first)
+                chunk, prompt_rows = _insert(chunk, _BEGIN_OF_CHUNK, _json_fields(made)), None
+        except StoreError as error:
+            logger.warning("Routed experts are sent inline: %s", error)
+        return chunk, prompt_rows, rows
+
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
         """`chunk` with its rows and those of its prompt. If they exceed a line, chunks without text come before it.
 
@@ -293,6 +326,11 @@ class SSERewriter:
 def _insert(chunk: str, at: int, fields: str) -> str:
     """Inserts `fields`, each with a comma behind it, at index `at`, before other fields."""
     return f"{chunk[:at]}{fields}{chunk[at:]}"
+
+
+def _json_fields(values: dict[str, Any]) -> str:
+    """`values` as fields of a JSON object, each with a comma behind it."""
+    return msgspec.json.encode(values).decode()[1:-1] + ","
 
 
 def _begin_of_choice(chunk: str) -> int:

@@ -11,7 +11,10 @@ _HEAD = """\
 `make spec` generates this page and [`openapi.yaml`](../openapi.yaml) from the routes. For vLLM's own fields and other
 endpoints, see vLLM's documentation, or `/docs` of a running server. `openapi.yaml` has a response of every endpoint.
 """
-_PARTS = ("RoutedExpertsArray", "RoutedExpertWeightsArray", "RoutedExpertsHistogram", "RoutedExpertsInfo")
+_PARTS = (
+    *("RoutedExpertsArray", "RoutedExpertWeightsArray", "RoutedExpertsReference"),
+    *("RoutedExpertsHistogram", "RoutedExpertsInfo"),
+)
 _FIELDS_OF = "RoutedCompletionRequest"
 """Every endpoint has the same routing fields."""
 

@@ -301,7 +301,7 @@ def test_no_client_can_forge_the_opt_in(api: Server, value: Any) -> None:
 @pytest.mark.parametrize("asks", [{}, ASKS])
 def test_names_that_nobody_knows(api: Server, asks: dict[str, Any]) -> None:
     names = ["return_routed_expert", "routed_experts_formt"]
-    names += ["routed_experts_delivery"]  # a later part of the contract
+    names += ["routed_experts_deliver"]
     for name, (path, body) in product(names, (*ENDPOINTS, *CLOSED)):
         response = post(api, path, **body, **{name: True}, **asks)
         assert response.status_code == 400, response.text

@@ -18,6 +18,8 @@ VALID: dict[str, Any] = {
     "routed_experts_layout": "joined",
     "routed_experts_layers": "all",
     "return_routed_expert_weights": True,
+    "routed_experts_delivery": "reference",
+    "routed_experts_stream": "at_end",
 }
 WITH_HISTOGRAM = (*STARTS, "routed_experts_layers", "return_routed_expert_weights")
 ACCEPTED: dict[str, list[Any]] = {
@@ -36,6 +38,8 @@ INVALID = {
     "routed_experts_layers": [None, "", "ALL", "dense", 1, True, ["all"]],
     "routed_experts_histogram": [None, 0, 1, "true", "", [], {}],
     "return_routed_expert_weights": [None, 0, 1, "true", "", [], {}],
+    "routed_experts_delivery": [None, "", "Reference", "url", 1, True],
+    "routed_experts_stream": [None, "", "at end", True, False, 1],
 }
 
 
@@ -114,7 +118,9 @@ def test_histograms() -> None:
 
 def test_a_request_overrides_the_servers_defaults() -> None:
     defaults = {**OPT_IN, "routed_experts_format": "npy", "routed_experts_start_len": 4}
-    assert check_defaults({**OPT_IN, **VALID}) == {**OPT_IN, **VALID}
+    valid = {**OPT_IN, **VALID, "routed_experts_format": "object"}
+    assert check_defaults(valid) == valid
+    refuse("routed_experts_format", "by reference", check_defaults, {**OPT_IN, **VALID})
     start: Any = {"prompt_start": 4, "prompt_start_param": "routed_experts_start_len"}
     for body, expected, by_default in (
         ({}, RoutingOptions(format="npy", **start), True),

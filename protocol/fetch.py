@@ -1,0 +1,108 @@
+"""Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in part."""
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urljoin
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import NUMPY_DTYPES, map_npy
+
+Range = tuple[int, int]
+"""First index, and the index after the last."""
+
+TIMEOUT_S = 60.0
+
+
+class FetchError(Exception):
+    """An array cannot be fetched.
+
+    Attributes:
+        status: of the HTTP response; None if there is none. 404: there never was such an array; 410: it is gone.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def fetch(
+    reference: Mapping[str, Any],
+    *,
+    layers: Range | None = None,
+    tokens: Range | None = None,
+    base_url: str | None = None,
+    api_key: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> NDArray[Any]:
+    """The array of a reference, or a part of it: [layers, n, K], layers first. Read-only.
+
+    If the reference has a `path` that this process can read, the file is mapped into memory, and is read where the
+    array is used; this works after the array has expired too. Otherwise it comes over HTTP. Safe to call from several
+    threads at once.
+
+    Args:
+        reference: with at least `url`, `shape` ([n, L, K]) and `dtype`.
+        layers: first layer, and the layer after the last, of the L layers; all by default.
+        tokens: first row, and the row after the last, of the n rows of this array; all by default.
+        base_url: the server's address as this process reaches it, if it differs from that in `url`.
+
+    Raises:
+        FetchError: the server does not return the array.
+        ValueError: a range is outside of the array.
+    """
+    num_rows, num_layers, top_k = reference["shape"]
+    chosen_layers = _checked(layers, num_layers, "layers")
+    chosen_tokens = _checked(tokens, num_rows, "tokens")
+    dtype = NUMPY_DTYPES[reference["dtype"]]
+    shape = (chosen_layers[1] - chosen_layers[0], chosen_tokens[1] - chosen_tokens[0], top_k)
+    if (mapped := _mapped(reference, dtype)) is not None:
+        return mapped[slice(*chosen_layers), slice(*chosen_tokens)]
+    url = reference["url"] if base_url is None else urljoin(base_url, _path_of(reference["url"]))
+    query = f"?layers={chosen_layers[0]}:{chosen_layers[1]}&tokens={chosen_tokens[0]}:{chosen_tokens[1]}"
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    array = np.empty(shape, dtype)
+    _read_into(urllib.request.Request(url + query, headers=headers), array, timeout_s)
+    array.flags.writeable = False
+    return array
+
+
+def _checked(chosen: Range | None, size: int, name: str) -> Range:
+    first, end = (0, size) if chosen is None else chosen
+    if not 0 <= first <= end <= size:
+        raise ValueError(f"{name} must be within 0 and {size}, not {first} to {end}")
+    return first, end
+
+
+def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The array in the file that the reference names; None if this machine does not have it."""
+    if not reference.get("path"):
+        return None
+    num_rows, num_layers, top_k = reference["shape"]
+    try:
+        array = map_npy(reference["path"])
+    except (OSError, ValueError):
+        return None
+    return array if (array.shape, array.dtype) == ((num_layers, num_rows, top_k), dtype) else None
+
+
+def _path_of(url: str) -> str:
+    return "/" + url.split("://", 1)[-1].partition("/")[2]
+
+
+def _read_into(request: urllib.request.Request, array: NDArray[Any], timeout_s: float) -> None:
+    view = array.reshape(-1).view(np.uint8).data
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as response:
+            read = 0
+            while read < len(view) and (count := response.readinto(view[read:])):
+                read += count
+            if read < len(view) or response.read(1):
+                raise FetchError(f"{request.full_url} returned another number of bytes than {len(view)}")
+    except urllib.error.HTTPError as error:
+        raise FetchError(f"{request.full_url}: {error.code} {error.reason}", error.code) from None
+    except OSError as error:
+        raise FetchError(f"{request.full_url}: {error}") from error

@@ -1,0 +1,233 @@
+"""References: what a response has in place of an array, and the route that returns the array."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import Rows, map_npy
+from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.vllm_http import create_error_response
+from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
+from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
+
+ROWS_PATH = "/v1/routed_experts/rows"
+SHAPE_HEADER, DTYPE_HEADER = "X-Routed-Experts-Shape", "X-Routed-Experts-Dtype"
+
+_CHUNK_BYTES = 1 << 20
+"""Sent at once, in well under a millisecond, so that other requests run in between."""
+_INSUFFICIENT_STORAGE = 507
+
+
+@dataclass(frozen=True)
+class ReferenceMaker:
+    """Stores the arrays of one response.
+
+    Args:
+        url: address of the arrays, without a slash at the end.
+        tells_paths: whether references name the files.
+    """
+
+    store: ArrayStore
+    url: str
+    tells_paths: bool = False
+
+    def refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:
+        """Stores `rows`, which begin at position `start`; returns the reference.
+
+        Raises:
+            StoreError: they do not fit, or cannot be written.
+            LostRowsError: a row is unknown, and the dtype cannot hold -1.
+        """
+        array, missing = encoder.layers_first(rows)
+        stored = self.store.put(array)
+        num_layers, num_rows, top_k = array.shape
+        encoder.sent.rows += num_rows
+        encoder.sent.missing += missing
+        reference = {
+            "id": stored.id,
+            "url": f"{self.url}/{stored.id}",
+            "shape": [num_rows, num_layers, top_k],
+            "dtype": encoder.dtype,
+            "start": start,
+            "missing": missing,
+            "bytes": array.nbytes,
+            "expires": stored.expires,
+        }
+        return {**reference, "path": str(stored.path)} if self.tells_paths else reference
+
+    def references(self, encoder: Encoder, name: str, rows: list[Rows], start: int) -> dict[str, Any]:
+        """Stores `rows` and their weights; returns the references by the names of their arrays.
+
+        Raises:
+            StoreError: not all of them fit, or can be written; none is stored then.
+            LostRowsError: a row is unknown, and the dtype cannot hold -1.
+        """
+        made: dict[str, Any] = {}
+        try:
+            for each, by in encoder.by_name(name).items():
+                made[each] = self.refer(by, rows, start)
+        except StoreError:
+            self.take_back(encoder, made)
+            raise
+        return made
+
+    def take_back(self, encoder: Encoder, made: dict[str, Any]) -> None:
+        """Deletes the arrays of references that nobody was told of."""
+        for reference, by in zip(made.values(), encoder.by_name().values(), strict=False):
+            with suppress(LookupError):
+                self.store.delete(reference["id"])
+            by.sent.rows -= reference["shape"][0]
+            by.sent.missing -= reference["missing"]
+
+
+def address_of(raw_request: Request) -> str:
+    """The address of stored arrays as the client reaches this server."""
+    return str(raw_request.base_url).rstrip("/") + ROWS_PATH
+
+
+def full_store(store: ArrayStore) -> HTTPException:
+    """The error for a request whose arrays `store` cannot take."""
+    return HTTPException(
+        _INSUFFICIENT_STORAGE,
+        f"The store of routed experts is full: {store.used_bytes} of {store.max_bytes} bytes are used "
+        "(--routed-experts-store-bytes). Delete arrays that were fetched, or set routed_experts_delivery to inline.",
+    )
+
+
+def stored_array(
+    raw_request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
+) -> Response:
+    """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it.
+
+    Raises:
+        VLLMNotFoundError: there never was such an array.
+        HTTPException: it is gone.
+        VLLMValidationError: `layers` or `tokens` is invalid.
+    """
+    array = _opened(_found(store, key))
+    chosen = _slice(layers, array.shape[0], "layers"), _slice(tokens, array.shape[1], "tokens")
+    part = array[chosen]
+    tag = f'"{key}-{"-".join(f"{each.start}-{each.stop}" for each in chosen)}"'
+    headers = {
+        SHAPE_HEADER: ",".join(map(str, part.shape)),
+        DTYPE_HEADER: part.dtype.name,
+        "ETag": tag,
+        "Accept-Ranges": "bytes",
+        "Cache-Control": "private, immutable",
+    }
+    if tag in raw_request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    first, end, status = 0, part.nbytes, 200
+    asked = raw_request.headers.get("range")
+    if asked is not None and raw_request.headers.get("if-range", tag) == tag:
+        found = _byte_range(asked, part.nbytes)
+        if found is not None:
+            first, end = found
+            if first >= end:
+                return _unsatisfiable(part.nbytes)
+            status = 206
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
+    headers["Content-Length"] = str(end - first)
+    media_type = "application/octet-stream"
+    if raw_request.method == "HEAD":
+        return Response(status_code=status, headers=headers, media_type=media_type)
+    return StreamingResponse(_chunks(part, first, end), status_code=status, headers=headers, media_type=media_type)
+
+
+def delete_array(store: ArrayStore | None, key: str) -> Response:
+    """The response for `DELETE` of an array.
+
+    Raises:
+        VLLMNotFoundError: there never was such an array.
+        HTTPException: it is gone.
+    """
+    path = _found(store, key)
+    assert store is not None
+    try:
+        store.delete(path.stem)
+    except ArrayGoneError:
+        raise _gone() from None
+    return Response(status_code=204)
+
+
+def _found(store: ArrayStore | None, key: str) -> Path:
+    if store is None:
+        raise VLLMNotFoundError("This server stores no routed experts.")
+    try:
+        return store.find(key)
+    except UnknownArrayError:
+        raise VLLMNotFoundError("There is no such array.") from None
+    except ArrayGoneError:
+        raise _gone() from None
+
+
+def _gone() -> HTTPException:
+    return HTTPException(410, "This array has expired or was deleted.")
+
+
+def _opened(path: Path) -> NDArray[Any]:
+    try:
+        return map_npy(path)
+    except FileNotFoundError:  # it expired just now
+        raise _gone() from None
+
+
+def _slice(text: str | None, size: int, name: str) -> slice:
+    if text is None:
+        return slice(0, size)
+    first, colon, end = text.partition(":")
+    if colon and all(part == "" or (part.isascii() and part.isdecimal()) for part in (first, end)):
+        found = slice(int(first or 0), int(end) if end else size)
+        if found.start <= found.stop <= size:
+            return found
+    raise VLLMValidationError(
+        f"{name} must be FIRST:END with 0 <= FIRST <= END <= {size}, for example {name}=0:{size}", parameter=name
+    )
+
+
+def _byte_range(text: str, size: int) -> tuple[int, int] | None:
+    """First byte and the one after the last of a `Range` header with one range. None for other headers, which are
+    ignored (RFC 9110, 14.2)."""
+    unit, _, ranges = text.partition("=")
+    first, dash, last = (part.strip() for part in ranges.partition("-"))
+    numbers = [part for part in (first, last) if part]
+    if unit.strip() != "bytes" or not dash or not numbers or not all(n.isascii() and n.isdecimal() for n in numbers):
+        return None
+    if first:
+        begin, end = int(first), min(int(last) + 1, size) if last else size
+        if last and int(last) < begin:
+            return None
+    else:
+        begin, end = max(size - int(last), 0), size
+    return begin, end
+
+
+def _unsatisfiable(size: int) -> Response:
+    status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    error = create_error_response("The range begins behind the end.", status.phrase, status, param="Range")
+    return JSONResponse(error.model_dump(), status, headers={"Content-Range": f"bytes */{size}"})
+
+
+async def _chunks(part: NDArray[Any], first: int, end: int) -> AsyncIterator[memoryview]:
+    """The bytes from `first` to `end` of `part`. They are views of the file's pages, so that only the kernel copies."""
+    for piece in _contiguous(part):
+        view = piece.reshape(-1).view(np.uint8).data
+        for at in range(max(first, 0), min(end, len(view)), _CHUNK_BYTES):
+            yield view[at : min(at + _CHUNK_BYTES, end)]
+        first, end = first - len(view), end - len(view)
+
+
+def _contiguous(part: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """`part` in arrays that are contiguous in the file, or a copy of a small one."""
+    if part.flags.c_contiguous or part.nbytes <= _CHUNK_BYTES:
+        yield np.ascontiguousarray(part)
+    else:
+        yield from part

@@ -1,0 +1,271 @@
+"""Arrays that wait to be fetched: one `.npy` file each, in a folder that the processes of a host may share."""
+
+import errno
+import fcntl
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DEFAULT_LIFETIME_S = 3600.0
+
+_SUFFIX, _UNFINISHED = ".npy", ".tmp"
+_ID_BYTES, _PROOF_BYTES = 16, 8
+_COUNTER_BYTES = 8
+_WRITE_S = 600.0
+"""Seconds after which a file that is still being written was left behind by a process that ended."""
+_RETRY_S = 1.0
+"""Seconds between two searches of a full store for expired arrays."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def default_folder(name: str) -> Path:
+    """The folder of a server or program called `name`, in memory if the system has a file system there."""
+    memory = Path("/dev/shm")
+    parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return parent / f"routed-experts-{os.geteuid()}-{name}"
+
+
+class StoreError(Exception):
+    """The folder cannot be used."""
+
+
+class StoreFullError(StoreError):
+    """The array does not fit into the store."""
+
+
+class UnknownArrayError(LookupError):
+    """The store never had an array with this id."""
+
+
+class ArrayGoneError(LookupError):
+    """The array has expired or was deleted."""
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A stored array.
+
+    Attributes:
+        expires: Unix time in seconds.
+    """
+
+    id: str
+    path: Path
+    expires: int
+
+
+class ArrayStore:
+    """A folder of arrays with a limit of bytes and a lifetime.
+
+    An id has 128 random bits and a proof that this store made it, so that an array that is gone is told from one that
+    never was, without a list of them. A file's modification time is when it expires. Files are written under another
+    name and then renamed. The sum of their sizes is in a file that every process locks while it changes the sum.
+
+    Args:
+        folder: created with mode 0700 if it does not exist.
+        max_bytes: limit of all files together; by default half of the space that is free at the start.
+        lifetime_s: seconds until an array expires.
+
+    Raises:
+        StoreError: the folder cannot be used, or other users may write to it.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int | None = None, lifetime_s: float = DEFAULT_LIFETIME_S) -> None:
+        self.folder = folder
+        self.lifetime_s = lifetime_s
+        self._thread_lock = threading.Lock()  # the lock of the file is the process's
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                raise StoreError(f"{folder} must be a folder of this user that nobody else may write to")
+            self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            self._key = self._shared_key(folder / ".key")
+        except OSError as error:
+            raise StoreError(f"{folder} cannot be used: {error.strerror}") from error
+        self._next_search = 0.0
+        used = self.sweep()
+        if max_bytes is None:
+            disk = os.statvfs(folder)
+            max_bytes = (disk.f_bavail * disk.f_frsize + used) // 2
+        self.max_bytes = max_bytes
+
+    def _shared_key(self, path: Path) -> bytes:
+        with self._locked():
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            with open(descriptor, "r+b") as file:
+                if not (key := file.read()):
+                    key = secrets.token_bytes(_ID_BYTES)
+                    file.write(key)
+        return key
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._thread_lock:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, including those that are being written."""
+        return int.from_bytes(os.pread(self._lock_file, _COUNTER_BYTES, 0), "little")
+
+    def _set_used(self, count: int) -> None:
+        os.pwrite(self._lock_file, count.to_bytes(_COUNTER_BYTES, "little"), 0)
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` more would fit now. Deletes nothing."""
+        return self.used_bytes + num_bytes <= self.max_bytes
+
+    def put(self, array: NDArray[Any]) -> StoredArray:
+        """Stores `array`, which must be C-contiguous.
+
+        Raises:
+            StoreFullError: it does not fit, or the disk is full.
+            StoreError: it cannot be written.
+        """
+        header = _header_of(array)
+        size = len(header) + array.nbytes
+        key = self._new_id()
+        path, unfinished = self.folder / f"{key}{_SUFFIX}", self.folder / f"{key}{_UNFINISHED}"
+        expires = ceil(time.time() + self.lifetime_s)
+        try:
+            with open(self._create(unfinished, size), "wb", buffering=0) as file:
+                _write(file.fileno(), header)
+                _write(file.fileno(), array.reshape(-1).view(np.uint8).data)
+            with self._locked():
+                os.utime(unfinished, (expires, expires))
+                unfinished.rename(path)
+        except OSError as error:
+            self._remove(unfinished)
+            if error.errno in _FULL:
+                raise StoreFullError(str(error)) from error
+            raise StoreError(f"{self.folder} cannot be written to: {error.strerror}") from error
+        return StoredArray(key, path, expires)
+
+    def _create(self, path: Path, size: int) -> int:
+        """A new file of `size` bytes, which count from now on."""
+        with self._locked():
+            used = self.used_bytes
+            if used + size > self.max_bytes and time.monotonic() >= self._next_search:
+                used = self._sweep()
+                self._next_search = time.monotonic() + _RETRY_S
+            if used + size > self.max_bytes:
+                raise StoreFullError(f"{used} of {self.max_bytes} bytes are used")
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.ftruncate(descriptor, size)
+            except OSError:
+                os.close(descriptor)
+                raise
+            self._set_used(used + size)
+        return descriptor
+
+    def find(self, key: str) -> Path:
+        """The file of an array.
+
+        Raises:
+            UnknownArrayError: this store did not make the id.
+            ArrayGoneError: the array has expired or was deleted.
+        """
+        number, proof = key[: 2 * _ID_BYTES], key[2 * _ID_BYTES :]
+        if not hmac.compare_digest(self._proof(number).encode(), proof.encode()):
+            raise UnknownArrayError(key)
+        path = self.folder / f"{key}{_SUFFIX}"
+        try:
+            expires = path.stat().st_mtime
+        except FileNotFoundError:
+            raise ArrayGoneError(key) from None
+        if expires < time.time():
+            raise ArrayGoneError(key)
+        return path
+
+    def delete(self, key: str) -> None:
+        """Deletes an array.
+
+        Raises:
+            UnknownArrayError: this store did not make the id.
+            ArrayGoneError: the array has expired or was deleted.
+        """
+        if not self._remove(self.find(key)):
+            raise ArrayGoneError(key)
+
+    def _remove(self, path: Path) -> bool:
+        """Deletes a file if it is there."""
+        with self._locked():
+            try:
+                size = path.stat().st_size
+                path.unlink()
+            except FileNotFoundError:
+                return False
+            self._set_used(max(self.used_bytes - size, 0))
+        return True
+
+    def sweep(self) -> int:
+        """Deletes expired arrays and what ended processes left behind; returns the bytes that are used then."""
+        with self._locked():
+            return self._sweep()
+
+    def _sweep(self) -> int:
+        now, used = time.time(), 0
+        with os.scandir(self.folder) as files:
+            for file in files:
+                if not file.name.endswith((_SUFFIX, _UNFINISHED)):
+                    continue
+                try:
+                    found = file.stat(follow_symlinks=False)
+                    if found.st_mtime + _WRITE_S * file.name.endswith(_UNFINISHED) < now:
+                        os.unlink(file)
+                    else:
+                        used += found.st_size
+                except FileNotFoundError:  # deleted by hand
+                    continue
+        self._set_used(used)
+        return used
+
+    def clear(self) -> None:
+        """Deletes all arrays. Their ids stay known as gone."""
+        with self._locked():
+            for path in self.folder.iterdir():
+                if path.suffix in (_SUFFIX, _UNFINISHED):
+                    path.unlink(missing_ok=True)
+            self._set_used(0)
+
+    def _new_id(self) -> str:
+        number = secrets.token_hex(_ID_BYTES)
+        return number + self._proof(number)
+
+    def _proof(self, number: str) -> str:
+        return hashlib.blake2b(number.encode(), key=self._key, digest_size=_PROOF_BYTES).hexdigest()
+
+
+def _header_of(array: NDArray[Any]) -> bytes:
+    buffer = BytesIO()
+    described = np.lib.format.header_data_from_array_1_0(array)  # type: ignore[no-untyped-call]
+    np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
+    return buffer.getvalue()
+
+
+def _write(descriptor: int, data: bytes | memoryview) -> None:
+    """Writes all of `data`; one call writes 2 GiB at most."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,277 @@
+"""Rows by reference, and rows at the end of a stream, through vLLM's real API process and scheduler."""
+
+import base64
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from routed_experts.protocol.fetch import FetchError, fetch
+from tests.contract.engine import K, L
+from tests.contract.served import rows_of, serving
+from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of
+
+GENERATE = "/inference/v1/generate"
+AT_END, REFERENCE = {"routed_experts_stream": "at_end"}, {"routed_experts_delivery": "reference"}
+SAMPLED = {"temperature": 1.0}
+FILE_BYTES = 128 + 3 * L * K * 2  # of a completion with four tokens
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": prompt_of(40, 1), "max_tokens": 9}),
+    (COMPLETIONS, {"prompt": prompt_of(3, 2), "max_tokens": 1}),
+    (COMPLETIONS, {"prompt": [prompt_of(20, 3), prompt_of(5, 4)], "n": 2, "max_tokens": 4, **SAMPLED}),
+    (COMPLETIONS, {"prompt": prompt_of(30, 5), "max_tokens": 4, "routed_experts_prompt_start": 30}),
+    (COMPLETIONS, {"prompt": prompt_of(30, 5), "max_tokens": 4, "routed_experts_layout": "joined"}),
+    (COMPLETIONS, {"prompt": prompt_of(300, 6), "max_tokens": 4, "routed_experts_layers": "all", "stop": ["zzzz"]}),
+    (COMPLETIONS, {"prompt": prompt_of(9, 7), "max_tokens": 4, "routed_experts_dtype": "int32"}),
+    (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "n": 3, **SAMPLED}),
+    (GENERATE, {"token_ids": prompt_of(12, 8), "sampling_params": {"max_tokens": 5}, "routed_experts_layout": "split"}),
+]
+WITH_WEIGHTS = pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "arrays"
+
+
+@pytest.fixture(scope="module")
+def api(tiny_model: Path, folder: Path) -> Iterator[Server]:
+    flags = ("--routed-experts-store", str(folder), "--routed-experts-store-paths")
+    with serving(tiny_model, "--enable-scale-out", "--enable-return-routed-expert-weights", *flags) as server:
+        yield server
+
+
+def ask(path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**({} if path == GENERATE else ASK), "return_routed_experts": True, **body, **more}
+
+
+def resolved(value: Any, get: Callable[[dict[str, Any]], np.ndarray] = fetch) -> Any:
+    """`value` with arrays in place of references, and without what no two responses share."""
+    if isinstance(value, list):
+        return [resolved(item, get) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "url" not in value:
+        return {
+            name: resolved(item, get) for name, item in value.items() if name not in ("id", "created", "request_id")
+        }
+    assert set(value) == {"id", "url", "shape", "dtype", "start", "missing", "bytes", "expires", "path"}
+    array = np.ascontiguousarray(get(value).swapaxes(0, 1))
+    assert ([*array.shape], array.dtype.name, array.nbytes) == (value["shape"], value["dtype"], value["bytes"])
+    data = base64.b64encode(array.tobytes()).decode()
+    return {"data": data, **{name: value[name] for name in ("shape", "dtype", "start", "missing")}}
+
+
+def bare(array: dict[str, Any]) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(array["data"]), array["dtype"]).reshape(array["shape"])
+
+
+def arrays_of(holders: list[dict[str, Any]]) -> dict[Any, np.ndarray]:
+    """The arrays of a whole response or of chunks, by name and choice or prompt, put together."""
+    found: dict[Any, list[np.ndarray]] = defaultdict(list)
+    for holder in holders:
+        for name in filter(lambda name: name.startswith("prompt_routed"), holder):
+            prompts = holder[name] if isinstance(holder[name], list) else [holder[name]]
+            first = holder["choices"][0]["index"] if len(prompts) == 1 else 0
+            for index, array in enumerate(prompts):
+                found[name, index or first // 2 * (len(holders) > 1)].append(bare(array))
+        for choice in holder["choices"]:
+            for name in filter(lambda name: name.startswith("routed"), choice):
+                found[name, choice["index"]].append(bare(choice[name]))
+    joined = {key: np.concatenate(arrays) for key, arrays in found.items()}
+    return {key: array for key, array in joined.items() if array.size}
+
+
+@WITH_WEIGHTS
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_references_lead_to_what_comes_inline(api: Server, path: str, body: dict[str, Any], weights: bool) -> None:
+    body = ask(path, body, return_routed_expert_weights=weights)
+    inline = resolved(api._post(path, body))
+    assert resolved(api._post(path, {**body, **REFERENCE})) == inline
+    by_http = lambda reference: fetch({**reference, "path": None})  # noqa: E731
+    assert resolved(api._post(path, {**body, **REFERENCE}), by_http) == inline
+    expected = arrays_of([inline])
+    for mode in (AT_END, REFERENCE):
+        chunks = [chunk for chunk in api.stream(path, **body, **mode) if chunk["choices"]]
+        last = [chunk for chunk in chunks if chunk["choices"][0]["finish_reason"]]
+        tokens = [chunk for chunk in chunks if chunk not in last and chunk["choices"][0].get("token_ids")]
+        assert not any("routed_exp" in str(chunk) for chunk in tokens)
+        streamed = arrays_of(resolved(chunks))
+        assert streamed.keys() == expected.keys()
+        assert all(streamed[key].tobytes() == expected[key].tobytes() for key in expected)  # NaN too
+        if mode is REFERENCE:
+            assert all("url" in chunk["choices"][0]["routed_experts"] for chunk in last)
+            assert not any("routed_exp" in str(chunk) for chunk in chunks if chunk not in last)
+
+
+def test_the_rows_are_those_of_the_tokens(api: Server) -> None:
+    prompt = prompt_of(21, 9)
+    whole = api.complete(prompt=prompt, max_tokens=6, **ASK, **REFERENCE)
+    tokens = whole["choices"][0]["token_ids"]
+    assert np.array_equal(fetch(whole["prompt_routed_experts"]).swapaxes(0, 1), rows_of(prompt))
+    rows = np.load(whole["choices"][0]["routed_experts"]["path"], mmap_mode="r")
+    assert np.array_equal(rows.swapaxes(0, 1), rows_of([*prompt, *tokens][:-1], 21))
+
+
+def test_long_rows_at_the_end_come_in_lines_that_readers_take(api: Server) -> None:
+    body = {"model": "tiny", "prompt": prompt_of(300, 10), "max_tokens": 200, "stream": True, **ASK, **AT_END}
+    with api.client() as client, client.stream("POST", COMPLETIONS, json=body) as response:
+        lines = list(response.iter_lines())
+    assert max(map(len, lines)) < 66 << 10
+    with_rows = [index for index, line in enumerate(lines) if "routed_exp" in line]
+    assert len(with_rows) > 8
+    assert '"finish_reason":"length"' in lines[with_rows[-1]]
+    assert all("routed_exp" in line for line in lines[with_rows[0] : with_rows[-1] : 2])
+
+
+@pytest.fixture(scope="module")
+def reference(api: Server) -> dict[str, Any]:
+    found: dict[str, Any] = api.complete(prompt=prompt_of(50, 11), max_tokens=1, **ASK, **REFERENCE)
+    return found["prompt_routed_experts"]
+
+
+def request(server: Server, reference: dict[str, Any], method: str = "GET", query: str = "", **headers: str) -> Any:
+    with server.client() as client:
+        return client.request(method, reference["url"] + query, headers=headers)
+
+
+def test_parts_of_an_array(api: Server, reference: dict[str, Any]) -> None:
+    array = np.load(reference["path"])
+    assert array.shape == (L, 50, K)
+    for layers, tokens in ((None, None), ((2, 5), None), (None, (7, 31)), ((1, 3), (0, 50)), ((4, 4), (50, 50))):
+        part = array[slice(*(layers or (0, L))), slice(*(tokens or (0, 50)))]
+        query = "&".join(
+            f"{name}={a}:{b}" for name, (a, b) in (("layers", layers or (0, L)), ("tokens", tokens or (0, 50)))
+        )
+        response = request(api, reference, query="?" + query)
+        assert response.content == part.tobytes()
+        assert response.headers["x-routed-experts-shape"] == ",".join(map(str, part.shape))
+        assert response.headers["x-routed-experts-dtype"] == "int16"
+        for place in (reference, {**reference, "path": None}):
+            assert np.array_equal(fetch(place, layers=layers, tokens=tokens), part)
+        head = request(api, reference, "HEAD", "?" + query)
+        assert (head.content, head.headers["content-length"]) == (b"", str(part.nbytes))
+    assert request(api, reference, query="?layers=3:&tokens=:9").content == array[3:, :9].tobytes()
+    for query in ("layers=0:99", "layers=3:2", "tokens=1", "tokens=-1:2", "tokens=a:b", "layers=", "layers=٣:4"):
+        response = request(api, reference, query="?" + query)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == query.partition("=")[0]
+    for name in ("layers", "tokens"):
+        with pytest.raises(ValueError, match=name):
+            fetch(reference, **{name: (0, 1000)})
+
+
+def test_byte_ranges(api: Server, reference: dict[str, Any]) -> None:
+    part = np.load(reference["path"])[2:7, 5:45].tobytes()
+    query, size = "?layers=2:7&tokens=5:45", len(part)
+    for text, first, end in (
+        ("0-0", 0, 1),
+        ("10-19999", 10, 20000),
+        ("-7", size - 7, size),
+        (f"9-{size * 2}", 9, size),
+    ):
+        response = request(api, reference, query=query, Range=f"bytes={text}")
+        assert (response.status_code, response.content) == (206, part[first:end])
+        assert response.headers["content-range"] == f"bytes {first}-{end - 1}/{size}"
+    for text in ("bytes=1-2,4-5", "bytes=x-y", "lines=1-2", "bytes=5-1", "bytes=-"):
+        response = request(api, reference, query=query, Range=text)
+        assert (response.status_code, response.content) == (200, part)
+    response = request(api, reference, query=query, Range=f"bytes={size}-")
+    assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{size}")
+    tag = request(api, reference, query=query).headers["etag"]
+    assert tag != request(api, reference).headers["etag"]
+    assert request(api, reference, query=query, **{"If-None-Match": tag}).status_code == 304
+    for condition, status in ((tag, 206), ('"other"', 200)):
+        response = request(api, reference, query=query, Range="bytes=0-1", **{"If-Range": condition})
+        assert response.status_code == status
+
+
+def test_deleted_and_unknown_arrays(api: Server, folder: Path) -> None:
+    reference = api.complete(prompt="abc", max_tokens=2, **ASK, **REFERENCE)["choices"][0]["routed_experts"]
+    assert request(api, reference, "DELETE").status_code == 204
+    assert not (folder / f"{reference['id']}.npy").exists()
+    for url, status in ((reference["url"], 410), (reference["url"][:-4] + "0000", 404)):
+        for method in ("GET", "HEAD", "DELETE"):
+            response = request(api, {"url": url}, method)
+            assert response.status_code == status
+        assert response.json()["error"]["code"] == status
+        with pytest.raises(FetchError) as error:
+            fetch({**reference, "url": url})
+        assert error.value.status == status
+
+
+def test_many_fetch_at_once(api: Server, reference: dict[str, Any]) -> None:
+    array = np.load(reference["path"])
+    parts = [(layer, layer + 1 + layer % 3) for layer in range(L - 3)] * 8
+    with ThreadPoolExecutor(8) as threads:
+        found = threads.map(lambda layers: fetch({**reference, "path": None}, layers=layers), parts)
+        assert all(np.array_equal(part, array[slice(*layers)]) for layers, part in zip(parts, found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"routed_experts_delivery": "reference"}, "routed_experts_delivery"),
+        ({"routed_experts_stream": "at_end"}, "routed_experts_stream"),
+        ({**ASK, "routed_experts_delivery": "mail"}, "routed_experts_delivery"),
+        ({**ASK, "routed_experts_stream": True}, "routed_experts_stream"),
+        ({**ASK, **REFERENCE, "routed_experts_format": "npy"}, "routed_experts_format"),
+    ],
+)
+def test_fields_that_cannot_be_honoured(api: Server, body: dict[str, Any], param: str) -> None:
+    with api.client() as client:
+        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a", **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_request_without_routing_has_no_reference(api: Server) -> None:
+    assert "routed_exp" not in str(api.complete(prompt="a", max_tokens=3))
+
+
+def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path) -> None:
+    """The store has room for the array of one answer, and responses for that of another."""
+    flags = ("--api-key", "k", "--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes")
+    flags += (str(FILE_BYTES + 700), "--routed-experts-default", '{"routed_experts_delivery": "reference"}')
+    flags += ("--routed-experts-max-response-bytes", str(6 * L * K * 2), "--routed-experts-store-seconds", "1000")
+    key = {"Authorization": "Bearer k"}
+    body = {"model": "tiny", "prompt": [5], "max_tokens": 4, "routed_experts_prompt_start": 1, **ASK}
+    with serving(tiny_model, *flags) as server, httpx.Client(base_url=server.url, headers=key, timeout=60) as client:
+
+        def post(**more: Any) -> httpx.Response:
+            return client.post(COMPLETIONS, json={**body, **more})
+
+        def lines(**more: Any) -> list[str]:
+            return [line for line in post(stream=True, **more).text.splitlines() if line]
+
+        first = post().json()["choices"][0]["routed_experts"]
+        assert "path" not in first
+        assert httpx.get(first["url"]).status_code == 401
+        assert fetch(first, api_key="k").shape == (L, 3, K)
+        with pytest.raises(FetchError, match="401"):
+            fetch(first)
+        assert "data" in post(routed_experts_delivery="inline").json()["choices"][0]["routed_experts"]
+        assert isinstance(post(routed_experts_format="npy").json()["choices"][0]["routed_experts"], str)
+
+        # Now the next rows do not fit: they come inline, if the limit of a response allows it.
+        assert "data" in post(max_tokens=3).json()["choices"][0]["routed_experts"]
+        assert any('"routed_experts":{"data"' in line for line in lines(max_tokens=3))
+        failed = post(max_tokens=30)
+        assert (failed.status_code, failed.json()["error"]["code"]) == (507, 507)
+        *_, error, done = lines(max_tokens=30)
+        assert (done, "max-response-bytes" in error) == ("data: [DONE]", True)
+
+        # Not even the prompt fits: nothing is generated.
+        assert post(prompt=prompt_of(60, 1), routed_experts_prompt_start=0).status_code == 507
+        for path in (tmp_path / "store").glob("*.npy"):
+            os.utime(path, (time.time() - 1,) * 2)
+        time.sleep(1)  # a full store is searched once a second
+        assert client.get(first["url"]).status_code == 410
+        assert "url" in post().json()["choices"][0]["routed_experts"]

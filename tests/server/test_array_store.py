@@ -1,0 +1,122 @@
+"""The folder of stored arrays, used by several processes and threads at once."""
+
+import multiprocessing
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from routed_experts.server.outputs.array_store import (
+    ArrayGoneError,
+    ArrayStore,
+    StoreError,
+    StoreFullError,
+    UnknownArrayError,
+)
+
+ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
+FILE_BYTES = 128 + ARRAY.nbytes
+
+
+def sizes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("[!.]*"))
+
+
+def test_numpy_alone_reads_what_is_stored(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "a" / "b", 1 << 20)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+    for array in (ARRAY, ARRAY[:, :0], ARRAY.astype(np.uint8), ARRAY.astype(np.float32)):
+        stored = store.put(np.ascontiguousarray(array))
+        assert store.find(stored.id) == stored.path
+        mapped = np.load(stored.path, mmap_mode="r")
+        assert (mapped.dtype, mapped.tolist()) == (array.dtype, array.tolist())
+        assert abs(stored.expires - time.time() - store.lifetime_s) < 2
+    assert store.used_bytes == sizes(store.folder)
+
+
+def test_ids_that_never_were_are_told_from_those_that_are_gone(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20)
+    first, second = store.put(ARRAY), store.put(ARRAY)
+    assert first.id != second.id
+    forged = first.id[:-1] + ("0" if first.id[-1] != "0" else "1")
+    for never in ("", "0" * 48, forged, f"../{first.id}", "é" * 48):
+        with pytest.raises(UnknownArrayError):
+            store.find(never)
+    store.delete(first.id)
+    os.utime(second.path, (1, 1))
+    for gone in (first.id, second.id):
+        for method in (store.find, store.delete):
+            with pytest.raises(ArrayGoneError):
+                method(gone)
+    again = ArrayStore(tmp_path / "store", 1 << 20)  # after a restart
+    assert again.used_bytes == 0
+    assert not list(store.folder.glob("*.npy"))
+    with pytest.raises(ArrayGoneError):
+        again.find(second.id)
+
+
+def test_a_full_store_takes_more_when_something_expires(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 2 * FILE_BYTES + 1)
+    stored = [store.put(ARRAY) for _ in range(2)]
+    assert not store.has_room(FILE_BYTES)
+    with pytest.raises(StoreFullError):
+        store.put(ARRAY)
+    assert len(list(store.folder.glob("[!.]*"))) == 2
+    os.utime(stored[0].path, (1, 1))
+    assert store.sweep() == FILE_BYTES
+    store.put(ARRAY)
+    store.clear()
+    assert store.used_bytes == 0
+
+
+def test_files_that_ended_processes_left_behind_are_deleted(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20)
+    old, new = store.folder / "old.tmp", store.folder / "new.tmp"
+    for path in (old, new):
+        path.write_bytes(b"12345")
+    os.utime(old, (time.time() - 700,) * 2)
+    assert store.sweep() == 5
+    assert not old.exists()
+
+
+def _fill(folder: Path, seed: int) -> int:
+    store, count = ArrayStore(folder, 100 * FILE_BYTES), 0
+    for index in range(100):
+        try:
+            stored = store.put(ARRAY)
+        except StoreFullError:
+            continue
+        if (index + seed) % 3 == 0:
+            store.delete(stored.id)
+        else:
+            count += 1
+    return count
+
+
+def test_the_limit_holds_for_processes_and_threads_together(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    with multiprocessing.get_context("spawn").Pool(2) as pool, ThreadPoolExecutor(4) as threads:
+        others = pool.starmap_async(_fill, [(folder, 0), (folder, 1)])
+        kept = sum(threads.map(_fill, [folder] * 4, range(4))) + sum(others.get(60))
+    store = ArrayStore(folder, 0)
+    assert kept == len(list(folder.glob("*.npy"))) <= 100
+    assert store.used_bytes == sizes(folder) == kept * FILE_BYTES
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+    theirs, open_to_all, link = tmp_path / "theirs", tmp_path / "open", tmp_path / "link"
+    for path in (theirs, open_to_all):
+        path.mkdir()
+    os.chown(theirs, 12345, -1)
+    open_to_all.chmod(0o777)
+    link.symlink_to(tmp_path)
+    for path in (theirs, open_to_all, link):
+        with pytest.raises(StoreError, match="folder of this user"):
+            ArrayStore(path)
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be used"):
+        ArrayStore(tmp_path / "file" / "folder")
