@@ -94,7 +94,7 @@ class Line:
     """A variant as it is asked for.
 
     Attributes:
-        rows: what its answers bring: "none", "split" or vLLM's "joined".
+        rows: what its answers bring: "none", "split", the same "at_end" or by "reference", or vLLM's "joined".
     """
 
     variant: str
@@ -107,11 +107,12 @@ class Line:
 def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     """The lines that take turns: first this project's, then vLLM's own (which does not stream) beside another off."""
     servers = {"off": ("off", "none"), "captured": ("ours", "none"), "returned": ("ours", "split")}
+    servers |= {"at_end": ("ours", "at_end"), "reference": ("ours", "reference")}
     ours = [
         Line(variant, *servers[variant], mode == "streamed", "off")
         for mode in modes
         for variant in servers
-        if variant in variants
+        if variant in variants and (variant, mode) != ("at_end", "unstreamed")
     ]
     beside = "off, beside vLLM's own"
     peer = [Line(beside, "off", "none", False, beside), Line("vLLM's own", "vllm", "joined", False, beside)]
@@ -131,7 +132,7 @@ def requests_of(
         streamed = line.stream if stream is None else stream
         rows = "none" if line.rows == "joined" and streamed else line.rows  # vLLM's own capture does not stream
         expected = Expected(prompt_len, tokens, choices, rows, "npy" if line.rows == "joined" else form, dtype)
-        binary = msgpack and line.rows == "split" and not streamed
+        binary = msgpack and line.rows in ("split", "reference") and not streamed
         return Request(at, role, prompt, streamed, expected, apart=role == "long", msgpack=binary)
 
     g = case.new_tokens
@@ -372,7 +373,8 @@ def parse() -> argparse.Namespace:
     args.until = time.monotonic() + args.stop_after
     args.clients = args.clients or (4 if args.device == "cuda" else 2)
     args.kv_cache_bytes = args.kv_cache_bytes or (9771050598 if args.device == "cuda" else 512 << 20)
-    for name, known in (("variants", ["off", "captured", "returned", "vllm"]), ("modes", ["streamed", "unstreamed"])):
+    variants = ["off", "captured", "returned", "at_end", "reference", "vllm"]
+    for name, known in (("variants", variants), ("modes", ["streamed", "unstreamed"])):
         if set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: choose from {known}")
     return args

@@ -30,7 +30,7 @@ class Expected:
     """What one request must bring back.
 
     Attributes:
-        rows: "split", "joined" (vLLM's own form) or "none".
+        rows: "split", the same "at_end" or by "reference", "joined" (vLLM's own form) or "none".
         form: the request's `routed_experts_format`.
         dtype: element type of the forms that do not name it.
     """
@@ -180,7 +180,7 @@ class _Rows:
         e = self._expected
         wanted = {
             "none": (0, 0),
-            "split": (e.prompt_len, e.new_tokens - 1),
+            **dict.fromkeys(("split", "at_end", "reference"), (e.prompt_len, e.new_tokens - 1)),
             "joined": (0, e.prompt_len + e.new_tokens - 1),
         }
         if (self._prompt, self._choices) != (wanted[e.rows][0], [wanted[e.rows][1]] * e.choices):
@@ -191,7 +191,11 @@ class _Rows:
         """Rows of an array, in any form, after a look at all that can be seen in it."""
         shape = (-1, self._routing.layers, self._routing.top_k)
         ids: NDArray[Any]
-        if isinstance(array, dict):
+        if isinstance(array, dict) and "url" in array:  # fetched elsewhere; bench.fetch measures that
+            ids = np.zeros(array["shape"], np.int8)
+            if array["start"] != start or array["missing"]:
+                raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
+        elif isinstance(array, dict):
             ids = np.frombuffer(_bytes(array["data"]), array["dtype"]).reshape(array["shape"])
             if array["start"] != start or array["missing"]:
                 raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")

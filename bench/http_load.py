@@ -18,6 +18,10 @@ import orjson
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_server import MODEL_NAME, Server
 
+MORE_FIELDS = {
+    "at_end": {"routed_experts_stream": "at_end"},
+    "reference": {"routed_experts_delivery": "reference"},
+}
 _RECEIVE_BYTES = 1 << 20
 _LIMIT_S = 300
 
@@ -53,9 +57,9 @@ class Request:
         }
         if self.expected.choices > 1:
             body |= {"n": self.expected.choices, "temperature": 1}
-        if self.expected.rows == "split":
-            body |= {"return_routed_experts": True, "routed_experts_format": self.expected.form}
-            body |= {"routed_experts_dtype": self.expected.dtype}
+        if self.expected.rows in ("split", "at_end", "reference"):
+            body |= {"return_routed_experts": True, "routed_experts_dtype": self.expected.dtype}
+            body |= MORE_FIELDS.get(self.expected.rows) or {"routed_experts_format": self.expected.form}
         content = orjson.dumps(body)
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"

@@ -42,18 +42,20 @@ class OptIn:
         prompt_id: 16 random bytes, which tell prompts apart.
         shared: whether the prompt has several requests.
         weights: whether rows are to have weights, where the engine captures them.
+        at_end: whether generated rows may come in groups, as nobody needs them before the request ends.
     """
 
     prompt_start: int
     prompt_id: bytes
     shared: bool
     weights: bool = False
+    at_end: bool = False
 
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
 
     def encode(self) -> bytes:
         """As bytes, because `extra_args` is a client's to fill at some endpoints, and JSON cannot say bytes."""
-        return self._FORM.pack(self.prompt_start, self.prompt_id, self.shared | self.weights << 1)
+        return self._FORM.pack(self.prompt_start, self.prompt_id, self.shared | self.weights << 1 | self.at_end << 2)
 
     @classmethod
     def decode(cls, value: object) -> "OptIn | None":
@@ -61,7 +63,7 @@ class OptIn:
         if not isinstance(value, bytes) or len(value) != cls._FORM.size:
             return None
         prompt_start, prompt_id, flags = cls._FORM.unpack(value)
-        return cls(prompt_start, prompt_id, shared=bool(flags & 1), weights=bool(flags & 2))
+        return cls(prompt_start, prompt_id, shared=bool(flags & 1), weights=bool(flags & 2), at_end=bool(flags & 4))
 
 
 _PROMPT_OF = "routed-experts-prompt-of-"

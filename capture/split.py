@@ -1,13 +1,13 @@
 """Which rows a request is owed after a step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OptIn
+from routed_experts.capture.message import OptIn, PlacedRows
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
@@ -22,12 +22,21 @@ class RequestRows:
         generation: of the weights when it came.
         prefilling: whether rows before its next sampling step are in the host cache only: at the start, and again
             after a preemption.
+        held: copies of the last rows before `next_row`, which are to be sent as a group.
     """
 
     opt_in: OptIn
     next_row: int
     generation: int = 0
     prefilling: bool = True
+    held: list[Rows] = field(default_factory=list)
+
+    def take_held(self) -> PlacedRows | None:
+        """The held rows; None if there are none."""
+        if not self.held:
+            return None
+        rows, self.held = np.concatenate(self.held), []
+        return PlacedRows(self.next_row - len(rows), rows)
 
 
 @dataclass(slots=True)

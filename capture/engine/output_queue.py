@@ -72,10 +72,11 @@ class OutputQueue:
         self.part_bytes = _PART_BYTES
         self._prompts: dict[bytes, _Prompt] = {}  # in the order of `send`
         self._waiting: dict[str, _Prompt] = {}  # by request id, while its outputs are held back
+        self._ends: list[tuple[int, EngineCoreOutput]] = []
 
     def __len__(self) -> int:
-        """Number of prompts with unsent rows."""
-        return len(self._prompts)
+        """Number of prompts with unsent rows, and of unsent ends of requests."""
+        return len(self._prompts) + len(self._ends)
 
     def keeps(self, request_id: str) -> bool:
         """Whether a request's outputs must wait for rows that are being read."""
@@ -94,12 +95,15 @@ class OutputQueue:
             prompt.requests.append(request_id)
             self._waiting[request_id] = prompt
 
-    def end(self, request_id: str, reason: FinishReason) -> bool:
-        """Queues the end of a request after its held outputs. Returns False if it has none."""
+    def end(self, client: int, request_id: str, reason: FinishReason, rows: PlacedRows | None) -> bool:
+        """Queues the end of a request after its held outputs, with its last `rows`. Returns False if it has neither."""
         prompt = self._waiting.get(request_id)
+        output = EngineCoreOutput(request_id, [], finish_reason=reason, routed_experts=rows)
         if prompt is not None:
-            prompt.followers.append(EngineCoreOutput(request_id, [], finish_reason=reason))
-        return prompt is not None
+            prompt.followers.append(output)
+        elif rows is not None:
+            self._ends.append((client, output))
+        return prompt is not None or rows is not None
 
     def fill(self, messages: dict[int, EngineCoreOutputs], patience: float | None) -> None:
         """Adds rows and released outputs to a step's messages to the API processes.
@@ -111,6 +115,9 @@ class OutputQueue:
             for message in messages.values():
                 self._keep_back(message)
             self._release(messages, patience)
+        for client, output in self._ends:
+            messages.setdefault(client, EngineCoreOutputs()).outputs.append(output)
+        self._ends.clear()
         for message in messages.values():
             packed = pack(message.outputs)
             if packed is not None:

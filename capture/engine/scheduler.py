@@ -49,6 +49,10 @@ _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 _AT_ONCE_BYTES = 4 << 20
 """Bytes of prompt rows that a step reads itself, in about a millisecond; a thread reads the rest."""
 
+_GROUP_STEPS = 64
+"""Steps whose rows are sent together, if a request needs them at its end only. An array costs the API process more than
+its contents."""
+
 _SENT_PROMPTS = 8192
 """Limit of remembered sent prompts that have several requests."""
 
@@ -155,6 +159,7 @@ class SchedulerConnector(ConnectorSlot):
         self._step = 0
         self._arrived: StepResult | None = None
         self._loads: ExternalKVTracker | None = None
+        self.left: dict[str, PlacedRows] = {}  # held rows of requests that just ended without an output
         self._to_export: set[str] = set()  # requests whose rows go with their KV
         self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
@@ -208,7 +213,9 @@ class SchedulerConnector(ConnectorSlot):
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
         if request.is_finished():
-            self._tracked.pop(request.request_id, None)
+            state = self._tracked.pop(request.request_id, None)
+            if state is not None and (rows := state.take_held()) is not None:
+                self.left[request.request_id] = rows
             if self._handed is not None:
                 self._handed.forget(request.request_id)
         elif (state := self._tracked.get(request.request_id)) is not None:
@@ -426,7 +433,13 @@ class SchedulerConnector(ConnectorSlot):
         rows = take_rows(state, part, request.num_tokens - 1, self._cache)
         if start < part.start:
             self._report_unknown(req_id, rows)
-        return PlacedRows(start, self._asked_for(state, rows))
+        rows = self._asked_for(state, rows)
+        if not state.opt_in.at_end:
+            return PlacedRows(start, rows)
+        state.held.append(rows.copy())  # not a view of the step's rows, which are those of all requests
+        if not request.is_finished() and len(state.held) < _GROUP_STEPS:
+            return None
+        return state.take_held()
 
     def _asked_for(self, state: RequestRows, rows: Rows) -> Rows:
         """What of `rows` a request is sent: ids alone, unless it asks for weights too."""
@@ -539,12 +552,18 @@ class SchedulerCapture(ConnectedScheduler):
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
+        left, self.aux_output_connector.left = self.aux_output_connector.left, {}
         if request_ids is not None:
             return finished
         # A pause or the engine's end: vLLM tells clients at once that the requests returned here have ended. Outputs
         # that are held back must be sent first.
         queue, reason = self.aux_output_connector.output_queue, RequestStatus.get_finished_reason(finished_status)
-        return [request for request in finished if reason is None or not queue.end(request.request_id, reason)]
+        return [
+            request
+            for request in finished
+            if reason is None
+            or not queue.end(request.client_index, request.request_id, reason, left.get(request.request_id))
+        ]
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)

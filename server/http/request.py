@@ -78,7 +78,7 @@ class RoutedRequest(RoutingFields):
     def opt_in(self, params: SamplingParams) -> SamplingParams:
         """Adds the opt-in for the engine to `params` if the request asks for routing."""
         if self.routing is not None:
-            opt_in(params, self.routing.prompt_start, self.routing.weights)
+            opt_in(params, self.routing.prompt_start, self.routing.weights, self.routing.at_end)
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params

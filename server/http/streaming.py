@@ -31,6 +31,8 @@ _FIRST_CHOICE = '"choices":[{'
 """Start of the choice in vLLM's chunks. Client text cannot contain it, because JSON escapes quotes."""
 _INDEX = '"index":'
 """First field of a choice."""
+_UNFINISHED = '"finish_reason":null'
+"""In each chunk of a choice but the last."""
 _COMPLETE = ("stop", "length", "repetition")
 """Finish reasons after which every token but the last has a row."""
 
@@ -130,17 +132,19 @@ class SSERewriter:
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yields `results` after taking off their row buffers."""
-        choices, num_choices = self._choices, self._num_choices
+        choices, num_choices, at_end = self._choices, self._num_choices, self._options.at_end
         async for result in results:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
             for choice in output.outputs:
                 state = choices.get(prompt_index * num_choices + choice.index)
                 if state is None:
                     state = self._begin(prompt_index, output, choice)
-                if isinstance(choice.routed_experts, RowBuffer):
-                    state.buffer = choice.routed_experts
-                choice.routed_experts = None
                 state.end += len(choice.token_ids)
+                buffer, choice.routed_experts = choice.routed_experts, None
+                if at_end and choice.finish_reason is None:
+                    continue
+                if isinstance(buffer, RowBuffer):
+                    state.buffer = buffer
                 state.finish = choice.finish_reason
                 if (prompt := state.prompt).is_pending and (state.buffer.end >= prompt.length or state.is_complete):
                     prompt.source = prompt.source or state
@@ -157,8 +161,12 @@ class SSERewriter:
     async def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """Adds rows to `chunks` (server-sent events). An error ends the stream with an error event and `[DONE]`."""
         state: _Choice | None = None
+        has_rows_later = self._options.at_end and not self._has_own_field
         try:
             async for chunk in chunks:
+                if has_rows_later and _UNFINISHED in chunk:
+                    yield chunk
+                    continue
                 if (begin := chunk.find(_FIRST_CHOICE)) < 0:
                     yield chunk
                     continue
@@ -170,12 +178,11 @@ class SSERewriter:
                     state = self._choices.get(index)
                     prompt = self._prompts.get(index // self._num_choices)
                 if self._options.at_end and (state is None or state.finish is None):
-                    self._preface_chunks -= 1
                     yield chunk
                     continue
                 prompt_rows = self._take_prompt(prompt) if prompt is not None and prompt.is_pending else None
                 rows: list[Rows] = []
-                if self._preface_chunks > 0:
+                if self._preface_chunks > 0 and not self._options.at_end:
                     self._preface_chunks -= 1
                 elif state is not None:
                     if not state.prompt.is_pending:

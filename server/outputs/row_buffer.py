@@ -33,9 +33,13 @@ _ROOM_BYTES = 1 << 20
 would free all of them at once, during some later request."""
 
 
-def opt_in(params: SamplingParams, prompt_start: int, weights: bool = False) -> None:
-    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights."""
-    asked = OptIn(prompt_start, os.urandom(16), shared=params.n > 1, weights=weights)
+def opt_in(params: SamplingParams, prompt_start: int, weights: bool = False, at_end: bool = False) -> None:
+    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights.
+
+    Args:
+        at_end: whether rows are needed at the end only. The engine does not know where a stop string ends a request.
+    """
+    asked = OptIn(prompt_start, os.urandom(16), params.n > 1, weights, at_end and not params.stop)
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
 

@@ -30,7 +30,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": prompt_of(30, 5), "max_tokens": 4, "routed_experts_prompt_start": 30}),
     (COMPLETIONS, {"prompt": prompt_of(30, 5), "max_tokens": 4, "routed_experts_layout": "joined"}),
     (COMPLETIONS, {"prompt": prompt_of(300, 6), "max_tokens": 4, "routed_experts_layers": "all", "stop": ["zzzz"]}),
-    (COMPLETIONS, {"prompt": prompt_of(9, 7), "max_tokens": 4, "routed_experts_dtype": "int32"}),
+    (COMPLETIONS, {"prompt": prompt_of(9, 7), "max_tokens": 150, "n": 2, **SAMPLED, "routed_experts_dtype": "int32"}),
     (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "n": 3, **SAMPLED}),
     (GENERATE, {"token_ids": prompt_of(12, 8), "sampling_params": {"max_tokens": 5}, "routed_experts_layout": "split"}),
 ]

@@ -257,6 +257,20 @@ def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_ca
     warm.finish()
 
 
+def test_rows_that_are_needed_at_the_end_come_in_groups(is_async: bool) -> None:
+    client = Client(engine(is_async))
+    answer = client.answer("groups", tokens(20), max_tokens=150, at_end=True)
+    assert (answer.num_rows, answer.num_arrays) == (149, 3)
+    ids = client.add("aborted", tokens(20, 1), n=2, max_tokens=100, at_end=True)
+    client.steps(70)
+    assert [client.received[request_id].num_arrays for request_id in ids] == [1, 1]
+    client.pause("abort", clear_cache=True)
+    for request_id in ids:
+        request = client.received[request_id]  # which checked that all rows came
+        assert (request.finish, request.num_arrays, request.num_rows > 64) == (FinishReason.ABORT, 2, True)
+    client.finish(but=ids)
+
+
 @pytest.mark.parametrize("aborted", [0, 1])
 def test_an_abort_while_the_rows_are_read(warm: Warm, aborted: int) -> None:
     end, ids = warm.hold("g", steps=6, n=2, max_tokens=20)
