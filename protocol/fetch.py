@@ -3,6 +3,7 @@
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin
 
@@ -29,6 +30,42 @@ class FetchError(Exception):
         self.status = status
 
 
+@dataclass(frozen=True, eq=False)
+class ArrayReference:
+    """Refers to an array, and is one for numpy: the array is read where it is used, not before. Can be pickled.
+
+    Engines in programs put it on outputs of requests that ask for references.
+
+    Attributes:
+        reference: as in HTTP responses; without `url` where there is no server.
+    """
+
+    reference: dict[str, Any]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(n, L, K)"""
+        num_rows, num_layers, top_k = self.reference["shape"]
+        return num_rows, num_layers, top_k
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the elements."""
+        return NUMPY_DTYPES[self.reference["dtype"]]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """A view of the file, [n, L, K], or a copy of it."""
+        array = self.fetch().swapaxes(0, 1)
+        return array if copy is False else np.array(array, dtype=dtype, copy=copy)
+
+    def fetch(self, *, layers: Range | None = None, tokens: Range | None = None, **options: Any) -> NDArray[Any]:
+        """See `fetch`: layers first."""
+        return fetch(self.reference, layers=layers, tokens=tokens, **options)
+
+
 def fetch(
     reference: Mapping[str, Any],
     *,
@@ -45,7 +82,7 @@ def fetch(
     threads at once.
 
     Args:
-        reference: with at least `url`, `shape` ([n, L, K]) and `dtype`.
+        reference: with at least `url` or `path`, `shape` ([n, L, K]) and `dtype`.
         layers: first layer, and the layer after the last, of the L layers; all by default.
         tokens: first row, and the row after the last, of the n rows of this array; all by default.
         base_url: the server's address as this process reaches it, if it differs from that in `url`.
@@ -61,6 +98,8 @@ def fetch(
     shape = (chosen_layers[1] - chosen_layers[0], chosen_tokens[1] - chosen_tokens[0], top_k)
     if (mapped := _mapped(reference, dtype)) is not None:
         return mapped[slice(*chosen_layers), slice(*chosen_tokens)]
+    if not reference.get("url"):
+        raise FetchError(f"{reference.get('path')} has expired, or is on another machine")
     url = reference["url"] if base_url is None else urljoin(base_url, _path_of(reference["url"]))
     query = f"?layers={chosen_layers[0]}:{chosen_layers[1]}&tokens={chosen_tokens[0]}:{chosen_tokens[1]}"
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}

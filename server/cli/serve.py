@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -336,24 +338,24 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
 
 @contextmanager
 def store_of(args: argparse.Namespace) -> Iterator[None]:
-    """Prepares the folder of stored arrays. A folder of the port's own is emptied at the start and at the end.
+    """Checks the folder of stored arrays. One of the port's own is removed at the start and at the end.
 
     Raises:
         CommandError: the folder cannot be used.
     """
-    folder = args.routed_experts_store or default_folder(str(args.port))
-    try:
-        store = ArrayStore(folder)
-    except StoreError as error:
-        raise CommandError(f"The store of routed experts: {error}. Set --routed-experts-store to another.") from None
     if args.routed_experts_store is not None:
+        try:
+            ArrayStore(args.routed_experts_store).sweep()
+        except StoreError as error:
+            raise CommandError(f"--routed-experts-store: {error}.") from None
         yield
         return
-    store.clear()
+    remove = partial(shutil.rmtree, default_folder(str(args.port)), ignore_errors=True)
+    remove()
     try:
         yield
     finally:
-        store.clear()
+        remove()
 
 
 def memory_bytes(config: VllmConfig) -> int | None:

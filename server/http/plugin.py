@@ -110,11 +110,7 @@ def rebind_classes(
 
 
 def store_of(args: Namespace) -> ArrayStore:
-    """The store of arrays that responses refer to.
-
-    Raises:
-        StoreError: its folder cannot be used.
-    """
+    """The store of arrays that responses refer to."""
     folder = getattr(args, "routed_experts_store", None) or default_folder(str(args.port))
     lifetime_s = getattr(args, "routed_experts_store_seconds", DEFAULT_LIFETIME_S)
     return ArrayStore(folder, getattr(args, "routed_experts_store_bytes", None), lifetime_s)
@@ -124,7 +120,8 @@ async def sweep_forever(store: ArrayStore) -> None:
     """Deletes expired arrays while no new ones need their room."""
     while True:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
-        await run_in_threadpool(store.sweep)
+        if store.is_open:
+            await run_in_threadpool(store.sweep)
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:

@@ -93,12 +93,12 @@ def address_of(raw_request: Request) -> str:
     return str(raw_request.base_url).rstrip("/") + ROWS_PATH
 
 
-def full_store(store: ArrayStore) -> HTTPException:
-    """The error for a request whose arrays `store` cannot take."""
+def cannot_store(error: StoreError) -> HTTPException:
+    """The error for a request whose arrays cannot be stored."""
     return HTTPException(
         _INSUFFICIENT_STORAGE,
-        f"The store of routed experts is full: {store.used_bytes} of {store.max_bytes} bytes are used "
-        "(--routed-experts-store-bytes). Delete arrays that were fetched, or set routed_experts_delivery to inline.",
+        f"The routed experts cannot be stored: {error}. Delete arrays that were fetched, raise "
+        "--routed-experts-store-bytes, or set routed_experts_delivery to inline.",
     )
 
 
@@ -163,7 +163,7 @@ def _found(store: ArrayStore | None, key: str) -> Path:
         raise VLLMNotFoundError("This server stores no routed experts.")
     try:
         return store.find(key)
-    except UnknownArrayError:
+    except (UnknownArrayError, StoreError):
         raise VLLMNotFoundError("There is no such array.") from None
     except ArrayGoneError:
         raise _gone() from None

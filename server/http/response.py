@@ -20,7 +20,7 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
-from routed_experts.server.http.references import ReferenceMaker, full_store
+from routed_experts.server.http.references import ReferenceMaker, cannot_store
 from routed_experts.server.http.vllm_http import (
     ErrorResponse,
     create_error_response,
@@ -253,9 +253,8 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         return JSONResponse(body, headers=headers)
     try:
         return await _with_rows(answer, packed, headers)
-    except StoreError:
-        assert answer.references is not None
-        raise full_store(answer.references.store) from None
+    except StoreError as error:
+        raise cannot_store(error) from None
     except LostRowsError as error:
         failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)

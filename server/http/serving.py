@@ -16,7 +16,7 @@ from routed_experts.protocol import codec
 from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.references import ReferenceMaker, address_of, full_store
+from routed_experts.server.http.references import ReferenceMaker, address_of, cannot_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -30,7 +30,7 @@ from routed_experts.server.http.vllm_http import (
     ServingTokens,
 )
 from routed_experts.server.outputs import kv_handoff
-from routed_experts.server.outputs.array_store import ArrayStore
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError, StoreFullError
 from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
@@ -204,10 +204,13 @@ class RoutedServing:
             _reject("This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY)
         num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
         num_bytes = self.encoder(options).stored_bytes(num_rows)
-        if not self.store.has_room(num_bytes):
-            await run_in_threadpool(self.store.sweep)
-            if not self.store.has_room(num_bytes):
-                raise full_store(self.store)
+        try:
+            if self.store.lacks(num_bytes):
+                await run_in_threadpool(self.store.sweep)
+                if lacking := self.store.lacks(num_bytes):
+                    raise StoreFullError(lacking)
+        except StoreError as error:
+            raise cannot_store(error) from None
 
     def references(self, request: Any, options: RoutingOptions) -> ReferenceMaker | None:
         """What stores the arrays of a request that asks for references."""

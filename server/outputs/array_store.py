@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from math import ceil
 from pathlib import Path
@@ -76,37 +77,50 @@ class ArrayStore:
     never was, without a list of them. A file's modification time is when it expires. Files are written under another
     name and then renamed. The sum of their sizes is in a file that every process locks while it changes the sum.
 
-    Args:
-        folder: created with mode 0700 if it does not exist.
-        max_bytes: limit of all files together; by default half of the space that is free at the start.
-        lifetime_s: seconds until an array expires.
+    The folder is created, with mode 0700, when the store is first used. Every method but `__init__` raises `StoreError`
+    if the folder cannot be used, or other users may write to it.
 
-    Raises:
-        StoreError: the folder cannot be used, or other users may write to it.
+    Args:
+        max_bytes: limit of all files together; by default half of the space that is free at first.
+        lifetime_s: seconds until an array expires.
     """
 
     def __init__(self, folder: Path, max_bytes: int | None = None, lifetime_s: float = DEFAULT_LIFETIME_S) -> None:
         self.folder = folder
         self.lifetime_s = lifetime_s
+        self._given_max_bytes = max_bytes
+        self._next_search = 0.0
         self._thread_lock = threading.Lock()  # the lock of the file is the process's
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store was used."""
+        return "_lock_file" in vars(self)
+
+    @cached_property
+    def _lock_file(self) -> int:
+        folder = self.folder
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             found = folder.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 raise StoreError(f"{folder} must be a folder of this user that nobody else may write to")
-            self._lock_file = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            self._key = self._shared_key(folder / ".key")
+            return os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise StoreError(f"{folder} cannot be used: {error.strerror}") from error
-        self._next_search = 0.0
-        used = self.sweep()
-        if max_bytes is None:
-            disk = os.statvfs(folder)
-            max_bytes = (disk.f_bavail * disk.f_frsize + used) // 2
-        self.max_bytes = max_bytes
 
-    def _shared_key(self, path: Path) -> bytes:
+    @cached_property
+    def max_bytes(self) -> int:
+        """Limit of all files together."""
+        if self._given_max_bytes is not None:
+            return self._given_max_bytes
+        used, disk = self.sweep(), os.statvfs(self.folder)
+        return (disk.f_bavail * disk.f_frsize + used) // 2
+
+    @cached_property
+    def _key(self) -> bytes:
         with self._locked():
+            path = self.folder / ".key"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             with open(descriptor, "r+b") as file:
                 if not (key := file.read()):
@@ -131,9 +145,10 @@ class ArrayStore:
     def _set_used(self, count: int) -> None:
         os.pwrite(self._lock_file, count.to_bytes(_COUNTER_BYTES, "little"), 0)
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether `num_bytes` more would fit now. Deletes nothing."""
-        return self.used_bytes + num_bytes <= self.max_bytes
+    def lacks(self, num_bytes: int) -> str | None:
+        """Why `num_bytes` more do not fit now; None if they do. Deletes nothing."""
+        used = self.used_bytes
+        return f"{used} of {self.max_bytes} bytes are used" if used + num_bytes > self.max_bytes else None
 
     def put(self, array: NDArray[Any]) -> StoredArray:
         """Stores `array`, which must be C-contiguous.
@@ -163,20 +178,20 @@ class ArrayStore:
 
     def _create(self, path: Path, size: int) -> int:
         """A new file of `size` bytes, which count from now on."""
+        _ = self.max_bytes  # which may take the lock
         with self._locked():
-            used = self.used_bytes
-            if used + size > self.max_bytes and time.monotonic() >= self._next_search:
-                used = self._sweep()
+            if self.lacks(size) and time.monotonic() >= self._next_search:
+                self._sweep()
                 self._next_search = time.monotonic() + _RETRY_S
-            if used + size > self.max_bytes:
-                raise StoreFullError(f"{used} of {self.max_bytes} bytes are used")
+            if lacking := self.lacks(size):
+                raise StoreFullError(lacking)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.ftruncate(descriptor, size)
             except OSError:
                 os.close(descriptor)
                 raise
-            self._set_used(used + size)
+            self._set_used(self.used_bytes + size)
         return descriptor
 
     def find(self, key: str) -> Path:
@@ -240,14 +255,6 @@ class ArrayStore:
                     continue
         self._set_used(used)
         return used
-
-    def clear(self) -> None:
-        """Deletes all arrays. Their ids stay known as gone."""
-        with self._locked():
-            for path in self.folder.iterdir():
-                if path.suffix in (_SUFFIX, _UNFINISHED):
-                    path.unlink(missing_ok=True)
-            self._set_used(0)
 
     def _new_id(self) -> str:
         number = secrets.token_hex(_ID_BYTES)

@@ -1,9 +1,12 @@
 """Rows in the form of vLLM's own capture: an array on each finished output of an engine in a program."""
 
 import asyncio
+import atexit
 import os
+import shutil
 from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,9 @@ from numpy.typing import NDArray
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.capture.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
-from routed_experts.protocol.codec import Rows
+from routed_experts.protocol.codec import Rows, count_missing
+from routed_experts.protocol.fetch import ArrayReference
+from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, StoreError, default_folder
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -37,6 +42,9 @@ Weights = NDArray[np.float32]
 
 VLLM_FLAG_ENABLED = "routed_experts.every_request"
 """Key in `VllmConfig.additional_config`; true if the engine returns the rows of all requests."""
+
+DELIVERY = "routed_experts_delivery"
+"""Key in `SamplingParams.extra_args`, and in `additional_config` for all requests: `inline` or `reference`."""
 
 _ENDED = ("stop", "length", "repetition")
 """Finish reasons after which every token but the last has a row."""
@@ -91,29 +99,39 @@ class ArrayForm:
 
 
 class ArrayBuffer(RowBuffer):
-    """The rows of one choice, which become arrays on its outputs.
+    """The rows of one choice, which become arrays on its outputs, or references to arrays on its last output.
 
     Args:
+        store: takes the arrays of a request that asks for references; None for others.
         start: position of the first row to return.
         prompt_len: number of prompt tokens.
         kind: outputs of the request: cumulative, new tokens only (`DELTA`), or final only.
     """
 
-    def __init__(self, form: ArrayForm, request_id: str, start: int, prompt_len: int, kind: RequestOutputKind) -> None:
+    def __init__(
+        self,
+        form: ArrayForm,
+        request_id: str,
+        start: int,
+        prompt_len: int,
+        kind: RequestOutputKind,
+        store: ArrayStore | None = None,
+    ) -> None:
         super().__init__(request_id)
+        self._store = store
         self._form = form
         self._next_row = start
         self._prompt_len = prompt_len
         self._kind = kind
         self._num_tokens = 0
 
-    def arrays_of(self, choice: CompletionOutput) -> tuple[Array | None, Weights | None]:
-        """The arrays for an output: with `DELTA`, the rows that became known with its tokens; otherwise all rows of a
-        finished choice. None before the end, and for a choice that ended without rows."""
+    def arrays_of(self, choice: CompletionOutput) -> tuple[Array | ArrayReference | None, Any]:
+        """The arrays for an output, and their weights: with `DELTA`, the rows that became known with its tokens;
+        otherwise all rows of a finished choice. None before the end, and for a choice that ended without rows."""
         is_delta = self._kind == RequestOutputKind.DELTA
-        if not is_delta and choice.finish_reason is None:
-            return None, None
         self._num_tokens = len(choice.token_ids) + (self._num_tokens if is_delta else 0)
+        if choice.finish_reason is None and (self._store is not None or not is_delta):
+            return None, None
         end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
         arrays = self.take(self._next_row, end, self._form.shape if choice.finish_reason in _ENDED else None)
         if self.end < 0 and not arrays:
@@ -126,7 +144,33 @@ class ArrayBuffer(RowBuffer):
                 self._request_id,
                 first,
             )
-        return array, weights
+        if self._store is None:
+            return array, weights
+        try:
+            return _stored(self._store, array, first), None if weights is None else _stored(self._store, weights, first)
+        except StoreError as error:
+            logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
+            return array, weights
+
+
+def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReference:
+    """Stores `array` ([n, H, K])."""
+    layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
+    stored, missing = store.put(layers_first), 0 if array.dtype.kind == "u" else count_missing(array)
+    about = {"shape": [*array.shape], "dtype": array.dtype.name, "start": start, "missing": missing}
+    about |= {"bytes": array.nbytes, "expires": stored.expires, "path": str(stored.path)}
+    return ArrayReference({"id": stored.id, **about})
+
+
+def _store_of(config: dict[str, Any]) -> ArrayStore:
+    """The store of a program's engines; `config` is its `additional_config`."""
+    given = config.get("routed_experts_store")
+    folder = default_folder(f"process-{os.getpid()}") if given is None else Path(given)
+    lifetime_s = float(config.get("routed_experts_store_seconds", DEFAULT_LIFETIME_S))
+    store = ArrayStore(folder, config.get("routed_experts_store_bytes"), lifetime_s)
+    if given is None:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return store
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -163,6 +207,8 @@ class EveryRequest:
         processor = engine.output_processor
         self.is_on = True
         self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
+        self._config: dict[str, Any] = engine.vllm_config.additional_config
+        self._store: ArrayStore | None = None  # made for the first request that needs it
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
         self._ask: Callable[[], Awaitable[list[Any]]] | None = None
@@ -226,15 +272,30 @@ class EveryRequest:
         start: int = params.routed_experts_prompt_start
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
-        asked = OptIn(start, _prompt_id(parent_req), parent_req is not None, self.form.has_weights)
+        store = self._store_for(params)
+        at_end = store is not None and not params.stop
+        asked = OptIn(start, _prompt_id(parent_req), parent_req is not None, self.form.has_weights, at_end)
         params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
-        buffer = ArrayBuffer(self.form, request.request_id, start, state.prompt_len, params.output_kind)
+        buffer = ArrayBuffer(self.form, request.request_id, start, state.prompt_len, params.output_kind, store)
         BufferedRequestState.give(state, buffer)
         if queue is not None:
             queue.__class__ = ArrayCollector
             queue.arrays = self
+
+    def _store_for(self, params: SamplingParams) -> ArrayStore | None:
+        """The store for a request that asks for references, by itself or by the default of the engine.
+
+        Raises:
+            VLLMValidationError: the request asks for something else.
+        """
+        asked = (params.extra_args or {}).get(DELIVERY, self._config.get(DELIVERY, "inline"))
+        if asked not in ("inline", "reference"):
+            raise VLLMValidationError(f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY)
+        if asked == "reference" and self._store is None:
+            self._store = _store_of(self._config)
+        return self._store if asked == "reference" else None
 
     def fill(self, outputs: Iterable[Any]) -> None:
         """Replaces the buffers on `outputs` by arrays."""

@@ -4,6 +4,7 @@
 import asyncio
 import gc
 import itertools
+import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -39,6 +40,7 @@ from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
+from routed_experts.protocol.fetch import FetchError
 from routed_experts.server.http import entry_point
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
 from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
@@ -169,6 +171,38 @@ def test_a_stop_string(llm: LLM) -> None:
     (whole,) = generate(llm, prompts_of(25), params(max_tokens=20))
     (output,) = generate(llm, prompts_of(25), params(max_tokens=20, stop=whole.outputs[0].text[7:10]))
     assert 7 < len(output.outputs[0].token_ids) < 20
+
+
+BY_REFERENCE = {"routed_experts_delivery": "reference"}
+
+
+def check_reference(output: RequestOutput, start: int = 0) -> None:
+    """What a program sends to others refers to a file, which numpy reads when asked."""
+    for choice in output.outputs:
+        rows = pickle.loads(pickle.dumps(choice.routed_experts))
+        tokens = [*output.prompt_token_ids, *choice.token_ids]
+        assert (rows.shape, len(rows), rows.reference["start"]) == (
+            (len(tokens) - 1 - start, DECODER_LAYERS, K),
+            len(rows),
+            start,
+        )
+        check(np.array(rows, order="C"), tokens, start)
+        assert np.array_equal(rows.fetch(layers=(2, 5), tokens=(1, 3)), np.asarray(rows)[1:3, 2:5].swapaxes(0, 1))
+        choice.routed_experts = None  # or the array would be in the way of the next check
+
+
+def test_references(llm: LLM, tmp_path: Path) -> None:
+    for about in ({}, {"n": 3, "routed_experts_prompt_start": 7}, {"stop": ["no such text"], "max_tokens": 90}):
+        for output in llm.generate(prompts_of(20, 100), params(extra_args=BY_REFERENCE, **about), use_tqdm=False):
+            check_reference(output, about.get("routed_experts_prompt_start", 0))
+    (output,) = llm.generate(prompts_of(20), params(extra_args=BY_REFERENCE), use_tqdm=False)
+    rows = output.outputs[0].routed_experts
+    Path(rows.reference["path"]).unlink()
+    with pytest.raises(FetchError, match="expired"):
+        np.asarray(rows)
+    with pytest.raises(VLLMValidationError, match="inline or reference"):
+        llm.generate(prompts_of(20), params(extra_args={"routed_experts_delivery": "mail"}), use_tqdm=False)
+    generate(llm, prompts_of(20), params())
 
 
 @pytest.mark.skipif(cpu_kernels.SEAMS[0].is_needed(), reason="vLLM 0.29 and older: does not check it")
@@ -308,6 +342,18 @@ async def read(online: Online, prompt: Any, asked: SamplingParams, wait: float =
 
 
 _names = itertools.count()
+
+
+@in_loop
+async def test_references_of_an_asynchronous_engine(online: Online) -> None:
+    for kind in (DELTA, CUMULATIVE, FINAL):
+        (prompt,) = prompts_of(40)
+        outputs = await read(online, prompt, params(output_kind=kind, max_tokens=9, extra_args=BY_REFERENCE))
+        assert all(output.outputs[0].routed_experts is None for output in outputs[:-1])
+        if kind is DELTA:
+            tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+            outputs[-1].outputs[0].token_ids = tokens
+        check_reference(outputs[-1])
 
 
 @no_flag
