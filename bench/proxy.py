@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-import orjson
+import msgspec
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -36,16 +36,16 @@ def instance(port: int, tokens: int) -> None:
     rows = "A" * (2 * ids // 3 * 4)
     first = {"choices": [{"index": 0, "text": "a"}], "kv_transfer_params": params}
     if tokens:
-        first["kv_transfer_params"] = {**params, "routed_experts": {"data": "A" * (ids // 3 * 4), "dtype": "uint8"}}
-        first["prompt_routed_experts"] = {"data": rows}
-    answer = orjson.dumps(first)
+        first["kv_transfer_params"] = {**params, "routed_experts": {"data": bytes(ids), "dtype": "uint8"}}
+    answer = msgspec.msgpack.encode(first)
     lines = [rows[begin : begin + LINE_BYTES].encode() for begin in range(0, len(rows), LINE_BYTES)]
 
     @app.post(PATH)
     async def answered(request: Request) -> Response:
-        body = orjson.loads(await request.body())
+        is_packed = request.headers["content-type"] == "application/msgpack"
+        body = (msgspec.msgpack if is_packed else msgspec.json).decode(await request.body())
         if body["kv_transfer_params"].get("do_remote_decode"):
-            return Response(answer, media_type="application/json")
+            return Response(answer, media_type="application/msgpack")
 
         async def stream() -> AsyncIterator[bytes]:
             for line in [*lines, b'{"choices":[{"index":0,"text":"a"}]}']:

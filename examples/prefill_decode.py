@@ -29,7 +29,7 @@ from starlette.background import BackgroundTask
 
 CONFIG = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 ON_CPU = {"kv_buffer_device": "cpu", "kv_connector_extra_config": {"num_threads": 0}}
-PARAMS = "kv_transfer_params"
+PARAMS, MSGPACK = "kv_transfer_params", "application/msgpack"
 UNKNOWN = ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
 PASSED_ON = ("accept", "authorization", "content-type")
 NOT_PASSED_BACK = ("connection", "content-encoding", "content-length", "date", "server", "transfer-encoding")
@@ -132,12 +132,13 @@ def proxy(ports: list[int]) -> FastAPI:
         body = from_client(await request.body())
         first = msgspec.json.encode(for_prefill(body))
         headers = {"Authorization": request.headers.get("Authorization", ""), "Content-Type": "application/json"}
+        headers["Accept"] = MSGPACK  # its rows need no base64 then
         async with app.state.session.post(prefill + request.url.path, data=first, headers=headers) as answer:
             prefilled = await answer.read()
         if not answer.ok:
             return Response(prefilled, answer.status, media_type="application/json")
-        body[PARAMS] = msgspec.json.decode(prefilled).get(PARAMS)
-        return await passed_on(request, msgspec.json.encode(body), **{"content-type": "application/json"})
+        body[PARAMS] = msgspec.msgpack.decode(prefilled).get(PARAMS)
+        return await passed_on(request, msgspec.msgpack.encode(body), **{"content-type": MSGPACK})
 
     @app.get("/health")
     async def health() -> Response:

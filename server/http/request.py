@@ -1,12 +1,16 @@
 """Request fields for routing: reads them from the body, checks them and passes them to the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
+import msgspec
 from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
+from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol.models import (
     HISTOGRAM,
     OPT_IN,
@@ -23,10 +27,60 @@ from routed_experts.server.http.vllm_http import (
     GenerateRequest,
     VLLMClientError,
 )
+from routed_experts.server.outputs.kv_handoff import PARAMS
 from routed_experts.server.outputs.row_buffer import opt_in
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
+MSGPACK = "application/msgpack"
 ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
+
+
+class PackedRoute(APIRoute):
+    """A route that also takes MessagePack, so that the rows that a prefill instance hands over need no base64."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def unpacking(raw_request: Request) -> Response:
+            media_type = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            return await handle(_PackedRequest.of(raw_request) if media_type == MSGPACK else raw_request)
+
+        return unpacking
+
+
+class _PackedRequest(Request):
+    """A request in MessagePack that is JSON to FastAPI and vLLM."""
+
+    @classmethod
+    def of(cls, raw_request: Request) -> "_PackedRequest":
+        headers = [pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"]
+        headers.append((b"content-type", b"application/json"))
+        return cls({**raw_request.scope, "headers": headers}, raw_request.receive)
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = unpacked(await self.body())
+        return self._json
+
+
+def unpacked(content: bytes) -> Any:
+    """The values that JSON can say of a MessagePack body, and the rows in its `kv_transfer_params`.
+
+    Other bytes become text: they would pass for what only this server may say to its engine.
+
+    Raises:
+        ValueError: the body is not MessagePack.
+    """
+    try:
+        body = msgspec.msgpack.decode(content)
+        params = body.get(PARAMS) if isinstance(body, dict) else None
+        handed = params.pop(PARAM, None) if isinstance(params, dict) else None
+        body = msgspec.json.decode(msgspec.json.encode(body))
+    except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"The body is not valid MessagePack: {error}") from None
+    if handed is not None:
+        body[PARAMS][PARAM] = handed
+    return body
 
 
 class RoutedRequest(RoutingFields):

@@ -16,11 +16,12 @@ from pydantic import BaseModel
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
-from routed_experts.protocol.models import RoutingOptions
+from routed_experts.protocol.models import DELIVERY, RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import ReferenceMaker, cannot_store
+from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.http.vllm_http import (
     ErrorResponse,
     create_error_response,
@@ -153,6 +154,9 @@ class RoutedResponse:
         """
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
+        asks_inline = DELIVERY in self.rows.options.explicit_fields and not self.rows.options.by_reference
+        if handed_bytes(self.response.kv_transfer_params) and not asks_inline:
+            arrays = [array for array in arrays if array[0] is not None]  # the prompt's rows are in there
         marker = secrets.token_bytes(16)  # replaced by each array; random, so that no client can send it
         placeholder = msgspec.Raw(marker)
         marked: list[Marked] = []  # in the order of the body
@@ -216,9 +220,9 @@ def body_of(response: Any, packed: bool) -> dict[str, Any]:
     """vLLM's response as a dict for JSON or MessagePack (`packed`), without vLLM's own routing field."""
     body: dict[str, Any] = response.model_dump()
     if params := body.get("kv_transfer_params"):
-        body["kv_transfer_params"] = to_wire(params)
+        body["kv_transfer_params"] = to_wire(params, packed)
     if packed:
-        body = msgspec.to_builtins(body, str_keys=True)
+        body = msgspec.to_builtins(body, str_keys=True, builtin_types=(bytes, bytearray))
     for choice in body["choices"]:
         choice.pop("routed_experts", None)
     return body
@@ -229,7 +233,6 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
     return msgspec.msgpack.encode(body) if packed else msgspec.json.encode(body)
 
 
-MSGPACK = "application/msgpack"
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
 _AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10

@@ -10,6 +10,7 @@ from routed_experts.server.http import examples, schemas
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.references import ROWS_PATH, delete_array, stored_array
 from routed_experts.server.http.request import (
+    PackedRoute,
     RoutedChatRequest,
     RoutedCompletionRequest,
     RoutedGenerateRequest,
@@ -20,10 +21,10 @@ from routed_experts.server.http.response import respond
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
-router = APIRouter()
+router = APIRouter(route_class=PackedRoute)
 """Routes of every server."""
 
-generate_router = APIRouter()
+generate_router = APIRouter(route_class=PackedRoute)
 """Routes of servers with `--enable-scale-out`."""
 
 Routing = Annotated[RoutingOptions | None, Depends(routing_of)]

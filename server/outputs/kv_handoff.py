@@ -1,4 +1,4 @@
-"""Rows in `kv_transfer_params`: base64 over HTTP, bytes between the processes of an instance."""
+"""Rows in `kv_transfer_params`: base64 in JSON; bytes in MessagePack and between the processes of an instance."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -53,7 +53,7 @@ class Handover:
     def is_large(self) -> bool:
         """Whether `read` takes long enough to delay other requests."""
         data = self._value.get("data") if isinstance(self._value, Mapping) else None
-        return isinstance(data, str) and len(data) > LARGE_TEXT
+        return isinstance(data, str | bytes) and len(data) > LARGE_TEXT
 
     def read(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
         """Decodes and checks the rows.
@@ -98,8 +98,9 @@ def handed_bytes(params: dict[str, Any] | None) -> int:
     return len(params[PARAM]["data"]) if params and PARAM in params else 0
 
 
-def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
-    """`kv_transfer_params` of a response, with rows in base64 for JSON, and weights apart from ids."""
+def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, Any] | None:
+    """`kv_transfer_params` of a response: rows in base64 for JSON, in bytes for MessagePack (`packed`); weights apart
+    from ids."""
     if not params or PARAM not in params:
         return params
     handed = params[PARAM]
@@ -109,22 +110,40 @@ def to_wire(params: dict[str, Any] | None) -> dict[str, Any] | None:
         is_narrow = ids.view(np.uint16).max(initial=0) <= _LARGEST_BYTE
         data = ids.astype(np.uint8 if is_narrow else "<i2").tobytes()
         handed = {**handed, "data": data, "dtype": "uint8" if is_narrow else "int16", "shape": list(ids.shape)}
-        handed[WEIGHTS] = pybase64.b64encode_as_string(weights_of(rows).tobytes())
-    return {**params, PARAM: {**handed, "data": pybase64.b64encode_as_string(handed["data"])}}
+        handed[WEIGHTS] = weights_of(rows).tobytes()
+    if not packed:
+        texts = {name: pybase64.b64encode_as_string(handed[name]) for name in ("data", WEIGHTS) if name in handed}
+        handed = {**handed, **texts}
+    return {**params, PARAM: handed}
+
+
+def _bytes_of(value: Any, name: str, limit: int) -> bytes:
+    """`value` from JSON (base64) or MessagePack (bytes).
+
+    Raises:
+        HandoffError: it is neither, or larger than `limit` bytes.
+    """
+    if not isinstance(value, str | bytes):
+        raise HandoffError(f"{name} must be base64, or bytes in MessagePack")
+    if len(value) > (limit if isinstance(value, bytes) else limit // 3 * 4 + 4):
+        raise HandoffError(f"{name} has more than {limit} bytes")
+    if isinstance(value, bytes):
+        return value
+    try:
+        return pybase64.b64decode(value, validate=True)
+    except ValueError as error:
+        raise HandoffError(f"{name} is not base64: {error}") from None
 
 
 def _with_weights(handed: dict[str, Any], text: Any) -> dict[str, Any]:
-    """Rows for the engine from ids for the engine and weights (base64) of a request.
+    """Rows for the engine from ids for the engine and weights of a request.
 
     Raises:
-        HandoffError: they are not base64, or not one for each id.
+        HandoffError: they are not bytes or base64, or not one for each id.
     """
     ids, _ = decode(handed) or (np.empty((0, 0, 0), np.int16), 0)
     size = ids.size * _WEIGHT_BYTES
-    try:
-        raw = pybase64.b64decode(text, validate=True) if isinstance(text, str) and len(text) < 2 * size + 4 else b""
-    except ValueError as error:
-        raise HandoffError(f"{FIELD}.{WEIGHTS} is not base64: {error}") from None
+    raw = _bytes_of(text, f"{FIELD}.{WEIGHTS}", size)
     if len(raw) != size:
         raise HandoffError(f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id")
     rows = joined(ids, np.frombuffer(raw, dtype="<f4").reshape(ids.shape))
@@ -133,17 +152,11 @@ def _with_weights(handed: dict[str, Any], text: Any) -> dict[str, Any]:
 
 def from_wire(value: Any, shape: tuple[int, int], num_experts: int) -> dict[str, Any]:
     """Decodes the rows in a request into the form for the engine; see `Handover.read`."""
-    data = value.get("data") if isinstance(value, Mapping) else None
-    if not isinstance(data, str):
+    if not isinstance(value, Mapping):
         raise HandoffError(f"{FIELD} must be an object with data (base64), dtype, shape and until")
-    if len(data) > MAX_BYTES // 3 * 4 + 4:
-        raise HandoffError(f"{FIELD} has more than {MAX_BYTES} bytes")
     if not is_time(value.get("until")):
         raise HandoffError(f"{FIELD}.until must be a Unix time in seconds")
-    try:
-        raw = pybase64.b64decode(data, validate=True)
-    except ValueError as error:
-        raise HandoffError(f"{FIELD}.data is not base64: {error}") from None
+    raw = _bytes_of(value.get("data"), f"{FIELD}.data", MAX_BYTES)
     handed = {"data": raw, **{name: value.get(name) for name in ("dtype", "shape", "until")}}
     rows, _ = decode(handed) or (None, None)
     if rows is None or has_weights(handed) or rows.shape[1:] != shape:

@@ -8,17 +8,26 @@ from itertools import product
 from typing import Any
 
 import httpx
+import msgspec
 import orjson
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response, StreamingResponse
 
-from examples.prefill_decode import UNKNOWN, proxy
+from examples.prefill_decode import MSGPACK, UNKNOWN, proxy
 from tests.e2e.harness import free_port
 
 PATH = "/v1/completions"
 Lines = Callable[[dict[str, Any]], AsyncIterator[bytes]]
+
+
+def unpacked(request: Request, content: bytes) -> Any:
+    return (msgspec.msgpack if request.headers["content-type"] == MSGPACK else msgspec.json).decode(content)
+
+
+def packed(body: Any) -> Response:
+    return Response(msgspec.msgpack.encode(body), media_type=MSGPACK)
 
 
 @asynccontextmanager
@@ -47,13 +56,13 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
 
     @app.post(PATH)
     async def answered(request: Request) -> Any:
-        body = await request.json()
+        body = unpacked(request, await request.body())
         params = body["kv_transfer_params"]
         if params.get("do_remote_decode"):
-            assert request.headers.get("accept") != "application/msgpack"
+            assert request.headers["accept"] == MSGPACK
             await asyncio.sleep(body.get("prefill_s", 0))
             assert request.client is not None
-            return {"kv_transfer_params": {"of": body["prompt"], "from": request.client.port}}
+            return packed({"kv_transfer_params": {"of": body["prompt"], "from": request.client.port}})
         return StreamingResponse(lines(body), headers={"accepted": request.headers["accept"], "content-type": "text/a"})
 
     everyone = httpx.Limits(max_connections=None)
@@ -162,8 +171,8 @@ async def recording() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, 
 
         @app.api_route("/{path:path}", methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
         async def answered(request: Request) -> Any:
-            received.append((name, request.url.path, await request.body()))
-            return {"kv_transfer_params": OF_THE_INSTANCE}
+            received.append((name, request.url.path, orjson.dumps(unpacked(request, await request.body()))))
+            return packed({"kv_transfer_params": OF_THE_INSTANCE})
 
         return app
 

@@ -13,13 +13,16 @@ from threading import current_thread
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
+from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.outputs import kv_handoff
 from tests.contract.engine import K, L, Tokens
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
@@ -115,8 +118,7 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
     asked = {**ASK, **body, what: text if what == "prompt" else [{"role": "user", "content": text}]}
     first, answers = legs.answers(path, asked, stream)
     rows = handed(first)[body.get("routed_experts_prompt_start", 0) :]
-    if "n" not in body:  # else there is KV of several choices, and only of one of them the rows
-        assert np.array_equal(rows, decode(first["prompt_routed_experts"]))
+    assert "prompt_routed_experts" not in first  # they are in kv_transfer_params
     assert len(answers) == body.get("n", 1)
     for answer in answers:
         check(answer, rows)
@@ -153,7 +155,7 @@ def test_tokens_in_and_out(legs: Legs, stream: bool) -> None:
 
 def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
     """Where a proxy relays no rows."""
-    body = {**ASK, "prompt": "without rows" * 9, "max_tokens": 5}
+    body = {**ASK, "prompt": "without rows" * 9, "max_tokens": 5, "routed_experts_delivery": "inline"}
     first = legs.first(COMPLETIONS, body)
     params = dict(first["kv_transfer_params"])
     rows = params.pop("routed_experts")
@@ -164,6 +166,32 @@ def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
     spliced = splice(decode=whole, prefill=prefill).rows
     answer.prompt_rows, answer.rows = np.split(spliced, [len(answer.prompt)])
     check(answer, decode(first["prompt_routed_experts"]))
+
+
+def test_rows_in_messagepack(legs: Legs) -> None:
+    """A proxy that asks for it relays bytes. All other bytes of a request are text to the server."""
+    body: dict[str, Any] = {"model": "tiny", **ASK, "prompt": "in bytes" * 9, "max_tokens": 5}
+    opt_in = OptIn(0, bytes(16), shared=False).encode()
+    with legs.prefill.client() as prefill, legs.decode.client() as decode_client:
+        params = {"do_remote_decode": True, "do_remote_prefill": False, **dict.fromkeys(NO_KV)}
+        first = {**body, "max_tokens": 1, "kv_transfer_params": params}
+        prefilled = msgspec.msgpack.decode(prefill.post(COMPLETIONS, json=first, headers={"Accept": MSGPACK}).content)
+        data = prefilled["kv_transfer_params"]["routed_experts"]["data"]
+        assert type(data) is bytes
+        packed = {"Content-Type": MSGPACK}
+
+        def post(**more: Any) -> httpx.Response:
+            return decode_client.post(COMPLETIONS, content=msgspec.msgpack.encode({**body, **more}), headers=packed)
+
+        whole = post(kv_transfer_params=prefilled["kv_transfer_params"]).json()
+        prefilled_rows = np.frombuffer(data, np.int16).reshape(-1, L, K)
+        check(answers_of(whole)[0], prefilled_rows)
+        forged = {"prompt": "b", "return_routed_experts": False, "vllm_xargs": {OPT_IN_ARG: opt_in}}
+        assert "routed_experts" not in post(**forged).json()["choices"][0]
+        wrong = {**prefilled["kv_transfer_params"], "routed_experts": {"data": data[1:]}}
+        assert post(kv_transfer_params=wrong).json()["error"]["param"] == "kv_transfer_params.routed_experts"
+        for content in (b"", b"\xc1", b"\x81", msgspec.msgpack.encode([1])):
+            assert decode_client.post(COMPLETIONS, content=content, headers=packed).status_code == 400
 
 
 def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
