@@ -60,6 +60,14 @@ def test_collecting_a_stream(server: Server, documented: list[str]) -> None:
     assert len(routing.generated_rows) == len(routing.token_ids) - 1
 
 
+def test_references(server: Server, documented: list[str]) -> None:
+    (program,) = documented
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    names: dict[str, Any] = {"client": client, "model": "tiny-moe", "prompt": "Which experts?"}
+    exec(program, names)
+    assert names["fetch"](names["reference"]).shape == (5, names["reference"]["shape"][0], 4)
+
+
 def test_plotting(documented: list[str]) -> None:
     (program,) = documented
     drawn: dict[str, np.ndarray] = {}

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
@@ -214,6 +215,18 @@ def test_many_fetch_at_once(api: Server, reference: dict[str, Any]) -> None:
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(lambda layers: fetch({**reference, "path": None}, layers=layers), parts)
         assert all(np.array_equal(part, array[slice(*layers)]) for layers, part in zip(parts, found, strict=True))
+
+
+def test_two_ranks_fetch_their_own_layers_of_several_turns(api: Server) -> None:
+    references, tokens = dataset.converse(api.url, "tiny")
+    for layers in ((0, 3), (3, L)):
+        (ids,) = dataset.RoutingDataset([references], layers, num_tokens := len(tokens) + 3)
+        expected = rows_of(tokens[:-1])[:, slice(*layers)].swapaxes(0, 1)
+        assert ids.shape == (layers[1] - layers[0], num_tokens, K)
+        assert np.array_equal(ids[:, : len(tokens) - 1], expected)
+        assert (ids[:, len(tokens) - 1 :] == -1).all()
+        (cut,) = dataset.RoutingDataset([references], layers, 20)
+        assert np.array_equal(cut, expected[:, :20])
 
 
 @pytest.mark.parametrize(
