@@ -6,6 +6,7 @@ server of `serving` as a client does, and `check` holds an answer against the ro
 
 import asyncio
 import os
+import shutil
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from routed_experts.capture.rows import captures_weights
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
+from routed_experts.server.outputs.array_store import default_folder
 from tests.contract import engine as around
 from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, Core, K, L, Rows, Tokens
 from tests.e2e.harness import Answer, Server, free_port
@@ -250,6 +252,7 @@ def served(model: Path, executor: type[Executor], *flags: str, command: Command 
         finally:
             server.should_exit = True
             thread.join()
+            shutil.rmtree(default_folder(str(port)), ignore_errors=True)
 
 
 async def _serve(args: Namespace, ready: "Future[uvicorn.Server]") -> None:
