@@ -193,7 +193,6 @@ def aborted(server: Server, oracle: Oracle) -> tuple[list[int], list[str]]:
             assert all(array["shape"][0] == 0 for array in arrays)
     assert len(reasons) == 8
     return said, reasons
-    wait_until_idle(server)
 
 
 def test_clients_that_vanish_leave_nothing(server: Server) -> None:
