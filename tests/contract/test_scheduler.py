@@ -12,9 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine import output_queue
+from routed_experts.capture.engine import output_queue, scheduler
 from routed_experts.capture.message import prompt_output_id
-from tests.contract.engine import BLOCK, PART_BYTES, Client, Core, K, L, engine, requests_at_random, tokens
+from tests.contract.engine import BLOCK, PART_BYTES, Client, Core, K, L, Received, engine, requests_at_random, tokens
 
 
 def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
@@ -301,6 +301,16 @@ def test_a_read_that_fails_ends_the_engine(warm: Warm) -> None:
         warm.run()
     warm.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
     warm.core.capture.output_queue._prompts.clear()
+
+
+def test_rows_of_a_prompt_that_are_gone_are_an_error_in_the_log(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing loads KV here, so that all rows of a prefix should be known."""
+    errors: list[Any] = []
+    monkeypatch.setattr(scheduler.logger, "error", lambda *args: errors.append(args[1:]))
+    monkeypatch.setattr(Received, "check", lambda *_: None)
+    warm.core.capture._cache._written[:] = False
+    warm.answer("asks", PROMPT)
+    assert errors == [("asks",)]
 
 
 # ---- blocks that vLLM copies ----
