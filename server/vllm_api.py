@@ -22,30 +22,6 @@ from vllm.v1.engine.output_processor import (
 )
 from vllm.version import __version__ as VLLM_VERSION
 
-__all__ = [
-    "VLLM_VERSION",
-    "AsyncLLM",
-    "BeamSearchOfflineMixin",
-    "BeamSearchOnlineMixin",
-    "CompletionOutput",
-    "EngineClient",
-    "EngineCoreOutput",
-    "EngineCoreRequest",
-    "InputStreamError",
-    "LLMEngine",
-    "OutputProcessor",
-    "OutputProcessorOutput",
-    "RequestOutput",
-    "RequestOutputCollector",
-    "RequestOutputKind",
-    "RequestState",
-    "SamplingParams",
-    "VLLMNotFoundError",
-    "VLLMValidationError",
-    "get_logger",
-    "tokens_input",
-]
-
 
 def get_logger(name: str) -> logging.Logger:
     """A logger below vLLM's, which is the one that its command configures."""
