@@ -7,7 +7,6 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
-from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger as _init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
