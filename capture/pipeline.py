@@ -6,7 +6,6 @@ stream of their own into pinned memory, and read when the step's output is mater
 
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,35 +34,13 @@ class StepRows:
     waited_s: float = 0.0
 
 
-class Copier(Protocol):
-    """Moves the packed words of one step to the host.
+class CpuCopier:
+    """Moves the packed words of one step to the host. Here the device is the host: each step packs into memory of its
+    own, and nothing is left to copy.
 
     Attributes:
         device_bytes, pinned_bytes: what it keeps allocated.
     """
-
-    device_bytes: int
-    pinned_bytes: int
-
-    def staging(self, num_words: int) -> torch.Tensor:
-        """The flat int16 buffer ([num_words]) on the device to pack this step into."""
-        ...
-
-    def start(self) -> "Copy":
-        """Begins the copy of the words packed last."""
-        ...
-
-
-class Copy(Protocol):
-    """A copy under way."""
-
-    def wait(self) -> NDArray[np.int16]:
-        """Blocks until the words are on the host; the array belongs to the caller."""
-        ...
-
-
-class CpuCopier:
-    """The device is the host: each step packs into memory of its own, and nothing is left to copy."""
 
     device_bytes = pinned_bytes = 0
 
@@ -71,23 +48,28 @@ class CpuCopier:
         self._packed = torch.empty(0, dtype=torch.int16)
 
     def staging(self, num_words: int) -> torch.Tensor:
+        """The flat int16 buffer ([num_words]) on the device to pack this step into."""
         self._packed = torch.empty(num_words, dtype=torch.int16)
         return self._packed
 
     def start(self) -> "CpuCopy":
+        """Begins the copy of the words packed last."""
         return CpuCopy(self._packed)
 
 
 @dataclass
 class CpuCopy:
+    """A copy under way."""
+
     words: torch.Tensor
 
     def wait(self) -> NDArray[np.int16]:
+        """Blocks until the words are on the host; the array belongs to the caller."""
         return self.words.numpy()
 
 
 class CudaCopier:
-    """One staging buffer on the device, and a ring of pinned buffers: one for each step that can be in flight.
+    """As `CpuCopier`, with one staging buffer on the device and a ring of pinned buffers, one for each step in flight.
 
     A step whose output nobody reads (warm-up) is simply overwritten. One that is read after its buffer was taken
     again raises, so that rows of another step are never handed out.
@@ -149,7 +131,7 @@ class CudaCopy:
 class PendingRows:
     """The rows of a step whose output has not been materialised yet."""
 
-    copy: Copy
+    copy: CpuCopy | CudaCopy
     offsets: NDArray[np.int64]
     row_shape: tuple[int, int]
 
@@ -176,7 +158,7 @@ class Pipeline:
         self._row_shape = row_shape(self._num_layers, cache.top_k, cache.weights is not None)
         self._words_per_token = _SLOT_WORDS + self._row_shape[0] * self._row_shape[1]
         device = cache.ids.device
-        self._copier: Copier = CpuCopier()
+        self._copier: CpuCopier | CudaCopier = CpuCopier()
         if device.type == "cuda":
             self._copier = CudaCopier(cache.max_tokens * self._words_per_token, max_steps_in_flight + 1, device)
 

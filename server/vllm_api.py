@@ -7,7 +7,6 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
-from vllm.inputs.engine import tokens_input
 from vllm.logger import init_logger as _init_logger
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -21,30 +20,6 @@ from vllm.v1.engine.output_processor import (
     RequestState,
 )
 from vllm.version import __version__ as VLLM_VERSION
-
-__all__ = [
-    "VLLM_VERSION",
-    "AsyncLLM",
-    "BeamSearchOfflineMixin",
-    "BeamSearchOnlineMixin",
-    "CompletionOutput",
-    "EngineClient",
-    "EngineCoreOutput",
-    "EngineCoreRequest",
-    "InputStreamError",
-    "LLMEngine",
-    "OutputProcessor",
-    "OutputProcessorOutput",
-    "RequestOutput",
-    "RequestOutputCollector",
-    "RequestOutputKind",
-    "RequestState",
-    "SamplingParams",
-    "VLLMNotFoundError",
-    "VLLMValidationError",
-    "get_logger",
-    "tokens_input",
-]
 
 
 def get_logger(name: str) -> logging.Logger:

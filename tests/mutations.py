@@ -6,17 +6,15 @@
 `list` chooses changes in all files, in proportion to their statements: one operator, comparison, constant, condition
 or statement each. A change is found again by file, function and text, so the list survives moved lines.
 
-`run` applies one change at a time to a copy of the tree and runs the files of `make test-fast` that execute the changed
-lines, up to the first test that fails. Which do is measured with `coverage`, which must be importable: once for each
-state of the code, and again for each file of tests that changed. Run it again to continue a run that was stopped.
-`--tests` takes other tests.
+`run` applies one change at a time to a copy of the tree and runs the files of `make test-fast` that the list names for
+it as `tests`, up to the first test that fails. They were chosen by reading: which execute the changed code, or name it.
+Run it again to continue a run that was stopped.
 """
 
 import argparse
 import ast
 import collections
 import contextlib
-import hashlib
 import itertools
 import json
 import multiprocessing
@@ -28,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests/mutations.jsonl"
 MEASURED = ("server", "capture", "protocol")
-TESTS = [f"tests/{folder}" for folder in ("protocol", "capture", "server", "contract", "clients", "page")]
 
 # By the name of the node: what its sign is, and what it becomes.
 COMPARISONS = {
@@ -205,72 +202,6 @@ def choose(seed: int, count: int) -> list[Change]:
     return [{"id": number, **change} for number, change in enumerate(chosen, 1)]
 
 
-# ---- which tests execute which lines ----
-
-
-class Failures:
-    """A pytest plugin."""
-
-    def __init__(self) -> None:
-        self.failed: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.pytest_collectreport(report)
-
-    def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
-        if report.failed:
-            self.failed.append(report.nodeid)
-
-
-def run_tests(file: str, result: Path) -> int:
-    """Runs a file of tests up to the first that fails, and writes that."""
-    failures, quiet = Failures(), ["-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=120"]
-    code = int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu or release)", file], plugins=[failures]))
-    result.write_text(json.dumps(failures.failed))
-    return code
-
-
-def measure(file: str, result: Path) -> int:
-    """Runs a file of tests, unchanged. Writes how long it takes, and the lines that it executes in each file."""
-    import coverage
-
-    measured = coverage.Coverage(data_file=None, source=[str(Path.cwd() / name) for name in MEASURED])
-    began = time.monotonic()
-    with measured.collect():
-        code = run_tests(file, result)
-    data, lines = measured.get_data(), {}
-    for name in data.measured_files():
-        lines[Path(name).relative_to(Path.cwd()).as_posix()] = data.lines(name)
-    result.write_text(json.dumps({"file": file, "seconds": time.monotonic() - began, "lines": lines}))
-    return code
-
-
-def measure_all(folder: Path, tests: list[str]) -> list[dict[str, Any]]:
-    """What `measure` writes of each file of tests. Runs those that are not as they were when they were measured."""
-    measured = []
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in [path for name in tests for path in sorted(Path(name).rglob("test_*.py")) or [Path(name)]]:
-        result = folder / f"{path.stem}-{hashlib.sha256(path.read_bytes()).hexdigest()[:12]}.json"
-        if not result.exists():
-            code = in_child(partial(measure, path.as_posix(), result), 1200, result.with_suffix(".log"))
-            print(f"{path}: exit {code}", flush=True)
-        if result.exists() and isinstance(found := json.loads(result.read_text()), dict):
-            measured.append(found)
-    return measured
-
-
-def files_of(measured: list[dict[str, Any]], file: str, lines: range, budget: float) -> list[str]:
-    """Returns the files of tests that execute one of `lines`, in the order in which to run them, for `budget` seconds.
-
-    Where none does (a process that a test starts may), those that execute any line of the file.
-    """
-    found = [each for each in measured if not {*lines}.isdisjoint(each["lines"].get(file, ()))]
-    found = found or [each for each in measured if each["lines"].get(file)]
-    found.sort(key=lambda each: (Path(file).stem not in each["file"], each["seconds"]))
-    begins = itertools.accumulate((each["seconds"] for each in found), initial=0)
-    return [each["file"] for each, begin in zip(found, begins, strict=False) if begin < budget]
-
-
 # ---- running them ----
 
 
@@ -297,33 +228,56 @@ def in_child(run: Callable[[], int], limit: float, log: Path) -> int | None:
     return code
 
 
-def run_change(
-    change: Change, measured: list[dict[str, Any]], result: Path, budget: float, mtimes: Iterator[int]
-) -> dict[str, Any]:
-    """Runs the tests of a change, each file in a process of its own, up to the first that fails."""
+class Failures:
+    """A pytest plugin."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.pytest_collectreport(report)
+
+    def pytest_collectreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+
+def run_tests(tests: Sequence[str], result: Path) -> int:
+    """Runs files of tests up to the first that fails, and writes that."""
+    failures, quiet = Failures(), ["-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "timeout=120"]
+    code = int(pytest.main([*quiet, "-m", "not (slow or e2e or gpu or release)", *tests], plugins=[failures]))
+    result.write_text(json.dumps(failures.failed))
+    return code
+
+
+def failing(tests: Sequence[str], limit: float, folder: Path) -> str | None:
+    """The first test that fails, None if all pass. "time limit" and "exit CODE" where none has failed."""
+    result = folder / "failed.json"
+    result.unlink(missing_ok=True)
+    code = in_child(partial(run_tests, tests, result), limit, folder / "log")
+    if code in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return None
+    failed = json.loads(result.read_text()) if result.exists() else []
+    return failed[0] if failed else "time limit" if code is None else f"exit {code}"
+
+
+def run_change(change: Change, folder: Path, limit: float, mtimes: Iterator[int]) -> dict[str, Any]:
+    """Runs the tests of a change."""
     path = Path(change["file"])
     source = path.read_bytes() if path.exists() else b""
     if (at := locate(change, source)) is None:
         return {"outcome": "gone"}
-    line = source[:at].count(b"\n") + 1
-    files = files_of(measured, change["file"], range(line, line + change["before"].count("\n") + 1), budget)
 
     def write(text: bytes) -> None:
         path.write_bytes(text)
         os.utime(path, (0, next(mtimes)))  # no bytecode of another change has this time
 
-    began, by = time.monotonic(), None
+    began = time.monotonic()
     write(apply(change, source, at))
-    for file in files:
-        result.unlink(missing_ok=True)
-        code = in_child(partial(run_tests, file, result), 120 + 4 * budget, result.with_suffix(".log"))
-        if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-            failed = json.loads(result.read_text()) if result.exists() else []
-            by = failed[0] if failed else "time limit" if code is None else f"exit {code}"
-            break
+    by = failing(change["tests"], limit, folder)
     write(source)
     outcome = "unseen" if by is None else "unclear" if by.startswith("exit ") else "seen"  # no test failed: look
-    return {"outcome": outcome, "by": by, "files": len(files), "seconds": round(time.monotonic() - began, 1)}
+    return {"outcome": outcome, "by": by, "seconds": round(time.monotonic() - began, 1)}
 
 
 def copy_tree(folder: Path) -> dict[str, str]:
@@ -344,16 +298,16 @@ def run(args: argparse.Namespace) -> None:
     import vllm.v1.engine.async_llm  # noqa: F401
 
     assert "routed_experts" not in sys.modules, "each child imports the code with its change"
-    code = sorted(path for folder in MEASURED for path in Path(folder).rglob("*.py"))
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in code)).hexdigest()[:12]
-    folder, mtimes = args.out.parent / f"mutations-{state}", itertools.count(10**9)
-    measured = measure_all(folder, args.tests)
+    folder, mtimes = Path.cwd().parent, itertools.count(10**9)
+    listed = [json.loads(line) for line in args.changes.read_text().splitlines()]
+    for test in sorted({test for change in listed for test in change["tests"]}) if args.unchanged else ():
+        began = time.monotonic()
+        print(test, failing([test], args.limit, folder) or "passes", f"{time.monotonic() - began:.0f} s", flush=True)
     results = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {result["id"] for result in results}
-    for change in map(json.loads, LIST.read_text().splitlines()):
+    for change in listed:
         if change["id"] not in done and (not args.only or change["id"] in args.only):
-            found = run_change(change, measured, folder / "run.json", args.budget, mtimes)
-            results.append({"id": change["id"]} | found)
+            results.append({"id": change["id"]} | run_change(change, folder, args.limit, mtimes))
             with args.out.open("a") as file:
                 print(json.dumps(results[-1]), file=file)
             print(change["file"], change["line"], results[-1], flush=True)
@@ -367,9 +321,10 @@ def main() -> None:
     listing.add_argument("--seed", type=int, default=1)
     listing.add_argument("--count", type=int, default=120)
     running = commands.add_parser("run")
-    running.add_argument("--tests", nargs="+", default=TESTS)
+    running.add_argument("--changes", type=Path, default=LIST)
     running.add_argument("--only", nargs="+", type=int, help="ids of changes")
-    running.add_argument("--budget", type=float, default=120, help="seconds of tests for each change")
+    running.add_argument("--limit", type=float, default=300, help="seconds of tests for each change")
+    running.add_argument("--unchanged", action="store_true", help="first run each file of tests on the code as it is")
     running.add_argument("--out", type=Path, required=True, help="file for one JSON object for each change")
     args = parser.parse_args()
     if args.command == "list":
@@ -382,6 +337,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         again = [sys.executable, "-m", "tests.mutations", *sys.argv[1:], "--out", str(args.out)]
+        again += ["--changes", str(args.changes.absolute())]
         environment = copy_tree(Path(folder))
         sys.exit(subprocess.run(again, cwd=f"{folder}/tree", env=environment, check=False).returncode)
 

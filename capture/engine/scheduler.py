@@ -164,11 +164,6 @@ class SchedulerConnector(ConnectorSlot):
         self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
 
-    @property
-    def num_tracked(self) -> int:
-        """Number of tracked requests: those that opted in and have not ended."""
-        return len(self._tracked)
-
     def follow_loads(self, config: KVTransferConfig) -> None:
         """Starts tracking the KV that the scheduler's connector loads."""
         policy = on_load()

@@ -21,8 +21,4 @@ class ConnectorSlot:
             if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__} has no {name}")
             logger.warning_once("vLLM called the unknown method %s of its auxiliary output connector.", name)
-            return _none
-
-
-def _none(*args: Any, **kwargs: Any) -> None:
-    pass
+            return lambda *args, **kwargs: None

@@ -86,18 +86,8 @@ class _Retryable(_generation_error):  # type: ignore[misc,valid-type]
 RetryableRequestError: Any = _retryable or _Retryable
 
 
-def _unchanged(chunks: Any, interval: float) -> Any:
-    return chunks
-
-
-with_sse_keep_alive: Any = _keep_alive or _unchanged
-
-
-def _ignore(args: argparse.Namespace) -> None:
-    pass
-
-
-configure_logging_from_args: Any = _configure_logging or _ignore
+with_sse_keep_alive: Any = _keep_alive or (lambda chunks, interval: chunks)
+configure_logging_from_args: Any = _configure_logging or (lambda args: None)
 
 
 def set_output_kind(params: Any, stream: bool) -> None:

@@ -35,7 +35,7 @@ from routed_experts.capture.seams.http import cli_env_setup, configure_logging_f
 from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
-from routed_experts.server.cli.console import CommandError, complain, say
+from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, StoreError, default_folder
@@ -67,16 +67,7 @@ ENGINE_DID_NOT_START = (
 
 
 def main(argv: list[str]) -> int:
-    """Serves until the server is stopped; returns the command's exit status."""
-    try:
-        serve(argv)
-    except CommandError as error:
-        return complain(error)
-    return 0
-
-
-def serve(argv: list[str]) -> None:
-    """Serves until the server is stopped.
+    """Serves until the server is stopped; returns the command's exit status.
 
     Raises:
         CommandError: the arguments or the installation are invalid.
@@ -97,6 +88,7 @@ def serve(argv: list[str]) -> None:
     check(args, capture)
     with store_of(args) if capture and not args.headless else nullcontext():
         run(args)
+    return 0
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

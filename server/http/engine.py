@@ -56,25 +56,7 @@ class CapturedEngine:
 
 
 async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
-    worker, *_ = await engine.collective_rpc("routed_experts_info")
-    slots, num_layers, top_k = worker["kv_slots"], worker["num_layers"], worker["top_k"]
-    return RoutedExpertsInfo(
-        model=model,
-        num_layers=num_layers,
-        top_k=top_k,
-        num_experts=worker["num_experts"],
-        layer_ids=worker["layer_ids"],
-        weights=worker["weights"],
-        weights_scale=worker["weights_scale"],
-        weights_on_input=worker["weights_on_input"],
-        version=VERSION,
-        vllm_version=VLLM_VERSION,
-        capture=CaptureInfo(
-            runner=worker["runner"],
-            device=worker["device"],
-            kv_slots=slots,
-            host_cache_bytes=slots * prod(row_shape(num_layers, top_k, worker["weights"])) * _BYTES_PER_WORD,
-            device_bytes=worker["device_bytes"],
-            pinned_bytes=worker["pinned_bytes"],
-        ),
-    )
+    worker, *_ = await engine.collective_rpc("routed_experts_info")  # has the fields of both models by their names
+    row_bytes = prod(row_shape(worker["num_layers"], worker["top_k"], worker["weights"])) * _BYTES_PER_WORD
+    capture = CaptureInfo(**worker, host_cache_bytes=worker["kv_slots"] * row_bytes)
+    return RoutedExpertsInfo(**worker, model=model, version=VERSION, vllm_version=VLLM_VERSION, capture=capture)

@@ -22,27 +22,3 @@ from routed_experts.capture.seams.http import (
     create_error_response,
     with_sse_keep_alive,
 )
-
-__all__ = [
-    "ChatCompletionRequest",
-    "ChatCompletionResponse",
-    "ChatCompletionResponseChoice",
-    "CompletionRequest",
-    "CompletionResponse",
-    "CompletionResponseChoice",
-    "ErrorResponse",
-    "GenerateRequest",
-    "GenerateTokensChoice",
-    "GenerateTokensResponse",
-    "OpenAIServingChat",
-    "OpenAIServingCompletion",
-    "RetryableRequestError",
-    "ServingTokens",
-    "VLLMClientError",
-    "create_error_response",
-    "load_aware_call",
-    "metrics_header",
-    "validate_json_request",
-    "with_cancellation",
-    "with_sse_keep_alive",
-]

@@ -271,7 +271,9 @@ class RowBuffers:
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, after the rows are taken off."""
         if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # always the first
-            self._take_stats(engine_core_outputs.pop(0))
+            stats = engine_core_outputs.pop(0).kv_transfer_params
+            if self.on_stats is not None:
+                self.on_stats(EngineStats.decode(stats))
         states = self._processor.request_states
         for output, start, rows in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
             if (state := states.get(output.request_id)) is not None:
@@ -296,10 +298,6 @@ class RowBuffers:
         for each in (sender,) if parent is None else parent.child_requests:
             if (state := states.get(each)) is not None:
                 _buffer_of(state).push_prompt(sender, each == sender, start, rows)
-
-    def _take_stats(self, output: EngineCoreOutput) -> None:
-        if self.on_stats is not None:
-            self.on_stats(EngineStats.decode(output.kv_transfer_params))
 
 
 def _has_begun(state: RequestState) -> bool:

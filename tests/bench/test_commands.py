@@ -1,7 +1,6 @@
 """Each benchmark says what it does, and runs; those that count rows fail where one is missing."""
 
 import asyncio
-import importlib.util
 import json
 import subprocess
 import sys
@@ -70,12 +69,6 @@ def test_long_answers() -> None:
     held = [float(row[1]) for row in rows if len(row) == 4 and row[1][0].isdigit()]
     assert len(held) == 9
     assert min(held) > 0
-
-
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed")
-def test_rows_as_a_layer_of_the_kv_cache() -> None:
-    rows = said_by("rows_layer", "--prompts", "32", "64", "--repeats", "3")
-    assert [row[0] for row in rows] == ["32 tokens", "64 tokens", "32", "64"]
 
 
 def test_the_api_process_without_an_engine(tmp_path: Path) -> None:

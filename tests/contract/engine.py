@@ -538,7 +538,7 @@ class Client:
         assert any(stats.rows_forgotten for stats in self.stats) == forgets
         for core in self.engines:
             capture = core.capture
-            assert (capture.num_tracked, len(capture.output_queue), len(capture._steps)) == (0, 0, 0)
+            assert (len(capture._tracked), len(capture.output_queue), len(capture._steps)) == (0, 0, 0)
             assert not capture._to_export
             assert not capture.left
             assert not capture._handed

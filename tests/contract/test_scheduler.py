@@ -12,9 +12,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine import output_queue
+from routed_experts.capture.engine import output_queue, scheduler
 from routed_experts.capture.message import prompt_output_id
-from tests.contract.engine import BLOCK, PART_BYTES, Client, Core, K, L, engine, requests_at_random, tokens
+from tests.contract.engine import BLOCK, PART_BYTES, Client, Core, K, L, Received, engine, requests_at_random, tokens
 
 
 def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
@@ -303,6 +303,16 @@ def test_a_read_that_fails_ends_the_engine(warm: Warm) -> None:
     warm.core.capture.output_queue._prompts.clear()
 
 
+def test_rows_of_a_prompt_that_are_gone_are_an_error_in_the_log(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing loads KV here, so that all rows of a prefix should be known."""
+    errors: list[Any] = []
+    monkeypatch.setattr(scheduler.logger, "error", lambda *args: errors.append(args[1:]))
+    monkeypatch.setattr(Received, "check", lambda *_: None)
+    warm.core.capture._cache._written[:] = False
+    warm.answer("asks", PROMPT)
+    assert errors == [("asks",)]
+
+
 # ---- blocks that vLLM copies ----
 
 SHARED = 2 * BLOCK + 5
@@ -436,13 +446,13 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
     looks = []
     step = None
     for count in (5, 500):
-        for index in range(core.capture.num_tracked, count):
+        for index in range(len(core.capture._tracked), count):
             client.add(str(index), tokens(3, index))
         step = step or core.scheduler.schedule()
         step.num_scheduled_tokens = {CountedId(name): each for name, each in step.num_scheduled_tokens.items()}
         assert len(step.num_scheduled_tokens) == 2
         core.capture._tracked = {CountedId(name): state for name, state in core.capture._tracked.items()}
-        assert core.capture.num_tracked == count
+        assert len(core.capture._tracked) == count
         CountedId.looks = 0
         core.capture.build_connector_meta(step, core.scheduler.requests)
         looks.append(CountedId.looks)

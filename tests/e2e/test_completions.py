@@ -21,9 +21,7 @@ import pytest
 import torch
 import vllm
 
-from routed_experts.capture.message import SMALL_ARRAY_BYTES
 from routed_experts.protocol.models import RoutedExpertsInfo
-from tests.conftest import BLOCK_SIZE, CHUNK
 from tests.e2e.harness import (
     ASK,
     CHAT,
@@ -35,10 +33,8 @@ from tests.e2e.harness import (
     answers_of,
     answers_of_stream,
     at_once,
-    cached_tokens,
     check,
     check_held_back,
-    decode,
     one,
     prompt_of,
     rows_of,
@@ -62,12 +58,6 @@ def test_a_mix_of_everything(server: Server, oracle: Oracle) -> None:
     report = Torture(server, oracle, "async", REQUESTS).run()
     print(report.table())
     assert report.problems() == []
-
-
-@pytest.mark.parametrize("length", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
-def test_prompt_lengths(server: Server, oracle: Oracle, length: int) -> None:
-    """Around one token, block boundaries and prefill chunks; the second request hits the first one's prefix."""
-    check(one(server, prompt=prompt_of(length, seed=length), max_tokens=9, ignore_eos=True), oracle)
 
 
 def test_experts_are_in_the_routers_order(server: Server, oracle: Oracle) -> None:
@@ -97,17 +87,6 @@ def test_same_answer_with_and_without_routing(server: Server) -> None:
         assert plain == routed
 
 
-# ---- prefixes ----
-
-
-def test_hits_on_a_prefix_that_was_written_without_routing(server: Server, oracle: Oracle) -> None:
-    prompt = prompt_of(4 * BLOCK_SIZE + 5, seed=7)
-    server.complete(prompt=prompt, max_tokens=2)
-    answer = server.complete(**FULL, prompt=prompt, max_tokens=6)
-    assert cached_tokens(answer) == 4 * BLOCK_SIZE
-    check(answer_of(answer), oracle)
-
-
 def test_the_next_turn_of_a_chat_asks_for_what_is_new(server: Server, oracle: Oracle) -> None:
     first = one(server, path=CHAT, **USER, max_tokens=12, ignore_eos=True)
     messages = [*USER["messages"], {"role": "assistant", "content": first.text}, {"role": "user", "content": "More."}]
@@ -119,23 +98,7 @@ def test_the_next_turn_of_a_chat_asks_for_what_is_new(server: Server, oracle: Or
     check(second, oracle)
 
 
-# ---- several answers ----
-
-
-def test_a_list_of_prompts_with_several_choices(server: Server, oracle: Oracle) -> None:
-    """The rows of one prompt do not fit a common message."""
-    prompts = [prompt_of(length, seed=length) for length in (3, 470, 33)]
-    assert np.prod([len(prompts[1]), 5, 4]) * 2 > SMALL_ARRAY_BYTES
-    body = {**ASK, "prompt": prompts, "max_tokens": 20, "n": 2, "temperature": 1.0}
-    joined = server.complete(**body, routed_experts_layout="joined")
-    for index, choice in enumerate(joined["choices"]):
-        tokens = [*prompts[index // 2], *choice["token_ids"][:-1]]
-        assert oracle.wrong(decode(choice["routed_experts"]), tokens) == []
-    for answers in (answers_of(server.complete(**body)), answers_of_stream(server.stream(**body), per_prompt=2)):
-        assert len(answers) == 6
-        for index, answer in enumerate(answers):
-            answer.prompt = prompts[index // 2]  # vLLM streams prompt_token_ids with some of the choices only
-            check(answer, oracle)
+# ---- text that is held back ----
 
 
 TOOL_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
@@ -193,7 +156,6 @@ def aborted(server: Server, oracle: Oracle) -> tuple[list[int], list[str]]:
             assert all(array["shape"][0] == 0 for array in arrays)
     assert len(reasons) == 8
     return said, reasons
-    wait_until_idle(server)
 
 
 def test_clients_that_vanish_leave_nothing(server: Server) -> None:

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from tests.conftest import SERVER_FLAGS
 from tests.contract.served import serving_quickly
 from tests.e2e.changes import LONG, Across, Paused, Running, Weights, make_weights, reload_weights, roll_out
-from tests.e2e.harness import ON_GPU, Server, check, rows_of, wait_until_idle
+from tests.e2e.harness import ON_GPU, Server, check, rows_of
 
 pytestmark = pytest.mark.e2e
 
@@ -89,30 +89,6 @@ def test_a_pause_under_an_answer(server: Server, both: list[Weights], keeps_kv: 
     server.post("/resume")
     paused.check(both[0].oracle, both[1].oracle, keeps_kv)
     check(late.answer(), both[1].oracle)
-
-
-def test_a_pause_that_waits(server: Server, both: list[Weights]) -> None:
-    running = Running(server, seed=5, max_tokens=60)
-    running.wait_for(5)
-    server.post("/pause?mode=wait")
-    check(running.answer(), both[0].oracle)
-    assert running.num_tokens == 60
-    reload_weights(server, both[1])
-    server.post("/resume")
-    roll_out(server, both[1].oracle)
-
-
-def test_a_pause_that_aborts(server: Server, both: list[Weights]) -> None:
-    running = Running(server, seed=6)
-    running.wait_for(10)
-    server.post("/pause?mode=abort")
-    answer = running.answer()
-    assert answer.finish_reason == "abort"
-    check(answer, both[0].oracle)
-    reload_weights(server, both[1])
-    server.post("/resume")
-    roll_out(server, both[1].oracle)
-    wait_until_idle(server)
 
 
 def test_weights_that_are_reloaded_without_a_pause(server: Server, both: list[Weights]) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from examples.prefill_decode import CONFIG
-from tests.e2e.harness import ASK, Oracle, Server, answer_of, cached_tokens, check, prompt_of, unknown
+from tests.e2e.harness import ASK, Oracle, Server, answer_of, cached_tokens, check, prompt_of
 from tests.e2e.offload_on_cpu import kv_transfer_config
-from tests.e2e.test_nixl import BLOCK, Legs, nixl, running, tagged, untagged
+from tests.e2e.test_nixl import BLOCK, Legs, nixl, running, untagged
 from tests.e2e.test_nixl import pytestmark as needs_nixl
 
 pytestmark = [*needs_nixl, pytest.mark.slow]
@@ -127,31 +127,6 @@ def test_what_was_pulled_keeps_its_rows_where_it_is_offloaded(legs: Legs, oracle
     pull(legs, prompt, oracle)
     answer = answer_of(load(legs, prompt, **ROWS))
     check(untagged(answer, slice(0, min(whole_blocks(prompt), length - 1))), oracle)
-
-
-def test_rows_are_those_of_the_child_that_loads(legs: Legs, oracle: Oracle, setting: Setting) -> None:
-    prompt = prompt_of(100, seed=620)
-    pull(legs, prompt, oracle)
-    with loads(legs.decode, **({"pulled": 100} if setting.nixl_first else {"offloaded": whole_blocks(prompt)})):
-        answer = answer_of(legs.second(prompt, 9, tagged(tagged(legs.first(prompt)))))
-    if setting.nixl_first:
-        check(untagged(untagged(answer, slice(0, 99)), slice(0, 99)), oracle)
-    else:
-        check(untagged(answer, slice(0, whole_blocks(prompt))), oracle)
-
-
-def test_what_was_pulled_without_rows_is_a_stores_kv(legs: Legs, oracle: Oracle, setting: Setting) -> None:
-    prompt = prompt_of(100, seed=630)
-    answer = answer_of(legs.second(prompt, 4, legs.first_without_rows(prompt)))
-    assert unknown(answer, oracle) == list(range(99))
-    crowd_out(legs.decode)
-    load(legs, prompt, max_tokens=1)  # a request that asks for no rows, with either policy
-    crowd_out(legs.decode)
-    if setting.policy == "missing":
-        assert unknown(answer_of(load(legs, prompt, **ROWS)), oracle) == list(range(96))
-    else:
-        with loads(legs.decode):
-            check(answer_of(legs.second(prompt, 9)), oracle)
 
 
 def test_many_at_once(legs: Legs, oracle: Oracle) -> None:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import orjson
 import torch
 
@@ -126,32 +125,17 @@ PROFILES = {
 }
 
 
-@dataclass(frozen=True)
-class Known:
-    """A sequence that was answered, with the rows of the positions from `first` on."""
-
-    tokens: list[int]
-    first: int
-    rows: np.ndarray
-
-    @classmethod
-    def of(cls, answer: Answer) -> "Known":
-        return cls([*answer.prompt, *answer.tokens], answer.start, rows_of(answer))
-
-
 @dataclass
 class Task:
     """One request of the mix.
 
     Attributes:
         prompts: token ids of each prompt; empty for chat, whose answer says them.
-        earlier: an answer whose rows must come back bit for bit as far as the tokens are the same.
         leave_after_s, leave_after_chunks: when the client goes away, if it does.
     """
 
     body: dict[str, Any]
     prompts: list[list[int]]
-    earlier: Known | None = None
     headers: dict[str, str] = field(default_factory=dict)
     leave_after_s: float | None = None
     leave_after_chunks: int | None = None
@@ -193,8 +177,8 @@ class Mix:
         rng = random.Random(seed)
         self._prefixes = [self._tokens(rng, length) for length in (64, 100, 150, 200)]
         self._chat_prefixes = [self._text(rng, length) for length in (60, 120)]
-        self.answered: deque[Known] = deque(maxlen=16)
-        self.repeatable: deque[tuple[Task, Known]] = deque(maxlen=16)
+        self.answered: deque[list[int]] = deque(maxlen=16)
+        self.repeatable: deque[Task] = deque(maxlen=16)
 
     def make(self, index: int) -> Task:
         rng = random.Random(f"{self._seed}/{index}")
@@ -220,20 +204,19 @@ class Mix:
         return "".join(map(chr, self._tokens(rng, length)))
 
     def _repeat(self, rng: random.Random) -> Task:
-        task, known = rng.choice(self.repeatable)
+        task = rng.choice(self.repeatable)
         self._counts["repeated requests"] += 1
         body = {**task.body, "stream": not task.stream}
         if task.stream:
             body.pop("stream_options", None)
-        return Task(body, task.prompts, known)
+        return Task(body, task.prompts)
 
     def _completion(self, rng: random.Random) -> Task:
-        kind, earlier = rng.random(), None
+        kind = rng.random()
         is_list = 0.65 <= kind < 0.75
         if kind < 0.25 and self.answered:
-            earlier = rng.choice(self.answered)
             self._counts["turns of a conversation"] += 1
-            prompts = [[*earlier.tokens, *self._tokens(rng, rng.randrange(1, 40))]]
+            prompts = [[*rng.choice(self.answered), *self._tokens(rng, rng.randrange(1, 40))]]
         elif kind < 0.65:
             prefix = rng.choice(self._prefixes)
             prompts = [[*prefix[: rng.randrange(1, len(prefix) + 1)], *self._tokens(rng, rng.randrange(0, 60))]]
@@ -245,7 +228,7 @@ class Mix:
         else:
             prompts = [self._tokens(rng, rng.choice([1, 2, 31, 32, 33, 63, 64, 65, rng.randrange(3, 200)]))]
         prompts = [prompt[: MAX_MODEL_LEN - 150] for prompt in prompts]
-        task = Task({"prompt": prompts if is_list else prompts[0]}, prompts, earlier)
+        task = Task({"prompt": prompts if is_list else prompts[0]}, prompts)
         if rng.random() < 0.06:
             task.body["echo"] = True
         return task
@@ -514,19 +497,16 @@ class Torture:
                 how = "streamed" if task.stream else "not streamed"
                 counts[f"weights checked, {how}"] += rows.size
                 counts["answers whose weights float64 decided"] += off >= WEIGHTS_OFF
-            if task.earlier is not None:
-                counts["rows compared with an earlier answer"] += compare(task.earlier, answer)
             counts["ended by the end token"] += answer.finish_reason == "stop" and answer.tokens[-1] == END_TOKEN
         counts["choices that ended early"] += task.n > 1 and len({len(answer.tokens) for answer in answers}) > 1
         if len(answers) == 1 and answers[0].finish_reason is not None:
-            known = Known.of(answers[0])
-            self._remember(known.tokens, known)
+            self._remember([*answers[0].prompt, *answers[0].tokens])
             if task.body["temperature"] == 0:
-                self._mix.repeatable.append((task, known))
+                self._mix.repeatable.append(task)
 
-    def _remember(self, tokens: list[int], known: Known | None = None) -> None:
+    def _remember(self, tokens: list[int]) -> None:
         if len(tokens) < LONGEST_KNOWN:
-            self._mix.answered.append(known or Known(tokens, 0, np.empty((0, 0, 0), dtype=np.int16)))
+            self._mix.answered.append(tokens)
 
     def _state_at_the_end(self) -> dict[str, int]:
         deadline = time.monotonic() + 120
@@ -536,21 +516,6 @@ class Torture:
             if not any(state.values()) or time.monotonic() > deadline:
                 return state
             time.sleep(0.2)
-
-
-def compare(known: Known, answer: Answer) -> int:
-    """Asserts that the rows of the tokens that two answers share are bit-equal; returns how many there are."""
-    other = Known.of(answer)
-    differing = [i for i, (a, b) in enumerate(zip(known.tokens, other.tokens, strict=False)) if a != b]
-    shared = differing[0] if differing else min(len(known.tokens), len(other.tokens))
-    first = max(known.first, other.first)
-    end = min(shared, known.first + len(known.rows), other.first + len(other.rows))
-    if end <= first:
-        return 0
-    mine, theirs = (each.rows[first - each.first : end - each.first] for each in (known, other))
-    wrong = np.flatnonzero((mine != theirs).any(axis=(1, 2))) + first
-    assert len(wrong) == 0, f"rows {wrong.tolist()} are not those of an earlier answer"
-    return end - first
 
 
 @contextmanager

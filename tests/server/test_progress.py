@@ -49,7 +49,7 @@ def test_making_the_model(says: Check, tmp_path: Path) -> None:
 
 
 def test_starting(says: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("routed_experts.server.cli.serve.serve", lambda argv: None)
+    monkeypatch.setattr("routed_experts.server.cli.serve.main", lambda argv: 0)
     says(lambda: main(["serve"]), "Loading vLLM")
 
 
