@@ -25,6 +25,7 @@ from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
 from routed_experts.capture.engine.kv_transfer.transfer_params import TransferParamsError
 from routed_experts.protocol.codec import CodecError
 from routed_experts.protocol.collect import RoutingError
+from routed_experts.protocol.fetch import FetchError
 from routed_experts.protocol.models import FieldError
 from routed_experts.protocol.sse import EventError
 from routed_experts.server import vllm_api
@@ -33,6 +34,7 @@ from routed_experts.server.http import request, serving, vllm_http
 from routed_experts.server.http.encoding import LostRowsError
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.streaming import StreamLimitError
+from routed_experts.server.outputs.array_store import ArrayGoneError, StoreError, StoreFullError, UnknownArrayError
 from routed_experts.server.outputs.kv_handoff import HandoffError
 from tests.sources import MODULES, nodes
 
@@ -152,7 +154,9 @@ OTHERS = {
     *(CommandError, SelfTestError, UnsupportedConfig),  # the process ends with the sentence
     *(LostRowsError, StreamLimitError),  # the server's fault: an error event in a stream, 500 before its first byte
     *(HandoffError, TransferParamsError),  # become a `VLLMValidationError` where they are caught
-    *(EventError, RoutingError),  # raised in clients only
+    *(StoreError, StoreFullError),  # 507, or arrays come inline; with a folder of the user's, the process ends
+    *(UnknownArrayError, ArrayGoneError),  # 404 and 410
+    *(EventError, FetchError, RoutingError),  # raised in clients only
 }
 
 
