@@ -7,10 +7,11 @@ instance: parse, and write the decode instance's request.
 import argparse
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 
 from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L
@@ -18,14 +19,16 @@ from bench.streamed_token import fastest
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.server.outputs.kv_handoff import from_wire, to_wire
+from routed_experts.server.http.request import unpacked
+from routed_experts.server.outputs.kv_handoff import PARAMS, from_wire, to_wire
 
 PROMPTS = (2048, 16384, 32768, 131072)
 BLOCK = 16
-_HEAD = "| tokens | in JSON | engine that computed it | its API process | proxy | decode API process | its engine |"
+_HEAD = "| tokens | as | size | engine that computed it | its API process | proxy | decode API process | its engine |"
 
 
-def row_of(tokens: int, repeats: int) -> str:
+def row_of(tokens: int, packed: bool, repeats: int) -> str:
+    coded = msgspec.msgpack if packed else msgspec.json
     rows = np.random.default_rng(0).integers(0, EXPERTS, (tokens, L, K), dtype=np.int16)
     times = []
 
@@ -39,12 +42,14 @@ def row_of(tokens: int, repeats: int) -> str:
     slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     cache.write(slots, rows)
     handed = step(lambda: handoff.encode(partial(cache.read, blocks), tokens, (L, K), until=1e9))
-    answer = step(lambda: orjson.dumps({"kv_transfer_params": to_wire({handoff.PARAM: handed})}))
-    request = step(lambda: orjson.dumps(orjson.loads(answer)))
-    taken = step(lambda: from_wire(orjson.loads(request)["kv_transfer_params"][handoff.PARAM], (L, K), EXPERTS))
+    answer = step(lambda: coded.encode({PARAMS: to_wire({handoff.PARAM: handed}, packed)}))
+    request = step(lambda: coded.encode(coded.decode(answer)))
+    read = unpacked if packed else coded.decode
+    taken = step(lambda: from_wire(read(request)[PARAMS][handoff.PARAM], (L, K), EXPERTS))
     step(lambda: KVLoad(slots, handoff.decode(taken)[0]).apply(cache))
     assert np.array_equal(handoff.decode(taken)[0], rows)
-    return f"| {tokens:,} | {len(answer) / 1e6:.1f} MB | {' | '.join(times)} |"
+    form = "MessagePack" if packed else "JSON"
+    return f"| {tokens:,} | {form} | {len(answer) / 1e6:.1f} MB | {' | '.join(times)} |"
 
 
 def main() -> None:
@@ -54,8 +59,8 @@ def main() -> None:
     about = commit_and_device("cpu", None)
     print(f"{described(about)}\n\n{_HEAD}")
     print("| --- " * (_HEAD.count("|") - 1) + "|")
-    for tokens in PROMPTS:
-        print(row_of(tokens, args.repeats), flush=True)
+    for tokens, packed in product(PROMPTS, (False, True)):
+        print(row_of(tokens, packed, args.repeats), flush=True)
 
 
 if __name__ == "__main__":
