@@ -2,7 +2,7 @@
 
 Readers that the formats were taken from: SGLang 6270b014, `compute_initial_expert_location_metadata` in
 `eplb/expert_location.py`; EPLB d52c72d5, `rebalance_experts` in `eplb.py`; thecodacus/llama.cpp 8e5bc28c,
-`init_moe_expert_cache` in `src/llama-model.cpp` and `tools/moe-trace/simulate.py`, which read the CSV of `llama-moe-trace`.
+`init_moe_expert_cache` in `src/llama-model.cpp` and `tools/moe-trace/simulate.py`, which read `llama-moe-trace`'s CSV.
 """
 
 import csv
@@ -100,6 +100,14 @@ def exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Export:
         return tmp_path / name
 
     return run
+
+
+def test_the_documented_command(exported: Export, monkeypatch: pytest.MonkeyPatch, documented: list[str]) -> None:
+    (command,) = documented
+    monkeypatch.chdir(exported("answers.npz").parent / "answers")
+    Path("0.jsonl").rename("answers.jsonl")
+    assert main(command.split()[1:]) == 0
+    assert pq.read_table("experts.parquet").num_rows == (20 + 9 + 5) * LAYERS
 
 
 # ---- tables and arrays ----
