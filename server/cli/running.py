@@ -17,8 +17,15 @@ from routed_experts.server.cli.saved import ModelInfo, SavedAnswer
 
 AT_ONCE = 8  # requests
 # In the form that a reader of saved responses needs no flags for, whatever the server's defaults are.
-_ROWS = {"return_routed_experts": True, "return_token_ids": True, "routed_experts_layers": "moe"}
-_ROWS |= {"routed_experts_format": "object", "routed_experts_dtype": "int16", "routed_experts_layout": "split"}
+_ROWS = {
+    "return_routed_experts": True,
+    "return_token_ids": True,
+    "routed_experts_delivery": "inline",
+    "routed_experts_dtype": "int16",
+    "routed_experts_format": "object",
+    "routed_experts_layers": "moe",
+    "routed_experts_layout": "split",
+}
 
 Body = Mapping[str, Any]
 

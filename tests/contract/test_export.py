@@ -22,8 +22,8 @@ LINES = ["def f(x):", {"prompt": [40, 50, 60], "max_tokens": 9, "routed_experts_
 
 @pytest.fixture(scope="module")
 def server(tiny_model: Path) -> Iterator[Server]:
-    default = '{"routed_experts_format": "raw"}'
-    flags = ("--enable-return-routed-expert-weights", "--routed-experts-default", default)
+    default = {"return_routed_experts": True, "routed_experts_delivery": "reference", "routed_experts_layout": "joined"}
+    flags = ("--enable-return-routed-expert-weights", "--routed-experts-default", json.dumps(default))
     with serving(tiny_model, *flags) as server:
         yield server
 
