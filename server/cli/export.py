@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from routed_experts.protocol.codec import count_missing
 from routed_experts.protocol.collect import Routing, RoutingError
@@ -18,16 +17,7 @@ from routed_experts.server.cli import formats
 from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.cli.formats import Span
 from routed_experts.server.cli.running import RunningServer, add_server_flags, bodies_of
-from routed_experts.server.cli.saved import (
-    ModelInfo,
-    SavedAnswer,
-    add_flags,
-    choices_of,
-    info_of,
-    once,
-    opened,
-    read,
-)
+from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, once, opened, read
 from routed_experts.server.cli.stats import Tally
 
 ROWS = {
@@ -84,7 +74,7 @@ def spans_of(answer: SavedAnswer, server: RunningServer | None, with_weights: bo
     """The rows of a response. A prompt's come once, with the first of its choices.
 
     Raises:
-        ValueError, KeyError, TypeError: the response is incomplete, or belongs to another model.
+        ValueError, KeyError, TypeError, AttributeError: the response is incomplete, or of another form or model.
     """
     texts = _texts(answer)
     for routing in once(answer.routings()):
@@ -98,7 +88,7 @@ def spans_of(answer: SavedAnswer, server: RunningServer | None, with_weights: bo
         info = replace(answer.info, num_layers=routing.rows.shape[1], top_k=routing.rows.shape[2])
         yield Span(
             request=request,
-            id=answer.parts[0].get("id"),
+            id=None if (name := answer.parts[0].get("id")) is None else str(name),
             choice=routing.index,
             start=routing.start,
             prompt_len=routing.prompt_len,
@@ -229,7 +219,9 @@ def aside(output: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def write_rows(path: Path, answers: Iterable[SavedAnswer], args: Any, server: RunningServer | None) -> Exported:
+def write_rows(
+    path: Path, answers: Iterable[SavedAnswer], args: argparse.Namespace, server: RunningServer | None
+) -> Exported:
     """Writes the rows of responses.
 
     Raises:
@@ -247,7 +239,7 @@ def write_rows(path: Path, answers: Iterable[SavedAnswer], args: Any, server: Ru
                     found.rows += len(span.rows)
                     found.missing += count_missing(span.rows)
                     yield span
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise CommandError(f"{answer.where}: {error}.") from error
             found.answers += 1
 
@@ -256,11 +248,14 @@ def write_rows(path: Path, answers: Iterable[SavedAnswer], args: Any, server: Ru
     if first is None:
         raise CommandError(NOTHING)
     options = {"per_token": True} if args.per == "token" else {}
-    ROWS[args.format](path, chain([first], rest), first, **options)
+    try:
+        ROWS[args.format](path, chain([first], rest), first, **options)
+    except (ValueError, TypeError, OverflowError) as error:  # a number that no program would have sent
+        raise CommandError(f"Response {found.answers + 1} cannot be written: {error}.") from error
     return found
 
 
-def write_load(path: Path, answers: Iterable[SavedAnswer], args: Any) -> Exported:
+def write_load(path: Path, answers: Iterable[SavedAnswer], args: argparse.Namespace) -> Exported:
     """Writes how often each expert was chosen.
 
     Raises:

@@ -77,7 +77,7 @@ class RunningServer:
         asked |= {"return_routed_expert_weights": True} if with_weights else {}
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         try:
-            return SavedAnswer(where, [self._call(path, asked)], ModelInfo.of(self.document))
+            return SavedAnswer(where, [self._call(path, asked, where)], ModelInfo.of(self.document))
         except ValueError as error:
             raise self._is_other("/v1/routed_experts") from error
 
@@ -106,7 +106,7 @@ class RunningServer:
                 self._has_texts = False
         return self._texts.get(token)
 
-    def _call(self, path: str, body: Body | None = None) -> dict[str, Any]:
+    def _call(self, path: str, body: Body | None = None, where: str = "") -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
         try:
@@ -114,7 +114,7 @@ class RunningServer:
                 answer = json.load(response)
         except urllib.error.HTTPError as error:
             text = error.read().decode(errors="replace")[:500]
-            raise CommandError(f"{self.url} returned status {error.code}: {text}") from error
+            raise CommandError(f"{where or self.url}: the server returned status {error.code}: {text}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise CommandError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
         if not isinstance(answer, dict):

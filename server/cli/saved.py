@@ -15,7 +15,6 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from routed_experts.protocol.codec import Rows
 from routed_experts.protocol.collect import Asked, Routing, RoutingError, collect
 from routed_experts.protocol.sse import EventError, EventReader
 from routed_experts.server.cli.console import CommandError
@@ -130,15 +129,19 @@ class SavedAnswer:
 
 def once(routings: Iterable[Routing]) -> Iterator[Routing]:
     """The rows of each choice. Those of a prompt come with the first of its choices only."""
-    prompts: list[Rows] = []
+    prompts: list[Routing] = []
     for routing in routings:
         prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
-        if prompt_len and any(np.array_equal(routing.prompt_rows, prompt) for prompt in prompts):
+        if prompt_len and any(_have_same_prompt(routing, before) for before in prompts):
             weights = None if routing.weights is None else routing.weights[prompt_len:]
             routing = replace(routing, rows=routing.generated_rows, weights=weights, start=routing.start + prompt_len)
         elif prompt_len:
-            prompts.append(routing.prompt_rows)
+            prompts.append(routing)
         yield routing
+
+
+def _have_same_prompt(one: Routing, other: Routing) -> bool:
+    return one.prompt_token_ids == other.prompt_token_ids and np.array_equal(one.prompt_rows, other.prompt_rows)
 
 
 def choices_of(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -65,7 +65,7 @@ def test_plain_prompts_and_a_server_that_refuses_one(
     assert "2 responses" in capsys.readouterr().out
     assert counts.shape == (L, NUM_EXPERTS)
     for line, sentence in [
-        ('{"prompt": "a", "max_tokens": 0}', "returned status 400"),
+        ('{"prompt": "a", "max_tokens": 0}', "wrong.jsonl, line 1: the server returned status 400"),
         ("[1]", "line 1 is not a prompt: write a string, or an object with a prompt or messages."),
         ("{]", "line 1 is not valid JSON"),
     ]:

@@ -204,6 +204,17 @@ def test_texts_and_what_is_unknown(tmp_path: Path) -> None:
         assert "layer_ids" not in arrays
 
 
+def test_prompts_whose_rows_are_equal(tmp_path: Path) -> None:
+    """Of a list: both come, as their tokens differ."""
+    several = [Told(rows_of(2, 1), [rows_of(2, 2)] * 2, first_token=first) for first in (100, 500)]
+    (tmp_path / "answers.jsonl").write_text(json.dumps(answer(*several)))
+    assert main(["export", str(tmp_path / "answers.jsonl"), "-o", str(tmp_path / "out.npz")]) == 0
+    with np.load(tmp_path / "out.npz") as found:
+        place = found["is_prompt"] == 1
+        assert found["token_id"][place].tolist() == [100, 101, 500, 501]
+        assert found["choice"][place].tolist() == [0, 0, 2, 2]
+
+
 # ---- other programs ----
 
 
@@ -320,6 +331,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("prompt_token_ids", "token_ids"):
         del cut["choices"][0][name]
     cut["routed_experts_info"] = INFO
+    large = answer(Told(rows_of(2, 1), [rows_of(2, 2)], first_token=1 << 40))
     nothing = answer(Told(rows_of(2, 1), [rows_of(0, 2)], start=2))
     nowhere = tmp_path / "nowhere" / "out.csv"
     for body, flags, sentence in [
@@ -330,6 +342,8 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([plain, other], "-o out.csv", "line 2: num_layers is 2 after 3: export one model at a time."),
         ([plain], "-o out.csv --weights", "line 1: the response has no weights: set return_routed_expert_weights"),
         ([{"error": {"message": "no"}}], "-o out.csv", "line 1: the server answered with an error: no."),
+        ([{**plain, "id": 3, "choices": [{**plain["choices"][0], "logprobs": 3}]}], "-o out.csv", "line 1: "),
+        ([large], "-o out.parquet", "Response 1 cannot be written: "),
         ([nothing], "-o out.csv", "Nothing to export: the responses have no rows."),
         ([nothing], "-o out.npy --num-experts 60", "Nothing to export: the responses have no rows."),
         ([plain], f"-o {nowhere}", f"--output {nowhere} cannot be written: No such file or directory."),
