@@ -5,10 +5,7 @@ explains the difference.
 """
 
 import argparse
-import http.client
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +20,8 @@ from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.server.cli.console import CommandError, aligned, say
 from routed_experts.server.cli.reference import Ids, Reference, Scores
-from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, info_of, opened, read
+from routed_experts.server.cli.running import Body, RunningServer, add_server_flags, bodies_of
+from routed_experts.server.cli.saved import ModelInfo, add_flags, info_of, opened, read
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")
@@ -194,54 +192,6 @@ def table(report: dict[str, Any]) -> str:
     )
 
 
-# ---- responses of a running server ----
-
-
-def base_of(url: str) -> str:
-    """The base URL of a server: `localhost:8000` and `http://localhost:8000/v1` are both accepted.
-
-    Raises:
-        CommandError: not an HTTP URL.
-    """
-    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        raise CommandError(f"--url {url} is not the URL of a server: use one such as http://localhost:8000.")
-    return base
-
-
-def ask(url: str, prompt: str, max_tokens: int, api_key: str | None, with_weights: bool = False) -> SavedAnswer:
-    """The response of the server at `url` to `prompt`.
-
-    Raises:
-        CommandError: the server cannot be reached or returns an error.
-    """
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-
-    def call(path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url + path, data=data, headers=headers)
-        with urllib.request.urlopen(request, timeout=600) as response:
-            answer: dict[str, Any] = json.load(response)
-            return answer
-
-    try:
-        info = call("/v1/routed_experts")
-        body = {"model": info["model"], "prompt": prompt, "max_tokens": max_tokens}
-        body |= {"return_routed_experts": True, "routed_experts_layers": "moe", "return_token_ids": True}
-        body |= {"return_routed_expert_weights": True} if with_weights else {}
-        return SavedAnswer(url, [call("/v1/completions", body)], ModelInfo.of(info))
-    except urllib.error.HTTPError as error:
-        raise CommandError(
-            f"{url} returned status {error.code}: {error.read().decode(errors='replace')[:500]}"
-        ) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise CommandError(f"{url} cannot be reached: {getattr(error, 'reason', error)}.") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CommandError(
-            f"{url} is not a routed-experts server: its response to /v1/routed_experts has another form."
-        ) from error
-
-
 # ---- the command ----
 
 
@@ -260,11 +210,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         help="responses to requests with return_routed_experts and return_token_ids; - for standard input",
     )
     source.add_argument("--url", help="URL of a running server; sends requests to it")
-    parser.add_argument("--prompts", type=Path, help="with --url: file with one prompt per line")
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, help="with --url: maximum tokens per response (default 64)"
-    )
-    parser.add_argument("--api-key", help="with --url: API key of the server")
+    add_server_flags(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="dtype of the forward pass (default float32)"
     )
@@ -333,15 +279,15 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     """
     from tqdm import tqdm
 
-    sources: list[Any] = list(read(opened(args.answers), info_of(args))) if args.answers else _prompts(args.prompts)
-    url = base_of(args.url) if args.url else ""
+    server = RunningServer(args.url, args.api_key) if args.url else None
+    sources: list[Any] = _bodies(args) if server else list(read(opened(args.answers), info_of(args)))
     say(f"Loading {args.model}.")
     reference = Reference(args.model, args.dtype, args.device)
     if args.weights and not reference.has_weights:
         raise CommandError(f"The routers of {args.model} in transformers do not return their weights.")
     comparison = Comparison(reference, args.weights)
     for source in tqdm(sources, desc="comparing", unit=" responses", disable=None):
-        answer = ask(url, source, args.max_tokens, args.api_key, args.weights) if url else source
+        answer = server.ask(source[0], source[1], args.weights) if server else source
         try:
             _check_layers(answer.info, reference)
             for routing in answer.routings(_info_of(reference)):
@@ -367,14 +313,8 @@ def _check_layers(info: ModelInfo, reference: Reference) -> None:
         raise RoutingError(f"its MoE layers are decoder layers {ids}, but the checkpoint has {reference.layer_ids}")
 
 
-def _prompts(path: Path | None) -> list[str]:
-    """The prompts in a file, one per line."""
-    if path is None:
-        return list(PROMPTS)
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
-    if not lines:
-        raise CommandError(f"{path} has no prompts: write one per line.")
-    return lines
+def _bodies(args: argparse.Namespace) -> list[tuple[str, Body]]:
+    """Place and request of each prompt."""
+    if args.prompts:
+        return bodies_of(args.prompts, args.max_tokens)
+    return [(args.url, {"prompt": prompt, "max_tokens": args.max_tokens}) for prompt in PROMPTS]

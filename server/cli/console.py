@@ -1,6 +1,10 @@
 """Console output: errors, tables, and progress if standard error is a terminal."""
 
 import sys
+from collections.abc import Iterable
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 class CommandError(Exception):
@@ -17,6 +21,15 @@ def say(text: str) -> None:
     """Prints a progress message if standard error is a terminal."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
+
+
+def progress(items: Iterable[Item], **options: object) -> Iterable[Item]:
+    """Shows a progress bar if standard error is a terminal and tqdm is installed. `options` are those of tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:  # a client's installation has numpy only
+        return items
+    return tqdm(items, disable=None, **options)
 
 
 def hide_transformers_progress() -> None:

@@ -20,6 +20,7 @@ usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts compare MODEL --answers FILE... | --url URL
        routed-experts stats FILE...
        routed-experts view FILE...
+       routed-experts export FILE... | --url URL --prompts FILE  -o OUTPUT
        routed-experts --version
 
 serve       Start vLLM's OpenAI-compatible server, which also returns the experts that each token was routed to.
@@ -33,8 +34,11 @@ compare     Compare the experts in responses with a Hugging Face forward pass of
             Exit status: 0 if equal or near-ties only, 1 if different, 2 on error.
 stats       Report how evenly the experts of each layer are used in saved responses. --help lists its flags.
 view        Show saved responses in a browser, with the page that a running server has at /routed_experts.
+export      Write the experts in responses as Parquet, CSV or npz, or for SGLang, EPLB or llama.cpp. --help lists its
+            flags.
 
-FILE contains JSON (one response per line or pretty-printed) or streams as printed by curl; - is standard input.
+FILE contains JSON (one response per line or pretty-printed) or streams as printed by curl, or is a
+folder with files *.jsonl; - is standard input.
 """
 INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
 NO_READER = 128 + 13  # and for SIGPIPE
@@ -75,8 +79,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "compare": _main_of("compare"),
     "stats": _main_of("stats"),
     "view": _main_of("view"),
+    "export": _main_of("export"),
 }
-WITHOUT_VLLM = ("stats", "view")
+WITHOUT_VLLM = ("stats", "view", "export")
 
 
 def main(argv: list[str] | None = None) -> int:

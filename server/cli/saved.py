@@ -1,14 +1,16 @@
-"""Reads saved responses for `compare`, `stats` and `view`. Needs neither vLLM nor torch.
+"""Reads saved responses for `compare`, `export`, `stats` and `view`. Needs neither vLLM nor torch.
 
-A file has JSON bodies (one per line, pretty-printed, or in arrays), streams as curl prints them, or both. The response
-of `GET /v1/routed_experts` applies to all responses after it, including later files. The field `routed_experts_info` of
-a response, which the page writes, takes precedence.
+A file has JSON bodies (one per line, pretty-printed, or in arrays), streams as curl prints them, or both. A folder
+stands for its files `*.jsonl`. The response of `GET /v1/routed_experts` applies to all responses after it, including
+later files. The field `routed_experts_info` of a response takes precedence, for that response and those after it in the
+file.
 """
 
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -125,6 +127,23 @@ class SavedAnswer:
             yield from (choice.get("routed_experts") for choice in choices_of(part))
 
 
+def once(routings: Iterable[Routing]) -> Iterator[Routing]:
+    """The rows of each choice. Those of a prompt come with the first of its choices only."""
+    prompts: list[Routing] = []
+    for routing in routings:
+        prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
+        if prompt_len and any(_have_same_prompt(routing, before) for before in prompts):
+            weights = None if routing.weights is None else routing.weights[prompt_len:]
+            routing = replace(routing, rows=routing.generated_rows, weights=weights, start=routing.start + prompt_len)
+        elif prompt_len:
+            prompts.append(routing)
+        yield routing
+
+
+def _have_same_prompt(one: Routing, other: Routing) -> bool:
+    return one.prompt_token_ids == other.prompt_token_ids and np.array_equal(one.prompt_rows, other.prompt_rows)
+
+
 def choices_of(part: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The choices of a body or of a chunk."""
     choices = part.get("choices")
@@ -169,15 +188,25 @@ def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
     """The name and text of each file, opened one at a time. `-` is standard input.
 
     Raises:
-        CommandError: a file cannot be read.
+        CommandError: a file cannot be read, or a folder has no responses.
     """
-    for path in paths:
+    for path in (file for given in paths for file in _files(given)):
         name = "standard input" if path == STDIN else path
         try:
             with open(0 if path == STDIN else path, encoding="utf-8-sig", closefd=path != STDIN) as file:
                 yield name, file
         except OSError as error:
             raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
+
+
+def _files(path: str) -> list[str]:
+    """`path`, or the files in that folder and below, by name, without empty ones, which a server may still write."""
+    if path == STDIN or not Path(path).is_dir():
+        return [path]
+    found = [str(file) for file in sorted(Path(path).rglob("*.jsonl")) if file.stat().st_size]
+    if not found:
+        raise CommandError(f"{path} has no files *.jsonl with responses.")
+    return found
 
 
 def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
@@ -191,20 +220,20 @@ def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[Save
     """
     about, name, found = ModelInfo(), "", False
     for name, file in files:
-        is_empty = True
+        is_empty, of_file = True, ModelInfo()
         for where, parts in _responses(name, file):
             is_empty = False
             if not all(isinstance(part, dict) for part in parts):
                 raise CommandError(f"{where} is not a response of the server: it must be a JSON object.")
             try:
                 if "layer_ids" in parts[0] and "choices" not in parts[0]:
-                    about = ModelInfo.of(parts[0])
+                    about, of_file = ModelInfo.of(parts[0]), ModelInfo()
                     continue
-                own = ModelInfo.of(parts[0].get(INFO, {}))
+                of_file = ModelInfo.of(parts[0][INFO]) if INFO in parts[0] else of_file
             except ValueError as error:
                 raise CommandError(f"{where}: {error}.") from error
             found = True
-            yield SavedAnswer(where, parts, given.over(own.over(about)))
+            yield SavedAnswer(where, parts, given.over(of_file.over(about)))
         if is_empty:
             raise CommandError(f"{name} has no responses.")
     if not found:

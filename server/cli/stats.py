@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.expert_load import ExpertLoad, count_experts, expert_load, sum_weights
 from routed_experts.server.cli.console import CommandError, aligned
-from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, opened, read
+from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, once, opened, read
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
@@ -62,7 +62,8 @@ class Tally:
                 if "weights" in histogram:
                     self._add_weights(np.asarray(histogram["weights"], dtype=np.float64))
         else:
-            for rows, weights in _rows_once(answer.routings()):
+            for routing in once(answer.routings()):
+                rows, weights = routing.rows, routing.weights
                 experts = info.num_experts or int(rows.max(initial=-1)) + 1
                 self._add(count_experts(rows, experts), len(rows), int((rows < 0).any(axis=(1, 2)).sum()), info)
                 if weights is not None:
@@ -102,19 +103,6 @@ def _histograms(answer: SavedAnswer) -> Iterator[Mapping[str, Any]]:
         for choice in choices_of(part):
             if "routed_experts_histogram" in choice:
                 yield choice["routed_experts_histogram"]
-
-
-def _rows_once(routings: list[Routing]) -> Iterator[tuple[NDArray[np.int16], NDArray[np.float32] | None]]:
-    """The rows of each choice and their weights. The rows of a prompt come once for all its choices."""
-    prompts: list[NDArray[np.int16]] = []
-    for routing in routings:
-        first = 0
-        if routing.prompt_len is not None:
-            if any(np.array_equal(routing.prompt_rows, prompt) for prompt in prompts):
-                first = len(routing.prompt_rows)
-            else:
-                prompts.append(routing.prompt_rows)
-        yield routing.rows[first:], None if routing.weights is None else routing.weights[first:]
 
 
 def tally(paths: Sequence[str], given: ModelInfo) -> Tally:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.codec import encode
-from routed_experts.server.cli import compare
+from routed_experts.server.cli import running
 from routed_experts.server.cli.main import main
 from routed_experts.server.cli.reference import Reference
 from tests.e2e.harness import Oracle, Server, prompt_of
@@ -147,7 +147,7 @@ def test_every_decoder_layer_and_raw_rows(compared: Compare, rows: np.ndarray) -
 
 def test_addresses_as_people_write_them() -> None:
     for url in ("host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"):
-        assert compare.base_of(url) == "http://host:8000"
+        assert running.base_of(url) == "http://host:8000"
 
 
 def shape_named(name: str) -> Shape:

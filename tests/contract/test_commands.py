@@ -29,6 +29,7 @@ OTHERS_FLAGS = {
     "pip and pip-audit": "--extra-index-url --no-deps",
     "vLLM's toy proxy": "--decoder-ports --prefiller-ports",
     "trainers": "--router_replay_mode --use-rollout-routing-replay",
+    "SGLang and llama.cpp": "--init-expert-location --moe-cache-profile",
     "Ray": "--address --head",
 }
 NOT_OURS = set(" ".join(OTHERS_FLAGS.values()).split())
@@ -144,7 +145,8 @@ def test_commands_can_be_read() -> None:
 
 def parsers() -> Iterator[ArgumentParser]:
     """Of all that the documentation has commands of."""
-    for argv in (["serve", "model"], ["compare", "model", "--url", "url"], ["stats", "file"], ["view", "file"]):
+    export = ["export", "file", "-o", "out.csv"]
+    for argv in (["serve", "model"], ["compare", "model", "--url", "url"], ["stats", "file"], ["view", "file"], export):
         yield parser_of(partial(main.main, argv))
     yield program_parser(ROOT / "examples/prefill_decode.py", "model")
     modules = [f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]

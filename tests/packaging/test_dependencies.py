@@ -33,7 +33,7 @@ def test_imports_and_declarations_are_the_same(extra: str, vllm: str) -> None:
     assert {"vllm", "numpy"} <= modules
     of = packages_distributions()
     imported = {vllm if module == "vllm" else canonicalize_name(of[module][0]) for module in modules}
-    assert imported == declared([*PROJECT["dependencies"], *EXTRAS[extra]])
+    assert imported == declared([*PROJECT["dependencies"], *EXTRAS[extra], *EXTRAS["export"]])
 
 
 def test_vllm_brings_what_the_server_imports() -> None:

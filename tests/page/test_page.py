@@ -427,6 +427,17 @@ def test_saving_and_opening_change_nothing(
     assert saved["routed_experts_info"] == (INFO if info else {"num_layers": 3, "top_k": 2})
 
 
+def test_the_first_response_of_a_file_has_the_model_of_all(tab: Tab, viewed: Viewed) -> None:
+    """As a server records them, and as the other commands read them."""
+    body = answer(rows_of(29, 3, 2, 32), 12)
+    tab.open(viewed(text="\n".join(json.dumps({**body, **info}) for info in ({"routed_experts_info": INFO}, {}))))
+    read = "import('./routed_experts/saved.js').then(async ({ read }) => "
+    read += (
+        "read(await (await fetch('./routed_experts/saved/0')).text(), 'f').answers.map(({ info }) => info.layer_ids))"
+    )
+    assert tab.js(read) == [INFO["layer_ids"]] * 2
+
+
 def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path, viewed: Viewed) -> None:
     body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 24, "stream": True, **ASK}
     with serving(tiny_model, "--stream-interval", "5") as server:

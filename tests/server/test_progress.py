@@ -14,6 +14,8 @@ import pytest
 from routed_experts.server.cli.main import main
 from tests.clients.test_compare import TOKENS, answer_of, rows_of
 from tests.e2e.harness import Oracle
+from tests.protocol.answers import Told, answer
+from tests.protocol.answers import rows_of as known_rows
 
 Check = Callable[..., None]
 
@@ -59,3 +61,9 @@ def test_comparing(says: Check, tiny_model: Path, oracle: Oracle, tmp_path: Path
     file.write_text(f"{json.dumps(answer_of(rows_of(oracle, TOKENS)))}\n" * 2)
     command = ["compare", str(tiny_model), "--answers", str(file)]
     says(lambda: main(command), f"Loading {tiny_model}", "comparing: 100%", "2/2")
+
+
+def test_exporting(says: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "answers.jsonl"
+    file.write_text(f"{json.dumps(answer(Told(known_rows(9), [known_rows(3)])))}\n" * 2)
+    says(lambda: main(["export", str(file), "-o", str(tmp_path / "out.csv")]), "exporting: 2 responses")

@@ -159,3 +159,21 @@ def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"1\.jsonl has no responses"):
         found(tmp_path, body(ONE), "", body(OTHER))
+
+
+def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
+    """Files in the order of their names, of which the first response has the model; one may have nothing yet."""
+    for name, told in (("b/1.jsonl", OTHER), ("a.jsonl", ONE)):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        first = {**answer(told), "routed_experts_info": INFO}
+        path.write_text(f"{json.dumps(first)}\n{body(told)}\n")
+    (tmp_path / "c.jsonl").touch()
+    (tmp_path / "notes.txt").write_text("no response")
+    answers = list(read(opened([str(tmp_path)]), ModelInfo()))
+    for one, rows in zip(answers, [ROWS[0], ROWS[0], ROWS[1], ROWS[1]], strict=True):
+        assert np.array_equal(one.routings()[0].rows, rows)
+        assert one.info.layer_ids == (1, 2, 4)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CommandError, match=r"none has no files \*\.jsonl with responses"):
+        list(read(opened([str(tmp_path / "none")]), ModelInfo()))

@@ -10,15 +10,17 @@ import { decode, encode } from "./arrays.js";
  */
 export function read(text, file, about = {}, given = {}) {
   const answers = [];
+  let own = {}; // what the file's last response with information about its model has
   for (const { parts, where } of documents(text, file)) {
     const [first] = parts;
     if (first?.layer_ids && !first.choices) {
-      about = first;
+      [about, own] = [first, {}];
       continue;
     }
+    own = first?.routed_experts_info ?? own;
     if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(`${where}: ${first?.error?.message ?? "not a response: it has no choices."}`);
     try {
-      answers.push(...choicesOf(parts, where, { ...about, ...first.routed_experts_info, ...given }));
+      answers.push(...choicesOf(parts, where, { ...about, ...own, ...given }));
     } catch (error) {
       throw new Error(`${where}: ${error.message}`);
     }

@@ -1,0 +1,173 @@
+"""A running server, as `compare` and `export` ask it."""
+
+import argparse
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from routed_experts.server.cli.console import CommandError
+from routed_experts.server.cli.saved import ModelInfo, SavedAnswer
+
+AT_ONCE = 8  # requests
+# In the form that a reader of saved responses needs no flags for, whatever the server's defaults are.
+_ROWS = {
+    "return_routed_experts": True,
+    "return_token_ids": True,
+    "routed_experts_delivery": "inline",
+    "routed_experts_dtype": "int16",
+    "routed_experts_format": "object",
+    "routed_experts_layers": "moe",
+    "routed_experts_layout": "split",
+}
+
+Body = Mapping[str, Any]
+
+
+def base_of(url: str) -> str:
+    """The base URL of a server: `localhost:8000` and `http://localhost:8000/v1` are both accepted.
+
+    Raises:
+        CommandError: not an HTTP URL.
+    """
+    base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
+    if not base.startswith(("http://", "https://")):
+        raise CommandError(f"--url {url} is not the URL of a server: use one such as http://localhost:8000.")
+    return base
+
+
+class RunningServer:
+    """A server that returns routing."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """
+        Raises:
+            CommandError: not an HTTP URL.
+        """
+        self.url = base_of(url)
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._texts: dict[int, str] = {}
+        self._has_texts = True
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """The object of `GET /v1/routed_experts`."""
+        document = self._call("/v1/routed_experts")
+        if "model" not in document:
+            raise self._is_other("/v1/routed_experts")
+        return document
+
+    def ask(self, where: str, body: Body, with_weights: bool = False) -> SavedAnswer:
+        """The response to a request, which has a prompt or messages.
+
+        Args:
+            where: place of the prompt, for messages.
+
+        Raises:
+            CommandError: the server cannot be reached or returns an error.
+        """
+        asked = {"model": self.document["model"], **body, **_ROWS, "stream": False}
+        asked |= {"return_routed_expert_weights": True} if with_weights else {}
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        try:
+            return SavedAnswer(where, [self._call(path, asked, where)], ModelInfo.of(self.document))
+        except ValueError as error:
+            raise self._is_other("/v1/routed_experts") from error
+
+    def ask_all(self, bodies: Iterable[tuple[str, Body]], with_weights: bool) -> Iterator[SavedAnswer]:
+        """The responses to requests and their places, in order. Some are sent ahead."""
+        executor, running = ThreadPoolExecutor(AT_ONCE), deque[Future[SavedAnswer]]()
+        try:
+            for where, body in bodies:
+                running.append(executor.submit(self.ask, where, body, with_weights))
+                if len(running) > AT_ONCE:
+                    yield running.popleft().result()
+            while running:
+                yield running.popleft().result()
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    def text_of(self, token: int) -> str | None:
+        """The text of a token; None if the server does not tell."""
+        if token not in self._texts and self._has_texts:
+            try:
+                # The second of two equal tokens: many tokenizers drop the space that a text begins with.
+                body = {"model": self.document["model"], "tokens": [token, token]}
+                text = str(self._call("/detokenize", body)["prompt"])
+                self._texts[token] = text[len(text) // 2 :]
+            except (CommandError, KeyError):
+                self._has_texts = False
+        return self._texts.get(token)
+
+    def _call(self, path: str, body: Body | None = None, where: str = "") -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers=self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=600) as response:
+                answer = json.load(response)
+        except urllib.error.HTTPError as error:
+            text = error.read().decode(errors="replace")[:500]
+            raise CommandError(f"{where or self.url}: the server returned status {error.code}: {text}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise CommandError(f"{self.url} cannot be reached: {getattr(error, 'reason', error)}.") from error
+        if not isinstance(answer, dict):
+            raise self._is_other(path)
+        return answer
+
+    def _is_other(self, path: str) -> CommandError:
+        return CommandError(f"{self.url} is not a routed-experts server: its response to {path} has another form.")
+
+
+def bodies_of(path: Path, max_tokens: int) -> list[tuple[str, Body]]:
+    """Place and request of each prompt in a file: one per line, or JSON if the file's name ends in `.jsonl`.
+
+    A JSON line is a prompt or the body of a request, with a prompt or messages.
+
+    Raises:
+        CommandError: the file cannot be read or has no prompts.
+    """
+    try:
+        lines = [
+            (f"{path}, line {number}", line)
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+            if line.strip()
+        ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
+    if not lines:
+        raise CommandError(f"{path} has no prompts: write one per line.")
+    is_json = path.suffix == ".jsonl"
+    found = [(where, _body(where, line) if is_json else {"prompt": line}) for where, line in lines]
+    return [(where, {"max_tokens": max_tokens, **body}) for where, body in found]
+
+
+def _body(where: str, line: str) -> Body:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise CommandError(f"{where} is not valid JSON: {error}.") from error
+    body = {"prompt": value} if isinstance(value, str) else value
+    if not isinstance(body, dict) or not body.keys() & {"prompt", "messages"}:
+        raise CommandError(f"{where} is not a prompt: write a string, or an object with a prompt or messages.")
+    return body
+
+
+def add_server_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags for requests, besides `--url`."""
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        help="with --url: file with one prompt per line; if it ends in .jsonl, each line is a JSON string or the body "
+        "of a request",
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=64, help="with --url: maximum tokens per response (default 64)"
+    )
+    parser.add_argument("--api-key", help="with --url: API key of the server")

@@ -1,0 +1,87 @@
+"""`routed-experts export` from a running server, and its files in vLLM's own code."""
+
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
+
+from routed_experts.server.cli.main import main
+from tests.contract.engine import NUM_EXPERTS, L, weights_for
+from tests.contract.served import LAYER_IDS, rows_of, serving
+from tests.e2e.harness import Server
+
+CHAT = {"messages": [{"role": "user", "content": "Which experts?"}], "max_tokens": 5, "n": 2, "seed": 1}
+LINES = ["def f(x):", {"prompt": [40, 50, 60], "max_tokens": 9, "routed_experts_format": "raw"}, CHAT]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model: Path) -> Iterator[Server]:
+    default = {"return_routed_experts": True, "routed_experts_delivery": "reference", "routed_experts_layout": "joined"}
+    flags = ("--enable-return-routed-expert-weights", "--routed-experts-default", json.dumps(default))
+    with serving(tiny_model, *flags) as server:
+        yield server
+
+
+def exported(server: Server, folder: Path, prompts: str, name: str, *flags: str) -> Path:
+    command = ["export", "--url", server.url, "--prompts", str(folder / prompts), "--max-tokens", "4"]
+    assert main([*command, "-o", str(folder / name), *flags]) == 0
+    return folder / name
+
+
+def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path) -> None:
+    """Of prompts, token ids and a chat with two choices, whatever form the server returns by default."""
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    with np.load(exported(server, tmp_path, "prompts.jsonl", "out.npz", "--weights")) as found:
+        arrays = dict(found)
+    assert arrays["layer_ids"].tolist() == LAYER_IDS
+    assert int(arrays["num_experts"]) == NUM_EXPERTS
+    for request, (choices, generated) in enumerate([(1, 3), (1, 8), (2, 4)]):
+        prompt = (arrays["request"] == request) & (arrays["is_prompt"] == 1)
+        assert arrays["choice"][prompt].max() == 0
+        for choice in range(choices):
+            own = (arrays["request"] == request) & (arrays["choice"] == choice) & (arrays["is_prompt"] == 0)
+            assert own.sum() == generated
+            place = np.flatnonzero(prompt | own)
+            assert arrays["position"][place].tolist() == list(range(len(place)))
+            assert np.array_equal(arrays["experts"][place], rows_of(arrays["token_id"][place].tolist()))
+    assert np.array_equal(arrays["weights"].view(np.int32), weights_for(arrays["experts"]).view(np.int32))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(newline="", encoding="utf-8") as file:
+        texts = {int(row["token_id"]): row["token"] for row in csv.DictReader(file)}
+    assert texts == {token: tokenizer.decode([token]) for token in texts}
+
+
+def test_plain_prompts_and_a_server_that_refuses_one(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text('{"prompt": 1}\n\n"Quoted", he said.\n')
+    counts = np.load(exported(server, tmp_path, "prompts.txt", "out.npy"))
+    assert "2 responses" in capsys.readouterr().out
+    assert counts.shape == (L, NUM_EXPERTS)
+    for line, sentence in [
+        ('{"prompt": "a", "max_tokens": 0}', "wrong.jsonl, line 1: the server returned status 400"),
+        ("[1]", "line 1 is not a prompt: write a string, or an object with a prompt or messages."),
+        ("{]", "line 1 is not valid JSON"),
+    ]:
+        (tmp_path / "wrong.jsonl").write_text(line)
+        command = ["export", "--url", server.url, "--prompts", str(tmp_path / "wrong.jsonl")]
+        assert main([*command, "-o", str(tmp_path / "none.npy")]) == 2
+        assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "none.npy").exists()
+
+
+def test_vllms_load_balancer_takes_the_load(server: Server, tmp_path: Path) -> None:
+    """As DeepSeek's does: the busiest experts of each layer get the replicas."""
+    (tmp_path / "prompts.txt").write_text("Why is routing uneven?\n")
+    load = np.load(exported(server, tmp_path, "prompts.txt", "out.npy"))
+    ranks = next(ranks for ranks in (4, 2, 1) if NUM_EXPERTS % ranks == 0)
+    placed = DefaultEplbPolicy.rebalance_experts(torch.from_numpy(load), NUM_EXPERTS + ranks, 1, 1, ranks)
+    for layer, experts in enumerate(placed.tolist()):
+        assert set(experts) == set(range(NUM_EXPERTS))
+        assert experts.count(int(load[layer].argmax())) > 1
