@@ -87,8 +87,10 @@ class ExternalKVTracker:
         self._is_multi = config.kv_connector == MULTI
         self._writes_behind_hit = all(child.writes_behind_hit for child in self._used)
         children = connector._connectors if self._is_multi else [connector]
+        needs_weights = self._needs_weights if has_weights else None
         self._offloaded = [
-            OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, forgot) for child in children
+            OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, needs_weights, forgot)
+            for child in children
         ]
         self._kv_cache_manager = kv_cache_manager
         self._kv_group = kv_group
@@ -154,9 +156,8 @@ class ExternalKVTracker:
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
         """Truncates a prefix hit at the first block that lacks rows the request needs. Not for hybrid models."""
         blocks, _, boundary, diverged = hit
-        without = self._blocks_without_rows
-        if self._has_weights and (state := self._tracked.get(request.request_id)) and state.opt_in.weights:
-            without = self._blocks_without_weights
+        needs_weights = self._needs_weights(request.request_id)
+        without = self._blocks_without_weights if needs_weights else self._blocks_without_rows
         if not without or len(blocks.blocks) > 1:
             return hit
         first = self._first_needed(request) // self._block_size if self._needs_rows(request) else len(blocks.blocks[0])
@@ -177,6 +178,10 @@ class ExternalKVTracker:
     def _needs_rows_before(self, request_id: str, position: int) -> bool:
         state = self._tracked.get(request_id) if self._recompute else None
         return state is not None and state.next_row < position
+
+    def _needs_weights(self, request_id: str) -> bool:
+        state = self._tracked.get(request_id) if self._has_weights else None
+        return state is not None and state.opt_in.weights
 
     def _first_needed(self, request: Request) -> int:
         """Position of the first row that the request has not been sent."""
@@ -259,6 +264,7 @@ class ExternalKVTracker:
         if offloaded is not None:
             reload = offloaded.take_loaded(request.request_id, slots, num_local)
             self._add(reload, reload.are_known())
+            self._add_without_weights(slots[reload.lack_weights()])
             return
         rows = None
         if self.handed is not None and self._kind(request) is Kind.TRANSFER:
@@ -270,8 +276,10 @@ class ExternalKVTracker:
             is_known[: len(rows)] = ids.min(initial=0) > UNKNOWN or (ids != UNKNOWN).all(axis=(1, 2))
         self._add(KVLoad(slots, rows), is_known)
         if self._has_weights and rows is not None and len(rows):
-            blocks_of_rows = slots[: len(rows)] // self._block_size
-            self._blocks_without_weights.update(np.unique(blocks_of_rows[lack_weights(rows)]).tolist())
+            self._add_without_weights(slots[: len(rows)][lack_weights(rows)])
+
+    def _add_without_weights(self, slots: NDArray[np.int64]) -> None:
+        self._blocks_without_weights.update(np.unique(slots // self._block_size).tolist())
 
     def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
         """Slots of positions `first` to `end`."""
