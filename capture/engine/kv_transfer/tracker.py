@@ -33,7 +33,8 @@ class KVLoad:
 
     Attributes:
         slots: [n], all loaded slots.
-        rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown.
+        rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown. In a cache of rows
+            with weights, those of ids that came alone are unknown.
     """
 
     slots: NDArray[np.int64]
@@ -44,10 +45,12 @@ class KVLoad:
         cache.forget(self.slots)
         if self.rows is None:
             return
-        slots = self.slots[: len(self.rows)]
-        for first in range(0, len(slots), _PIECE_ROWS):  # each stays in the processor's cache until it is written
-            piece = slice(first, first + _PIECE_ROWS)
-            cache.write(slots[piece], self.rows[piece].astype(np.int16))
+        count, height = self.rows.shape[:2]
+        room = np.full((min(count, _PIECE_ROWS), *cache.row_shape), UNKNOWN, dtype=np.int16)
+        for first in range(0, count, _PIECE_ROWS):  # each piece stays in the processor's cache until it is written
+            piece = self.rows[first : first + _PIECE_ROWS]
+            room[: len(piece), :height] = piece
+            cache.write(self.slots[first : first + len(piece)], room[: len(piece)])
 
 
 class ExternalKVTracker:
@@ -266,17 +269,18 @@ class ExternalKVTracker:
             self._add(reload, reload.are_known())
             self._add_without_weights(slots[reload.lack_weights()])
             return
-        rows = None
+        handed, rows = None, None
         if self.handed is not None and self._kind(request) is Kind.TRANSFER:
-            rows = self.handed.begin(request.request_id)
+            handed = self.handed.begin(request.request_id)
         is_known = np.zeros(count, dtype=np.bool_)
-        if rows is not None:
-            rows = rows[num_local : num_local + count]
-            ids = ids_of(rows) if self._has_weights else rows
+        if handed is not None:
+            rows = handed.rows[num_local : num_local + count]
+            ids = ids_of(rows) if handed.has_weights else rows
             is_known[: len(rows)] = ids.min(initial=0) > UNKNOWN or (ids != UNKNOWN).all(axis=(1, 2))
         self._add(KVLoad(slots, rows), is_known)
-        if self._has_weights and rows is not None and len(rows):
-            self._add_without_weights(slots[: len(rows)][lack_weights(rows)])
+        if self._has_weights and handed is not None and rows is not None and len(rows):
+            slots = slots[: len(rows)]
+            self._add_without_weights(slots[lack_weights(rows)] if handed.has_weights else slots)
 
     def _add_without_weights(self, slots: NDArray[np.int64]) -> None:
         self._blocks_without_weights.update(np.unique(slots // self._block_size).tolist())
