@@ -1,8 +1,8 @@
 """What replay brings: transformers' log-probabilities of tokens that vLLM sampled, against vLLM's own.
 
-With transformers' own experts; with vLLM's; and with vLLM's and their weights. The model has random weights in the shape
-of Qwen3-30B-A3B, which both make from the same seeds, as needed: there is no checkpoint. vLLM ends first, so that one
-GPU of 80 GB has space for either.
+With transformers' own experts, with vLLM's, and with vLLM's and their weights. The model has random weights in the
+shape of Qwen3-30B-A3B, which both make from the same seeds, as needed: there is no checkpoint. vLLM ends first, as one
+GPU of 80 GB has space for either only.
 """
 
 import argparse
