@@ -31,7 +31,13 @@ SUPPORT = ROOT / "docs/support.toml"
 MATRIX = ROOT / "docs/support.md"
 EVIDENCE = ROOT / "docs/lab/evidence.md"
 
-COLUMNS = {"cpu": "CPU", "v1": "CUDA V1", "v2": "CUDA V2", "weights": "weights on CPU", "weights_cuda": "weights on CUDA"}
+COLUMNS = {
+    "cpu": "CPU",
+    "v1": "CUDA V1",
+    "v2": "CUDA V2",
+    "weights": "weights on CPU",
+    "weights_cuda": "weights on CUDA",
+}
 _IN_CI = ("cpu", "weights")
 EXACT, UNTESTED = "exact", "untested"
 
