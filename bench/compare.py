@@ -16,6 +16,9 @@ from routed_experts.server.cli.console import say
 
 Run = dict[str, float]
 
+WEIGHTS = "weights"
+"""In place of True: requests ask for rows and their weights."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -53,7 +56,8 @@ class Host:
         host.info = host._read(log)["info"]
         return host
 
-    def run(self, case: Case, routing: bool) -> Run:
+    def run(self, case: Case, routing: bool | str) -> Run:
+        """One load; `routing` says what requests ask for: nothing, rows, or rows with `WEIGHTS`."""
         assert self.process.stdin is not None
         body = {key: value for key, value in asdict(case).items() if key != "name"}
         self.process.stdin.write(json.dumps({**body, "routing": routing}) + "\n")
@@ -82,7 +86,7 @@ def start_all(starts: list[Callable[[], Host]]) -> list[Host]:
 
 def interleave(
     hosts: list[Host],
-    lines: list[tuple[str, Host, bool]],
+    lines: list[tuple[str, Host, bool | str]],
     cases: list[Case],
     repeats: int,
     results: dict[str, dict[str, list[Run]]],

@@ -19,6 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from bench.compare import WEIGHTS
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 
@@ -39,8 +40,10 @@ def make_engine(args: argparse.Namespace) -> AsyncLLM:
 class Load:
     """Runs requests on an engine and times their tokens."""
 
-    def __init__(self, engine: AsyncLLM, variant: str) -> None:
+    def __init__(self, engine: AsyncLLM, variant: str, num_layers: int) -> None:
+        """`num_layers`: of a row."""
         self._engine = engine
+        self._num_layers = num_layers
         self._variant = variant
         self._vocab = engine.vllm_config.model_config.get_vocab_size()
         self._random = random.Random(1)
@@ -48,7 +51,9 @@ class Load:
         if variant == "ours":
             RowBuffers.install(engine.output_processor)
 
-    async def request(self, prompt_len: int, new_tokens: int, routing: bool, seed: int | None = None) -> list[float]:
+    async def request(
+        self, prompt_len: int, new_tokens: int, routing: bool | str, seed: int | None = None
+    ) -> list[float]:
         """Arrival times of the tokens of one request, in seconds; checks that its rows came if it asked for them.
 
         Args:
@@ -65,7 +70,8 @@ class Load:
             output_kind=RequestOutputKind.DELTA,
         )
         if routing and self._variant == "ours":
-            opt_in(params, prompt_start=0)
+            opt_in(params, prompt_start=0, weights=routing == WEIGHTS)
+        height = self._num_layers * (3 if routing == WEIGHTS else 1)
         times: list[float] = []
         rows = 0
         async for output in self._engine.generate(prompt, params, str(self._next_id)):
@@ -73,7 +79,8 @@ class Load:
             times += [now] * len(output.outputs[0].token_ids)
             carried = output.outputs[0].routed_experts
             if isinstance(carried, RowBuffer):
-                rows += sum(map(len, carried.take(rows, prompt_len + len(times) - 1)))
+                taken = carried.take(rows, prompt_len + len(times) - 1)
+                rows += sum(len(part) for part in taken if part.shape[1] == height)
             elif carried is not None:
                 rows += len(carried)
         expected = (
@@ -84,7 +91,7 @@ class Load:
         return times
 
     async def batch(
-        self, size: int, prompt_len: int, new_tokens: int, routing: bool, long: int, again: bool
+        self, size: int, prompt_len: int, new_tokens: int, routing: bool | str, long: int, again: bool
     ) -> dict[str, float]:
         """`size` requests at once, and with `long` one more with a prompt of that length among them; with `again`, the
         prompts of the batch before.
@@ -117,9 +124,9 @@ class Load:
 
 async def serve(args: argparse.Namespace, answers: Any) -> None:
     engine = make_engine(args)
-    load = Load(engine, args.variant)
-    freeze_gc_heap()  # as vLLM's server does: otherwise a full collection stops all requests for half a second
     info = (await engine.collective_rpc("routed_experts_info"))[0] if args.variant == "ours" else {}
+    load = Load(engine, args.variant, info.get("num_layers", 0))
+    freeze_gc_heap()  # as vLLM's server does: otherwise a full collection stops all requests for half a second
     print(json.dumps({"ready": True, "info": info}), file=answers, flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

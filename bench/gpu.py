@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.compare import Case, Host, interleave, start_all, table
+from bench.compare import WEIGHTS, Case, Host, interleave, start_all, table
 from bench.host_step import host_step_table
 from bench.http_server import free_port
 from bench.shapes import ENGINE_SHAPES, kv_bytes
+from routed_experts.capture.rows import WEIGHTS_KEY
 
 CASES = [
     Case("batch 256", 256, 128, 256),
@@ -34,7 +35,7 @@ SLOTS = 98304
 SEQUENCE_PARALLEL = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
 """With vLLM's default backend for all-to-all, each tensor-parallel rank routes a part of the tokens."""
 
-OURS = [("captured, not asked for", False), ("returned to every request", True)]
+OURS: list[tuple[str, bool | str]] = [("captured, not asked for", False), ("returned to every request", True)]
 
 
 def engine_options(model: Path, kv_cache_bytes: int) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(ENGINE_SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism")
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
+    parser.add_argument("--weights", action="store_true", help="capture the router's weights too, and return them")
     parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE")
@@ -80,7 +82,9 @@ def main() -> None:
         options |= {"kv_offloading_size": 16, "max_model_len": 4096}
 
     def start(variant: str, log: str | None = None) -> Host:
-        own = {"data_parallel_rpc_port": free_port()} if args.sequence_parallel else {}
+        own: dict[str, Any] = {"data_parallel_rpc_port": free_port()} if args.sequence_parallel else {}
+        if args.weights and variant == "ours":
+            own["additional_config"] = {WEIGHTS_KEY: True}
         return Host.start(variant, options | own, "cuda", logs / f"{log or variant}.log")
 
     results: dict[str, Any] = {}
@@ -95,7 +99,8 @@ def main() -> None:
         print(table(results, {name: "off" for case in results.values() for name in case}))
         return
     off, ours = start_all([partial(start, "off"), partial(start, "ours")])
-    lines = [("off", off, False), *((name, ours, routing) for name, routing in OURS)]
+    asked = [*OURS, ("returned with weights", WEIGHTS)] if args.weights else OURS
+    lines = [("off", off, False), *((name, ours, routing) for name, routing in asked)]
     interleave([off, ours], lines, cases, args.repeats, results, save)
     ours.stop()
     report(results, args, ours)

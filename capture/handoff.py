@@ -1,7 +1,7 @@
 """The rows of a prompt on their way from the instance that computed it to the one that decodes, beside its KV."""
 
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,14 @@ MAX_BYTES = 64 << 20
 
 WireRows = NDArray[np.uint8] | NDArray[np.int16]
 """[n, L, K]; in uint8 all are known. With weights [n, 3L, K] int16 (`rows.py`)."""
+
+
+class HandedRows(NamedTuple):
+    """Rows that came with KV; an engine that captures weights takes ids alone too."""
+
+    rows: WireRows
+    has_weights: bool
+
 
 _DTYPES: dict[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "int16": np.dtype("<i2")}
 WORDS = "words"

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.rows import lack_weights
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
@@ -59,6 +60,13 @@ class HostCache:
         """Which of `slots` ([n]) have rows."""
         written: NDArray[np.bool_] = within(slots, len(self._by_slot))
         written &= self._written_by_slot[np.where(written, slots, 0)]
+        return written
+
+    def lack_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`)."""
+        written = self.are_written(slots)
+        rows = self._rows.reshape(-1, *self.row_shape)
+        written[written] = lack_weights(rows, slots[written])
         return written
 
     def copy_from(self, other: "HostCache", sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:

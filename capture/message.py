@@ -121,10 +121,9 @@ def pack(outputs: Sequence[Output]) -> NDArray[np.int16] | None:
         if output.routed_experts is None:
             continue
         starts[index], rows = output.routed_experts
-        if shape is not None and shape != rows.shape[1:]:
-            is_mixed = True
-        if shape is None or rows.shape[1] < shape[0]:
-            shape = rows.shape[1:]
+        if (of_rows := rows.shape[1:]) != shape:
+            is_mixed = shape is not None
+            shape = of_rows if shape is None else min(shape, of_rows)
         if rows.nbytes > SMALL_ARRAY_BYTES:
             counts[index] = _ALONE
             output.routed_experts = np.ascontiguousarray(rows)

@@ -49,10 +49,12 @@ def weights_of(rows: Rows) -> NDArray[np.float32]:
     return words.reshape(num_rows, num_layers, _WEIGHT_WORDS * top_k).view("<f4")
 
 
-def lack_weights(rows: NDArray[Any]) -> NDArray[np.bool_]:
-    """Which of `rows` ([n, 3L, K]) have no weights, perhaps beside ids that are known: those handed over without."""
-    first = rows[:, rows.shape[1] // _PLANES :].reshape(len(rows), -1)[:, :_WEIGHT_WORDS]
-    unknown: NDArray[np.bool_] = (first == UNKNOWN).all(axis=1)
+def lack_weights(rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.bool_]:
+    """Which of `rows` ([n, 3L, K], contiguous) at `places` have no weights, perhaps beside ids that are known: those
+    handed over without. One weight tells, so that rows are not read whole."""
+    first = rows.shape[1] // _PLANES * rows.shape[2]
+    words = rows.reshape(len(rows), -1)[places, first : first + _WEIGHT_WORDS]
+    unknown: NDArray[np.bool_] = (words == UNKNOWN).all(axis=1)
     return unknown
 
 

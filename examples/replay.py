@@ -103,12 +103,19 @@ def log_probabilities(
     return logits.log_softmax(dim=-1).gather(2, tokens[:, 1:, None])[..., 0]
 
 
-def compared(new: torch.Tensor, old: torch.Tensor) -> str:
-    """How far log-probabilities are from those of the policy that sampled; K1 and K3 estimate the KL divergence."""
+def differences(new: torch.Tensor, old: torch.Tensor) -> tuple[float, float, float, float]:
+    """How far log-probabilities are from those of the policy that sampled: mean and largest absolute difference, and K1
+    and K3, two estimates of the KL divergence."""
     ratio = new - old
-    k1, k3 = -ratio.mean(), (ratio.exp() - 1 - ratio).mean()
-    far = f"{ratio.abs().mean():.2e} from the server's on average, {ratio.abs().max():.2e} at most"
-    return f"{far}, K1 {k1:.2e}, K3 {k3:.2e}"
+    figures = ratio.abs().mean(), ratio.abs().max(), -ratio.mean(), (ratio.exp() - 1 - ratio).mean()
+    mean, largest, k1, k3 = (figure.item() for figure in figures)
+    return mean, largest, k1, k3
+
+
+def compared(new: torch.Tensor, old: torch.Tensor) -> str:
+    """`differences`, in words."""
+    mean, largest, k1, k3 = differences(new, old)
+    return f"{mean:.2e} from the server's on average, {largest:.2e} at most, K1 {k1:.2e}, K3 {k3:.2e}"
 
 
 def main() -> None:

@@ -31,7 +31,14 @@ SUPPORT = ROOT / "docs/support.toml"
 MATRIX = ROOT / "docs/support.md"
 EVIDENCE = ROOT / "docs/lab/evidence.md"
 
-COLUMNS = {"cpu": "CPU", "v1": "CUDA V1", "v2": "CUDA V2"}
+COLUMNS = {
+    "cpu": "CPU",
+    "v1": "CUDA V1",
+    "v2": "CUDA V2",
+    "weights": "weights on CPU",
+    "weights_cuda": "weights on CUDA",
+}
+_IN_CI = ("cpu", "weights")
 EXACT, UNTESTED = "exact", "untested"
 
 
@@ -152,16 +159,16 @@ def support() -> dict[str, list[dict[str, Any]]]:
 def status(column: str, cell: Cell, runs: dict[str, Run]) -> str:
     if isinstance(cell, str):
         return cell.partition(":")[0]
-    if not cell or (column != "cpu" and not passed(runs, cell)):
+    if not cell or (column not in _IN_CI and not passed(runs, cell)):
         return UNTESTED
     return EXACT
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> str:
-    lines = [f"| feature | {' | '.join(COLUMNS.values())} |", "| --- | --- | --- | --- |"]
+    lines = [f"| feature | {' | '.join(COLUMNS.values())} |", f"| --- |{' --- |' * len(COLUMNS)}"]
     for feature in features:
         if "group" in feature:
-            lines.append(f"| **{feature['group']}** | | | |")
+            lines.append(f"| **{feature['group']}** |{' |' * len(COLUMNS)}")
         cells = [status(column, feature.get(column), runs) for column in COLUMNS]
         lines.append(f"| {feature['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -187,7 +194,7 @@ def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> I
         for column, heading in COLUMNS.items():
             cell, title = feature.get(column), heading.removeprefix("CUDA ")
             said = cell if isinstance(cell, str) else _short(cell or ())
-            if isinstance(cell, list) and column != "cpu":
+            if isinstance(cell, list) and column not in _IN_CI:
                 title += f" (R{numbers.setdefault(when(runs, cell), len(numbers) + 1)})"
             if said and cell != "\N{EN DASH}":  # the feature does not exist there
                 titles[said] = f"{titles[said]}, {title}" if said in titles else title

@@ -45,6 +45,8 @@ FEATURES = {
     ],
     "weights that change, pauses, sleep": ["tests/contract/test_weights.py"],
     "routers and kernels": ["tests/contract/test_moe_layers.py"],
+    "the router's weights": ["tests/contract/test_expert_weights.py", "tests/contract/test_expert_weights_layers.py"],
+    "the router's weights over HTTP, real engine": ["tests/e2e/test_expert_weights.py"],
     "engines in programs: `LLM`, real engine": ["tests/e2e/test_in_process.py"],
     "engines in programs: `AsyncLLM`, own classes, errors": ["tests/contract/test_inprocess.py"],
     "HTTP: completions, chat, streams, lists, aborts, real engine": ["tests/e2e/test_completions.py"],

@@ -34,11 +34,11 @@ from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.prompt_reader import PromptReader
-from routed_experts.capture.rows import captures_weights, ids_of, ids_shape, joined
+from routed_experts.capture.rows import captures_weights, ids_of, ids_shape
 from routed_experts.capture.seams.engine import ConnectedScheduler
 from routed_experts.capture.split import RequestRows, StepPart, rows_between, step_start, take_rows
 from routed_experts.capture.stats import STATS_OUTPUT_ID, StatsRecorder
-from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT, Rows
+from routed_experts.protocol.codec import UNKNOWN, Rows
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured
 
@@ -344,13 +344,20 @@ class SchedulerConnector(ConnectorSlot):
             if self._has_weights and not has_weights and opt_in is not None and opt_in.weights:
                 _set_transfer_params(request, None)  # so that it computes the prompt, and its weights
                 return
-            if has_weights != self._has_weights:
-                rows = ids_of(rows) if has_weights else joined(rows, np.full(rows.shape, UNKNOWN_WEIGHT))
-            self._take_rows(request, params, rows, until)
+            if has_weights and not self._has_weights:
+                rows, has_weights = ids_of(rows), False
+            self._take_rows(request, params, handoff.HandedRows(rows, has_weights), until)
 
-    def _take_rows(self, request: Request, params: dict[str, Any], rows: handoff.WireRows, until: float) -> None:
-        if self._cache is None or rows.shape[1:] != self._cache.row_shape:
-            rows = rows[:0]  # another model, or no step has run yet: unknown
+    def _takes(self, handed: handoff.HandedRows) -> bool:
+        """False for rows of another model, and as long as no step has run."""
+        if self._cache is None:
+            return False
+        shape = self._cache.row_shape
+        return handed.rows.shape[1:] == (ids_shape(shape) if self._has_weights and not handed.has_weights else shape)
+
+    def _take_rows(self, request: Request, params: dict[str, Any], rows: handoff.HandedRows, until: float) -> None:
+        if not self._takes(rows):
+            rows = rows._replace(rows=rows.rows[:0])  # unknown
         assert self._handed is not None
         opt_in = opt_in_of(request)
         is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name

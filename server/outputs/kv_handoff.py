@@ -52,8 +52,8 @@ class Handover:
     @property
     def is_large(self) -> bool:
         """Whether `read` takes long enough to delay other requests."""
-        data = self._value.get("data") if isinstance(self._value, Mapping) else None
-        return isinstance(data, str | bytes) and len(data) > LARGE_TEXT
+        texts = [self._value.get(key) for key in ("data", WEIGHTS)] if isinstance(self._value, Mapping) else []
+        return sum(len(text) for text in texts if isinstance(text, str | bytes)) > LARGE_TEXT
 
     def read(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
         """Decodes and checks the rows.

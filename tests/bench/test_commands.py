@@ -79,3 +79,11 @@ def test_the_api_process_without_an_engine(tmp_path: Path) -> None:
     expected = [(mode, *of) for mode in ("streamed", "unstreamed") for of in (("off", 0), ("returned", 128 + 255))]
     assert [(run["mode"], run["variant"], run["rows"]) for run in runs] == expected
     assert all(run["cpu_us"] > 0 and not run["faults"] for run in runs)
+
+
+def test_replay() -> None:
+    """In float32 both sides make the same model and route alike, so that replay changes nothing."""
+    sizes = ["--layers", "3", "--prompts", "5", "--prompt-len", "20", "--new-tokens", "12"]
+    rows = said_by("replay", "--device", "cpu", "--shape", "tiny", "--dtype", "float32", *sizes)
+    assert [row[0] for row in rows] == ["nothing", "experts", "experts and weights"]
+    assert all(0 < float(row[1]) < 1e-4 for row in rows)

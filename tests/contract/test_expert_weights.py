@@ -14,8 +14,9 @@ from routed_experts.server.outputs import kv_handoff
 from tests.contract import engine as engines
 from tests.contract.engine import BLOCK, Client, K, L, engine, requests_at_random, tokens, weights_for
 from tests.contract.loads import NAME, PULL, engine_with_store, mix, store
+from tests.contract.offloading import NAME as OFFLOADS
 from tests.contract.offloading import engine_that_offloads
-from tests.contract.test_handoff import Pair
+from tests.contract.test_handoff import REMOTE, Pair
 
 
 class Every(Client):
@@ -144,6 +145,29 @@ def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
         pair.decode.run()
         assert hit.missing == []
         assert pair.decode.num_without_weights == 0
+
+
+@pytest.mark.parametrize("connectors", [(PULL, OFFLOADS), (OFFLOADS, PULL)], ids=["pull first", "offload first"])
+def test_ids_that_came_alone_and_were_offloaded(is_async: bool, connectors: tuple[str, str]) -> None:
+    """Who asks for ids loads them again; who asks for weights does not, nor hits what was loaded so."""
+    prompt = tokens(5 * BLOCK + 3)
+    with store(is_async=True):
+        prefill, decode = (
+            Client(engine_that_offloads(connectors=connectors, weights=True, is_async=is_async)) for _ in range(2)
+        )
+        core = decode.engines[0]
+        decode.answer("warm up", [1])
+        params = prefill.answer("first", prompt, max_tokens=1, kv_transfer_params=dict(REMOTE)).kv_transfer_params
+        decode.answer("pulls", prompt, kv_transfer_params=params)
+        for index, (weights, num_loads) in enumerate([(True, 0), (False, 1), (True, 0), (False, 1)]):
+            if index != 2:  # which hits what was loaded
+                core.empty_prefix_cache()
+            before = core.model_executor.worker.num_loaded
+            decode.answer(str(index), prompt, weights=weights)
+            assert core.model_executor.worker.num_loaded - before == 5 * num_loads
+        decode.finish()
+    assert decode.num_weights == 2 * (len(prompt) + 3)
+    assert decode.num_without_weights == 0
 
 
 def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some() -> None:

@@ -58,6 +58,7 @@ def handed_by(runner: MoERunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     return handed
 
 
+@with_routers
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_a_layer_writes_what_its_experts_are_handed(
     engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_a_layer_writes_what_its_experts_are_handed(
             assert (cache.planes[:, row, tokens:] == -1).all()
 
 
+@with_routers
 def test_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     handed = [handed_by(runner, monkeypatch) for runner in engine.runners]
     steps = engine.steps([[40, 41, 42, 43, 44], [50, 51, 52], [60]], max_tokens=4)
@@ -189,6 +191,7 @@ def test_a_kernel_that_writes_directly(with_weights: bool, monkeypatch: pytest.M
     assert weights_view[5 if with_weights else 0 :].isnan().all()
 
 
+@with_routers
 def test_a_choice_is_captured_before_ids_are_mapped(engine: Engine) -> None:
     """As they are where experts have replicas: weights belong to the logical ids."""
     router, seen = engine.runners[0].router, []
@@ -206,6 +209,7 @@ def test_a_choice_is_captured_before_ids_are_mapped(engine: Engine) -> None:
         router.set_capture_fn(capture)
 
 
+@with_routers
 def test_layers_without_the_option_are_bound_as_before(tiny_model: Path, engine: Engine) -> None:
     """vLLM's capture function gets the ids, and no method is replaced."""
     shape, runners = engine.worker._capturer.shape, engine.runners

@@ -137,12 +137,12 @@ def test_runs_go_into_the_file_and_the_pages(tmp_path: Path, monkeypatch: pytest
     )
     write(runs, RUNS)
     gpu_runs.main([])
-    assert "| graphs | untested | refused | untested |" in page.read_text()
+    assert "| graphs | untested | refused | untested | untested | untested |" in page.read_text()
     new = {"a.py::test_again": run_of("2026-01-05", "new")}
     write(tmp_path / "new.json", {"0.32.0": new, "0.33.0": new})
     for _ in range(2):  # the second time nothing changes
         gpu_runs.main([str(tmp_path / "new.json")])
-        assert "| graphs | untested | refused | exact |" in page.read_text()
+        assert "| graphs | untested | refused | exact | untested | untested |" in page.read_text()
         assert page.read_text().endswith("- dense\n<!-- end of refused -->\nrest\n")
         assert "- **graphs**. V1: refused: tests/b.py. V2 (R1): `a.py::test_again`.\n" in evidence.read_text()
         assert "- R1: 2026-01-05, NVIDIA H200, `new`\n" in evidence.read_text()

@@ -221,7 +221,8 @@ def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     """Whatever a client says, so that nothing is kept for longer than KV is."""
-    handed, rows = RemotePrefillRows(lease_s=30), np.zeros((1, L, K), dtype=np.uint8)
+    handed = RemotePrefillRows(lease_s=30)
+    rows = handoff.HandedRows(np.zeros((1, L, K), dtype=np.uint8), has_weights=False)
 
     def comes(name: str, source: int, seconds: float) -> bool:
         request = cast(Request, SimpleNamespace(request_id=name))

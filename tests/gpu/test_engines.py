@@ -6,7 +6,7 @@ the results in `docs/gpu-runs.json`.
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from routed_experts.capture.rows import WEIGHTS_FLAG
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import (
     ASK,
@@ -24,13 +25,17 @@ from tests.e2e.harness import (
     answer_of,
     at_once,
     check,
+    check_weights,
     free_port,
     prompt_of,
+    rows_of,
     same,
     serving,
+    with_weights_as_rows,
 )
 
 GPUS = torch.cuda.device_count()
+WEIGHTS = {"return_routed_expert_weights": True}
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs an NVIDIA GPU")]
 
 
@@ -95,6 +100,16 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
         assert engine.log_says in (tmp_path / "log").read_text()
 
 
+WEIGHING = {"full graphs", "piecewise graphs", "V1 runner", "n-gram drafts on the GPU, asynchronous", "preemption"}
+WEIGHING |= {"tensor parallel 2", "tensor and expert parallel 2", "pipeline parallel 2", "data parallel 2"}
+WEIGHING |= {"data and expert parallel 2", "expert load balancing"}
+
+
+@pytest.mark.parametrize("engine", [each for each in ENGINES if each.name in WEIGHING], ids=lambda engine: engine.name)
+def test_every_weight_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+    test_every_row_is_exact(replace(engine, flags=(*engine.flags, WEIGHTS_FLAG)), tiny_model, oracle, tmp_path)
+
+
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
     engine = Engine("sequence-parallel MoE", ("-tp", "2", "-dp", "2", "--enable-expert-parallel"), gpus=4)
@@ -114,18 +129,28 @@ def one(server: Server, oracle: Oracle, **body: Any) -> None:
 
 
 def load(server: Server, oracle: Oracle, requests: int) -> int:
-    """Concurrent requests with shared prefixes, with and without the opt-in; returns how many rows were checked."""
-    bodies, rows = [], 0
+    """Concurrent requests with shared prefixes, with and without the opt-in; returns how many rows were checked.
+
+    Some ask for weights, where the server has any.
+    """
+    bodies, rows, weighs = [], 0, server.info()["weights"]
     for index in range(requests):
         rng = random.Random(index)
         prompt = [*prompt_of(96, 99)[: rng.randrange(97)], *prompt_of(rng.randrange(1, 90), 1000 + index)]
         body = {"prompt": prompt, "max_tokens": rng.randrange(1, 60), "temperature": rng.choice([0, 1])}
         bodies.append({**body, "stream": index % 2 == 0, "ignore_eos": True, **(ASK if index % 5 else {})})
+        bodies[-1] |= WEIGHTS if weighs and index % 5 in (1, 2) else {}
     for index, got in enumerate(at_once(server, bodies)):
         if index % 5:
             answer = answer_of(got)
             check(answer, oracle)
             rows += len(answer.prompt_rows) + len(answer.rows)
+            if "return_routed_expert_weights" in bodies[index]:
+                beside = (
+                    [with_weights_as_rows(each) for each in got] if isinstance(got, list) else with_weights_as_rows(got)
+                )
+                tokens = [*answer.prompt, *answer.tokens[:-1]]
+                check_weights(rows_of(answer_of(beside)), rows_of(answer), tokens, oracle)
         else:
             assert "routed_experts" not in json.dumps(got)
     return rows

@@ -62,7 +62,8 @@ def test_own_tokens_only(mode: Mode, tmp_path: Path) -> None:
     options = {"enable_expert_parallel": True, "all2all_backend": "nixl_ep", "block_size": 32, **mode.options}
     for counts in of_ranks(2, tmp_path, options, mode.env):
         print(counts)
-        assert counts["wrong"] == counts["not recorded"] == 0
+        assert counts["wrong"] == counts["not recorded"] == counts["wrong weights"] == 0
+        assert counts["weights"] == counts["rows"]
         assert counts["rows"] > 2000
         assert counts["right at the next position"] < 0.2 * counts["rows"]
         assert counts["right in the next layer"] < 0.2 * counts["rows"]

@@ -63,6 +63,10 @@ class OffloadLoad:
         """[n], True for slots whose rows are known."""
         return self.store.have_rows(self.places)
 
+    def lack_weights(self) -> NDArray[np.bool_]:
+        """[n], True for slots whose rows are known, but not their weights."""
+        return self.store.lack_weights(self.places)
+
     def apply(self, cache: HostCache) -> None:
         self.store.fill(cache, self.slots, self.places)
 
@@ -79,6 +83,7 @@ class OffloadedRows:
 
     Args:
         needs_rows: whether a request still needs rows before a position.
+        needs_weights: whether their weights too; None if rows have none.
         forgot: called with a reason and a number of rows if the connector behaves unexpectedly. These rows become
             unknown, which is always correct.
     """
@@ -89,6 +94,7 @@ class OffloadedRows:
         kv_group: int,
         block_size: int,
         needs_rows: Callable[[str, int], bool],
+        needs_weights: Callable[[str], bool] | None,
         forgot: Forgot,
     ) -> None:
         manager = scheduler.manager
@@ -96,10 +102,12 @@ class OffloadedRows:
         self._kv_group = kv_group
         self._block_size = block_size
         self._needs_rows = needs_rows
+        self._needs_weights = needs_weights
         self._forgot = forgot
         groups = [group.group_idx for group in scheduler.config.kv_group_configs]
         self._group_index = groups.index(kv_group)
-        self.store = RowStore(manager._num_chunks, block_size * scheduler.config.blocks_per_chunk)
+        chunk_tokens = block_size * scheduler.config.blocks_per_chunk
+        self.store = RowStore(manager._num_chunks, chunk_tokens, has_weights=needs_weights is not None)
         self._chunks: dict[OffloadKey, int] = {}  # whose rows are in the store, or will be
         self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []  # prepared for the step being scheduled
         self._loaded: tuple[str, list[OffloadKey]] = "", []  # request and keys of the load that was prepared last
@@ -115,13 +123,14 @@ class OffloadedRows:
         kv_group: int,
         block_size: int,
         needs_rows: Callable[[str, int], bool],
+        needs_weights: Callable[[str], bool] | None,
         forgot: Forgot,
     ) -> "OffloadedRows | None":
         """None for other connectors, and for this one with tiers or a third-party manager, whose chunks may come from
         elsewhere."""
         if type(connector) is not OffloadingConnector or type(connector.scheduler.manager) is not CPUOffloadingManager:
             return None
-        return cls(connector.scheduler, kv_group, block_size, needs_rows, forgot)
+        return cls(connector.scheduler, kv_group, block_size, needs_rows, needs_weights, forgot)
 
     def take_loaded(self, request_id: str, slots: NDArray[np.int64], first: int) -> OffloadLoad:
         """The load that was prepared last, into `slots` ([n]) of the positions from `first` on."""
@@ -164,15 +173,16 @@ class OffloadedRows:
         return get_offload_group_idx(key) == self._kv_group
 
     def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """Reports a miss for chunks without rows if the request needs rows: only the prefix before them is loaded."""
+        """Reports a miss for chunks without what the request needs, rows or their weights: only the prefix before them
+        is loaded."""
         result = self._lookup(key, context)
         if result is not LookupResult.HIT or not self._is_ours(key):
             return result
         end = context.get_offload_key_position(key)
         if end is not None and not self._needs_rows(context.req_id, end):
             return result
-        chunk = self._chunks.get(key)
-        return result if chunk is not None and self.store.is_whole(chunk) else LookupResult.MISS
+        chunk, weights = self._chunks.get(key), self._needs_weights is not None and self._needs_weights(context.req_id)
+        return result if chunk is not None and self.store.is_whole(chunk, weights) else LookupResult.MISS
 
     def _load(self, keys: Collection[OffloadKey], context: ReqContext) -> LoadStoreSpec:
         self._loaded = context.req_id, [key for key in keys if self._is_ours(key)]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.handoff import WireRows
+from routed_experts.capture.handoff import HandedRows
 
 _ARRIVAL = 1 / 3
 """Share of a lease within which a request must arrive."""
@@ -40,7 +40,7 @@ class _Pull:
     """
 
     request: Request
-    rows: WireRows | None
+    rows: HandedRows | None
     arrived: float
     kept_until: float
     is_lost: bool = False
@@ -68,8 +68,8 @@ class RemotePrefillRows:
         """Unix time by which a decode instance must start pulling KV that is offered now."""
         return time.time() + self._lease_s * _ARRIVAL
 
-    def add(self, request: Request, rows: WireRows, source: Source, until: float, is_first: bool) -> bool:
-        """Adds a request that is to pull KV, with the KV's rows [n, L, K] from position 0 on.
+    def add(self, request: Request, rows: HandedRows, source: Source, until: float, is_first: bool) -> bool:
+        """Adds a request that is to pull KV, with the KV's rows from position 0 on.
 
         Args:
             until: the value of `until()` on the prefill instance.
@@ -121,7 +121,7 @@ class RemotePrefillRows:
         pull = self._pulls.get(request_id)
         return pull is not None and pull.is_lost
 
-    def begin(self, request_id: str) -> WireRows | None:
+    def begin(self, request_id: str) -> HandedRows | None:
         """Called when a pull begins. Returns the rows, or None if they may not belong to the KV."""
         pull = self._pulls.get(request_id)
         if pull is None or pull.is_lost:

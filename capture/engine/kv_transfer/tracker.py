@@ -33,7 +33,8 @@ class KVLoad:
 
     Attributes:
         slots: [n], all loaded slots.
-        rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown.
+        rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown. In a cache of rows
+            with weights, those of ids that came alone are unknown.
     """
 
     slots: NDArray[np.int64]
@@ -44,10 +45,12 @@ class KVLoad:
         cache.forget(self.slots)
         if self.rows is None:
             return
-        slots = self.slots[: len(self.rows)]
-        for first in range(0, len(slots), _PIECE_ROWS):  # each stays in the processor's cache until it is written
-            piece = slice(first, first + _PIECE_ROWS)
-            cache.write(slots[piece], self.rows[piece].astype(np.int16))
+        count, height = self.rows.shape[:2]
+        room = np.full((min(count, _PIECE_ROWS), *cache.row_shape), UNKNOWN, dtype=np.int16)
+        for first in range(0, count, _PIECE_ROWS):  # each piece stays in the processor's cache until it is written
+            piece = self.rows[first : first + _PIECE_ROWS]
+            room[: len(piece), :height] = piece
+            cache.write(self.slots[first : first + len(piece)], room[: len(piece)])
 
 
 class ExternalKVTracker:
@@ -87,8 +90,10 @@ class ExternalKVTracker:
         self._is_multi = config.kv_connector == MULTI
         self._writes_behind_hit = all(child.writes_behind_hit for child in self._used)
         children = connector._connectors if self._is_multi else [connector]
+        needs_weights = self._needs_weights if has_weights else None
         self._offloaded = [
-            OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, forgot) for child in children
+            OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, needs_weights, forgot)
+            for child in children
         ]
         self._kv_cache_manager = kv_cache_manager
         self._kv_group = kv_group
@@ -154,9 +159,8 @@ class ExternalKVTracker:
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
         """Truncates a prefix hit at the first block that lacks rows the request needs. Not for hybrid models."""
         blocks, _, boundary, diverged = hit
-        without = self._blocks_without_rows
-        if self._has_weights and (state := self._tracked.get(request.request_id)) and state.opt_in.weights:
-            without = self._blocks_without_weights
+        needs_weights = self._needs_weights(request.request_id)
+        without = self._blocks_without_weights if needs_weights else self._blocks_without_rows
         if not without or len(blocks.blocks) > 1:
             return hit
         first = self._first_needed(request) // self._block_size if self._needs_rows(request) else len(blocks.blocks[0])
@@ -177,6 +181,10 @@ class ExternalKVTracker:
     def _needs_rows_before(self, request_id: str, position: int) -> bool:
         state = self._tracked.get(request_id) if self._recompute else None
         return state is not None and state.next_row < position
+
+    def _needs_weights(self, request_id: str) -> bool:
+        state = self._tracked.get(request_id) if self._has_weights else None
+        return state is not None and state.opt_in.weights
 
     def _first_needed(self, request: Request) -> int:
         """Position of the first row that the request has not been sent."""
@@ -259,19 +267,23 @@ class ExternalKVTracker:
         if offloaded is not None:
             reload = offloaded.take_loaded(request.request_id, slots, num_local)
             self._add(reload, reload.are_known())
+            self._add_without_weights(slots[reload.lack_weights()])
             return
-        rows = None
+        handed, rows = None, None
         if self.handed is not None and self._kind(request) is Kind.TRANSFER:
-            rows = self.handed.begin(request.request_id)
+            handed = self.handed.begin(request.request_id)
         is_known = np.zeros(count, dtype=np.bool_)
-        if rows is not None:
-            rows = rows[num_local : num_local + count]
-            ids = ids_of(rows) if self._has_weights else rows
+        if handed is not None:
+            rows = handed.rows[num_local : num_local + count]
+            ids = ids_of(rows) if handed.has_weights else rows
             is_known[: len(rows)] = ids.min(initial=0) > UNKNOWN or (ids != UNKNOWN).all(axis=(1, 2))
         self._add(KVLoad(slots, rows), is_known)
-        if self._has_weights and rows is not None and len(rows):
-            blocks_of_rows = slots[: len(rows)] // self._block_size
-            self._blocks_without_weights.update(np.unique(blocks_of_rows[lack_weights(rows)]).tolist())
+        if self._has_weights and handed is not None and rows is not None and len(rows):
+            slots = slots[: len(rows)]
+            self._add_without_weights(slots[lack_weights(rows)] if handed.has_weights else slots)
+
+    def _add_without_weights(self, slots: NDArray[np.int64]) -> None:
+        self._blocks_without_weights.update(np.unique(slots // self._block_size).tolist())
 
     def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
         """Slots of positions `first` to `end`."""
