@@ -3,10 +3,8 @@
 import argparse
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -38,7 +36,13 @@ from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, StoreError, default_folder
+from routed_experts.server.outputs.array_store import (
+    DEFAULT_LIFETIME_S,
+    ArrayStore,
+    StoreError,
+    default_folder,
+    remove_unused,
+)
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 logger = get_logger(__name__)
@@ -330,7 +334,7 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
 
 @contextmanager
 def store_of(args: argparse.Namespace) -> Iterator[None]:
-    """Checks the folder of stored arrays. One of the port's own is removed at the start and at the end.
+    """Checks the folder of stored arrays. One of the port's own is removed at the start and at the end if it is unused.
 
     Raises:
         CommandError: the folder cannot be used.
@@ -342,12 +346,12 @@ def store_of(args: argparse.Namespace) -> Iterator[None]:
             raise CommandError(f"--routed-experts-store: {error}.") from None
         yield
         return
-    remove = partial(shutil.rmtree, default_folder(str(args.port)), ignore_errors=True)
-    remove()
+    folder = default_folder(str(args.port))
+    remove_unused(folder)
     try:
         yield
     finally:
-        remove()
+        remove_unused(folder)
 
 
 def memory_bytes(config: VllmConfig) -> int | None:

@@ -29,7 +29,7 @@ from routed_experts.server.http.serving import (
     RoutedServingTokens,
     rebind_class,
 )
-from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, default_folder
+from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, StoreError, default_folder
 from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
@@ -121,7 +121,10 @@ async def sweep_forever(store: ArrayStore) -> None:
     while True:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
         if store.is_open:
-            await run_in_threadpool(store.sweep)
+            try:
+                await run_in_threadpool(store.sweep)
+            except StoreError as error:
+                logger.warning("Expired arrays are not deleted: %s", error)
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:

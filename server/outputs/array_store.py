@@ -6,12 +6,13 @@ import hashlib
 import hmac
 import os
 import secrets
+import shutil
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -27,10 +28,12 @@ DEFAULT_LIFETIME_S = 3600.0
 _SUFFIX, _UNFINISHED = ".npy", ".tmp"
 _ID_BYTES, _PROOF_BYTES = 16, 8
 _COUNTER_BYTES = 8
+_CLOSED = -1
 _WRITE_S = 600.0
 """Seconds after which a file that is still being written was left behind by a process that ended."""
 _RETRY_S = 1.0
 """Seconds between two searches of a full store for expired arrays."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -39,6 +42,17 @@ def default_folder(name: str) -> Path:
     memory = Path("/dev/shm")
     parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
     return parent / f"routed-experts-{os.geteuid()}-{name}"
+
+
+def remove_unused(folder: Path) -> None:
+    """Removes a store's folder unless a process uses it: containers may share `/dev/shm`, ports and process ids."""
+    with suppress(OSError):
+        descriptor = os.open(folder, _FOLDER)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder)
+        finally:
+            os.close(descriptor)
 
 
 class StoreError(Exception):
@@ -77,8 +91,9 @@ class ArrayStore:
     never was, without a list of them. A file's modification time is when it expires. Files are written under another
     name and then renamed. The sum of their sizes is in a file that every process locks while it changes the sum.
 
-    The folder is created, with mode 0700, when the store is first used. Every method but `__init__` raises `StoreError`
-    if the folder cannot be used, or other users may write to it.
+    The folder is created, with mode 0700, when the store is first used, and again if somebody removes it. A store that
+    was used keeps a shared lock on it. Every method but `__init__` and `close` raises `StoreError` if the folder cannot
+    be used, or other users may write to it.
 
     Args:
         max_bytes: limit of all files together; by default half of the space that is free at first.
@@ -90,24 +105,62 @@ class ArrayStore:
         self.lifetime_s = lifetime_s
         self._given_max_bytes = max_bytes
         self._next_search = 0.0
+        self._key = secrets.token_bytes(_ID_BYTES)  # that of the folder, once it is open
+        self._folder_file = self._lock_file = _CLOSED
         self._thread_lock = threading.Lock()  # the lock of the file is the process's
 
     @property
     def is_open(self) -> bool:
         """Whether the store was used."""
-        return "_lock_file" in vars(self)
+        return self._lock_file != _CLOSED
 
-    @cached_property
-    def _lock_file(self) -> int:
+    def _open(self) -> None:
+        """Opens the folder unless it is open and still there."""
+        if self._is_there():
+            return
+        with self._thread_lock:
+            if not self._is_there():
+                try:
+                    self._open_folder()
+                except OSError as error:
+                    raise StoreError(f"{self.folder} cannot be used: {error.strerror}") from error
+
+    def _is_there(self) -> bool:
+        return self.is_open and os.fstat(self._lock_file).st_nlink > 0
+
+    def _open_folder(self) -> None:
         folder = self.folder
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-                raise StoreError(f"{folder} must be a folder of this user that nobody else may write to")
-            return os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise StoreError(f"{folder} cannot be used: {error.strerror}") from error
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise StoreError(f"{folder} must be a folder of this user that nobody else may write to")
+        with ExitStack() as opened:
+            opened.callback(os.close, folder_file := os.open(folder, _FOLDER))
+            with suppress(OSError):  # some file systems have no locks of folders
+                fcntl.flock(folder_file, fcntl.LOCK_SH)
+            opened.callback(os.close, lock_file := self._private_file(".lock"))
+            fcntl.flock(lock_file, fcntl.LOCK_EX)
+            with open(self._private_file(".key"), "r+b") as file:
+                if key := file.read():
+                    self._key = key
+                else:
+                    file.write(self._key)
+            fcntl.flock(lock_file, fcntl.LOCK_UN)
+            if self.is_open:  # other threads use these numbers
+                os.dup2(folder_file, self._folder_file, inheritable=False)
+                os.dup2(lock_file, self._lock_file, inheritable=False)
+            else:
+                self._folder_file, self._lock_file = folder_file, lock_file
+                opened.pop_all()
+
+    def _private_file(self, name: str) -> int:
+        return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def close(self) -> None:
+        """Gives up the lock of the folder. No other method may run."""
+        for file in {self._folder_file, self._lock_file} - {_CLOSED}:
+            os.close(file)
+        self._folder_file = self._lock_file = _CLOSED
 
     @cached_property
     def max_bytes(self) -> int:
@@ -117,19 +170,9 @@ class ArrayStore:
         used, disk = self.sweep(), os.statvfs(self.folder)
         return (disk.f_bavail * disk.f_frsize + used) // 2
 
-    @cached_property
-    def _key(self) -> bytes:
-        with self._locked():
-            path = self.folder / ".key"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            with open(descriptor, "r+b") as file:
-                if not (key := file.read()):
-                    key = secrets.token_bytes(_ID_BYTES)
-                    file.write(key)
-        return key
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        self._open()
         with self._thread_lock:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX)
             try:
@@ -140,6 +183,7 @@ class ArrayStore:
     @property
     def used_bytes(self) -> int:
         """Bytes of all files, including those that are being written."""
+        self._open()
         return int.from_bytes(os.pread(self._lock_file, _COUNTER_BYTES, 0), "little")
 
     def _set_used(self, count: int) -> None:
@@ -170,7 +214,8 @@ class ArrayStore:
                 os.utime(unfinished, (expires, expires))
                 unfinished.rename(path)
         except OSError as error:
-            self._remove(unfinished)
+            with suppress(OSError):
+                self._remove(unfinished)
             if error.errno in _FULL:
                 raise StoreFullError(str(error)) from error
             raise StoreError(f"{self.folder} cannot be written to: {error.strerror}") from error
@@ -220,8 +265,12 @@ class ArrayStore:
             UnknownArrayError: this store did not make the id.
             ArrayGoneError: the array has expired or was deleted.
         """
-        if not self._remove(self.find(key)):
-            raise ArrayGoneError(key)
+        path = self.find(key)
+        try:
+            if not self._remove(path):
+                raise ArrayGoneError(key)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be deleted: {error.strerror}") from error
 
     def _remove(self, path: Path) -> bool:
         """Deletes a file if it is there."""
@@ -236,8 +285,11 @@ class ArrayStore:
 
     def sweep(self) -> int:
         """Deletes expired arrays and what ended processes left behind; returns the bytes that are used then."""
-        with self._locked():
-            return self._sweep()
+        try:
+            with self._locked():
+                return self._sweep()
+        except OSError as error:
+            raise StoreError(f"{self.folder} cannot be searched: {error.strerror}") from error
 
     def _sweep(self) -> int:
         now, used = time.time(), 0
@@ -261,6 +313,7 @@ class ArrayStore:
         return number + self._proof(number)
 
     def _proof(self, number: str) -> str:
+        self._open()
         return hashlib.blake2b(number.encode(), key=self._key, digest_size=_PROOF_BYTES).hexdigest()
 
 

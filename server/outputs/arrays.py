@@ -3,7 +3,6 @@
 import asyncio
 import atexit
 import os
-import shutil
 from collections.abc import Awaitable, Callable, Iterable
 from copy import copy
 from pathlib import Path
@@ -17,7 +16,13 @@ from routed_experts.capture.rows import captures_weights, ids_of, row_shape, wei
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
-from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, StoreError, default_folder
+from routed_experts.server.outputs.array_store import (
+    DEFAULT_LIFETIME_S,
+    ArrayStore,
+    StoreError,
+    default_folder,
+    remove_unused,
+)
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -45,6 +50,9 @@ VLLM_FLAG_ENABLED = "routed_experts.every_request"
 
 DELIVERY = "routed_experts_delivery"
 """Key in `SamplingParams.extra_args`, and in `additional_config` for all requests: `inline` or `reference`."""
+
+_PROGRAM = "process-"
+"""Begin of the name of a program's store."""
 
 _ENDED = ("stop", "length", "repetition")
 """Finish reasons after which every token but the last has a row."""
@@ -165,12 +173,19 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
 def _store_of(config: dict[str, Any]) -> ArrayStore:
     """The store of a program's engines; `config` is its `additional_config`."""
     given = config.get("routed_experts_store")
-    folder = default_folder(f"process-{os.getpid()}") if given is None else Path(given)
+    folder = default_folder(_PROGRAM + str(os.getpid())) if given is None else Path(given)
     lifetime_s = float(config.get("routed_experts_store_seconds", DEFAULT_LIFETIME_S))
     store = ArrayStore(folder, config.get("routed_experts_store_bytes"), lifetime_s)
     if given is None:
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for left in folder.parent.glob(default_folder(_PROGRAM + "*").name):  # by programs that were killed
+            remove_unused(left)
+        atexit.register(_remove, store)
     return store
+
+
+def _remove(store: ArrayStore) -> None:
+    store.close()
+    remove_unused(store.folder)
 
 
 class ArrayCollector(RequestOutputCollector):

@@ -1,20 +1,27 @@
 """The folder of stored arrays, used by several processes and threads at once."""
 
+import asyncio
 import multiprocessing
 import os
+import shutil
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from routed_experts.server.cli.serve import store_of
+from routed_experts.server.http.plugin import sweep_forever
 from routed_experts.server.outputs.array_store import (
     ArrayGoneError,
     ArrayStore,
     StoreError,
     StoreFullError,
     UnknownArrayError,
+    default_folder,
+    remove_unused,
 )
 
 ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
@@ -121,3 +128,66 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be used"):
         ArrayStore(tmp_path / "file" / "folder").put(ARRAY)
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    store, other = (ArrayStore(tmp_path / "store", 2 * FILE_BYTES) for _ in range(2))
+    first = store.put(ARRAY)
+    assert other.find(first.id) == first.path
+    shutil.rmtree(store.folder)
+    with pytest.raises(ArrayGoneError):
+        store.find(first.id)
+    second = store.put(ARRAY)
+    assert other.find(second.id) == second.path
+    assert store.used_bytes == other.used_bytes == other.sweep() == FILE_BYTES
+
+
+def test_a_folder_that_cannot_be_searched_is_reported(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", FILE_BYTES)
+    store.put(ARRAY)
+    store.folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "store").touch()
+    for method in (store.sweep, lambda: store.put(ARRAY)):
+        with pytest.raises(StoreError):
+            method()
+
+
+def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20, lifetime_s=0.1)
+
+    async def search() -> None:
+        stored = store.put(ARRAY)
+        os.utime(stored.path, (1, 1))
+        store.folder.rename(tmp_path / "elsewhere")
+        task = asyncio.create_task(sweep_forever(store))
+        await asyncio.sleep(1.5)
+        (tmp_path / "elsewhere").rename(store.folder)
+        await asyncio.sleep(1)
+        task.cancel()
+        assert not stored.path.exists()
+
+    asyncio.run(search())
+
+
+def test_the_folder_of_another_server_of_this_port_is_kept(tmp_path: Path) -> None:
+    """Containers have ports of their own, and may share the memory of the host."""
+    args = Namespace(routed_experts_store=None, port=f"test-{os.getpid()}")
+    with store_of(args):
+        store = ArrayStore(default_folder(args.port), 1 << 20)
+        stored = store.put(ARRAY)
+        with store_of(args):
+            assert store.find(stored.id).exists()
+        assert store.find(stored.id).exists()
+        store.close()
+    assert not store.folder.exists()
+
+
+def test_a_folder_in_use_is_not_removed(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20)
+    stored = store.put(ARRAY)
+    remove_unused(store.folder)
+    assert store.find(stored.id).exists()
+    store.close()
+    remove_unused(store.folder)
+    assert not store.folder.exists()
+    remove_unused(store.folder)
