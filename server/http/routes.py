@@ -105,7 +105,7 @@ async def stored_rows(
 
 
 @router.delete(ROWS_PATH + "/{id}", responses=schemas.deletion_responses(), status_code=204)
-async def delete_rows(raw_request: Request, key: ArrayId) -> Response:
+def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     """Deletes an array that a response refers to, before it expires."""
     return delete_array(raw_request.app.state.array_store, key)
 
