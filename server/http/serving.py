@@ -190,7 +190,7 @@ class RoutedServing:
             own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
             self.check_size(request, options, copies * prompt_rows + own_rows)
 
-    async def check_room(self, request: Any, prompt_lens: list[int]) -> None:
+    async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int) -> None:
         """Rejects a request for references to a store that has no room for the rows of its prompts.
 
         Raises:
@@ -203,8 +203,10 @@ class RoutedServing:
         if self.store is None:
             _reject("This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY)
         num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
-        num_bytes = self.encoder(options).stored_bytes(num_rows)
+        num_bytes = self.encoder(options).stored_bytes(num_rows * (num_choices if options.layout == "joined" else 1))
         try:
+            if not self.store.is_open:  # the first time, it searches the folder
+                await run_in_threadpool(self.store.lacks, num_bytes)
             if self.store.lacks(num_bytes):
                 await run_in_threadpool(self.store.sweep)
                 if lacking := self.store.lacks(num_bytes):
@@ -316,7 +318,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
             await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, request.max_tokens)
-            await self.check_room(request, lengths)
+            await self.check_room(request, lengths, request.n or 1)
         return rendered
 
     def completion_stream_generator(
@@ -367,7 +369,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             max_tokens = request.max_completion_tokens or request.max_tokens
             await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, max_tokens)
-            await self.check_room(request, lengths)
+            await self.check_room(request, lengths, request.n or 1)
         return rendered
 
     def chat_completion_stream_generator(
@@ -425,7 +427,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 _reject(f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false", _N)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
-            await self.check_room(request, [len(request.token_ids)])
+            await self.check_room(request, [len(request.token_ids)], params.n)
             request.sampling_params = request.opt_in(params)
             set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)
