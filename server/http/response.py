@@ -13,6 +13,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
+from routed_experts.capture.handoff import PARAM, has_weights
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
@@ -144,6 +145,15 @@ class RoutedResponse:
         """Size of all rows, including those in `kv_transfer_params`."""
         return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
 
+    @property
+    def _hands_prompt_over(self) -> bool:
+        """Whether `kv_transfer_params` have all rows of the prompt. Of several prompts, they have those of the first;
+        weights may be too large for them."""
+        params = self.response.kv_transfer_params
+        if not handed_bytes(params) or len(self.rows.prompts) != 1:
+            return False
+        return has_weights(params[PARAM]) or not self.rows.options.weights
+
     def prepare(self, packed: bool) -> tuple[list[bytes], list[Marked]]:
         """The texts of the response body, as JSON or MessagePack (`packed`), and the arrays between them. Stores the
         arrays if the request asks for references.
@@ -155,8 +165,8 @@ class RoutedResponse:
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
         asks_inline = DELIVERY in self.rows.options.explicit_fields and not self.rows.options.by_reference
-        if handed_bytes(self.response.kv_transfer_params) and not asks_inline:
-            arrays = [array for array in arrays if array[0] is not None]  # the prompt's rows are in there
+        if self._hands_prompt_over and not asks_inline:
+            arrays = [array for array in arrays if array[0] is not None]
         marker = secrets.token_bytes(16)  # replaced by each array; random, so that no client can send it
         placeholder = msgspec.Raw(marker)
         marked: list[Marked] = []  # in the order of the body

@@ -194,6 +194,14 @@ def test_rows_in_messagepack(legs: Legs) -> None:
             assert decode_client.post(COMPLETIONS, content=content, headers=packed).status_code == 400
 
 
+def test_several_prompts_have_their_own_rows(legs: Legs) -> None:
+    """vLLM's answer has the `kv_transfer_params` of the first one only."""
+    texts = ["one" * 9, "two" * 8]
+    first = legs.first(COMPLETIONS, {"prompt": texts, **ASK})
+    for text, array in zip(texts, first["prompt_routed_experts"], strict=True):
+        assert len(decode(array)) == len(text)
+
+
 def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
     body = {"prompt": "plain" * 20, "max_tokens": 4}
     first = legs.first(COMPLETIONS, body)
