@@ -377,5 +377,6 @@ def _without_text(chunk: str) -> str:
 _ONCE = {
     *("usage", "metrics", "system_fingerprint", "prompt_token_ids", "prompt_text", "mm_placeholders"),
     *("prompt_routed_experts_histogram", "routed_experts_histogram", "kv_transfer_params"),
+    *("routed_experts", "routed_expert_weights"),  # references, where the prompt's rows do not fit the store
 }
 """Fields that only the last of several lines has."""

@@ -2,6 +2,7 @@
 
 import base64
 import os
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -161,7 +162,16 @@ def test_parts_of_an_array(api: Server, reference: dict[str, Any]) -> None:
         head = request(api, reference, "HEAD", "?" + query)
         assert (head.content, head.headers["content-length"]) == (b"", str(part.nbytes))
     assert request(api, reference, query="?layers=3:&tokens=:9").content == array[3:, :9].tobytes()
-    for query in ("layers=0:99", "layers=3:2", "tokens=1", "tokens=-1:2", "tokens=a:b", "layers=", "layers=٣:4"):
+    for query in (
+        "layers=0:99",
+        "layers=3:2",
+        "tokens=1",
+        "tokens=-1:2",
+        "tokens=a:b",
+        "layers=",
+        "layers=٣:4",
+        f"tokens=:{'9' * 5000}",
+    ):
         response = request(api, reference, query="?" + query)
         assert response.status_code == 400
         assert response.json()["error"]["param"] == query.partition("=")[0]
@@ -182,14 +192,17 @@ def test_byte_ranges(api: Server, reference: dict[str, Any]) -> None:
         response = request(api, reference, query=query, Range=f"bytes={text}")
         assert (response.status_code, response.content) == (206, part[first:end])
         assert response.headers["content-range"] == f"bytes {first}-{end - 1}/{size}"
-    for text in ("bytes=1-2,4-5", "bytes=x-y", "lines=1-2", "bytes=5-1", "bytes=-"):
+    head = request(api, reference, "HEAD", query, Range="bytes=0-1")  # ranges are for GET alone
+    assert (head.status_code, head.headers["content-length"]) == (200, str(size))
+    for text in (f"bytes={'9' * 5000}-", "bytes=1-2,4-5", "bytes=x-y", "lines=1-2", "bytes=5-1", "bytes=-"):
         response = request(api, reference, query=query, Range=text)
         assert (response.status_code, response.content) == (200, part)
     response = request(api, reference, query=query, Range=f"bytes={size}-")
     assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{size}")
     tag = request(api, reference, query=query).headers["etag"]
     assert tag != request(api, reference).headers["etag"]
-    assert request(api, reference, query=query, **{"If-None-Match": tag}).status_code == 304
+    for known in (tag, "*"):
+        assert request(api, reference, query=query, **{"If-None-Match": known}).status_code == 304
     for condition, status in ((tag, 206), ('"other"', 200)):
         response = request(api, reference, query=query, Range="bytes=0-1", **{"If-Range": condition})
         assert response.status_code == status
@@ -243,6 +256,23 @@ def test_fields_that_cannot_be_honoured(api: Server, body: dict[str, Any], param
     with api.client() as client:
         response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": "a", **body})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(tiny_model: Path, tmp_path: Path) -> None:
+    room = 128 + 100 * L * K * 2
+    flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", str(room))
+    body = {"prompt": prompt_of(100, 12), "max_tokens": 4, **ASK, **REFERENCE}
+    with serving(tiny_model, *flags) as server:
+        chunks = [chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)]
+        joined = {"model": "tiny", **body, "routed_experts_layout": "joined", "n": 2}
+        with server.client() as client:
+            assert client.post(COMPLETIONS, json=joined).status_code == 507
+        (folder,) = tmp_path.iterdir()
+        shutil.rmtree(folder)
+        assert "url" in server.complete(**body)["choices"][0]["routed_experts"]
+    assert len(chunks) > 1
+    assert all("data" in chunk["prompt_routed_experts"] for chunk in chunks)
+    assert ["routed_experts" in chunk["choices"][0] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
 def test_a_request_without_routing_has_no_reference(api: Server) -> None:
