@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
+from routed_experts.capture.message import OPT_IN_ARG, SMALL_ARRAY_BYTES, OptIn, Unpacker, request_of_prompt
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.outputs.kv_handoff import put_rows
@@ -130,7 +130,7 @@ class RowBuffer:
         arrays = self._arrays
         self._end += len(rows)
         if arrays:  # never in a stream that is read at once
-            if self._joined < len(arrays):
+            if self._room is None or self._joined < len(arrays):
                 arrays[-1] = own(arrays[-1])
             rows = own(rows)
         arrays.append(rows)
@@ -312,9 +312,9 @@ def _buffer_of(state: RequestState) -> RowBuffer:
 
 
 def own(rows: Rows) -> Rows:
-    """`rows` for code that keeps them. Copies a few rows, which are views of a message with the rows of all requests.
-    Many rows have an array of their own."""
-    return rows if rows.base is None or len(rows) >= _JOINED_ROWS else rows.copy()
+    """`rows` for code that keeps them. Copies small arrays, which are views of a message with the rows of all requests;
+    see `pack`."""
+    return rows if rows.base is None or rows.nbytes > SMALL_ARRAY_BYTES else rows.copy()
 
 
 def _room_for(rows: Rows, count: int) -> Rows:

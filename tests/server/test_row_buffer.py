@@ -321,6 +321,10 @@ def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
     buffer.push(5, large[:100])
     buffer.push(105, large[:1])
     assert buffer.take(5, 105)[0].base is large, "the rows of a prompt were copied"
+    groups = [np.zeros((256, 4, 8), dtype=np.int16) for _ in range(3)]  # of a model with few layers: packed too
+    for position, sent in enumerate(groups):
+        buffer.push(106 + 64 * position, sent[:64])
+    assert all(rows.base is None for rows in buffer.take(106, 106 + 3 * 64))
     buffer = RowBuffer()
     buffer.push(0, rows_of(0, 1000))
     buffer.take(0, 999)
