@@ -1,11 +1,11 @@
 """Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in part."""
 
+import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urljoin
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +85,8 @@ def fetch(
         reference: with at least `url` or `path`, `shape` ([n, L, K]) and `dtype`.
         layers: first layer, and the layer after the last, of the L layers; all by default.
         tokens: first row, and the row after the last, of the n rows of this array; all by default.
-        base_url: the server's address as this process reaches it, if it differs from that in `url`.
+        base_url: the server's address as this process reaches it, if it differs from that in `url`; with the path that
+            a proxy adds, and with or without `/v1`.
 
     Raises:
         FetchError: the server does not return the array.
@@ -100,7 +101,7 @@ def fetch(
         return mapped[slice(*chosen_layers), slice(*chosen_tokens)]
     if not reference.get("url"):
         raise FetchError(f"{reference.get('path')} has expired, or is on another machine")
-    url = reference["url"] if base_url is None else urljoin(base_url, _path_of(reference["url"]))
+    url = reference["url"] if base_url is None else _moved(reference["url"], base_url)
     query = f"?layers={chosen_layers[0]}:{chosen_layers[1]}&tokens={chosen_tokens[0]}:{chosen_tokens[1]}"
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     array = np.empty(shape, dtype)
@@ -128,8 +129,8 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
     return array if (array.shape, array.dtype) == ((num_layers, num_rows, top_k), dtype) else None
 
 
-def _path_of(url: str) -> str:
-    return "/" + url.split("://", 1)[-1].partition("/")[2]
+def _moved(url: str, base_url: str) -> str:
+    return base_url.rstrip("/").removesuffix("/v1") + "/v1/" + url.rpartition("/v1/")[2]
 
 
 def _read_into(request: urllib.request.Request, array: NDArray[Any], timeout_s: float) -> None:
@@ -143,5 +144,5 @@ def _read_into(request: urllib.request.Request, array: NDArray[Any], timeout_s: 
                 raise FetchError(f"{request.full_url} returned another number of bytes than {len(view)}")
     except urllib.error.HTTPError as error:
         raise FetchError(f"{request.full_url}: {error.code} {error.reason}", error.code) from None
-    except OSError as error:
+    except (OSError, http.client.HTTPException) as error:
         raise FetchError(f"{request.full_url}: {error}") from error

@@ -281,7 +281,8 @@ def test_a_request_without_routing_has_no_reference(api: Server) -> None:
 
 def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path) -> None:
     """The store has room for the array of one answer, and responses for that of another."""
-    flags = ("--api-key", "k", "--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes")
+    flags = ("--api-key", "k", "--root-path", "/llm", "--routed-experts-store", str(tmp_path / "store"))
+    flags += ("--routed-experts-store-bytes",)
     flags += (str(FILE_BYTES + 700), "--routed-experts-default", '{"routed_experts_delivery": "reference"}')
     flags += ("--routed-experts-max-response-bytes", str(6 * L * K * 2), "--routed-experts-store-seconds", "1000")
     key = {"Authorization": "Bearer k"}
@@ -297,6 +298,7 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
         first = post().json()["choices"][0]["routed_experts"]
         assert "path" not in first
         assert httpx.get(first["url"]).status_code == 401
+        assert "/llm/v1/" in first["url"]
         assert fetch(first, api_key="k").shape == (L, 3, K)
         with pytest.raises(FetchError, match="401"):
             fetch(first)
