@@ -169,7 +169,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="folder for arrays that are returned by reference (routed_experts_delivery); several servers of one host "
-        "may share it (default: one for this port in /dev/shm, emptied at start and stop)",
+        "may share it (default: one for this port in /dev/shm, removed at start and stop if no process uses it)",
     )
     group.add_argument(
         "--routed-experts-store-bytes",

@@ -29,6 +29,8 @@ _SUFFIX, _UNFINISHED = ".npy", ".tmp"
 _ID_BYTES, _PROOF_BYTES = 16, 8
 _COUNTER_BYTES = 8
 _CLOSED = -1
+_BLOCK_BYTES = 4096
+"""Files take whole blocks."""
 _WRITE_S = 600.0
 """Seconds after which a file that is still being written was left behind by a process that ended."""
 _RETRY_S = 1.0
@@ -107,7 +109,7 @@ class ArrayStore:
         self._next_search = 0.0
         self._key = secrets.token_bytes(_ID_BYTES)  # that of the folder, once it is open
         self._folder_file = self._lock_file = _CLOSED
-        self._thread_lock = threading.Lock()  # the lock of the file is the process's
+        self._thread_lock = threading.RLock()  # the lock of the file is the process's
 
     @property
     def is_open(self) -> bool:
@@ -182,7 +184,7 @@ class ArrayStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, including those that are being written."""
+        """Bytes that all files take, including those that are being written."""
         self._open()
         return int.from_bytes(os.pread(self._lock_file, _COUNTER_BYTES, 0), "little")
 
@@ -225,10 +227,10 @@ class ArrayStore:
         """A new file of `size` bytes, which count from now on."""
         _ = self.max_bytes  # which may take the lock
         with self._locked():
-            if self.lacks(size) and time.monotonic() >= self._next_search:
+            if self.lacks(_room(size)) and time.monotonic() >= self._next_search:
                 self._sweep()
                 self._next_search = time.monotonic() + _RETRY_S
-            if lacking := self.lacks(size):
+            if lacking := self.lacks(_room(size)):
                 raise StoreFullError(lacking)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -236,7 +238,7 @@ class ArrayStore:
             except OSError:
                 os.close(descriptor)
                 raise
-            self._set_used(self.used_bytes + size)
+            self._set_used(self.used_bytes + _room(size))
         return descriptor
 
     def find(self, key: str) -> Path:
@@ -280,7 +282,7 @@ class ArrayStore:
                 path.unlink()
             except FileNotFoundError:
                 return False
-            self._set_used(max(self.used_bytes - size, 0))
+            self._set_used(max(self.used_bytes - _room(size), 0))
         return True
 
     def sweep(self) -> int:
@@ -302,7 +304,7 @@ class ArrayStore:
                     if found.st_mtime + _WRITE_S * file.name.endswith(_UNFINISHED) < now:
                         os.unlink(file)
                     else:
-                        used += found.st_size
+                        used += _room(found.st_size)
                 except FileNotFoundError:  # deleted by hand
                     continue
         self._set_used(used)
@@ -315,6 +317,10 @@ class ArrayStore:
     def _proof(self, number: str) -> str:
         self._open()
         return hashlib.blake2b(number.encode(), key=self._key, digest_size=_PROOF_BYTES).hexdigest()
+
+
+def _room(size: int) -> int:
+    return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
 def _header_of(array: NDArray[Any]) -> bytes:

@@ -1,9 +1,11 @@
 """Rows by reference, and rows at the end of a stream, through vLLM's real API process and scheduler."""
 
+import asyncio
 import base64
 import os
 import shutil
 import time
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,9 @@ import pytest
 
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
+from routed_experts.server.cli.serve import store_of
+from routed_experts.server.http.plugin import sweep_forever
+from routed_experts.server.outputs.array_store import ArrayStore, default_folder
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of
@@ -23,7 +28,7 @@ from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of
 GENERATE = "/inference/v1/generate"
 AT_END, REFERENCE = {"routed_experts_stream": "at_end"}, {"routed_experts_delivery": "reference"}
 SAMPLED = {"temperature": 1.0}
-FILE_BYTES = 128 + 3 * L * K * 2  # of a completion with four tokens
+FILE_BYTES = 4096  # of a completion with four tokens, and of an empty array
 
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": prompt_of(40, 1), "max_tokens": 9}),
@@ -259,7 +264,7 @@ def test_fields_that_cannot_be_honoured(api: Server, body: dict[str, Any], param
 
 
 def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(tiny_model: Path, tmp_path: Path) -> None:
-    room = 128 + 100 * L * K * 2
+    room = -(-(128 + 100 * L * K * 2) // FILE_BYTES) * FILE_BYTES
     flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", str(room))
     body = {"prompt": prompt_of(100, 12), "max_tokens": 4, **ASK, **REFERENCE}
     with serving(tiny_model, *flags) as server:
@@ -283,7 +288,7 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
     """The store has room for the array of one answer, and responses for that of another."""
     flags = ("--api-key", "k", "--root-path", "/llm", "--routed-experts-store", str(tmp_path / "store"))
     flags += ("--routed-experts-store-bytes",)
-    flags += (str(FILE_BYTES + 700), "--routed-experts-default", '{"routed_experts_delivery": "reference"}')
+    flags += (str(2 * FILE_BYTES + 700), "--routed-experts-default", '{"routed_experts_delivery": "reference"}')
     flags += ("--routed-experts-max-response-bytes", str(6 * L * K * 2), "--routed-experts-store-seconds", "1000")
     key = {"Authorization": "Bearer k"}
     body = {"model": "tiny", "prompt": [5], "max_tokens": 4, "routed_experts_prompt_start": 1, **ASK}
@@ -320,3 +325,33 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
         time.sleep(1)  # a full store is searched once a second
         assert client.get(first["url"]).status_code == 410
         assert "url" in post().json()["choices"][0]["routed_experts"]
+
+
+def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20, lifetime_s=0.1)
+
+    async def search() -> None:
+        stored = store.put(np.zeros((2, 2, 2)))
+        os.utime(stored.path, (1, 1))
+        store.folder.rename(tmp_path / "elsewhere")
+        task = asyncio.create_task(sweep_forever(store))
+        await asyncio.sleep(1.5)
+        (tmp_path / "elsewhere").rename(store.folder)
+        await asyncio.sleep(1)
+        task.cancel()
+        assert not stored.path.exists()
+
+    asyncio.run(search())
+
+
+def test_the_folder_of_another_server_of_this_port_is_kept(tmp_path: Path) -> None:
+    """Containers have ports of their own, and may share the memory of the host."""
+    args = Namespace(routed_experts_store=None, port=f"test-{os.getpid()}")
+    with store_of(args):
+        store = ArrayStore(default_folder(args.port), 1 << 20)
+        stored = store.put(np.zeros((2, 2, 2)))
+        with store_of(args):
+            assert store.find(stored.id).exists()
+        assert store.find(stored.id).exists()
+        store.close()
+    assert not store.folder.exists()
