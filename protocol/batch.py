@@ -263,8 +263,8 @@ def align_values(
 ) -> NDArray[Any]:
     """Values of tokens as a padded batch [B, length], each in the column where `align` has the row of its token.
 
-    For token ids, masks, log-probabilities, rewards: whatever has one number for each token. Its dtype holds the values
-    and `pad`.
+    For token ids, masks, log-probabilities, rewards: whatever has one number for each token. The batch has their
+    dtype, or one that also holds `pad`.
 
     >>> rows = np.zeros((3, 1, 1), np.int16)
     >>> routing = Routing(rows, prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8), logprobs=np.array([-0.5, -2]))
@@ -272,7 +272,7 @@ def align_values(
     [[0, 5, 6, 7, 8]]
     >>> align_values([routing], [routing.logprobs], length=5, padding="left").tolist()
     [[0.0, 0.0, 0.0, -0.5, -2.0]]
-    >>> align_values([routing], [np.ones(len(routing.token_ids), bool)], length=5, padding="left", pad=False).tolist()
+    >>> align_values([routing], [np.ones(len(routing.token_ids), bool)], length=5, padding="left").tolist()
     [[False, False, False, True, True]]
 
     Args:
@@ -286,7 +286,7 @@ def align_values(
     if not routings:
         raise RoutingError("no answers")
     arrays = [_flat(place, each) for place, each in enumerate(values)]
-    batch = np.full((len(routings), length), pad, dtype=np.result_type(*arrays, pad))
+    batch = np.full((len(routings), length), pad, dtype=np.result_type(*arrays, *([pad] if pad else [])))
     for place, (routing, array) in enumerate(zip(routings, arrays, strict=True)):
         total = routing.end + 1
         if len(array) != total and (routing.prompt_len is None or len(array) != total - routing.prompt_len):

@@ -14,6 +14,9 @@ from routed_experts.server.cli.preflight import check_model_folder, sentence_of
 Ids = NDArray[np.integer[Any]]
 Scores = NDArray[np.float32]
 
+_SLICE = 1024
+"""Tokens whose log-probabilities are computed at once."""
+
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
@@ -57,9 +60,13 @@ class Reference:
         tokens: Sequence[int],
         take: Callable[[int, Ids, Scores], None],
         take_weights: Callable[[int, Ids, Scores], None] | None = None,
-    ) -> None:
+        following: Sequence[int] = (),
+    ) -> Scores:
         """Runs `tokens`; calls `take` with index, experts [tokens, K] and scores [tokens, experts] of each layer, and
-        `take_weights` with index, experts and weights [tokens, K]."""
+        `take_weights` with index, experts and weights [tokens, K].
+
+        Returns the log-probabilities of `following`: the tokens after each of the last ones of `tokens`.
+        """
         places = iter(range(len(self.layer_ids)))
 
         def take_both(name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
@@ -69,15 +76,23 @@ class Reference:
                 take_weights(place, chosen, weights)
 
         self._take = take_both
-        self._forward(tokens)
+        return self._forward(tokens, following)
 
-    def _forward(self, tokens: Sequence[int]) -> None:
+    def _forward(self, tokens: Sequence[int], following: Sequence[int] = ()) -> Scores:
         import torch
 
         device = self._model.get_input_embeddings().weight.device
+        about = {"input_ids": torch.tensor([list(tokens)], device=device), "use_cache": False}
         try:
-            with torch.no_grad():  # without the head, because its logits are large
-                self._model.base_model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False)
+            with torch.no_grad():
+                if not len(following):  # without the head, because its logits are large
+                    self._model.base_model(**about)
+                    return np.empty(0, dtype=np.float32)
+                logits = self._model(**about, logits_to_keep=len(following)).logits[0]
+                targets = torch.tensor(list(following), device=logits.device)[:, None]
+                parts = [slice(at, at + _SLICE) for at in range(0, len(following), _SLICE)]
+                found = [logits[part].float().log_softmax(dim=1).gather(1, targets[part])[:, 0] for part in parts]
+                return torch.cat(found).cpu().numpy()
         except (RuntimeError, IndexError) as error:  # out of memory, or a token outside the vocabulary
             raise CommandError(f"{len(tokens)} tokens cannot be scored: {_first_line(error)}") from error
 

@@ -153,7 +153,7 @@ def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int]) -> N
             for values, pad in (
                 ([list(range(100, 100 + p + g)) for p, g in SIZES], -7),
                 ([[None, *(-0.5 * at for at in range(1, g))] for _, g in SIZES], 0),
-                ([np.ones(g, bool) for _, g in SIZES], False),
+                ([np.ones(g, bool) for _, g in SIZES], 0),
             )
         )
         for place, (p, _) in enumerate(SIZES):
