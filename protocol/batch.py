@@ -113,6 +113,31 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
     return replace(decode, rows=rows, weights=weights, prompt_histogram=None, histogram=None)
 
 
+def shared_prefix(before: Routing, prompt: Sequence[int]) -> Routing:
+    """The rows of `before` that hold for a prompt of the tokens `prompt`: those of the tokens that both begin with.
+
+    The `end` of the result is the next turn's `routed_experts_prompt_start`, and `join_turns` joins the two. It is the
+    position of the last token of `before` if the prompt continues it, and less if a chat template or a tool rewrote the
+    history.
+
+    >>> rows = np.array([1, 2, 3], np.int16).reshape(-1, 1, 1)
+    >>> before = Routing(rows, prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8))
+    >>> shared_prefix(before, [5, 6, 7, 8, 9]).end, shared_prefix(before, [5, 6, 9]).end
+    (3, 2)
+
+    Raises:
+        RoutingError: the tokens of `before` are unknown, or differ before its first row.
+    """
+    if before.prompt_token_ids is None or before.token_ids is None:
+        raise RoutingError("the response has no token ids: set return_token_ids in the request")
+    same = _common((*before.prompt_token_ids, *before.token_ids)[: before.end], prompt)
+    if same < before.start:
+        raise RoutingError(f"the prompt differs at position {same}, but rows before {before.start} were left out")
+    kept = same - before.start
+    weights = None if before.weights is None else before.weights[:kept]
+    return replace(before, rows=before.rows[:kept], weights=weights, prompt_histogram=None, histogram=None)
+
+
 def join_turns(turns: Sequence[Routing]) -> Routing:
     """Joins the rows of a conversation's turns, each requested with a prompt start.
 
@@ -154,9 +179,13 @@ def _same_tokens(before: Routing, turn: Routing) -> None:
         return
     # The last token of the previous turn has no row, so it may differ.
     theirs, ours = (*before.prompt_token_ids, *before.token_ids)[: before.end], turn.prompt_token_ids
-    if ours[: len(theirs)] != theirs:
-        same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), len(ours))
+    if (same := _common(theirs, ours)) < len(theirs):
         raise RoutingError(f"the turn's prompt differs from what came before it at position {same}")
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 def _same_shape(a: Routing, b: Routing) -> None:

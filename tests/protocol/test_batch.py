@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol import batch, collect, expert_load
-from routed_experts.protocol.batch import align, align_values, join_turns, splice, spread_layers, verify
+from routed_experts.protocol.batch import align, align_values, join_turns, shared_prefix, splice, spread_layers, verify
 from routed_experts.protocol.collect import Routing, RoutingError
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
 
@@ -102,6 +102,27 @@ class TestTurns:
         counted = replace(turns[-1], histogram=expert_load.histogram(turns[-1].rows, EXPERTS))
         assert join_turns([*turns[:-1], counted]).histogram is None, "of the last turn alone"
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
+
+    def test_rows_that_hold_for_another_prompt(self) -> None:
+        """Which continues the history, is a part of it, or has another token somewhere."""
+        weights = self.ROWS.astype(np.float32)
+        before = replace(self.turn(12, 6, 2), weights=weights[2:17])
+        for prompt, end in (
+            (range(22), 17),
+            (range(18), 17),
+            (range(9), 9),
+            ([*range(17), 99, 18], 17),
+            ([*range(13), 99, *range(14, 22)], 13),
+            ([0, 1, 99], 2),
+        ):
+            kept = shared_prefix(before, [*prompt])
+            assert (kept.start, kept.end) == (2, end)
+            assert np.array_equal(kept.rows, self.ROWS[2:end])
+            assert np.array_equal(kept.weights, weights[2:end])
+        with pytest.raises(RoutingError, match="differs at position 1, but rows before 2 were left out"):
+            shared_prefix(before, [0, 99])
+        with pytest.raises(RoutingError, match="set return_token_ids"):
+            shared_prefix(replace(before, token_ids=None), [0])
 
     def test_turns_that_do_not_continue(self) -> None:
         first, second = self.turn(5, 3, 0), self.turn(12, 6, 7, at6=99)
