@@ -1,4 +1,7 @@
-"""Runs a checkpoint in transformers and records the experts and scores of its routers."""
+"""Runs a checkpoint in transformers and records the experts and scores of its routers.
+
+Comparing files imports this module without torch.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.server.cli.console import CommandError, hide_transformers_progress
-from routed_experts.server.cli.preflight import check_model_folder, sentence_of
 
 Ids = NDArray[np.integer[Any]]
 Scores = NDArray[np.float32]
@@ -37,6 +39,8 @@ class Reference:
             CommandError: the model or the device cannot be used.
         """
         import torch
+
+        from routed_experts.server.cli.preflight import check_model_folder
 
         check_model_folder(model)
         _check_device(device)
@@ -135,6 +139,8 @@ def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
     """The model on its device, and the dtype of its stored checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from routed_experts.server.cli.preflight import sentence_of
 
     hide_transformers_progress()
     spread = {"device_map": "auto"} if device == "auto" else {}
