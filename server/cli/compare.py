@@ -192,7 +192,9 @@ def _check_layers(info: ModelInfo, reference: Reference) -> None:
 
 def _bodies(args: argparse.Namespace) -> list[tuple[str, Body]]:
     """Place and request of each prompt."""
-    default = [(args.url, {"prompt": prompt, "max_tokens": args.max_tokens}) for prompt in PROMPTS]
+    default: list[tuple[str, Body]] = [
+        (args.url, {"prompt": prompt, "max_tokens": args.max_tokens}) for prompt in PROMPTS
+    ]
     bodies = bodies_of(args.prompts, args.max_tokens) if args.prompts else default
     if not args.logprobs:
         return bodies
