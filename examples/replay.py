@@ -14,12 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 from openai import OpenAI
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from routed_experts.protocol.batch import align, align_weights, scaled
+from routed_experts.protocol.batch import align, align_values, align_weights, scaled
 from routed_experts.protocol.collect import Routing, collect
 
 UNKNOWN = -1
@@ -63,8 +64,8 @@ def replayed(model: torch.nn.Module, rows: torch.Tensor | None, weights: torch.T
             handle.remove()
 
 
-def rollouts(url: str, prompt: str, count: int, max_tokens: int) -> tuple[list[Routing], list[list[float]], list[str]]:
-    """`count` sampled answers: rows, the server's log-probabilities of their tokens, and texts."""
+def rollouts(url: str, prompt: str, count: int, max_tokens: int) -> tuple[list[Routing], list[str]]:
+    """`count` sampled answers: rows with the server's log-probabilities of their tokens, and texts."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
     info = httpx.get(f"{url}/v1/routed_experts", timeout=60).json()
     asked = {"return_routed_experts": True, "return_routed_expert_weights": info["weights"], "return_token_ids": True}
@@ -78,10 +79,10 @@ def rollouts(url: str, prompt: str, count: int, max_tokens: int) -> tuple[list[R
         top_p=1.0,
         extra_body={"top_k": -1, **asked},
     )
-    choices, routings = answer.choices, collect(answer)
+    routings = collect(answer)
     if info["weights"]:
         routings = [replace(each, weights=scaled(weights_of(each), info)) for each in routings]
-    return routings, [choice.logprobs.token_logprobs for choice in choices], [choice.text for choice in choices]
+    return routings, [choice.text for choice in answer.choices]
 
 
 def weights_of(routing: Routing) -> Any:
@@ -128,19 +129,19 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    routings, server_logprobs, texts = rollouts(args.url, args.prompt, args.group, args.max_tokens)
+    routings, texts = rollouts(args.url, args.prompt, args.group, args.max_tokens)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(args.device).eval()
 
     # A batch padded on the right. `generated` marks what the server sampled, `old` has its log-probabilities.
     columns = max(routing.end + 1 for routing in routings)
-    tokens = torch.zeros((args.group, columns), dtype=torch.long, device=args.device)
-    mask, old = torch.zeros_like(tokens), torch.zeros(tokens.shape, device=args.device)
-    generated = torch.zeros(tokens.shape, dtype=torch.bool, device=args.device)
-    for place, (routing, logprobs) in enumerate(zip(routings, server_logprobs, strict=True)):
-        whole = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())]
-        first, end = len(whole) - len(logprobs), len(whole)
-        tokens[place, :end], mask[place, :end] = torch.tensor(whole), 1
-        generated[place, first:end], old[place, first:end] = True, torch.tensor(logprobs)
+
+    def batch_of(values: list[Any]) -> torch.Tensor:
+        return torch.from_numpy(align_values(routings, values, columns)).to(args.device)
+
+    tokens = batch_of([(*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings])
+    mask = batch_of([np.ones(routing.end + 1, dtype=np.int64) for routing in routings])
+    generated = batch_of([np.ones(len(routing.token_ids or ()), dtype=np.bool_) for routing in routings])
+    old = batch_of([routing.logprobs for routing in routings]).float()
     rows = torch.from_numpy(align(routings, columns, last=UNKNOWN, dtype="int64"))
     weights = None
     if routings[0].weights is not None:

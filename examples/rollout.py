@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from routed_experts.protocol.batch import align, verify
+from routed_experts.protocol.batch import align, align_values, verify
 from routed_experts.protocol.collect import collect
 
 PROMPTS = ["Which experts?", "Why?"]
@@ -38,8 +38,12 @@ def main() -> None:
         verify(routing, info["num_experts"])
     prompt_columns = max(len(routing.prompt_token_ids or ()) for routing in routings)
     # Prompts end, and generated tokens begin, in one column. The last token has no row: its row is said to be unknown.
-    batch = align(routings, prompt_columns + args.max_tokens, padding=prompt_columns, last=-1)
+    columns = prompt_columns + args.max_tokens
+    batch = align(routings, columns, padding=prompt_columns, last=-1)
+    sequences = [(*(routing.prompt_token_ids or ()), *(routing.token_ids or ())) for routing in routings]
+    tokens = align_values(routings, sequences, columns, padding=prompt_columns)
     print("tokens of each:", [routing.end + 1 for routing in routings])
+    print("batch, tokens:", tokens.shape, tokens.dtype)
     print("batch, tokens, layers, experts:", batch.shape, batch.dtype)
 
 

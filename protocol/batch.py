@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
-from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.collect import PROMPT_END_UNKNOWN, Routing, RoutingError
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -83,7 +83,8 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
 
     A row belongs to the KV entry of its token. The decode instance computes the last prompt token again and may have
     had a prefix in its own cache, so its own rows take precedence. Rows that neither response has stay -1. The result
-    has weights if the decode instance's response has them; they are NaN in rows that come without weights.
+    has weights if the decode instance's response has them; they are NaN in rows that come without weights. It has no
+    histograms.
 
     >>> def leg(*ids):
     ...     return Routing(np.array(ids, np.int16).reshape(-1, 1, 1), prompt_len=3)
@@ -109,13 +110,39 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
             at = unknown + first
             known = prefill.weights
             weights[at - decode.start] = UNKNOWN_WEIGHT if known is None else known[at - prefill.start]
-    return replace(decode, rows=rows, weights=weights)
+    return replace(decode, rows=rows, weights=weights, prompt_histogram=None, histogram=None)
+
+
+def shared_prefix(before: Routing, prompt: Sequence[int]) -> Routing:
+    """The rows of `before` that hold for a prompt of the tokens `prompt`: those of the tokens that both begin with.
+
+    The `end` of the result is the next turn's `routed_experts_prompt_start`, and `join_turns` joins the two. It is the
+    position of the last token of `before` if the prompt continues it, and less if a chat template or a tool rewrote the
+    history.
+
+    >>> rows = np.array([1, 2, 3], np.int16).reshape(-1, 1, 1)
+    >>> before = Routing(rows, prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8))
+    >>> shared_prefix(before, [5, 6, 7, 8, 9]).end, shared_prefix(before, [5, 6, 9]).end
+    (3, 2)
+
+    Raises:
+        RoutingError: the tokens of `before` are unknown, or differ before its first row.
+    """
+    if before.prompt_token_ids is None or before.token_ids is None:
+        raise RoutingError("the response has no token ids: set return_token_ids in the request")
+    same = _common((*before.prompt_token_ids, *before.token_ids)[: before.end], prompt)
+    if same < before.start:
+        raise RoutingError(f"the prompt differs at position {same}, but rows before {before.start} were left out")
+    kept = same - before.start
+    weights = None if before.weights is None else before.weights[:kept]
+    return replace(before, rows=before.rows[:kept], weights=weights, prompt_histogram=None, histogram=None)
 
 
 def join_turns(turns: Sequence[Routing]) -> Routing:
     """Joins the rows of a conversation's turns, each requested with a prompt start.
 
-    Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them.
+    Where turns overlap, the earlier rows are kept: the earlier tokens were generated with them. Log-probabilities are
+    those of the last turn, and histograms are left out.
 
     >>> first = Routing(np.array([1, 2, 3], np.int16).reshape(-1, 1, 1), start=0, prompt_len=2)
     >>> second = Routing(np.array([4, 5, 6], np.int16).reshape(-1, 1, 1), start=3, prompt_len=5)
@@ -136,7 +163,7 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
         _same_tokens(joined, turn)
         rows = np.concatenate([joined.rows, turn.rows[joined.end - turn.start :]])
         joined = replace(turn, rows=rows, weights=_joined_weights(joined, turn), start=joined.start)
-    return joined
+    return replace(joined, prompt_histogram=None, histogram=None) if len(turns) > 1 else joined
 
 
 def _joined_weights(before: Routing, turn: Routing) -> NDArray[np.float32] | None:
@@ -152,9 +179,13 @@ def _same_tokens(before: Routing, turn: Routing) -> None:
         return
     # The last token of the previous turn has no row, so it may differ.
     theirs, ours = (*before.prompt_token_ids, *before.token_ids)[: before.end], turn.prompt_token_ids
-    if ours[: len(theirs)] != theirs:
-        same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), len(ours))
+    if (same := _common(theirs, ours)) < len(theirs):
         raise RoutingError(f"the turn's prompt differs from what came before it at position {same}")
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    return next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
 
 
 def _same_shape(a: Routing, b: Routing) -> None:
@@ -168,7 +199,8 @@ def spread_layers(
     """`rows` [..., L, K] as [..., num_hidden_layers, K]: each layer at its decoder layer, `fill` in dense layers.
 
     With `routed_experts_layers: "all"` the server does this itself, with 0, as vLLM's own capture does. Most trainers
-    index rows by decoder layer. In a row with unknown ids (-1) or weights (NaN), dense layers are -1 (NaN) too.
+    index rows by decoder layer. Takes rows of a response, and batches of `align` and `align_weights`. In a row with
+    unknown ids (-1) or weights (NaN), dense layers are -1 (NaN) too.
 
     >>> rows = np.array([[[3, 1], [0, 2]], [[-1, -1], [-1, -1]]])
     >>> spread_layers(rows, layer_ids=[1, 2], num_hidden_layers=3).tolist()
@@ -249,6 +281,59 @@ def align_weights(
     return _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.float32)
 
 
+def align_values(
+    routings: Sequence[Routing],
+    values: Sequence[ArrayLike],
+    length: int,
+    *,
+    padding: Literal["left", "right"] | int = "right",
+    num_tokens: Sequence[int] | None = None,
+    pad: float = 0,
+) -> NDArray[Any]:
+    """Values of tokens as a padded batch [B, length], each in the column where `align` has the row of its token.
+
+    For token ids, masks, log-probabilities, rewards: whatever has one number for each token. The batch has their
+    dtype, or one that also holds `pad`.
+
+    >>> rows = np.zeros((3, 1, 1), np.int16)
+    >>> routing = Routing(rows, prompt_len=2, prompt_token_ids=(5, 6), token_ids=(7, 8), logprobs=np.array([-0.5, -2]))
+    >>> align_values([routing], [(*routing.prompt_token_ids, *routing.token_ids)], length=5, padding="left").tolist()
+    [[0, 5, 6, 7, 8]]
+    >>> align_values([routing], [routing.logprobs], length=5, padding="left").tolist()
+    [[0.0, 0.0, 0.0, -0.5, -2.0]]
+    >>> align_values([routing], [np.ones(len(routing.token_ids), bool)], length=5, padding="left").tolist()
+    [[False, False, False, True, True]]
+
+    Args:
+        values: for each sequence, those of its P + G tokens or of its G generated ones; None becomes NaN.
+        length, padding, num_tokens: as for `align`.
+        pad: the value of padding, and of a prompt whose values were not given.
+
+    Raises:
+        RoutingError: as `align`; values of another number of tokens.
+    """
+    if not routings:
+        raise RoutingError("no answers")
+    arrays = [_flat(place, each) for place, each in enumerate(values)]
+    batch = np.full((len(routings), length), pad, dtype=np.result_type(*arrays, *([pad] if pad else [])))
+    for place, (routing, array) in enumerate(zip(routings, arrays, strict=True)):
+        total = routing.end + 1
+        if len(array) != total and (routing.prompt_len is None or len(array) != total - routing.prompt_len):
+            generated = "unknown" if routing.prompt_len is None else total - routing.prompt_len
+            raise RoutingError(f"sequence {place} of {total} tokens ({generated} generated) has {len(array)} values")
+        count, first = _place_of(place, routing, length, padding, num_tokens)
+        kept = array[: max(count - (total - len(array)), 0)]
+        batch[place, first + count - len(kept) : first + count] = kept
+    return batch
+
+
+def _flat(place: int, values: ArrayLike) -> NDArray[Any]:
+    array = np.asarray(values)
+    if array.ndim != 1:
+        raise RoutingError(f"the values of sequence {place} have {array.ndim} dimensions")
+    return array.astype(np.float64) if array.dtype == object else array  # None becomes NaN
+
+
 def _aligned(
     routings: Sequence[Routing],
     arrays: Sequence[NDArray[Any]],
@@ -266,22 +351,31 @@ def _aligned(
     batch[...] = pad
     for place, (routing, array) in enumerate(zip(routings, arrays, strict=True)):
         _same_shape(routings[0], routing)
-        count = routing.end + 1 if num_tokens is None else num_tokens[place]
-        first = _first_column(routing, count, length, padding)
-        if first < 0 or first + count > length:
-            raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
+        count, first = _place_of(place, routing, length, padding, num_tokens)
         batch[place, first : first + count] = _rows_of_all(routing, array, count, last)
     return batch
 
 
-def _first_column(routing: Routing, count: int, length: int, padding: Literal["left", "right"] | int) -> int:
-    if padding == "left":
-        return length - count
-    if padding == "right":
-        return 0
-    if routing.prompt_len is None:
-        raise RoutingError("where the prompt ends is not known: ask with return_token_ids, or for the split layout")
-    return padding - routing.prompt_len
+def _place_of(
+    place: int,
+    routing: Routing,
+    length: int,
+    padding: Literal["left", "right"] | int,
+    num_tokens: Sequence[int] | None,
+) -> tuple[int, int]:
+    """How many tokens of a sequence are in the batch, and the column of the first."""
+    count = routing.end + 1 if num_tokens is None else num_tokens[place]
+    if count > routing.end + 1:
+        raise RoutingError(f"rows up to {routing.end} for {count} tokens")
+    if isinstance(padding, str):
+        first = 0 if padding == "right" else length - count
+    elif routing.prompt_len is None:
+        raise RoutingError(PROMPT_END_UNKNOWN)
+    else:
+        first = padding - routing.prompt_len
+    if first < 0 or first + count > length:
+        raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
+    return count, first
 
 
 def _rows_of_all(routing: Routing, array: NDArray[Any], count: int, last: Literal["repeat"] | float) -> NDArray[Any]:
@@ -290,8 +384,6 @@ def _rows_of_all(routing: Routing, array: NDArray[Any], count: int, last: Litera
         raise RoutingError(f"rows before {routing.start} were left out: join the turns first")
     if count <= routing.end:
         return array[:count]
-    if count > routing.end + 1:
-        raise RoutingError(f"rows up to {routing.end} for {count} tokens")
     if last != "repeat":
         return np.concatenate([array, np.full((1, *array.shape[1:]), last, dtype=array.dtype)])
     if not len(array):

@@ -29,7 +29,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import Rows, count_missing, decode, decode_weights
+from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.sse import EventError, EventReader
+
+PROMPT_END_UNKNOWN = (
+    "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, or for the split layout"
+)
 
 
 class RoutingError(ValueError):
@@ -41,13 +46,19 @@ class Routing:
     """The rows of one choice, including its prompt's.
 
     Attributes:
-        rows: [n, L, K] expert ids of the positions `start` to `end`; -1 in unknown rows.
+        rows: [n, L, K] expert ids of the positions `start` to `end`; -1 in unknown rows. None of them if the response
+            has histograms only.
         start: absolute position of the first row.
-        prompt_len: P, tokens of the prompt; None if the response does not contain it (joined layout without token ids).
+        prompt_len: P, tokens of the prompt; None if neither the response contains it (joined layout without token ids)
+            nor the caller of `collect` gave it.
         index: the choice's index in the response.
         prompt_token_ids, token_ids: if the response has them (`return_token_ids`).
         finish_reason: None if the response was cut off.
         weights: [n, L, K] the router's weights of the ids, if the response has them; NaN where unknown.
+        logprobs: log-probabilities of the G generated tokens, with `echo` of all P + G, if the response has them; NaN
+            for a token without one (the first of a prompt).
+        prompt_histogram, histogram: counts of the rows of the prompt and of the generated tokens, if the response has
+            them (`routed_experts_histogram`).
     """
 
     rows: Rows
@@ -58,6 +69,9 @@ class Routing:
     token_ids: tuple[int, ...] | None = None
     finish_reason: str | None = None
     weights: NDArray[np.float32] | None = None
+    logprobs: NDArray[np.float64] | None = None
+    prompt_histogram: Histogram | None = None
+    histogram: Histogram | None = None
 
     @property
     def end(self) -> int:
@@ -82,7 +96,7 @@ class Routing:
     @property
     def _split(self) -> int:
         if self.prompt_len is None:
-            raise RoutingError("where the prompt ends is not known: ask with return_token_ids, or for the split layout")
+            raise RoutingError(PROMPT_END_UNKNOWN)
         return max(self.prompt_len - self.start, 0)
 
 
@@ -92,11 +106,15 @@ class Asked(TypedDict, total=False):
     Attributes:
         prompt_start: `routed_experts_prompt_start`. The forms `npy`, `raw` and `list` have no positions; the form
             `object` does, and is checked against it.
+        prompt_len: P, tokens of the prompt (of each prompt, if there are several). Needed to tell prompt rows from
+            generated ones where the response does not say where the prompt ends: in the joined layout without token
+            ids, and from `/inference/v1/generate`.
         n: choices per prompt. Needed for a stream of several prompts that was cut off, and to notice absent choices.
         dtype, num_layers, top_k: needed for the form `raw`, which is bare bytes.
     """
 
     prompt_start: int
+    prompt_len: int
     n: int
     dtype: str
     num_layers: int
@@ -142,6 +160,7 @@ class Collector:
         if "num_layers" in asked and "top_k" in asked:
             self._shape = (asked["num_layers"], asked["top_k"])
         self._prompts: dict[int, _Pieces] = {}  # by the index of the choice that carried them
+        self._prompt_histograms: dict[int, Histogram] = {}  # likewise
         self._choices: dict[int, _Choice] = {}
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._events: EventReader | None = None
@@ -197,16 +216,21 @@ class Collector:
             is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
             if is_other or index // per_prompt not in prompts:
                 raise RoutingError(f"choice {index}: the rows of its prompt did not come")
-        return [self._routing_of(index, prompts.get(index // per_prompt)) for index in sorted(self._choices)]
+        counted = {carrier // per_prompt: found for carrier, found in self._prompt_histograms.items()}
+        if len(counted) < len(self._prompt_histograms):
+            raise RoutingError(f"the histogram of a prompt with {per_prompt} choices came with several of them")
+        places = [(index, index // per_prompt) for index in sorted(self._choices)]
+        return [self._routing_of(index, prompts.get(place), counted.get(place)) for index, place in places]
 
     def _choices_per_prompt(self) -> int:
         if "n" in self._asked:
             return self._asked["n"]
-        if len(self._prompts) < 2:
+        prompts = max(len(self._prompts), len(self._prompt_histograms))
+        if prompts < 2:
             return max(self._choices, default=0) + 1
         if any(choice.finish_reason is None for choice in self._choices.values()):
             raise RoutingError("which prompt a choice belongs to is not known before all are finished: give n")
-        return _choices_per_prompt(len(self._choices), len(self._prompts))
+        return _choices_per_prompt(len(self._choices), prompts)
 
     def _take_chunk(self, chunk: Any) -> None:
         error = _get(chunk, "error")
@@ -218,6 +242,10 @@ class Collector:
         self._prompt_token_ids = _tuple(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
         for choice in choices:
             self._take_choice(choice)
+        counted = _get(chunk, "prompt_routed_experts_histogram")
+        if counted is not None:
+            histograms = [_histogram(one) for one in (counted if isinstance(counted, list) else [counted])]
+            self._prompt_histograms |= zip(_carriers(choices, len(histograms)), histograms, strict=True)
         prompts, weights = _get(chunk, "prompt_routed_experts"), _get(chunk, "prompt_routed_expert_weights")
         if prompts is None:
             return
@@ -225,11 +253,9 @@ class Collector:
         weighed = [None] * len(arrays) if weights is None else _arrays_of_prompts(weights)
         if len(weighed) != len(arrays):
             raise RoutingError(f"rows of {len(arrays)} prompts, but weights of {len(weighed)}")
-        per_prompt = _choices_per_prompt(len(choices), len(arrays))
-        for place, array in enumerate(arrays):
-            carrier = _get(choices[place * per_prompt], "index") or 0
+        for carrier, array, weight in zip(_carriers(choices, len(arrays)), arrays, weighed, strict=True):
             pieces = self._prompts.setdefault(carrier, _Pieces(f"the prompt of choice {carrier}"))
-            self._add(pieces, array, weighed[place])
+            self._add(pieces, array, weight)
 
     def _take_choice(self, choice: Any) -> None:
         index = _get(choice, "index") or 0
@@ -240,6 +266,9 @@ class Collector:
             state.token_ids = [] if state.token_ids is None else state.token_ids
             state.token_ids += token_ids
         state.finish_reason = _get(choice, "finish_reason") or state.finish_reason
+        counted = _get(choice, "routed_experts_histogram")
+        state.histogram = state.histogram if counted is None else _histogram(counted)
+        state.logprobs += _logprobs(_get(choice, "logprobs"))
         value = _get(choice, "routed_experts")
         if value is not None:
             self._add(state.pieces, value, _get(choice, "routed_expert_weights"))
@@ -274,26 +303,34 @@ class Collector:
                 raise RoutingError(f"{pieces.name}: weights that are not of the ids beside them")
         pieces.weights = [*(pieces.weights or ()), weights]
 
-    def _routing_of(self, index: int, prompt: "_Pieces | None") -> Routing:
+    def _routing_of(self, index: int, prompt: "_Pieces | None", counted: Histogram | None) -> Routing:
         choice = self._choices[index]
         prompt_token_ids = choice.prompt_token_ids or self._prompt_token_ids
-        prompt_len = None if prompt_token_ids is None else len(prompt_token_ids)
         said, asked = (prompt or choice.pieces).start, self._asked.get("prompt_start")
         if None not in (said, asked) and said != asked:
             raise RoutingError(f"choice {index}: rows from {said} on, asked for from {asked} on")
         start = said if said is not None else asked or 0
+        ends = {
+            "rows": None if prompt is None else start + prompt.length,
+            "histogram": None if counted is None else start + counted["rows"],
+            "tokens": None if prompt_token_ids is None else len(prompt_token_ids),
+            "prompt_len": self._asked.get("prompt_len"),
+        }
+        prompt_len = _same_end(index, {name: end for name, end in ends.items() if end is not None})
         arrays, weights = list(choice.pieces.arrays), choice.pieces.weights
         if prompt is not None:
-            end = start + prompt.length
-            if prompt_len not in (None, end):
-                raise RoutingError(f"choice {index}: the prompt's rows end at {end}, its tokens at {prompt_len}")
-            if choice.pieces.start not in (None, end):
-                raise RoutingError(f"choice {index}: rows from {choice.pieces.start} on after a prompt of {end} tokens")
-            prompt_len = end
+            if choice.pieces.start not in (None, prompt_len):
+                raise RoutingError(
+                    f"choice {index}: rows from {choice.pieces.start} on after a prompt of {prompt_len} tokens"
+                )
             arrays = [*prompt.arrays, *arrays]
             if choice.pieces.arrays and (weights is None) != (prompt.weights is None):
                 raise RoutingError(f"choice {index}: weights of some of its rows only")
             weights = None if prompt.weights is None else [*prompt.weights, *(weights or ())]
+        elif not arrays and choice.histogram is not None:
+            if counted is None:
+                raise RoutingError(f"choice {index}: the histogram of its prompt did not come")
+            start += counted["rows"] + choice.histogram["rows"]  # all rows were left out
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         return Routing(
@@ -305,6 +342,9 @@ class Collector:
             token_ids=_tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
             weights=None if weights is None else _joined_weights(weights, self._shape or (0, 0)),
+            logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
+            prompt_histogram=counted,
+            histogram=choice.histogram,
         )
 
 
@@ -347,11 +387,32 @@ class _Choice:
     prompt_token_ids: tuple[int, ...] | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
+    logprobs: list[float | None] = field(default_factory=list)
+    histogram: Histogram | None = None
+
+
+def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
+    """Where the prompt ends, from all that say so."""
+    if len(set(ends.values())) > 1:
+        said = ", ".join(f"at {end} by its {name}" for name, end in ends.items())
+        raise RoutingError(f"choice {index}: the prompt ends {said}")
+    return next(iter(ends.values()), None)
 
 
 def _check_length(routing: Routing) -> None:
-    """Raises `RoutingError` if the response has token ids and their number does not fit its rows."""
-    if routing.token_ids is None or routing.prompt_len is None:
+    """Raises `RoutingError` if the rows do not fit the number of tokens or the histogram that the response has."""
+    if routing.prompt_len is None:
+        return
+    if routing.histogram is not None and routing.prompt_len + routing.histogram["rows"] != routing.end:
+        raise RoutingError(
+            f"choice {routing.index}: rows up to {routing.end}, but a histogram of {routing.histogram['rows']} rows "
+            f"after {routing.prompt_len} prompt tokens"
+        )
+    if routing.token_ids is None:
+        if routing.end < routing.prompt_len and routing.finish_reason != "abort":
+            raise RoutingError(
+                f"choice {routing.index}: rows up to {routing.end}, but {routing.prompt_len} prompt tokens"
+            )
         return
     expected = max(routing.prompt_len + len(routing.token_ids) - 1, routing.start)
     if routing.end > expected or (routing.end < expected and routing.finish_reason != "abort"):
@@ -363,9 +424,27 @@ def _check_length(routing: Routing) -> None:
 
 def _choices_per_prompt(choices: int, prompts: int) -> int:
     """Choices for each prompt."""
-    if not choices or choices % prompts:
+    if not choices or not prompts or choices % prompts:
         raise RoutingError(f"{choices} choices do not share {prompts} prompts evenly")
     return choices // prompts
+
+
+def _carriers(choices: Sequence[Any], prompts: int) -> list[int]:
+    """For each prompt of a chunk, the index of its first choice there."""
+    return [_get(choice, "index") or 0 for choice in choices[:: _choices_per_prompt(len(choices), prompts)]]
+
+
+def _histogram(value: Any) -> Histogram:
+    found: Histogram = value
+    if not isinstance(value, Mapping) or not all(type(value.get(name)) is int for name in ("rows", "missing")):
+        raise RoutingError(f"not a histogram: {str(value)[:100]}")
+    return found
+
+
+def _logprobs(value: Any) -> list[float | None]:
+    """Those of a completion, or of a chat or `/inference/v1/generate`."""
+    content = _get(value, "content")
+    return list(_get(value, "token_logprobs") or ()) if content is None else [_get(one, "logprob") for one in content]
 
 
 def _parsed(body: str | bytes) -> Any:

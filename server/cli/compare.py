@@ -1,4 +1,4 @@
-"""`routed-experts compare`: compares the experts in responses with a Hugging Face forward pass of the same checkpoint.
+"""`routed-experts compare`: compares responses with a Hugging Face forward pass of the same checkpoint, or with others.
 
 The forward pass scores the same tokens. Where experts differ, the gap between their scores tells whether rounding
 explains the difference.
@@ -8,188 +8,18 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from routed_experts.protocol.codec import UNKNOWN
-from routed_experts.protocol.collect import Routing, RoutingError
-from routed_experts.server.cli.console import CommandError, aligned, say
-from routed_experts.server.cli.reference import Ids, Reference, Scores
+from routed_experts.protocol.collect import RoutingError
+from routed_experts.server.cli.console import CommandError, say
+from routed_experts.server.cli.differences import Comparison, table
+from routed_experts.server.cli.reference import Reference
 from routed_experts.server.cli.running import Body, RunningServer, add_server_flags, bodies_of
 from routed_experts.server.cli.saved import ModelInfo, add_flags, info_of, opened, read
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")
-
-
-@dataclass
-class LayerCount:
-    """Counts of one layer.
-
-    Attributes:
-        gaps: for each differing row, the score gap between the experts that only one side chose, in standard deviations
-            of all scores of that token.
-    """
-
-    rows: int = 0
-    differing_slots: int = 0
-    gaps: list[float] = field(default_factory=list)
-    weights: "WeightCount" = field(default_factory=lambda: WeightCount())
-
-    def add(self, ours: Ids, theirs: Ids, scores: Scores) -> None:
-        """Compares rows [n, K] of the response with those of the checkpoint; `scores` is [n, experts]."""
-        only_ours, only_theirs = _only(ours, theirs, scores.shape)
-        self.rows += len(ours)
-        self.differing_slots += int(only_theirs.sum())
-        for row in np.flatnonzero(only_theirs.any(axis=1)):
-            gap = scores[row, only_theirs[row]].max() - scores[row, only_ours[row]].min()
-            self.gaps.append(float(abs(gap) / max(float(scores[row].std()), 1e-30)))
-
-    def summary(self, near_tie: float) -> dict[str, Any]:
-        near = sum(gap <= near_tie for gap in self.gaps)
-        return {
-            **(self.weights.summary() if self.weights.slots else {}),
-            "rows": self.rows,
-            "equal_rows": self.rows - len(self.gaps),
-            "differing_slots": self.differing_slots,
-            "near_ties": near,
-            "other_rows": len(self.gaps) - near,
-            "gap_median": float(np.median(self.gaps)) if self.gaps else None,
-            "gap_max": max(self.gaps, default=None),
-        }
-
-
-@dataclass
-class WeightCount:
-    """Differences between the weights of experts that both sides chose.
-
-    Attributes:
-        slots: how many weights were compared.
-    """
-
-    slots: int = 0
-    total: float = 0.0
-    largest: float = 0.0
-
-    def add(self, ours: Ids, our_weights: Scores, theirs: Ids, their_weights: Scores) -> None:
-        """Compares the weights of rows [n, K], whose experts may be in another order."""
-        same = ours[:, :, None] == theirs[:, None, :]
-        difference = np.abs(our_weights[:, :, None].astype(np.float64) - their_weights[:, None, :])[same]
-        self.slots += len(difference)
-        self.total += float(difference.sum())
-        self.largest = max(self.largest, float(difference.max(initial=0)))
-
-    def merged(self, other: "WeightCount") -> "WeightCount":
-        return WeightCount(self.slots + other.slots, self.total + other.total, max(self.largest, other.largest))
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "weights": self.slots,
-            "weight_difference_mean": self.total / self.slots,
-            "weight_difference_max": self.largest,
-        }
-
-
-def _only(ours: Ids, theirs: Ids, shape: tuple[int, ...]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Masks [n, experts] of the experts that only one side chose."""
-    chosen = np.zeros((2, *shape), dtype=np.bool_)
-    for mask, ids in zip(chosen, (ours, theirs), strict=True):
-        np.put_along_axis(mask, ids.astype(np.int64), True, axis=1)
-    return chosen[0] & ~chosen[1], chosen[1] & ~chosen[0]
-
-
-@dataclass
-class Comparison:
-    """Counts of each layer over all responses.
-
-    Attributes:
-        missing: unknown rows, which are not compared.
-        with_weights: whether weights are compared too.
-    """
-
-    reference: Reference
-    with_weights: bool = False
-    layers: list[LayerCount] = field(default_factory=list)
-    answers: int = 0
-    missing: int = 0
-
-    def __post_init__(self) -> None:
-        self.layers = [LayerCount() for _ in self.reference.layer_ids]
-
-    def add(self, routing: Routing, scale: Sequence[float] | None = None) -> None:
-        """Scores the tokens of `routing` and compares each of its rows.
-
-        Args:
-            scale: [L], what the server's weights are to be multiplied by.
-
-        Raises:
-            RoutingError: the response has no token ids, or no weights.
-        """
-        if self.with_weights and routing.weights is None:
-            raise RoutingError("the response has no weights: set return_routed_expert_weights in the request")
-        if routing.prompt_token_ids is None or routing.token_ids is None:
-            raise RoutingError("the response has no token ids: set return_token_ids in the request")
-        self.answers += 1
-        self.missing += routing.missing
-        known = np.flatnonzero((routing.rows != UNKNOWN).all(axis=(1, 2)))
-        tokens = (*routing.prompt_token_ids, *routing.token_ids)[: routing.end]
-        if not len(known):
-            return
-        positions = known + routing.start
-
-        def take(place: int, chosen: Ids, scores: Scores) -> None:
-            self.layers[place].add(routing.rows[known, place], chosen[positions], scores[positions])
-
-        def take_weights(place: int, chosen: Ids, weights: Scores) -> None:
-            assert routing.weights is not None
-            own = routing.weights[known, place] * np.float32(1 if scale is None else scale[place])
-            self.layers[place].weights.add(routing.rows[known, place], own, chosen[positions], weights[positions])
-
-        self.reference.score(tokens, take, take_weights if self.with_weights else None)
-
-    def report(self, near_tie: float) -> dict[str, Any]:
-        """The results for JSON."""
-        whole = LayerCount(
-            rows=sum(layer.rows for layer in self.layers),
-            differing_slots=sum(layer.differing_slots for layer in self.layers),
-            gaps=[gap for layer in self.layers for gap in layer.gaps],
-            weights=reduce(WeightCount.merged, (layer.weights for layer in self.layers), WeightCount()),
-        )
-        return {
-            "answers": self.answers,
-            "missing_rows": self.missing,
-            "near_tie": near_tie,
-            "layers": [
-                {"layer": place, "layer_id": layer_id, **layer.summary(near_tie)}
-                for place, (layer_id, layer) in enumerate(zip(self.reference.layer_ids, self.layers, strict=True))
-            ],
-            "total": whole.summary(near_tie),
-        }
-
-
-def table(report: dict[str, Any]) -> str:
-    """The results as text."""
-    of_weights = {"weight_difference_mean": "mean Δ weight", "weight_difference_max": "max Δ weight"}
-    of_weights = of_weights if "weights" in report["total"] else {}
-    head = ["decoder layer", "rows", "equal", "slots differ", "near-ties", "other rows", "median gap", "max gap"]
-    lines = [[*head, *of_weights.values()]]
-    for entry in (*report["layers"], {"layer_id": "all", **report["total"]}):
-        gaps = ["" if entry[name] is None else f"{entry[name]:.2g}" for name in ("gap_median", "gap_max")]
-        counts = ("layer_id", "rows", "equal_rows", "differing_slots", "near_ties", "other_rows")
-        differences = [f"{entry[name]:.2g}" if name in entry else "" for name in of_weights]
-        lines.append([*(str(entry[name]) for name in counts), *gaps, *differences])
-    return "\n".join(
-        [
-            *aligned(lines),
-            f"{report['answers']} responses; {report['missing_rows']} unknown rows are not compared.",
-            f"Gaps are in standard deviations of a token's scores. A gap up to {report['near_tie']:.2g} is a near-tie.",
-        ]
-    )
 
 
 # ---- the command ----
@@ -198,10 +28,15 @@ def table(report: dict[str, Any]) -> str:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="routed-experts compare",
-        description="Compares the experts in responses with a Hugging Face forward pass of the same checkpoint. "
-        "Exit status: 0 if they are equal or differ only in near-ties, 1 if they differ by more, 2 on error.",
+        description="Compares the experts in responses with a Hugging Face forward pass of the same checkpoint, or "
+        "with those in other responses to the same prompts. Exit status: 0 if they are equal or differ only in "
+        "near-ties, 1 if they differ by more, 2 on error.",
     )
-    parser.add_argument("model", help="checkpoint: a folder or a name on the Hugging Face Hub")
+    parser.add_argument(
+        "model",
+        help="checkpoint: a folder or a name on the Hugging Face Hub; or a file with responses to the same prompts, in "
+        "the same order: they are compared as far as their tokens are the same",
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--answers",
@@ -230,6 +65,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         action="store_true",
         help="compare the router's weights too, where both sides chose the same expert; needs "
         "return_routed_expert_weights in the requests",
+    )
+    parser.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="compare the log-probabilities of tokens too: mean and tails of the absolute difference, for tokens with "
+        "equal and with different rows; needs logprobs in the requests",
     )
     parser.add_argument("--json", type=Path, help="also write the results to this file; - for standard output only")
     add_flags(parser)
@@ -277,6 +118,20 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         CommandError: there is nothing to compare, or the comparison fails.
     """
+    is_file = Path(args.model).is_file()
+    if is_file and args.url:
+        raise CommandError(f"{args.model} is a file of responses: compare it with --answers.")
+    near_tie, comparison = _compare_files(args) if is_file else _compare_checkpoint(args)
+    report = comparison.report(near_tie)
+    if not report["total"]["rows"] and not report.get("logprobs", {}).get("all", {}).get("tokens"):
+        missing = report["missing_rows"]
+        raise CommandError(f"Nothing to compare: all {missing} rows of {report['answers']} responses are unknown.")
+    about = {} if is_file else {"dtype": args.dtype, "device": args.device}
+    return {"model": args.model, **about, **report}
+
+
+def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Comparison]:
+    """The gap of a near-tie, and the comparison."""
     from tqdm import tqdm
 
     server = RunningServer(args.url, args.api_key) if args.url else None
@@ -285,21 +140,43 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     reference = Reference(args.model, args.dtype, args.device)
     if args.weights and not reference.has_weights:
         raise CommandError(f"The routers of {args.model} in transformers do not return their weights.")
-    comparison = Comparison(reference, args.weights)
+    comparison = Comparison(reference.layer_ids, args.weights, args.logprobs)
     for source in tqdm(sources, desc="comparing", unit=" responses", disable=None):
         answer = server.ask(source[0], source[1], args.weights) if server else source
         try:
             _check_layers(answer.info, reference)
             for routing in answer.routings(_info_of(reference)):
-                comparison.add(routing, answer.info.weights_scale)
+                comparison.add(routing, reference, answer.info.weights_scale)
         except (RoutingError, ValueError) as error:
             raise CommandError(f"{answer.where}: {error}.") from error
-    near_tie = reference.epsilon**0.5 if args.near_tie is None else args.near_tie
-    report = comparison.report(near_tie)
-    if not report["total"]["rows"]:
-        missing = report["missing_rows"]
-        raise CommandError(f"Nothing to compare: all {missing} rows of {report['answers']} responses are unknown.")
-    return {"model": args.model, "dtype": args.dtype, "device": args.device, **report}
+    return reference.epsilon**0.5 if args.near_tie is None else args.near_tie, comparison
+
+
+def _compare_files(args: argparse.Namespace) -> tuple[None, Comparison]:
+    """No near-ties, as responses have no scores, and the comparison."""
+    ours, theirs = (list(read(opened(paths), info_of(args))) for paths in (args.answers, [args.model]))
+    if len(ours) != len(theirs):
+        raise CommandError(f"--answers has {len(ours)} responses, but {args.model} has {len(theirs)}.")
+    comparison: Comparison | None = None
+    for mine, other in zip(ours, theirs, strict=True):
+        try:
+            routings = mine.routings(), other.routings()
+            if comparison is None:
+                layers = range(routings[0][0].rows.shape[1])
+                layer_ids = mine.info.layer_ids or other.info.layer_ids or layers
+                comparison = Comparison(layer_ids, args.weights, args.logprobs)
+            if None not in (ids := (mine.info.layer_ids, other.info.layer_ids)) and ids[0] != ids[1]:
+                raise RoutingError(
+                    f"its MoE layers are decoder layers {ids[0]}, but those of {other.where} are {ids[1]}"
+                )
+            if len(routings[0]) != len(routings[1]):
+                raise RoutingError(f"{len(routings[0])} choices, but {len(routings[1])} in {other.where}")
+            for pair in zip(*routings, strict=True):
+                comparison.add_pair(*pair, (mine.info.weights_scale, other.info.weights_scale))
+        except (RoutingError, ValueError) as error:
+            raise CommandError(f"{mine.where}: {error}.") from error
+    assert comparison is not None
+    return None, comparison
 
 
 def _info_of(reference: Reference) -> ModelInfo:
@@ -315,6 +192,10 @@ def _check_layers(info: ModelInfo, reference: Reference) -> None:
 
 def _bodies(args: argparse.Namespace) -> list[tuple[str, Body]]:
     """Place and request of each prompt."""
-    if args.prompts:
-        return bodies_of(args.prompts, args.max_tokens)
-    return [(args.url, {"prompt": prompt, "max_tokens": args.max_tokens}) for prompt in PROMPTS]
+    default: list[tuple[str, Body]] = [
+        (args.url, {"prompt": prompt, "max_tokens": args.max_tokens}) for prompt in PROMPTS
+    ]
+    bodies = bodies_of(args.prompts, args.max_tokens) if args.prompts else default
+    if not args.logprobs:
+        return bodies
+    return [(where, {**body, "logprobs": True if "messages" in body else 0}) for where, body in bodies]

@@ -133,7 +133,8 @@ def run(argv: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         return complain(f"{command} is not a command.\n\n{USAGE}")
-    if command not in WITHOUT_VLLM and find_spec("vllm") is None:
+    compares_files = command == "compare" and any(map(os.path.isfile, rest[:1]))
+    if command not in WITHOUT_VLLM and not compares_files and find_spec("vllm") is None:
         raise CommandError(NO_VLLM)
     try:
         return COMMANDS[command](rest)

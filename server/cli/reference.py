@@ -1,4 +1,7 @@
-"""Runs a checkpoint in transformers and records the experts and scores of its routers."""
+"""Runs a checkpoint in transformers and records the experts and scores of its routers.
+
+Comparing files imports this module without torch.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,10 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.server.cli.console import CommandError, hide_transformers_progress
-from routed_experts.server.cli.preflight import check_model_folder, sentence_of
 
 Ids = NDArray[np.integer[Any]]
 Scores = NDArray[np.float32]
+
+_SLICE = 1024
+"""Tokens whose log-probabilities are computed at once."""
 
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
@@ -34,6 +39,8 @@ class Reference:
             CommandError: the model or the device cannot be used.
         """
         import torch
+
+        from routed_experts.server.cli.preflight import check_model_folder
 
         check_model_folder(model)
         _check_device(device)
@@ -57,9 +64,13 @@ class Reference:
         tokens: Sequence[int],
         take: Callable[[int, Ids, Scores], None],
         take_weights: Callable[[int, Ids, Scores], None] | None = None,
-    ) -> None:
+        following: Sequence[int] = (),
+    ) -> Scores:
         """Runs `tokens`; calls `take` with index, experts [tokens, K] and scores [tokens, experts] of each layer, and
-        `take_weights` with index, experts and weights [tokens, K]."""
+        `take_weights` with index, experts and weights [tokens, K].
+
+        Returns the log-probabilities of `following`: the tokens after each of the last ones of `tokens`.
+        """
         places = iter(range(len(self.layer_ids)))
 
         def take_both(name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
@@ -69,15 +80,23 @@ class Reference:
                 take_weights(place, chosen, weights)
 
         self._take = take_both
-        self._forward(tokens)
+        return self._forward(tokens, following)
 
-    def _forward(self, tokens: Sequence[int]) -> None:
+    def _forward(self, tokens: Sequence[int], following: Sequence[int] = ()) -> Scores:
         import torch
 
         device = self._model.get_input_embeddings().weight.device
+        about = {"input_ids": torch.tensor([list(tokens)], device=device), "use_cache": False}
         try:
-            with torch.no_grad():  # without the head, because its logits are large
-                self._model.base_model(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False)
+            with torch.no_grad():
+                if not len(following):  # without the head, because its logits are large
+                    self._model.base_model(**about)
+                    return np.empty(0, dtype=np.float32)
+                logits = self._model(**about, logits_to_keep=len(following)).logits[0]
+                targets = torch.tensor(list(following), device=logits.device)[:, None]
+                parts = [slice(at, at + _SLICE) for at in range(0, len(following), _SLICE)]
+                found = [logits[part].float().log_softmax(dim=1).gather(1, targets[part])[:, 0] for part in parts]
+                return torch.cat(found).cpu().numpy()
         except (RuntimeError, IndexError) as error:  # out of memory, or a token outside the vocabulary
             raise CommandError(f"{len(tokens)} tokens cannot be scored: {_first_line(error)}") from error
 
@@ -120,6 +139,8 @@ def _load(model: str, dtype: Any, device: str) -> tuple[Any, Any]:
     """The model on its device, and the dtype of its stored checkpoint."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from routed_experts.server.cli.preflight import sentence_of
 
     hide_transformers_progress()
     spread = {"device_map": "auto"} if device == "auto" else {}

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from routed_experts.protocol.codec import encode
 from routed_experts.server.cli import running
@@ -17,7 +19,7 @@ from routed_experts.server.cli.reference import Reference
 from tests.e2e.harness import Oracle, Server, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 
-P, G, L = 20, 7, 5
+P, G, L, K = 20, 7, 5, 4
 TOKENS = prompt_of(P + G, seed=11)
 
 
@@ -138,6 +140,93 @@ def test_answers_that_cannot_be_compared(
     assert not (tmp_path / "findings.json").exists()
 
 
+DELTAS = np.array([0.5, -0.01, 0.25, 0.0, -1.0, 0.02, 0.125])
+"""Of the G generated tokens: how far their log-probabilities are from those of the checkpoint."""
+
+
+def test_log_probabilities(
+    compared: Compare, rows: np.ndarray, tiny_model: Path, oracle: Oracle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of tokens P + 1 and P + 3 come from rows that differ, that of P + 4 from one that is not known."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([TOKENS])).logits[0].double().numpy()
+    every = (logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))[range(P + G - 1), TOKENS[1:]]
+    for at in (P, P + 2):
+        rows[at, 1, 3] = np.argsort(-oracle.logits(TOKENS)[at, 1])[4]
+    rows[P + 3] = -1
+    values = [*every[: P - 1], *(every[P - 1 :] + DELTAS)]
+    with_echo = {"token_logprobs": [None, *values]}
+    for logprobs, of_prompt in (
+        ({"token_logprobs": values[P - 1 :]}, []),
+        ({"content": [{"logprob": value} for value in values[P - 1 :]]}, []),
+        (with_echo, [0] * (P - 1)),
+    ):
+        answer = answer_of(rows)
+        answer["choices"][0]["logprobs"] = logprobs
+        run = compared(answer, flags="--logprobs")
+        assert (run.status, run.total["other_rows"]) == (1, 2)
+        far = np.abs([*of_prompt, *DELTAS])
+        different, unknown = [len(of_prompt) + at for at in (1, 3)], [len(of_prompt) + 4]
+        parts = {"all": far, "different_rows": far[different], "unknown_rows": far[unknown]}
+        parts["equal_rows"] = np.delete(far, [*different, *unknown])
+        for name, part in parts.items():
+            tails = {"tokens": len(part), "mean": part.mean(), "max": part.max()}
+            tails |= {f"p{q}": np.percentile(part, q) for q in (50, 90, 99)}
+            assert run.findings["logprobs"][name] == pytest.approx(tails, abs=1e-5)
+    assert "different" in capsys.readouterr().out.splitlines()[-2]
+
+
+def test_two_responses(compared: Compare, rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of which the other generated another token at P + 4, and has another row at P + 1 and an unknown one before."""
+    other, tokens = rows.copy(), list(TOKENS)
+    other[P + 1, 2, 0], other[P, 1], tokens[P + 4] = 15 - rows[P + 1, 2, 0], -1, TOKENS[P + 4] ^ 1
+    other[P + 1, 2] = [each for each in range(16) if each not in rows[P + 1, 2]][:K]
+    ours, theirs = answer_of(rows), answer_of(other, tokens, start=3)
+    ours["choices"][0]["logprobs"] = {"token_logprobs": [-1.0] * G}
+    theirs["choices"][0]["logprobs"] = {"token_logprobs": (-1.0 + DELTAS).tolist()}
+    file = tmp_path / "theirs.json"
+    file.write_text(json.dumps({"layer_ids": [1, 2, 3, 4, 5]}) + json.dumps(theirs))
+    run = Run(file, tmp_path, (ours,), "--logprobs")
+    count = P + 4 - 3 - 1  # from the later start to the last common token, without the unknown row
+    assert (run.status, run.findings["missing_rows"]) == (1, 1)
+    assert [layer["rows"] for layer in run.findings["layers"]] == [count] * L
+    assert [(layer["layer_id"], layer["equal_rows"]) for layer in run.findings["layers"]] == [
+        (at, count - (at == 3)) for at in range(1, 6)
+    ]
+    assert (run.total["differing_slots"], run.total["other_rows"]) == (K, 1)
+    far = {name: (found["tokens"], found["max"]) for name, found in run.findings["logprobs"].items()}
+    expected = {"all": (4, 0.5), "equal_rows": (2, 0.5), "different_rows": (1, 0.25), "unknown_rows": (1, 0.01)}
+    assert far == {name: (tokens, pytest.approx(most)) for name, (tokens, most) in expected.items()}
+    assert "near-tie" not in capsys.readouterr().out
+    file.write_text(json.dumps(ours))
+    run = Run(file, tmp_path, (ours,), "--logprobs")
+    assert (run.status, run.findings["logprobs"]["all"]["max"]) == (0, 0)
+
+
+def test_responses_that_are_no_pairs(rows: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole, few = answer_of(rows), answer_of(rows)
+    few["choices"][0]["logprobs"] = {"token_logprobs": [-1.0] * (G - 1)}
+    twice = {**whole, "choices": [*whole["choices"], {**whole["choices"][0], "index": 1}]}
+    file = tmp_path / "theirs.json"
+    for theirs, message, *flags in (
+        ([answer_of(rows, [TOKENS[0] ^ 1, *TOKENS[1:]])], "have different prompts, from position 0 on"),
+        ([answer_of(rows[:, :4])], "rows of shapes (5, 4) and (4, 4)"),
+        ([{"layer_ids": [0, 1, 2, 3, 4]}, whole], "decoder layers", {"layer_ids": [1, 2, 3, 4, 5]}),
+        ([whole, whole], "--answers has 1 responses, but"),
+        ([twice], "1 choices, but 2 in"),
+        ([whole], "no log-probabilities: set logprobs in the request"),
+        ([few], "no log-probabilities: set logprobs in the request"),
+    ):
+        file.write_text("\n".join(map(json.dumps, theirs)))
+        assert Run(file, tmp_path, (*flags, whole), "--logprobs").status == 2
+        assert message in capsys.readouterr().err
+    assert Run(file, tmp_path, (few,), "--logprobs").status == 2
+    assert f"{G - 1} log-probabilities of {G} generated tokens" in capsys.readouterr().err
+    assert main(["compare", str(file), "--url", "localhost:1"]) == 2
+    assert "compare it with --answers" in capsys.readouterr().err
+
+
 def test_every_decoder_layer_and_raw_rows(compared: Compare, rows: np.ndarray) -> None:
     """Zeros in the dense layer, as vLLM's own rows have them; the checkpoint says where the MoE layers are."""
     every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
@@ -179,10 +268,26 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
     command = [sys.executable, "-m", "routed_experts.server.cli", "compare", str(server.model), "--url", server.url]
-    command += ["--prompts", str(prompts), "--max-tokens", "10", "--json", "-"]
+    command += ["--prompts", str(prompts), "--max-tokens", "10", "--logprobs", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     findings = json.loads(done.stdout)
     assert (findings["answers"], findings["missing_rows"]) == (2, 0)
     assert findings["total"]["other_rows"] == 0
     assert findings["total"]["rows"] >= 5 * (14 + 8 + 2 * 2)
+    assert findings["logprobs"]["equal_rows"]["tokens"] == findings["logprobs"]["all"]["tokens"] >= 2
+    assert findings["logprobs"]["all"]["max"] < 1e-3
+
+
+@pytest.mark.e2e
+def test_a_response_and_its_tokens_scored_again(server: Server, tmp_path: Path) -> None:
+    """As a prompt, whose log-probabilities `echo` returns."""
+    asked = {"return_routed_experts": True, "return_token_ids": True, "temperature": 0, "logprobs": 0}
+    first = server.complete(prompt=TOKENS, max_tokens=9, **asked)
+    tokens = [*TOKENS, *first["choices"][0]["token_ids"]]
+    file = tmp_path / "again.json"
+    file.write_text(json.dumps(server.complete(prompt=tokens, max_tokens=1, echo=True, **asked)))
+    run = Run(file, tmp_path, (first,), "--logprobs")
+    assert (run.status, run.total["rows"], run.total["equal_rows"]) == (0, *[L * (len(tokens) - 1)] * 2)
+    assert run.findings["logprobs"]["equal_rows"]["tokens"] == len(first["choices"][0]["token_ids"])
+    assert run.findings["logprobs"]["all"]["max"] < 1e-3

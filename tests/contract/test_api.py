@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -89,6 +90,47 @@ def test_every_row_whole_and_streamed(api: Server) -> None:
             assert len({tuple(answer.tokens) for answer in answers}) > (len(answers) > 1 and body["max_tokens"] > 1)
     (array,) = api.complete(prompt=["abc"], max_tokens=2, **ASKS)["prompt_routed_experts"]
     assert array["shape"] == [3, L, K]  # a list of one is answered with a list
+
+
+def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
+    """Each row of each history is that of its tokens, and none was asked for twice but after the rewritten part."""
+    client, asked = openai.OpenAI(base_url=f"{api.url}/v1", api_key="none", max_retries=0), []
+
+    def create(**body: Any) -> Any:
+        asked.append(body["extra_body"][START])
+        return client.completions.create(**body)
+
+    completions = SimpleNamespace(create=create)
+    names: dict[str, Any] = {"client": SimpleNamespace(completions=completions), "model": "tiny"}
+    names |= {"prompt": prompt_of(20, 1), "question": prompt_of(5, 2), "another_question": prompt_of(7, 3)}
+    names["summary"] = [names["prompt"][15] ^ 1, *prompt_of(3, 4)]
+    for block in documented:
+        exec(block, names)
+    assert asked == [0, 27, 27, 15]
+    for name in ("first", "second", "branch", "shortened"):
+        routing = names[name]
+        tokens = [*routing.prompt_token_ids, *routing.token_ids]
+        assert np.array_equal(routing.rows, rows_of(tokens[:-1])), name
+    third = names["turn"](
+        [*names["second"].prompt_token_ids, *names["second"].token_ids, *prompt_of(9, 5)], names["second"]
+    )
+    assert (asked[-1], third.end + 1) == (40, 58)  # as in the page's table
+
+
+def test_the_tokens_of_a_chat_are_known_beforehand(api: Server) -> None:
+    tokens = post(api, "/tokenize", **MESSAGES).json()["tokens"]
+    assert tokens == api.chat(**MESSAGES, **ASK, max_tokens=1)["prompt_token_ids"]
+
+
+def test_generate_with_a_prompt_of_known_length(api: Server) -> None:
+    """It does not repeat the prompt."""
+    tokens = prompt_of(20, 1)
+    answer = post(api, GENERATE, token_ids=tokens, sampling_params={"max_tokens": 4, START: 7}, **ASKS).json()
+    (routing,) = collect(answer, prompt_len=20, prompt_start=7)
+    assert routing.prompt_token_ids is None
+    every = every_layer_of([*tokens, *routing.token_ids][:-1], 7)
+    assert np.array_equal(routing.prompt_rows, every[:13])
+    assert np.array_equal(routing.generated_rows, every[13:])
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 0), (1, 1), (2, 4)])
@@ -458,6 +500,9 @@ def test_histograms_count_the_rows_that_would_have_come(api: Server, path: str, 
         assert b'"routed_experts"' not in orjson.dumps([counted, end])
         assert end["prompt_routed_experts_histogram"] == counted["prompt_routed_experts_histogram"]
         assert end["choices"][0]["routed_experts_histogram"] == counted["choices"][0]["routed_experts_histogram"]
+        (routing,) = collect(counted)
+        assert routing.histogram == counted["choices"][0]["routed_experts_histogram"]
+        assert routing.end == counted["usage"]["total_tokens"] - 1
 
 
 @pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:2])

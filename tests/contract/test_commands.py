@@ -28,6 +28,7 @@ OTHERS_FLAGS = {
     "GNU timeout": "--foreground",
     "pip and pip-audit": "--extra-index-url --no-deps",
     "vLLM's toy proxy": "--decoder-ports --prefiller-ports",
+    "uv": "--isolated --no-sync --with",
     "trainers": "--router_replay_mode --use-rollout-routing-replay",
     "SGLang and llama.cpp": "--init-expert-location --moe-cache-profile",
     "Ray": "--address --head",

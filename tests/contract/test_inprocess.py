@@ -131,6 +131,24 @@ def generate(llm: LLM, prompts: list[Any], asked: Any, **more: Any) -> list[Requ
     return outputs
 
 
+def test_turns_of_a_conversation(llm: LLM, documented: list[str]) -> None:
+    """One that continues, another from the same history, and one whose history was rewritten."""
+    (program,) = documented
+    names: dict[str, Any] = {"llm": llm, "SamplingParams": params}
+    exec(program, names)
+    turn, prompt = names["turn"], prompt_of(20, 1)
+    first = turn(prompt)
+    tokens = [*prompt, *first.token_ids]
+    others = [
+        [*tokens, *prompt_of(5, 2)],
+        [*tokens, *prompt_of(7, 3)],
+        [*tokens[:15], tokens[15] ^ 1, *prompt_of(9, 4)],
+    ]
+    for routing in (first, *(turn(other, first) for other in others)):
+        check(routing.rows, [*routing.prompt_token_ids, *routing.token_ids])
+        assert len(routing.token_ids) == 8
+
+
 @pytest.mark.parametrize("about", [{}, {"n": 3}, {"n": 2, "skip_clone": True}])
 def test_generate_with_lists_of_prompts(llm: LLM, about: dict[str, Any]) -> None:
     """With `skip_clone` vLLM gives all requests the one object."""

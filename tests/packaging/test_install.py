@@ -136,6 +136,12 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
         words = f"export {info} {file} -o {tmp_path}/{name}".split()
         done = wheel_environment.run("routed-experts", *words)
         assert (done.returncode, "pyarrow" in done.stderr) == ((2, True) if "parquet" in name else (0, False)), name
+    (choice,) = ANSWER["choices"]
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps({**ANSWER, "choices": [choice | {"prompt_token_ids": [5], "token_ids": [6, 7]}]}))
+    done = wheel_environment.run("routed-experts", "compare", str(tokens), "--answers", str(tokens), "--json", "-")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["total"]["equal_rows"] == 2 * 2
     command = [str(wheel_environment.folder / "bin/routed-experts"), "view", "--no-browser", str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as view:
         try:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol import batch, collect, expert_load
-from routed_experts.protocol.batch import align, join_turns, splice, verify
+from routed_experts.protocol.batch import align, align_values, join_turns, shared_prefix, splice, spread_layers, verify
 from routed_experts.protocol.collect import Routing, RoutingError
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
 
@@ -99,7 +99,30 @@ class TestTurns:
         assert np.array_equal(joined.rows, (self.ROWS + 100 * number)[starts[0] :])
         assert (joined.start, joined.end, joined.prompt_len) == (starts[0], 29, 22)
         assert join_turns(turns[:1]) is turns[0]
+        counted = replace(turns[-1], histogram=expert_load.histogram(turns[-1].rows, EXPERTS))
+        assert join_turns([*turns[:-1], counted]).histogram is None, "of the last turn alone"
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
+
+    def test_rows_that_hold_for_another_prompt(self) -> None:
+        """Which continues the history, is a part of it, or has another token somewhere."""
+        weights = self.ROWS.astype(np.float32)
+        before = replace(self.turn(12, 6, 2), weights=weights[2:17])
+        for prompt, end in (
+            (range(22), 17),
+            (range(18), 17),
+            (range(9), 9),
+            ([*range(17), 99, 18], 17),
+            ([*range(13), 99, *range(14, 22)], 13),
+            ([0, 1, 99], 2),
+        ):
+            kept = shared_prefix(before, [*prompt])
+            assert (kept.start, kept.end) == (2, end)
+            assert np.array_equal(kept.rows, self.ROWS[2:end])
+            assert np.array_equal(kept.weights, weights[2:end])
+        with pytest.raises(RoutingError, match="differs at position 1, but rows before 2 were left out"):
+            shared_prefix(before, [0, 99])
+        with pytest.raises(RoutingError, match="set return_token_ids"):
+            shared_prefix(replace(before, token_ids=None), [0])
 
     def test_turns_that_do_not_continue(self) -> None:
         first, second = self.turn(5, 3, 0), self.turn(12, 6, 7, at6=99)
@@ -138,6 +161,61 @@ def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> Non
         got = align(routings, LENGTH, last=last, padding=padding, pad=pad, **dtype)
         assert got.dtype == np.dtype(dtype.get("dtype", "int16"))
         assert np.array_equal(got, aligned(left, last, np.asarray(pad)))
+
+
+@pytest.mark.parametrize(("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])])
+def test_every_value_is_in_its_tokens_column(padding: Any, left: list[int]) -> None:
+    """Token ids of whole sequences, and log-probabilities and a mask of generated tokens; also of cut sequences."""
+    routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
+    for cut in (0, 1, 4):
+        kept = [p + g - cut for p, g in SIZES]
+        ids, logprobs, mask = (
+            align_values(routings, values, LENGTH, padding=padding, num_tokens=kept, pad=pad)
+            for values, pad in (
+                ([list(range(100, 100 + p + g)) for p, g in SIZES], -7),
+                ([[None, *(-0.5 * at for at in range(1, g))] for _, g in SIZES], 0),
+                ([np.ones(g, bool) for _, g in SIZES], 0),
+            )
+        )
+        for place, (p, _) in enumerate(SIZES):
+            first = left[place] + (cut if padding == "left" else 0)
+            for column in range(LENGTH):
+                at = column - first
+                is_token, is_generated = 0 <= at < kept[place], p <= at < kept[place]
+                assert ids[place, column] == (100 + at if is_token else -7)
+                assert mask[place, column] == is_generated
+                value = np.nan if at == p else -0.5 * (at - p)
+                assert np.array_equal(logprobs[place, column], value if is_generated else 0, equal_nan=True)
+        assert (ids.dtype.kind, logprobs.dtype, mask.dtype) == ("i", np.float64, np.bool_)
+
+
+def test_values_of_another_number_of_tokens() -> None:
+    routing = routing_of(5, 4)
+    for values, about, message in (
+        ([1] * 8, routing, r"sequence 0 of 9 tokens \(4 generated\) has 8 values"),
+        ([1] * 4, replace(routing, prompt_len=None), r"\(unknown generated\) has 4 values"),
+        ([[1] * 9], routing, "2 dimensions"),
+    ):
+        with pytest.raises(RoutingError, match=message):
+            align_values([about], [values], 9)
+    for length, tokens, message in ((8, None, "does not fit"), (12, [10], "rows up to 8 for 10 tokens")):
+        with pytest.raises(RoutingError, match=message):
+            align_values([routing], [[1] * 9], length, num_tokens=tokens)
+    with pytest.raises(OverflowError):
+        align_values([routing], [np.ones(9, np.uint8)], 12, pad=-1)
+
+
+@pytest.mark.parametrize("padding", ["left", 9])
+def test_batches_are_spread_over_decoder_layers(padding: Any) -> None:
+    """As their responses one by one: a dense layer of padding, of the last token and of unknown rows is -1 too."""
+    routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
+    routings[1].rows[2, 1] = -1
+    spread = spread_layers(align(routings, LENGTH, last=-1, padding=padding), [1, 2, 4], 5)
+    every = [replace(each, rows=spread_layers(each.rows, [1, 2, 4], 5)) for each in routings]
+    assert np.array_equal(spread, align(every, LENGTH, last=-1, padding=padding))
+    assert sorted(np.unique(spread[:, :, [0, 3]])) == [-1, 0]
+    told = spread_layers(align(routings, LENGTH, last="repeat", padding=padding, pad=[0, 1, 2, 3]), [1, 2, 4], 5)
+    assert (told[:, :, [0, 3]] == np.where((told == -1).any(axis=(2, 3)), -1, 0)[:, :, None, None]).all()
 
 
 def test_truncated_sequences() -> None:

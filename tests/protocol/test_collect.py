@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
+from routed_experts.protocol import expert_load
 from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
 from routed_experts.protocol.sse import EventReader
-from tests.protocol.answers import LAYERS, TOP_K, Told, answer, rows_of, sse, stream
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 RAW: dict[str, Any] = {"num_layers": LAYERS, "top_k": TOP_K}
@@ -265,7 +266,7 @@ def test_streams_that_are_not_whole() -> None:
         (pop(6), "choice 0: a gap: rows from 11 on after 10"),
         (lambda chunks: chunks.insert(1, chunks[0]), "the prompt of choice 0: overlap: rows from 0 on after 2"),
         (pop(5), "choice 0: rows from 10 on after a prompt of 9 tokens"),
-        (pop(4, "prompt_routed_experts"), "the prompt's rows end at 8, its tokens at 9"),
+        (pop(4, "prompt_routed_experts"), "the prompt ends at 8 by its rows, at 9 by its tokens"),
         (pop(-1), "rows up to 13, but 9 prompt and 6 generated tokens have rows up to 14"),
         (pop(-1, "token_ids"), "rows up to 14, but 9 prompt and 5 generated tokens"),
         (update(**told().encode(rows_of(1, layers=2), 10)), r"choice 0: rows of shape \(2, 4\), not \(3, 4\)"),
@@ -303,3 +304,83 @@ def test_without_prompt_token_ids_the_prompts_end_is_unknown() -> None:
     assert np.array_equal(routing.rows, told().whole())
     with pytest.raises(RoutingError, match="where the prompt ends is not known"):
         _ = routing.generated_rows
+
+
+@pytest.mark.parametrize("fmt", ["object", "npy"])
+def test_the_caller_says_where_the_prompt_ends(fmt: Format) -> None:
+    """As for `/inference/v1/generate`, which repeats the prompt only with `return_token_ids`."""
+    expected = told(layout="joined", start=4, n=2, fmt=fmt)
+    body, chunks = answer(expected), stream(expected)
+    for choice in [*body["choices"], *(chunk["choices"][0] for chunk in chunks)]:
+        choice.pop("prompt_token_ids", None)
+    for response in (body, iter(chunks)):
+        for choice, routing in enumerate(collect(response, prompt_len=9, prompt_start=4)):
+            assert (routing.prompt_len, routing.prompt_token_ids) == (9, None)
+            assert np.array_equal(routing.prompt_rows, expected.prompt[4:])
+            assert np.array_equal(routing.generated_rows, expected.choices[choice])
+    refused("rows up to 14, but 8 prompt and 6 generated tokens", body, prompt_len=8, prompt_start=4)
+    refused(
+        "the prompt ends at 9 by its rows, at 9 by its tokens, at 8 by its prompt_len", answer(told()), prompt_len=8
+    )
+    for choice in body["choices"]:
+        del choice["token_ids"]
+    refused("rows up to 14, but 15 prompt tokens", body, prompt_len=15, prompt_start=4)
+
+
+def counted(body: dict[str, Any], prompts: list[Told], rows: bool) -> dict[str, Any]:
+    """`body` with the histograms of its rows, which go if not `rows`."""
+    histograms = [expert_load.histogram(each.prompt[each.start :], EXPERTS) for each in prompts]
+    body["prompt_routed_experts_histogram"] = histograms if len(prompts) > 1 else histograms[0]
+    for choice, own in zip(body["choices"], [own for each in prompts for own in each.choices], strict=True):
+        choice["routed_experts_histogram"] = expert_load.histogram(own, EXPERTS)
+        None if rows else choice.pop("routed_experts")
+    None if rows else body.pop("prompt_routed_experts")
+    return body
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_histograms(rows: bool) -> None:
+    """Beside rows, or alone: then a routing ends where its rows would."""
+    prompts = [told(9, 6, n=2, start=3), told(7, 4, n=2, start=3, first_token=500)]
+    prompts[0].prompt[5] = -1
+    body = counted(answer(*prompts), prompts, rows)
+    of_one = counted(answer(prompts[0]), prompts[:1], rows)
+    chunks = [{**of_one, "choices": of_one["choices"][:1]}, {"choices": of_one["choices"][1:]}]
+    for response, told_of in ((body, prompts), (of_one, prompts[:1]), (iter(chunks), prompts[:1])):
+        expected = [(each, own) for each in told_of for own in each.choices]
+        for routing, (each, own) in zip(collect(response, prompt_start=3), expected, strict=True):
+            assert routing.prompt_histogram == expert_load.histogram(each.prompt[3:], EXPERTS)
+            assert routing.histogram == expert_load.histogram(own, EXPERTS)
+            assert (routing.prompt_len, routing.end) == (len(each.prompt), len(each.prompt) + len(own))
+            assert len(routing.rows) == (routing.end - 3 if rows else 0)
+
+
+def test_histograms_that_do_not_fit() -> None:
+    for change, message in (
+        ({"rows": 4}, "rows up to 14, but a histogram of 4 rows after 9 prompt tokens"),
+        ({"rows": None}, "not a histogram"),
+    ):
+        body = counted(answer(told()), [told()], rows=True)
+        body["choices"][0]["routed_experts_histogram"] |= change
+        refused(message, body)
+    for prompt, message in (([], "share"), ({"rows": 8, "missing": 0}, "at 8 by its histogram, at 9 by its tokens")):
+        body = counted(answer(told()), [told()], rows=False)
+        refused(message, {**body, "prompt_routed_experts_histogram": prompt})
+    del body["prompt_routed_experts_histogram"]
+    refused("the histogram of its prompt did not come", body)
+    chunks = [{**counted(answer(told(n=2)), [told(n=2)], rows=False)} for _ in range(2)]
+    for index, chunk in enumerate(chunks):
+        chunk["choices"] = chunk["choices"][index : index + 1]
+    refused("came with several", iter(chunks), n=2)
+
+
+def test_log_probabilities() -> None:
+    """Of completions, with those of the prompt where the request asks for `echo`, and of chats."""
+    chunks, values = stream(told()), [-0.5 - at for at in range(6)]
+    for chunk, value in zip((each for each in chunks if each["choices"][0].get("token_ids")), values, strict=True):
+        chunk["choices"][0]["logprobs"] = {"content": [{"logprob": value}]}
+    body = answer(told())
+    body["choices"][0]["logprobs"] = {"token_logprobs": [None, *values]}
+    assert collect(iter(chunks))[0].logprobs.tolist() == values
+    assert np.array_equal(collect(body)[0].logprobs, [np.nan, *values], equal_nan=True)
+    assert collect(answer(told()))[0].logprobs is None

@@ -1,0 +1,311 @@
+"""Counts where two sides' experts, weights and log-probabilities differ, and writes the table of `compare`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.server.cli.console import aligned
+from routed_experts.server.cli.reference import Ids, Reference, Scores
+
+
+@dataclass
+class LayerCount:
+    """Counts of one layer.
+
+    Attributes:
+        gaps: for each differing row, the score gap between the experts that only one side chose, in standard deviations
+            of all scores of that token; none if there are no scores.
+    """
+
+    rows: int = 0
+    differing_rows: int = 0
+    differing_slots: int = 0
+    gaps: list[float] = field(default_factory=list)
+    weights: "WeightCount" = field(default_factory=lambda: WeightCount())
+
+    def add(self, ours: Ids, theirs: Ids, scores: Scores | None = None) -> NDArray[np.bool_]:
+        """Compares two sides' rows [n, K]; `scores` is [n, experts]. Returns which rows differ."""
+        same = ours[:, :, None] == theirs[:, None, :]
+        only_ours, only_theirs = ~same.any(axis=2), ~same.any(axis=1)
+        differs: NDArray[np.bool_] = only_theirs.any(axis=1)
+        self.rows += len(ours)
+        self.differing_rows += int(differs.sum())
+        self.differing_slots += int(only_theirs.sum())
+        if scores is not None:
+            for row in np.flatnonzero(differs):
+                gap = scores[row, theirs[row, only_theirs[row]]].max() - scores[row, ours[row, only_ours[row]]].min()
+                self.gaps.append(float(abs(gap) / max(float(scores[row].std()), 1e-30)))
+        return differs
+
+    def merged(self, other: "LayerCount") -> "LayerCount":
+        return LayerCount(
+            self.rows + other.rows,
+            self.differing_rows + other.differing_rows,
+            self.differing_slots + other.differing_slots,
+            self.gaps + other.gaps,
+            self.weights.merged(other.weights),
+        )
+
+    def summary(self, near_tie: float | None) -> dict[str, Any]:
+        """Without gaps and near-ties if `near_tie` is None."""
+        near = 0 if near_tie is None else sum(gap <= near_tie for gap in self.gaps)
+        of_gaps = {
+            "near_ties": near,
+            "gap_median": float(np.median(self.gaps)) if self.gaps else None,
+            "gap_max": max(self.gaps, default=None),
+        }
+        return {
+            **(self.weights.summary() if self.weights.slots else {}),
+            "rows": self.rows,
+            "equal_rows": self.rows - self.differing_rows,
+            "differing_slots": self.differing_slots,
+            "other_rows": self.differing_rows - near,
+            **(of_gaps if near_tie is not None else {}),
+        }
+
+
+@dataclass
+class WeightCount:
+    """Differences between the weights of experts that both sides chose.
+
+    Attributes:
+        slots: how many weights were compared.
+    """
+
+    slots: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    def add(self, ours: Ids, our_weights: Scores, theirs: Ids, their_weights: Scores) -> None:
+        """Compares the weights of rows [n, K], whose experts may be in another order."""
+        same = ours[:, :, None] == theirs[:, None, :]
+        difference = np.abs(our_weights[:, :, None].astype(np.float64) - their_weights[:, None, :])[same]
+        self.slots += len(difference)
+        self.total += float(difference.sum())
+        self.largest = max(self.largest, float(difference.max(initial=0)))
+
+    def merged(self, other: "WeightCount") -> "WeightCount":
+        return WeightCount(self.slots + other.slots, self.total + other.total, max(self.largest, other.largest))
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "weights": self.slots,
+            "weight_difference_mean": self.total / self.slots,
+            "weight_difference_max": self.largest,
+        }
+
+
+EQUAL, DIFFERENT, NOT_KNOWN = range(3)
+ROWS = ("equal_rows", "different_rows", "unknown_rows")
+"""The names of these, of the rows that tokens were sampled from."""
+
+
+@dataclass
+class LogprobCount:
+    """Absolute differences between two sides' log-probabilities of the same tokens.
+
+    The row of a token is that of the position before it, whose forward pass gives the token its probability.
+
+    Attributes:
+        parts: for tokens whose rows are equal in all layers, differ, or are unknown on a side.
+    """
+
+    parts: tuple[list[float], ...] = field(default_factory=lambda: ([], [], []))
+
+    def add(self, ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]], rows: NDArray[np.int8]) -> None:
+        """Compares [n] tokens, whose rows are as `rows` says. Those without a value (NaN) are left out."""
+        difference = np.abs(ours.astype(np.float64) - theirs)
+        for state, found in enumerate(self.parts):
+            found += difference[(rows == state) & ~np.isnan(difference)].tolist()
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        return {"all": _tails([*chain(*self.parts)]), **dict(zip(ROWS, map(_tails, self.parts), strict=True))}
+
+
+def _tails(values: list[float]) -> dict[str, Any]:
+    tails = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
+    found = {"mean": np.mean(values), **{name: np.percentile(values, q) for name, q in tails.items()}} if values else {}
+    return {"tokens": len(values), **{name: float(found[name]) if values else None for name in ("mean", *tails)}}
+
+
+@dataclass
+class Comparison:
+    """Counts of each layer over all responses.
+
+    Attributes:
+        layer_ids: decoder layer of each of the L layers.
+        missing: rows that are unknown on a side, which are not compared.
+        with_weights, with_logprobs: whether weights and log-probabilities are compared too.
+    """
+
+    layer_ids: Sequence[int]
+    with_weights: bool = False
+    with_logprobs: bool = False
+    layers: list[LayerCount] = field(default_factory=list)
+    logprobs: LogprobCount = field(default_factory=LogprobCount)
+    answers: int = 0
+    missing: int = 0
+
+    def __post_init__(self) -> None:
+        self.layers = [LayerCount() for _ in self.layer_ids]
+
+    def add(self, routing: Routing, reference: Reference, scale: Sequence[float] | None = None) -> None:
+        """Scores the tokens of `routing` in the checkpoint and compares each of its rows.
+
+        Args:
+            scale: [L], what the server's weights are to be multiplied by.
+
+        Raises:
+            RoutingError: the response has no token ids, weights or log-probabilities.
+        """
+        tokens = self._tokens_of(routing)
+        logprobs = self._logprobs_of(routing, tokens)
+        valued = np.flatnonzero(~np.isnan(logprobs[1:])) + 1  # nothing says how probable the first token is
+        first = int(valued.min(initial=len(tokens)))
+        self.answers += 1
+        self.missing += routing.missing
+        known = np.flatnonzero((routing.rows != UNKNOWN).all(axis=(1, 2)))
+        if not len(known) and not len(valued):
+            return
+        positions = known + routing.start
+        rows = _states(len(tokens) - 1, positions)
+
+        def take(place: int, chosen: Ids, scores: Scores) -> None:
+            differs = self.layers[place].add(routing.rows[known, place], chosen[positions], scores[positions])
+            rows[positions[differs]] = DIFFERENT
+
+        def take_weights(place: int, chosen: Ids, weights: Scores) -> None:
+            own = _scaled(routing, known, place, scale)
+            self.layers[place].weights.add(routing.rows[known, place], own, chosen[positions], weights[positions])
+
+        theirs = reference.score(tokens[:-1], take, take_weights if self.with_weights else None, tokens[first:])
+        self.logprobs.add(logprobs[first:], theirs, rows[first - 1 :])
+
+    def add_pair(self, ours: Routing, theirs: Routing, scales: Sequence[Sequence[float] | None] = (None, None)) -> None:
+        """Compares two responses as far as their tokens are the same.
+
+        Raises:
+            RoutingError: as `add`; the responses have different prompts or are of different models.
+        """
+        tokens = [self._tokens_of(each) for each in (ours, theirs)]
+        same = next((at for at, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b), min(map(len, tokens)))
+        if same < min(len(each.prompt_token_ids or ()) for each in (ours, theirs)):
+            raise RoutingError(f"the responses have different prompts, from position {same} on")
+        if ours.rows.shape[1:] != theirs.rows.shape[1:] or ours.rows.shape[1] != len(self.layers):
+            raise RoutingError(f"rows of shapes {ours.rows.shape[1:]} and {theirs.rows.shape[1:]}")
+        self.answers += 1
+        first = max(ours.start, theirs.start)
+        positions = np.arange(first, max(min(ours.end, theirs.end, same), first))
+        places = [positions - each.start for each in (ours, theirs)]
+        is_known = np.all(
+            [(each.rows[at] != UNKNOWN).all(axis=(1, 2)) for each, at in zip((ours, theirs), places, strict=True)],
+            axis=0,
+        )
+        self.missing += int((~is_known).sum())
+        positions, mine, other = positions[is_known], *(at[is_known] for at in places)
+        rows = _states(same, positions)
+        for place, layer in enumerate(self.layers):
+            differs = layer.add(ours.rows[mine, place], theirs.rows[other, place])
+            rows[positions[differs]] = DIFFERENT
+            if self.with_weights:
+                weights = [_scaled(ours, mine, place, scales[0]), _scaled(theirs, other, place, scales[1])]
+                layer.weights.add(ours.rows[mine, place], weights[0], theirs.rows[other, place], weights[1])
+        logprobs = self._logprobs_of(ours, tokens[0])[1:same], self._logprobs_of(theirs, tokens[1])[1:same]
+        self.logprobs.add(*logprobs, rows[:-1])
+
+    def _tokens_of(self, routing: Routing) -> tuple[int, ...]:
+        if self.with_weights and routing.weights is None:
+            raise RoutingError("the response has no weights: set return_routed_expert_weights in the request")
+        if routing.prompt_token_ids is None or routing.token_ids is None:
+            raise RoutingError("the response has no token ids: set return_token_ids in the request")
+        return (*routing.prompt_token_ids, *routing.token_ids)
+
+    def _logprobs_of(self, routing: Routing, tokens: Sequence[int]) -> NDArray[np.float64]:
+        """Those of all tokens, NaN where the response has none."""
+        found = np.full(len(tokens), np.nan)
+        if not self.with_logprobs:
+            return found
+        if routing.logprobs is None:
+            raise RoutingError("the response has no log-probabilities: set logprobs in the request")
+        generated = len(routing.token_ids or ())
+        if len(routing.logprobs) not in (generated, len(tokens)):
+            raise RoutingError(f"{len(routing.logprobs)} log-probabilities of {generated} generated tokens")
+        found[len(tokens) - len(routing.logprobs) :] = routing.logprobs
+        return found
+
+    def report(self, near_tie: float | None) -> dict[str, Any]:
+        """The results for JSON."""
+        return {
+            "answers": self.answers,
+            "missing_rows": self.missing,
+            **({} if near_tie is None else {"near_tie": near_tie}),
+            "layers": [
+                {"layer": place, "layer_id": layer_id, **layer.summary(near_tie)}
+                for place, (layer_id, layer) in enumerate(zip(self.layer_ids, self.layers, strict=True))
+            ],
+            "total": reduce(LayerCount.merged, self.layers, LayerCount()).summary(near_tie),
+            **({"logprobs": self.logprobs.summary()} if self.with_logprobs else {}),
+        }
+
+
+def _states(count: int, known: NDArray[np.intp]) -> NDArray[np.int8]:
+    """Of `count` rows, before they are compared."""
+    states = np.full(count, NOT_KNOWN, dtype=np.int8)
+    states[known] = EQUAL
+    return states
+
+
+def _scaled(routing: Routing, rows: NDArray[np.intp], place: int, scale: Sequence[float] | None) -> Scores:
+    """The weights [n, K] of some rows in a layer."""
+    assert routing.weights is not None
+    scaled: Scores = routing.weights[rows, place] * np.float32(1 if scale is None else scale[place])
+    return scaled
+
+
+COLUMNS = {
+    "layer_id": "decoder layer",
+    "rows": "rows",
+    "equal_rows": "equal",
+    "differing_slots": "slots differ",
+    "near_ties": "near-ties",
+    "other_rows": "other rows",
+    "gap_median": "median gap",
+    "gap_max": "max gap",
+    "weight_difference_mean": "mean Δ weight",
+    "weight_difference_max": "max Δ weight",
+}
+
+
+def table(report: dict[str, Any]) -> str:
+    """The results as text."""
+    total = {"layer_id": "all", **report["total"]}
+    columns = {name: head for name, head in COLUMNS.items() if name in total}
+    lines = [[_cell(entry.get(name)) for name in columns] for entry in (*report["layers"], total)]
+    said = [
+        *aligned([list(columns.values()), *lines]),
+        f"{report['answers']} responses; {report['missing_rows']} unknown rows are not compared.",
+    ]
+    if "near_tie" in report:
+        said.append(
+            f"Gaps are in standard deviations of a token's scores. A gap up to {report['near_tie']:.2g} is a near-tie."
+        )
+    if "logprobs" in report:
+        names = ("tokens", "mean", "p50", "p90", "p99", "max")
+        lines = [
+            [rows.removesuffix("_rows"), *(_cell(tails.get(name)) for name in names)]
+            for rows, tails in report["logprobs"].items()
+        ]
+        said += ["", "Absolute differences of log-probabilities, by the rows that the tokens were sampled from:"]
+        said += aligned([["rows", *names], *lines])
+    return "\n".join(said)
+
+
+def _cell(value: str | float | None) -> str:
+    return "" if value is None else f"{value:.2g}" if isinstance(value, float) else str(value)
