@@ -60,6 +60,8 @@ $(VENV)/.installed-cpu: requirements-cpu.txt requirements-dev.txt pyproject.toml
 	else \
 		echo "PyTorch is the CPU build."; \
 	fi
+	@# For tests with images, apart from the rest: where CUDA is missing, the index's build breaks what finds it.
+	@$(PIP) --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0 $(HUSH)
 	@echo "Installing this project."
 	@$(PIP) --no-deps --no-build-isolation -e . $(HUSH)
 	@touch $@

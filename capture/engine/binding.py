@@ -31,6 +31,8 @@ from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource, Rout
 
 _SHARED_BY_LAYERS = ".meta_mlp."
 """Part of the names of InternS2-Mobius's MoE layers, each of which serves several decoder layers."""
+_BY_MODALITY = (".text_experts", ".vision_experts")
+"""Parts of the names of ERNIE-4.5-VL's MoE layers: a step's text tokens pass through one, its image tokens another."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,16 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
         )
     if getattr(model, "decoder_replay_layers", None) is not None:
         raise UnsupportedConfig(BOUNDED_REPLAY)
-    runners = tuple(sorted((m for m in model.modules() if isinstance(m, MoERunner)), key=lambda m: int(m.layer_id)))
+    named = {name: module for name, module in model.named_modules() if isinstance(module, MoERunner)}
+    towers = tuple(f"{name}." for name in getattr(model, "_tower_model_names", ()))  # of multimodal models
+    if any(name.startswith(towers) for name in named):
+        raise UnsupportedConfig("The model's encoder of images, video or audio has MoE layers, which route no tokens.")
+    runners = tuple(sorted(named.values(), key=lambda runner: int(runner.layer_id)))
+    for runner in runners:
+        _check_capturable(runner)
     layer_ids = tuple(int(runner.layer_id) for runner in runners)
     if len(set(layer_ids)) != len(layer_ids):
         raise UnsupportedConfig(f"Several MoE layers share a decoder layer, which rows cannot express: {layer_ids}.")
-    for runner in runners:
-        _check_capturable(runner)
     kinds = {(int(runner.moe_config.num_logical_experts), _top_k(runner)) for runner in runners} or {(0, 0)}
     if len(kinds) != 1:
         raise UnsupportedConfig(
@@ -323,6 +329,10 @@ def _check_capturable(runner: MoERunner) -> None:
         )
     if _SHARED_BY_LAYERS in runner.layer_name:
         raise UnsupportedConfig("Decoder layers of the model share MoE layers, which rows cannot express.")
+    if any(part in runner.layer_name for part in _BY_MODALITY):
+        raise UnsupportedConfig(
+            "The model routes text and image tokens in different MoE layers, which rows cannot express."
+        )
     if runner.is_monolithic:
         if not cpu_kernels.routes_itself(runner):
             _monolithic_experts(runner)

@@ -95,7 +95,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "encoder-only instance",
-        lambda c: c.ec_transfer_config is not None and c.ec_transfer_config.is_ec_producer,
+        lambda c: (
+            (c.ec_transfer_config is not None and c.ec_transfer_config.is_ec_producer)
+            or bool(getattr(c.model_config.multimodal_config, "mm_encoder_only", False))
+        ),
         "An instance that only encodes routes no tokens: add --no-enable-return-routed-experts to it.",
     ),
     Refusal(
@@ -118,12 +121,22 @@ REFUSALS: tuple[Refusal, ...] = (
         "VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0 from the environment, or set --distributed-executor-backend to mp.",
     ),
     Refusal(
-        "context parallelism",
-        lambda c: (
-            c.parallel_config.decode_context_parallel_size > 1 or c.parallel_config.prefill_context_parallel_size > 1
-        ),
-        "Context parallelism spreads a sequence's KV over ranks: set --decode-context-parallel-size and "
+        "prefill context parallelism",
+        lambda c: c.parallel_config.prefill_context_parallel_size > 1,
+        "Prefill context parallelism spreads a prompt's tokens over ranks, and each routes its own: set "
         "--prefill-context-parallel-size to 1.",
+    ),
+    # Read in vLLM 0.32, and not run: its CPU build asserts that there is none, and kernels on GPUs have it in 16 bits,
+    # on more ranks than KV heads or with latent attention. The ranks are tensor-parallel ranks and route all tokens, so
+    # rows are whole. The slots are not: in both runners the output rank's slot mapping has -1 for tokens whose KV is on
+    # another rank, and a block of the scheduler holds block_size * ranks tokens. With blocks of that size in the host
+    # cache, a token's slot would be block_table[request, position // size] * size + position % size, whatever the
+    # interleaving. A step's block tables and positions are on the device where both adapters read its slots.
+    Refusal(
+        "decode context parallelism",
+        lambda c: c.parallel_config.decode_context_parallel_size > 1,
+        "With decode context parallelism, the rank that returns rows knows the KV slots of its own tokens only: set "
+        "--decode-context-parallel-size to 1.",
     ),
     Refusal(
         "microbatches, except dual-batch overlap on the V2 model runner",

@@ -414,7 +414,9 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
 
     async def _serve_tokens(self, request: GenerateRequest, raw_request: Any) -> Any:
         self.check(request)
-        await self.check_handover(request, [len(request.token_ids)])
+        # vLLM puts the tokens of images into the prompt later. Older versions have no such field.
+        expands = bool(getattr(request, "content_parts", None))
+        await self.check_handover(request, [self.model_config.max_model_len if expands else len(request.token_ids)])
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
             # vLLM would check the tokens first, and return 500.
@@ -425,6 +427,13 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
             if request.routing is not None and request.stream and params.n > 1 and not STREAMS_CHOICES:
                 _reject(f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false", _N)
+            options = request.routing
+            if expands and options is not None and options.prompt_start:
+                message = (
+                    f"{options.prompt_start_param} counts the tokens of the whole prompt, which is known only after "
+                    "content_parts are processed: send features instead (/v1/chat/completions/render), or leave it out"
+                )
+                _cannot(request, options, message, options.prompt_start_param)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
             await self.check_room(request, [len(request.token_ids)], params.n)

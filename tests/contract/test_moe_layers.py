@@ -147,6 +147,7 @@ def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatc
         ),
         (lambda of: (of.moe_config.moe_parallel_config, "sp_size", 2), "Layer 1 spreads the tokens"),
         (lambda of: (of, "layer_name", "model.meta_mlp.0.experts"), "share MoE layers"),
+        (lambda of: (of, "layer_name", "model.layers.1.mlp.text_experts"), "routes text and image tokens"),
     ],
 )
 def test_layers_that_cannot_be_captured(
@@ -156,6 +157,17 @@ def test_layers_that_cannot_be_captured(
     monkeypatch.setattr(*change(engine.runners[0]))
     assert has_parts(engine.model.modules()) == ("spreads" in message)
     with pytest.raises(UnsupportedConfig, match=message):
+        find_moe_layers(engine.model)
+
+
+def test_layers_of_a_vision_tower_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose rows would be of patches; vLLM's multimodal models say which of their parts are towers."""
+    for runner in engine.runners:
+        monkeypatch.setattr(runner.router, "capture_fn", None)
+    monkeypatch.setattr(engine.model, "_tower_model_names", ["visual"], raising=False)
+    assert find_moe_layers(engine.model).shape.layer_ids == (1, 2, 3, 4, 5)
+    monkeypatch.setattr(engine.model, "_tower_model_names", ["model"])
+    with pytest.raises(UnsupportedConfig, match="encoder of images, video or audio has MoE layers"):
         find_moe_layers(engine.model)
 
 

@@ -69,8 +69,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (UNKNOWN_CONNECTOR, kv_transfer("NixlConnector", "DecodeBenchConnector"), {}),
     ("several KV connectors that transfer KV between instances", kv_transfer("NixlConnector", "NixlPushConnector"), {}),
     ("pipeline parallelism under an external launcher", EXTERNAL, {}),
-    ("context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, {}),
-    ("context parallelism", {"prefill_context_parallel_size": 2}, {}),
+    ("decode context parallelism", {"decode_context_parallel_size": 2, "tensor_parallel_size": 4}, {}),
+    ("prefill context parallelism", {"prefill_context_parallel_size": 2}, {}),
     (NOT_THESE_MICROBATCHES, MICROBATCHES, {}),
     ("KV-sharing fast prefill", {"kv_sharing_fast_prefill": True}, {}),
     # With the package installed, the argument means this capture.
@@ -83,6 +83,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("elastic expert parallelism", EXPERT_PARALLEL, {"parallel_config.enable_elastic_ep": True}),
     # Needs a multimodal model, whose class does not load there.
     ("encoder-only instance", {}, {"ec_transfer_config": ENCODER}),
+    ("encoder-only instance", {}, {"model_config.multimodal_config": SimpleNamespace(mm_encoder_only=True)}),
 ]
 
 

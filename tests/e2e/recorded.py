@@ -45,6 +45,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 
 from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights
 from tests.e2e.harness import prompt_of
+from tests.e2e.images import PLACE, make_image
 from tests.e2e.scores import Part, Recording, Rule, judge, judge_weights, rule_of
 
 if current_platform.is_cpu():
@@ -87,6 +88,7 @@ class Recorder(Worker):
                 method = layers[layer_id].routed_experts.quant_method
                 method.apply = _recording_choice(method.apply, self.handed[:, index], self.firsts)
         self.recording = Recording(sorted(layers))
+        self.shown: dict[str, set[tuple[int, int, int]]] = {}  # by request, images: first position, length, number
         self.seen = Counter(dict.fromkeys(KINDS, 0))
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
@@ -109,6 +111,9 @@ class Recorder(Worker):
         self.firsts.clear()
         output = super().execute_model(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
+            for shown in new.mm_features:
+                place = (shown.mm_position.offset, shown.mm_position.length, int(shown.identifier))
+                self.shown.setdefault(new.req_id, set()).add(place)
             if new.lora_request:
                 self.recording.adapters[new.req_id] = new.lora_request.lora_int_id
         if scheduler_output.total_num_scheduled_tokens:
@@ -132,7 +137,10 @@ class Recorder(Worker):
             own = slice(first, first + scheduled[request])
             every = np.arange(int(at[own][-1]) + 1)
             slots = row[every // block_size].astype(np.int64) * block_size + every % block_size
-            parts.append(Part(request, at[own].copy(), ids[own].copy(), slots))
+            text = ids[own].astype(np.int64)
+            for start, length, number in self.shown.get(request, ()):
+                text[(at[own] >= start) & (at[own] < start + length)] = -number
+            parts.append(Part(request, at[own].copy(), text, slots))
             first = own.stop
         assert first == n
         is_graph = runner.execute_model_state.cudagraph_stats.runtime_mode == "FULL"
@@ -181,19 +189,36 @@ def _recording_choice(apply: Callable[..., Any], into: torch.Tensor, firsts: Seq
     return recording_apply
 
 
-def mix(dice: random.Random, turn: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts that share prefixes or not, of one token to several chunks, some for several choices."""
-    requests = []
+def mix(dice: random.Random, turn: int, images: int = 0) -> list[tuple[dict[str, Any], SamplingParams]]:
+    """Prompts that share prefixes or not, of one token to several chunks, some for several choices.
+
+    Args:
+        images: how many there are, of which each prompt has one after the prefix; their names are their numbers.
+    """
+    requests: list[tuple[dict[str, Any], SamplingParams]] = []
     for index in range(6):
         stem = prompt_of(200, seed=dice.randrange(4))[: dice.choice([0, 31, 64, 130, 200])]
         own = prompt_of(dice.choice([1, 2, 33, 90]), seed=100 * turn + index)
         n = dice.choice([1, 1, 1, 2, 3])
         params = SamplingParams(n=n, max_tokens=dice.randrange(1, 50), temperature=float(n > 1), ignore_eos=True)
-        requests.append(([*stem, *own], params))
+        if images:
+            number = dice.randrange(images) + 1
+            prompt: dict[str, Any] = {"prompt_token_ids": [*stem, *PLACE, *own]}
+            prompt["multi_modal_data"] = {"image": make_image(number, 10, 6 + number)}
+            requests.append((prompt | {"multi_modal_uuids": {"image": str(number)}}, params))
+            continue
+        requests.append(({"prompt_token_ids": [*stem, *own]}, params))
     return requests
 
 
-def main(model: str, turns: int = 2, adapters: Sequence[str] = (), weights: bool = True, **options: Any) -> None:
+def main(
+    model: str,
+    turns: int = 2,
+    adapters: Sequence[str] = (),
+    weights: bool = True,
+    images: int = 0,
+    **options: Any,
+) -> None:
     """Prints what was counted; the engine is there until everybody's is not needed any more."""
     llm = LLM(
         model,
@@ -202,18 +227,19 @@ def main(model: str, turns: int = 2, adapters: Sequence[str] = (), weights: bool
         additional_config={WEIGHTS_KEY: weights},
         **OPTIONS | options,
     )
-    print(json.dumps(counted(llm, Path(model), turns, adapters)), flush=True)
+    print(json.dumps(counted(llm, Path(model), turns, adapters, images)), flush=True)
     if RANK is not None:
         sys.stdin.read()
 
 
-def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str]) -> dict[str, int]:
+def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str], images: int = 0) -> dict[str, int]:
     """Every prompt is also asked of each of the `adapters`, whose folders these are."""
     loras = [None, *(LoRARequest(path, number, path) for number, path in enumerate(adapters, start=1))]
-    dice, outputs = random.Random(int(RANK or 0)), []
+    dice, outputs, shown = random.Random(int(RANK or 0)), [], []
     for turn in range(turns):
-        requests = [(prompt, params, lora) for prompt, params in mix(dice, turn) for lora in loras]
-        prompts: Any = [{"prompt_token_ids": prompt} for prompt, _, _ in requests]
+        requests = [(prompt, params, lora) for prompt, params in mix(dice, turn, images) for lora in loras]
+        prompts: Any = [prompt for prompt, _, _ in requests]
+        shown += [int(prompt.get("multi_modal_uuids", {"image": 0})["image"]) for prompt in prompts]
         params, asked = [params for _, params, _ in requests], [lora for _, _, lora in requests]
         outputs += llm.generate(prompts, params, lora_request=asked if adapters else None, use_tqdm=False)
         if turn == turns // 2:
@@ -230,15 +256,20 @@ def counted(llm: LLM, model: Path, turns: int, adapters: Sequence[str]) -> dict[
     loaded = [recording.adapters[owner] for owner in recording.owners if owner in recording.adapters]
     counts["swaps of adapters"] = sum(number != before for before, number in pairwise(loaded))
     of_base: dict[tuple[int, ...], np.ndarray] = {}
-    for output in outputs:
+    for output, number in zip(outputs, shown, strict=True):
         names = [recording.name_of(output.request_id, choice.index) for choice in output.outputs]
         prompt = list(output.prompt_token_ids or ())
+        prompt = [-number if number and token == PLACE[1] else token for token in prompt]
         for name, choice in zip(names, output.outputs, strict=True):
             rows = choice.routed_experts
             assert rows.dtype in (np.uint8, np.uint16), "some rows are not known"
             rows = rows[:, recording.layer_ids].astype(np.int64)
             tokens = [*prompt, *choice.token_ids][:-1]
             counts.update(judge(recording, rule, name, tokens, rows, len(prompt), names))
+            if number:
+                owners = [{recording.owners[by] for by in found} for found in recording.computations(name, tokens)]
+                hits = [by for token, by in zip(tokens, owners, strict=True) if token < 0 and by and name not in by]
+                counts["hits on images"] += len(hits)
             counts.update(_if_misplaced(recording, rule, name, tokens, rows))
             if recording.handed:
                 names = [name, *(other for other in names if other != name)]

@@ -112,7 +112,7 @@ class Rule:
 
 
 _BY_SCORE = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "gpt_oss"}
-_BY_SCORE |= {"granitemoehybrid", "jamba", "llama4_text", "gemma4_text"}
+_BY_SCORE |= {"granitemoehybrid", "jamba", "llama4_text", "gemma4_text", "qwen3_vl_moe_text"}
 """Softmax over all experts, or over the chosen ones: the best scores either way."""
 _BY_BIASED_SIGMOID = {"deepseek_v3", "deepseek_v32", "glm4_moe", "glm_moe_dsa", "lfm2_moe", "minimax_m2", "nemotron_h"}
 
@@ -154,7 +154,7 @@ class Part:
 
     Attributes:
         positions: of its tokens in this step.
-        tokens: their ids.
+        tokens: their ids; numbers of their own for those of an image.
         slots: KV slots of all of its positions up to the last of these, by its block table.
     """
 

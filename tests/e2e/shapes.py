@@ -233,11 +233,18 @@ def make_model(shape: Shape, directory: Path) -> None:
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     shared = {"hidden_size": 64, "max_position_embeddings": 4096, "tie_word_embeddings": False, "dtype": "float32"}
     config = AutoConfig.for_model(shape.model_type, **{**shared, **special, **shape.options}, vocab_size=len(tokenizer))
+    fill_and_save(AutoModelForCausalLM, config, tokenizer, directory, shape.router_std)
+
+
+def fill_and_save(
+    auto: Any, config: PreTrainedConfig, tokenizer: Any, directory: Path, router_std: float = 1.0
+) -> None:
+    """Writes a model that Hugging Face's class `auto` makes, with random weights, and its tokenizer to `directory`."""
     torch.manual_seed(_SEED)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in sorted({**dict(model.named_parameters()), **dict(model.named_buffers())}.items()):
-            _fill(name, tensor, shape.router_std)
+            _fill(name, tensor, router_std)
         # Printable ASCII only, so that every token is a character of the text.
         head = model.get_output_embeddings().weight
         head[:33] = head[127:] = 0
@@ -286,9 +293,13 @@ class HookOracle(Oracle):
         if key not in self._known:
             self._seen.clear()
             with torch.no_grad():
-                self.model(torch.tensor([list(tokens)]), use_cache=False)
+                self.model(**self.inputs(tokens), use_cache=False)
             self._known[key] = np.sort(torch.stack(self._seen, dim=1).numpy(), axis=2)
         return self._known[key]
+
+    def inputs(self, tokens: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Of a forward pass of `tokens`."""
+        return {"input_ids": torch.tensor([list(tokens)])}
 
     def wrong(self, rows: np.ndarray, tokens: Sequence[int], start: int = 0) -> list[Wrong]:
         """As `Oracle.wrong`, without what float64 would say: the scores are not seen."""
