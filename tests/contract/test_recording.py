@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from routed_experts.protocol.collect import Routing
+from routed_experts.protocol.collect import Routing, collect
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.saved import ModelInfo, opened, read
 from routed_experts.server.cli.serve import main
@@ -21,7 +20,7 @@ from routed_experts.server.cli.stats import tally
 from routed_experts.server.cli.view import read_texts
 from routed_experts.server.http import recording
 from routed_experts.server.http.recording import PART, FullError, RecordFiles, prepare
-from tests.contract.engine import NUM_EXPERTS, weights_for
+from tests.contract.engine import weights_for
 from tests.contract.served import LAYER_IDS, rows_of, serving
 from tests.e2e.harness import ASK, Server, prompt_of, wait_until
 
@@ -37,7 +36,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (GENERATE, {"token_ids": prompt_of(17, 2), "sampling_params": {"max_tokens": 5}}),
     ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
     ("/v1/messages", {**MESSAGES, "max_tokens": 2}),
-    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "stop": ["a", "b", "c", "d", "e"]}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "stop": ["a", "b", "c", "d"]}),
     (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5, "routed_experts_prompt_start": 16, **ASK}),
     (CHAT, {**MESSAGES, "max_tokens": 5, **ASK}),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "routed_experts_histogram": True}),
@@ -55,7 +54,7 @@ def send(server: Server, path: str, body: dict[str, Any]) -> str:
     with server.client() as client:
         answer = client.post(path, json={"model": "tiny", "temperature": 0, **body}, headers={"X-Request-Id": "same"})
     assert answer.status_code == 200, answer.text
-    text = re.sub(r'"(created|created_at|completed_at)": ?[\d.]+', "", answer.text)
+    text = re.sub(r'("(created|created_at|completed_at)": ?)[\d.]+', r"\g<1>0", answer.text)
     return re.sub(r"\b(msg|rs|resp|chatcmpl)[-_][0-9a-f]{16,}\b|\b[0-9a-f]{32}\b", "ID", text)
 
 
@@ -120,12 +119,8 @@ def test_all_that_is_asked_is_recorded_and_no_answer_changes(tiny_model: Path, t
     (file,) = files_in(folder)
     assert Path(file).stat().st_size == written
     assert folder.stat().st_mode & 0o777 == 0o700
-    # What clients are told when they ask: the same rows, request by request.
-    asked = json.loads(expected[-3 - len(STREAMS)])
-    of_chat = [line for line in lines_of(folder) if line["id"].startswith("chatcmpl") and len(line["choices"]) == 1]
-    for line in of_chat:
-        assert line["prompt_token_ids"] == json.loads(expected[8])["prompt_token_ids"]
-    assert asked is not None
+    (told,) = collect(json.loads(expected[7]))  # who asks is told the same
+    assert [(one.rows == told.rows).all() for (one, *_) in found if one.start == 16] == [True, True]
 
     counted = tally(files_in(folder), ModelInfo())
     assert (counted.answers, counted.missing) == (NUM_PROMPTS, 0)
@@ -142,9 +137,8 @@ def test_weights_and_no_tokens(tiny_model: Path, tmp_path: Path) -> None:
     """Who asks for ids alone is recorded with ids alone."""
     with recording_weights(tiny_model, tmp_path, "--no-routed-experts-record-tokens") as server:
         bodies: list[dict[str, Any]] = [{}, ASK, {**ASK, "return_routed_expert_weights": True}]
-        answers = [server.complete(prompt=PROMPT, max_tokens=6, n=2, **body) for body in bodies]
-    (whole,) = {tuple(choice["token_ids"]) for choice in answers[1]["choices"]}
-    tokens = [*PROMPT, *whole[:-1]]
+        answers = [server.complete(prompt=PROMPT, max_tokens=6, **body) for body in bodies]
+    tokens = [*PROMPT, *answers[1]["choices"][0]["token_ids"][:-1]]
     for line, routings, has_weights in zip(lines_of(tmp_path), routings_in(tmp_path), (True, False, True), strict=True):
         assert "token_ids" not in json.dumps(line)
         for routing in routings:
@@ -171,7 +165,8 @@ def test_what_ends_early_and_beam_search(tiny_model: Path, tmp_path: Path) -> No
         with server.client() as client, client.stream("POST", COMPLETIONS, json=body) as response:
             next(response.iter_lines())
         wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "it was not aborted")
-        server.complete(prompt=PROMPT, max_tokens=4, use_beam_search=True, n=2)
+        with server.client() as client:  # which fails behind that, as the arithmetic has no log-probabilities
+            client.post(COMPLETIONS, json={**body, "stream": False, "use_beam_search": True, "n": 2})
         assert dropped() == {"beam_search": 1}
     ((routing,),) = routings_in(tmp_path)
     assert routing.finish_reason == "abort"
@@ -201,9 +196,10 @@ def test_a_slow_disk_drops_and_slows_nobody(
         for _ in range(4):
             (choice,) = server.complete(prompt=PROMPT, max_tokens=5, **ASK)["choices"]
             assert len(choice["token_ids"]) == 5  # while nothing is written
-        assert dropped() == {reason: {"queue": 3, "memory": 4}[reason]}
+        num_dropped = {"queue": 3, "memory": 4}[reason]
+        assert dropped() == {reason: num_dropped}
         SlowFiles.goes_on.set()
-    assert len(lines_of(tmp_path)) == 4 - sum(dropped_now for dropped_now in [3 if reason == "queue" else 4])
+    assert len(lines_of(tmp_path)) == 4 - num_dropped
 
 
 def test_the_bound_and_files_that_are_moved_away(
@@ -212,17 +208,17 @@ def test_the_bound_and_files_that_are_moved_away(
     """What is there counts, and stays."""
     monkeypatch.setattr(recording, "_IDLE_S", 0.05)
     (old := tmp_path / "old.jsonl").write_text("x" * 5000)
-    bound = 25_000
+    bound = 400_000
     with serving(tiny_model, *record(tmp_path, "--routed-experts-record-bytes", str(bound))) as server:
         dropped = Dropped(server)
-        for _ in range(30):
+        for _ in range(12):
             server.complete(prompt=PROMPT, max_tokens=5)
-        wait_until(lambda: dropped().get("full", 0) > 10, "nothing was full")
+        wait_until(lambda: dropped().get("full", 0) > 4, "nothing was full")
         assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= bound
         assert old.read_text() == "x" * 5000
         (file,) = set(files_in(tmp_path)) - {str(old)}
         count = len(Path(file).read_text().splitlines())
-        assert count + dropped()["full"] == 30
+        assert count + dropped()["full"] == 12
         Path(file).rename(tmp_path / "away")
         wait_until(lambda: "recording goes on" in caplog.text, "it does not go on")
         server.complete(prompt=PROMPT, max_tokens=5)
