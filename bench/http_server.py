@@ -94,7 +94,8 @@ def start(
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
-    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does not, `plain` is vLLM's own command and `vllm` that with vLLM's own capture.
+    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does neither; `plain` is vLLM's
+    own command and `vllm` that with vLLM's own capture.
 
     Args:
         gpu: the only one that it sees; None leaves the choice to the environment.

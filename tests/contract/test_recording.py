@@ -5,7 +5,7 @@ import re
 import resource
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.collect import Routing, collect
-from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.saved import ModelInfo, opened, read
 from routed_experts.server.cli.serve import main
 from routed_experts.server.cli.stats import tally
@@ -22,6 +21,7 @@ from routed_experts.server.http import recording
 from routed_experts.server.http.recording import PART, FullError, RecordFiles, prepare
 from tests.contract.engine import weights_for
 from tests.contract.served import LAYER_IDS, rows_of, serving
+from tests.contract.test_clients_that_leave import connect, request
 from tests.e2e.harness import ASK, Server, prompt_of, wait_until
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -55,6 +55,8 @@ def send(server: Server, path: str, body: dict[str, Any]) -> str:
         answer = client.post(path, json={"model": "tiny", "temperature": 0, **body}, headers={"X-Request-Id": "same"})
     assert answer.status_code == 200, answer.text
     text = re.sub(r'("(created|created_at|completed_at)": ?)[\d.]+', r"\g<1>0", answer.text)
+    if body.get("stream"):  # the choices' chunks come in any order
+        text = "\n".join(sorted(text.splitlines()))
     return re.sub(r"\b(msg|rs|resp|chatcmpl)[-_][0-9a-f]{16,}\b|\b[0-9a-f]{32}\b", "ID", text)
 
 
@@ -145,7 +147,7 @@ def test_weights_and_no_tokens(tiny_model: Path, tmp_path: Path) -> None:
             assert routing.rows.tolist() == rows_of(tokens).tolist()
             assert (routing.weights is not None) == has_weights
             if routing.weights is not None:
-                assert np.array_equal(routing.weights, weights_for(routing.rows))
+                assert np.array_equal(routing.weights.view(np.int32), weights_for(routing.rows).view(np.int32))
 
 
 def test_shares_are_drawn_for_all_choices_of_a_prompt(tiny_model: Path, tmp_path: Path) -> None:
@@ -159,18 +161,19 @@ def test_shares_are_drawn_for_all_choices_of_a_prompt(tiny_model: Path, tmp_path
 
 def test_what_ends_early_and_beam_search(tiny_model: Path, tmp_path: Path) -> None:
     """An aborted request is recorded with the rows that it had; beam search, whose answers have none, is not."""
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 60, "ignore_eos": True, "stream": True}
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with serving(tiny_model, *record(tmp_path)) as server:
         dropped = Dropped(server)
-        with server.client() as client, client.stream("POST", COMPLETIONS, json=body) as response:
-            next(response.iter_lines())
+        with connect(server) as sock:
+            sock.sendall(request(**body))
+            assert sock.recv(1)
         wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "it was not aborted")
         with server.client() as client:  # which fails behind that, as the arithmetic has no log-probabilities
             client.post(COMPLETIONS, json={**body, "stream": False, "use_beam_search": True, "n": 2})
         assert dropped() == {"beam_search": 1}
     ((routing,),) = routings_in(tmp_path)
     assert routing.finish_reason == "abort"
-    assert 0 < len(routing.token_ids or ()) < 60
+    assert 0 < len(routing.token_ids or ()) < 900
     check(routing)
 
 
@@ -296,8 +299,6 @@ def test_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path
 def test_flags_that_cannot_be(
     tiny_model: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    try:
+    with suppress(SystemExit):  # of the parser
         assert main([str(tiny_model), "--port", "0", *flags]) == 2
-    except SystemExit as end:
-        assert end.code == 2
     assert message in capsys.readouterr().err

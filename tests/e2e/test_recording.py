@@ -13,9 +13,8 @@ from tests.e2e.harness import Oracle, prompt_of, run_program, serving
 def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
     folder = tmp_path / "recorded"
     (block,) = [block for block in documented if "--routed-experts-record" in block]
-    flags = [word for word in shlex.split(block.splitlines()[0])[3:]]
     stats = shlex.split(block.splitlines()[1])[1]
-    flags = [str(folder) if flag == "FOLDER" else flag for flag in flags]
+    flags = [str(folder) if flag == "FOLDER" else flag for flag in shlex.split(block.splitlines()[0])[3:]]
     with serving(tiny_model, tmp_path / "log", "--enforce-eager", "--api-server-count", "2", *flags) as server:
         for index in range(12):
             server.complete(prompt=prompt_of(20, index), max_tokens=4)
