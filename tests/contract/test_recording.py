@@ -5,7 +5,7 @@ import re
 import resource
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.collect import Routing, collect
+from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.saved import ModelInfo, opened, read
 from routed_experts.server.cli.serve import main
 from routed_experts.server.cli.stats import tally
@@ -290,6 +291,6 @@ def test_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path
 def test_flags_that_cannot_be(
     tiny_model: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with suppress(SystemExit):  # of the parser
-        assert main([str(tiny_model), "--port", "0", *flags]) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises((CommandError, SystemExit)) as raised:
+        main([str(tiny_model), "--port", "0", *flags])
+    assert message in str(raised.value) + capsys.readouterr().err
