@@ -32,7 +32,14 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import RECORD_DROPPED, RECORDED_BYTES, RECORDED_REQUESTS
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.outputs.row_buffer import RecordedRows, RowBuffer
-from routed_experts.server.vllm_api import CompletionOutput, EngineCoreRequest, RequestOutput, RequestState, get_logger
+from routed_experts.server.vllm_api import (
+    CompletionOutput,
+    EngineCoreRequest,
+    RequestOutput,
+    RequestState,
+    SamplingParams,
+    get_logger,
+)
 
 logger = get_logger(__name__)
 
@@ -192,20 +199,20 @@ class Record:
 
     Attributes:
         created: Unix time, in seconds.
-        options: position of the first row, and whether rows have weights.
+        opt_in: the client's, or the recorder's own.
         num_running: number of choices that have not finished.
         nbytes: size of the rows so far.
-        finished: choices with tokens, their rows in a buffer, and their finish reasons.
+        finished: choices with tokens, and their rows in a buffer.
         prompt_token_ids: None if the prompt came as embeddings.
     """
 
     request_id: str
     created: int
-    options: RoutingOptions
+    opt_in: OptIn
     num_running: int
     is_dropped: bool = False
     nbytes: int = 0
-    finished: list[tuple[CompletionOutput, str]] = field(default_factory=list)
+    finished: list[CompletionOutput] = field(default_factory=list)
     model: str | None = None
     prompt_token_ids: list[int] | None = None
     prompt_len: int = 0
@@ -274,34 +281,38 @@ class Recorder:
         try:
             asked = OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG))
             if parent is None:
-                record, prompt_id = self._new(request, asked, 1), b""
+                record = self._new(request, params, asked, 1)
             else:  # all choices of a prompt, or none
-                name = "routed_experts_record"
-                if name not in vars(parent):
-                    setattr(parent, name, (self._new(request, asked, parent.n), os.urandom(16)))
-                record, prompt_id = getattr(parent, name)
+                if not hasattr(parent, "routed_experts_record"):
+                    parent.routed_experts_record = self._new(request, params, asked, parent.n)
+                record = parent.routed_experts_record
             if record is None:
                 return None
             if asked is None:
-                opt_in = OptIn(
-                    0, prompt_id or os.urandom(16), parent is not None, record.options.weights, best_effort=True
-                )
                 request.sampling_params = params = copy(params)  # other choices use the same object
-                params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: opt_in.encode()}
+                params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: record.opt_in.encode()}
             return RecordedChoice(self, record, client_asks=asked is not None)
         except Exception as error:  # noqa: BLE001 the response does not depend on it
             self.fail(None, error)
             return None
 
-    def _new(self, request: EngineCoreRequest, asked: OptIn | None, num_choices: int) -> Record | None:
+    def _new(
+        self, request: EngineCoreRequest, params: SamplingParams, asked: OptIn | None, num_choices: int
+    ) -> Record | None:
         if self._random.random() >= self._share:
             return None
         if request.resumable or self._is_full:
             RECORD_DROPPED.labels("streamed_input" if request.resumable else "full").inc()
             return None
-        weights = self._captured.info.weights and (asked is None or asked.weights)
-        options = RoutingOptions(prompt_start=0 if asked is None else asked.prompt_start, weights=weights)
-        return Record(request.external_req_id or request.request_id, int(time.time()), options, num_choices)
+        opt_in = asked or OptIn(
+            0,
+            os.urandom(16),
+            shared=num_choices > 1,
+            weights=self._captured.info.weights,
+            at_end=not params.stop,  # the engine does not know where a stop string ends a request
+            best_effort=True,
+        )
+        return Record(request.external_req_id or request.request_id, int(time.time()), opt_in, num_choices)
 
     def hold(self, record: Record, num_bytes: int) -> bool:
         """Whether so many more bytes of rows may be held for a running request."""
@@ -321,8 +332,10 @@ class Recorder:
             return
         token_ids = list(state.detokenizer.output_token_ids)
         if token_ids:
-            output = CompletionOutput(state.request_index, "", token_ids, None, None, routed_experts=rows)
-            record.finished.append((output, finish_reason))
+            output = CompletionOutput(
+                state.request_index, "", token_ids, None, None, routed_experts=rows, finish_reason=finish_reason
+            )
+            record.finished.append(output)
         if record.num_running:
             return
         record.model, record.prompt_token_ids = state.lora_name, state.prompt_token_ids
@@ -382,12 +395,11 @@ class Recorder:
                     logger.info("Files of recorded routing were moved away: recording goes on.")
                     self._is_full = False
             try:
-                self._files.tidy() if is_open else self._files.complete()
+                self._files.tidy() if is_open and not self._is_full else self._files.complete()
             except OSError as error:
                 self._log(error)
 
     def _write(self, record: Record) -> None:
-        nbytes = record.nbytes
         try:
             num_bytes = self._files.write(self._line(record))
             self._has_failed = False
@@ -395,34 +407,27 @@ class Recorder:
             RECORDED_BYTES.inc(num_bytes)
         except FullError:
             RECORD_DROPPED.labels("full").inc()
-            self._fill()
+            if not self._is_full:
+                logger.warning(
+                    "Recorded routing has reached --routed-experts-record-bytes: nothing more is recorded until files "
+                    "that this server has written are moved away."
+                )
+            self._is_full = True
         except Exception as error:  # noqa: BLE001 the next request may succeed
             RECORD_DROPPED.labels("failed").inc()
             self._log(error)
         finally:
             record.finished.clear()
-            self._taken_bytes += nbytes
-
-    def _fill(self) -> None:
-        if not self._is_full:
-            logger.warning(
-                "Recorded routing has reached --routed-experts-record-bytes: nothing more is recorded until files that "
-                "this server has written are moved away."
-            )
-        self._is_full = True
-        try:
-            self._files.complete()
-        except OSError as error:
-            self._log(error)
+            self._taken_bytes += record.nbytes
 
     def _line(self, record: Record) -> Iterator[bytes]:
         """A response as `server.cli.saved` reads it, in parts."""
-        captured, options = self._captured, record.options
-        finished = sorted(record.finished, key=lambda each: each[0].index)
+        captured = self._captured
+        options = RoutingOptions(prompt_start=record.opt_in.prompt_start, weights=record.opt_in.weights)
+        finished = sorted(record.finished, key=lambda each: each.index)
         prompt = record.prompt_token_ids or [0] * record.prompt_len
         rows = CollectedRows(options, captured.row_shape(options.weights))
-        outputs = [output for output, _ in finished]
-        rows.collect(RequestOutput(record.request_id, None, prompt, None, outputs, finished=True))
+        rows.collect(RequestOutput(record.request_id, None, prompt, None, finished, finished=True))
         encoders = self._encoder(rows).by_name()
         head: dict[str, Any] = {"id": record.request_id, "object": "text_completion", "created": record.created}
         head |= {"model": record.model or captured.info.model, "routed_experts_info": self._info}
@@ -433,8 +438,8 @@ class Recorder:
             yield f',"prompt_{name}":'.encode()
             yield from encoder.parts(rows.prompts[0], options.prompt_start, packed=False)
         lead = b',"choices":['
-        for (output, finish_reason), (first, arrays) in zip(finished, rows.choices, strict=True):
-            choice: dict[str, Any] = {"index": output.index, "finish_reason": finish_reason}
+        for output, (first, arrays) in zip(finished, rows.choices, strict=True):
+            choice: dict[str, Any] = {"index": output.index, "finish_reason": output.finish_reason}
             if self._keeps_tokens:
                 choice["token_ids"] = output.token_ids
             yield lead + msgspec.json.encode(choice)[:-1]

@@ -30,7 +30,7 @@ SAMPLED = {"temperature": 1.0}
 FLAGS = ("--max-num-batched-tokens", "64", "--enable-scale-out")
 PROMPT = prompt_of(40, 1)
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 9}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 80}),
     (COMPLETIONS, {"prompt": [prompt_of(3, 3), prompt_of(70, 4)], "max_tokens": 4, "n": 2, **SAMPLED}),
     (CHAT, {**MESSAGES, "max_tokens": 12, "n": 3, **SAMPLED}),
     (GENERATE, {"token_ids": prompt_of(17, 2), "sampling_params": {"max_tokens": 5}}),

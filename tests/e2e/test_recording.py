@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from routed_experts.server.cli.saved import ModelInfo, opened, read
-from tests.e2e.harness import Oracle, prompt_of, run_program, serving
+from tests.e2e.harness import SMALL_KV, Oracle, prompt_of, run_program, serving
 
 
 def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
@@ -15,7 +15,9 @@ def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) 
     (block,) = [block for block in documented if "--routed-experts-record" in block]
     stats = shlex.split(block.splitlines()[1])[1]
     flags = [str(folder) if flag == "FOLDER" else flag for flag in shlex.split(block.splitlines()[0])[3:]]
-    with serving(tiny_model, tmp_path / "log", "--enforce-eager", "--api-server-count", "2", *flags) as server:
+    with serving(
+        tiny_model, tmp_path / "log", *SMALL_KV, "--max-model-len", "512", "--api-server-count", "2", *flags
+    ) as server:
         for index in range(12):
             server.complete(prompt=prompt_of(20, index), max_tokens=4)
     files = sorted(map(str, folder.iterdir()))
