@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -142,7 +143,7 @@ class RecordFiles:
     def _open(self) -> FileIO:
         name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
         path = self._folder / name
-        file = FileIO(path, "x")
+        file = FileIO(path, "x", opener=partial(os.open, mode=0o600))  # they tell texts, whatever the folder allows
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # a file system without locks
