@@ -211,7 +211,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_share,
         default=1.0,
         metavar="SHARE",
-        help="share of the prompts to record, from 0 to 1 (default: 1), drawn for each",
+        help="share of the prompts to record, above 0 and at most 1 (default: 1), drawn for each",
     )
     group.add_argument(
         f"{RECORD_FLAG}-bytes",
