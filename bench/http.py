@@ -107,7 +107,7 @@ class Line:
 def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     """The lines that take turns: first this project's, then vLLM's own (which does not stream) beside another off."""
     servers = {"off": ("off", "none"), "captured": ("ours", "none"), "returned": ("ours", "split")}
-    servers |= {"at_end": ("ours", "at_end"), "reference": ("ours", "reference")}
+    servers |= {"at_end": ("ours", "at_end"), "reference": ("ours", "reference"), "recorded": ("recorded", "none")}
     ours = [
         Line(variant, *servers[variant], mode == "streamed", "off")
         for mode in modes
@@ -373,7 +373,7 @@ def parse() -> argparse.Namespace:
     args.until = time.monotonic() + args.stop_after
     args.clients = args.clients or (4 if args.device == "cuda" else 2)
     args.kv_cache_bytes = args.kv_cache_bytes or (9771050598 if args.device == "cuda" else 512 << 20)
-    variants = ["off", "captured", "returned", "at_end", "reference", "vllm"]
+    variants = ["off", "captured", "returned", "at_end", "reference", "recorded", "vllm"]
     for name, known in (("variants", variants), ("modes", ["streamed", "unstreamed"])):
         if set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: choose from {known}")

@@ -94,7 +94,8 @@ def start(
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
-    `ours` captures, `off` does not, `plain` is vLLM's own command and `vllm` that with vLLM's own capture.
+    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does neither; `plain` is vLLM's
+    own command and `vllm` that with vLLM's own capture.
 
     Args:
         gpu: the only one that it sees; None leaves the choice to the environment.
@@ -106,6 +107,8 @@ def start(
     command = [sys.executable, "-m", "routed_experts.server.cli", "serve", str(model)]
     if variant == "off":
         flags = [*flags, "--no-enable-return-routed-experts"]
+    elif variant == "recorded":
+        flags = [*flags, "--routed-experts-record", str(log.with_suffix(".files"))]
     elif variant in ("plain", "vllm"):
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

@@ -43,6 +43,7 @@ class OptIn:
         shared: whether the prompt has several requests.
         weights: whether rows are to have weights, where the engine captures them.
         at_end: whether generated rows may come in groups, as nobody needs them before the request ends.
+        best_effort: whether rows that are not there may stay unknown. Then nothing is computed again for them.
     """
 
     prompt_start: int
@@ -50,12 +51,14 @@ class OptIn:
     shared: bool
     weights: bool = False
     at_end: bool = False
+    best_effort: bool = False
 
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
 
     def encode(self) -> bytes:
         """As bytes, because `extra_args` is a client's to fill at some endpoints, and JSON cannot say bytes."""
-        return self._FORM.pack(self.prompt_start, self.prompt_id, self.shared | self.weights << 1 | self.at_end << 2)
+        flags = self.shared | self.weights << 1 | self.at_end << 2 | self.best_effort << 3
+        return self._FORM.pack(self.prompt_start, self.prompt_id, flags)
 
     @classmethod
     def decode(cls, value: object) -> "OptIn | None":
@@ -63,7 +66,7 @@ class OptIn:
         if not isinstance(value, bytes) or len(value) != cls._FORM.size:
             return None
         prompt_start, prompt_id, flags = cls._FORM.unpack(value)
-        return cls(prompt_start, prompt_id, shared=bool(flags & 1), weights=bool(flags & 2), at_end=bool(flags & 4))
+        return cls(prompt_start, prompt_id, bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
 
 
 _PROMPT_OF = "routed-experts-prompt-of-"

@@ -341,7 +341,7 @@ class SchedulerConnector(ConnectorSlot):
             rows, until = handed
             has_weights = handoff.has_weights(given[handoff.PARAM])
             opt_in = opt_in_of(request)
-            if self._has_weights and not has_weights and opt_in is not None and opt_in.weights:
+            if self._has_weights and not has_weights and opt_in and opt_in.weights and not opt_in.best_effort:
                 _set_transfer_params(request, None)  # so that it computes the prompt, and its weights
                 return
             if has_weights and not self._has_weights:
@@ -365,7 +365,7 @@ class SchedulerConnector(ConnectorSlot):
         if self._handed.add(request, rows, source, until, is_first):
             return
         logger.info("Request %r: its KV may have been freed, or pulled by another request.", request.request_id)
-        if opt_in is not None:
+        if opt_in is not None and not opt_in.best_effort:
             _set_transfer_params(request, None)
 
     def fail_late_pulls(self, output: KVConnectorOutput) -> None:

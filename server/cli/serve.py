@@ -35,6 +35,7 @@ from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
+from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.outputs.array_store import (
     DEFAULT_LIFETIME_S,
@@ -50,6 +51,8 @@ logger = get_logger(__name__)
 TINY_MODEL_NAME = "tiny-moe"
 _LONGEST_S = 1e9
 _TINY_KV_CACHE_BYTES = 64 << 20
+RECORD_FLAG = "--routed-experts-record"
+_RECORD_BYTES = 10 << 30
 SHUTDOWN_TIMEOUT_S = 25
 """vLLM's default is 0, which cuts off running requests. Kubernetes gives a pod 30 s to stop."""
 
@@ -87,8 +90,13 @@ def main(argv: list[str]) -> int:
     allow_plugin()
     if capture:
         fill_in(args)
-    elif args.enable_return_routed_expert_weights:
-        raise CommandError(f"{WEIGHTS_FLAG} needs the capture: remove --no-enable-return-routed-experts.")
+    else:
+        for flag, is_given in (
+            (WEIGHTS_FLAG, args.enable_return_routed_expert_weights),
+            (RECORD_FLAG, args.routed_experts_record),
+        ):
+            if is_given:
+                raise CommandError(f"{flag} needs the capture: remove --no-enable-return-routed-experts.")
     check(args, capture)
     with store_of(args) if capture and not args.headless else nullcontext():
         run(args)
@@ -190,6 +198,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="name the files in references, for clients on the same machine",
     )
     group.add_argument(
+        RECORD_FLAG,
+        type=Path,
+        metavar="FOLDER",
+        help="record the routing of what clients ask, whether or not they ask for routing, in FOLDER/*.jsonl, which "
+        "export, stats and view read; the files contain the token ids of prompts and answers",
+    )
+    group.add_argument(
+        f"{RECORD_FLAG}-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether recorded files contain token ids; expert ids alone still tell something about a text",
+    )
+    group.add_argument(
+        f"{RECORD_FLAG}-share",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="share of the prompts to record, above 0 and at most 1 (default: 1), drawn for each",
+    )
+    group.add_argument(
+        f"{RECORD_FLAG}-bytes",
+        type=_positive,
+        default=_RECORD_BYTES,
+        metavar="BYTES",
+        help="maximum bytes of all files in FOLDER, with those found at start (default: 10 GiB); then recording stops",
+    )
+    group.add_argument(
         WEIGHTS_FLAG,
         action="store_true",
         help="capture the routers' weights beside the ids, for requests with return_routed_expert_weights; takes three "
@@ -224,6 +259,16 @@ def _positive_seconds(text: str) -> float:
     if not 0 < seconds < _LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return seconds
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share: choose a number above 0, at most 1")
+    return share
 
 
 def take_capture_flag(args: argparse.Namespace) -> bool:
@@ -293,7 +338,8 @@ def fill_in(args: argparse.Namespace) -> None:
     """Names our scheduler and worker in vLLM's arguments.
 
     Raises:
-        CommandError: the capture cannot be mixed into the given classes, or the device is not supported.
+        CommandError: the capture cannot be mixed into the given classes, or the device is not supported; or the folder
+            for recorded routing cannot be written.
     """
     try:
         args.worker_cls = worker_name(args.worker_cls)
@@ -306,6 +352,18 @@ def fill_in(args: argparse.Namespace) -> None:
         raise CommandError(f"--routed-experts-default: {WEIGHTS} needs {WEIGHTS_FLAG}.")
     if args.routed_experts_on_load is not None:
         _set_everywhere(ON_LOAD_VARIABLE, args.routed_experts_on_load)
+    if args.routed_experts_record is not None:
+        try:
+            prepare(args.routed_experts_record)
+        except OSError as error:
+            raise CommandError(
+                f"{RECORD_FLAG}: {args.routed_experts_record} cannot be written: {error.strerror}."
+            ) from error
+    elif not args.routed_experts_record_tokens or (
+        args.routed_experts_record_share,
+        args.routed_experts_record_bytes,
+    ) != (1.0, _RECORD_BYTES):
+        raise CommandError(f"The flags that begin with {RECORD_FLAG} need {RECORD_FLAG} FOLDER.")
 
 
 def check(args: argparse.Namespace, capture: bool = True) -> None:

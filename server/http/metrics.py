@@ -52,6 +52,10 @@ EXPERT_LOAD = Gauge(
     multiprocess_mode="mostrecent",
 )
 
+RECORDED_REQUESTS = Counter("routed_experts_recorded_requests", "Prompts whose routing was written to a file.")
+RECORDED_BYTES = Counter("routed_experts_recorded_bytes", "Bytes of the files with recorded routing.")
+RECORD_DROPPED = Counter("routed_experts_record_dropped", "Prompts that were to be recorded and are not.", ["reason"])
+
 BUILD_INFO.labels(VERSION, VLLM_VERSION).set(1)
 for _reason in (_NOT_CAPTURED, _NOT_ARRIVED):
     ROWS_MISSING.labels(_reason)  # exported as 0 from the start

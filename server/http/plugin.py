@@ -20,6 +20,7 @@ from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import watch_buffers
+from routed_experts.server.http.recording import start_recording
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.http.selftest import probe
 from routed_experts.server.http.serving import (
@@ -91,6 +92,8 @@ class RoutedExpertsPlugin:
         rebind_classes(state, captured, max_bytes, store, getattr(args, "routed_experts_store_paths", False))
         if store is not None:
             state.store_sweep = asyncio.create_task(sweep_forever(store))
+        if captured is not None and getattr(args, "routed_experts_record", None) is not None:
+            start_recording(captured, args)  # before the drain, which is to come first at the end
         if isinstance(engine_client, AsyncLLM):
             state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))

@@ -220,6 +220,12 @@ class RoutedServing:
             return None
         return ReferenceMaker(self.store, request.rows_address, self.tells_paths)
 
+    async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
+        if self.captured is not None and self.captured.buffers.recorder is not None:
+            self.captured.buffers.recorder.leave_out("beam_search")
+        async for output in super().beam_search(*args, **kwargs):  # type: ignore[misc]
+            yield output
+
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
         """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
         num_bytes = self.encoder(options).text_bytes(num_rows)

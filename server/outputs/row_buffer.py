@@ -188,24 +188,50 @@ class RowBuffer:
         return taken
 
 
+class RecordedRows(RowBuffer):
+    """The rows of one choice for the server's own record; see `http.recording`.
+
+    Attributes:
+        client_asks: whether the client asked for rows too, which then also go into a buffer for the response.
+    """
+
+    client_asks = False
+
+    def finish(self, state: RequestState, finish_reason: str) -> None:
+        """Called once, when the choice has its last token or is aborted. Does not raise."""
+        raise NotImplementedError
+
+
 class BufferedRequestState(RequestState):
     """vLLM's state of a request, with a row buffer that it puts on each output.
 
     vLLM would collect rows until the request finishes, and lose rows when it merges outputs for a slow reader. Can go
     when vLLM streams routed experts.
+
+    Attributes:
+        buffer: for the response; None if the client did not ask for rows.
+        record: for the server's record; None if the request is not recorded.
+        buffers: those of the two that there are.
     """
 
-    buffer: RowBuffer
+    buffer: RowBuffer | None
+    record: RecordedRows | None
+    buffers: tuple[RowBuffer, ...]
 
     @classmethod
-    def give(cls, state: RequestState, buffer: RowBuffer) -> None:
-        """Gives `state` a buffer by changing its class, because vLLM creates the state itself."""
+    def give(cls, state: RequestState, buffer: RowBuffer | None, record: RecordedRows | None = None) -> None:
+        """Gives `state` buffers by changing its class, because vLLM creates the state itself."""
         state.__class__ = cls
-        state.buffer = buffer
+        state.buffer, state.record = buffer, record
+        state.buffers = tuple(each for each in (buffer, record) if each is not None)
 
     def _new_completion_output(self, *args: Any) -> CompletionOutput:
         output = _new_completion_output(self, *args)
-        output.routed_experts = self.buffer
+        if self.buffer is not None:
+            output.routed_experts = self.buffer
+        if self.record is not None and output.finish_reason is not None:
+            record, self.record = self.record, None
+            record.finish(self, output.finish_reason)
         return output
 
 
@@ -221,17 +247,29 @@ class AllRequests(Protocol):
         """Replaces the buffers on `outputs` by arrays."""
 
 
+class Recorder(Protocol):
+    """Records what clients ask; see `http.recording.Recorder`."""
+
+    def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedRows | None:
+        """Opts in a request that is to be recorded, before it goes to the engine. Does not raise."""
+
+    def leave_out(self, reason: str) -> None:
+        """Records nothing of what the current task asks from now on."""
+
+
 class RowBuffers:
     """Takes rows and counters off the engine's outputs.
 
     Attributes:
         on_stats: receives the counters.
         every_request: None if requests opt in one by one.
+        recorder: None if the server keeps no record.
     """
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.every_request: AllRequests | None = None
+        self.recorder: Recorder | None = None
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
@@ -264,7 +302,14 @@ class RowBuffers:
     ) -> None:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the engine."""
         put_rows(request, request_index)
+        states, record = self._processor.request_states, None
+        if self.recorder is not None and request.request_id not in states:  # else more of a prompt that is streamed in
+            record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
+        if record is not None:
+            state = states[request.request_id]
+            buffer = RowBuffer(state.external_req_id) if record.client_asks else None
+            BufferedRequestState.give(state, buffer, record)
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
@@ -277,7 +322,8 @@ class RowBuffers:
         states = self._processor.request_states
         for output, start, rows in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
             if (state := states.get(output.request_id)) is not None:
-                _buffer_of(state).push(start, rows)
+                for buffer in _buffers_of(state):
+                    buffer.push(start, rows)
             elif (sender := request_of_prompt(output.request_id)) is not None:
                 self._take_prompt(sender, start, rows)
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
@@ -297,18 +343,19 @@ class RowBuffers:
         parent = state.parent_req if state is not None else parents.get(_parent_of(sender))
         for each in (sender,) if parent is None else parent.child_requests:
             if (state := states.get(each)) is not None:
-                _buffer_of(state).push_prompt(sender, each == sender, start, rows)
+                for buffer in _buffers_of(state):
+                    buffer.push_prompt(sender, each == sender, start, rows)
 
 
 def _has_begun(state: RequestState) -> bool:
-    return type(state) is BufferedRequestState and state.buffer.end >= 0
+    return type(state) is BufferedRequestState and any(buffer.end >= 0 for buffer in state.buffers)
 
 
-def _buffer_of(state: RequestState) -> RowBuffer:
+def _buffers_of(state: RequestState) -> tuple[RowBuffer, ...]:
     if type(state) is not BufferedRequestState:
         BufferedRequestState.give(state, RowBuffer(state.external_req_id))
-    buffer: RowBuffer = state.buffer
-    return buffer
+    buffers: tuple[RowBuffer, ...] = state.buffers
+    return buffers
 
 
 def own(rows: Rows) -> Rows:

@@ -149,7 +149,7 @@ def test_the_host_cache_keeps_them_with_the_ids() -> None:
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_opt_in_says_whether_weights_are_asked_for(weights: bool, shared: bool) -> None:
-    asked = OptIn(7, bytes(range(16)), shared, weights)
+    asked = OptIn(7, bytes(range(16)), shared, weights, best_effort=not shared)
     assert OptIn.decode(asked.encode()) == asked
     assert OptIn(7, bytes(16), shared=True).encode() == bytes([7, *bytes(23), 1])  # as before there were weights
 

@@ -14,8 +14,8 @@ DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana.json").read_text(en
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
 
 
-def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model: Path) -> None:
-    with serving(tiny_model) as server:
+def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, "--routed-experts-record", str(tmp_path)) as server:
         server.complete(prompt="Hello", max_tokens=3, return_routed_experts=True)
         text = httpx.get(f"{server.url}/metrics", timeout=60).text
     labels: dict[str, set[str]] = {}  # of each metric

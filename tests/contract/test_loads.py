@@ -125,6 +125,15 @@ def test_rows_that_are_not_asked_for_may_be_loaded(warm: Warm) -> None:
     client.finish()
 
 
+def test_for_the_servers_own_record_nothing_is_computed_again(warm: Warm) -> None:
+    client, kept = warm
+    assert client.answer("recorded", PROMPT, best_effort=True).missing == LOADED
+    assert kept.num_loaded == 1
+    assert client.answer("hits", PROMPT, best_effort=True).missing == LOADED
+    assert client.answer("asks", PROMPT).missing == []
+    client.finish(missing=2 * len(LOADED))
+
+
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
 def test_what_is_loaded_is_missing(warm: Warm) -> None:
     client, kept = warm

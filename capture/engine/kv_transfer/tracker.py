@@ -176,15 +176,20 @@ class ExternalKVTracker:
         return self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
 
     def _needs_rows(self, request: Request) -> bool:
-        return self._recompute and request.request_id in self._tracked
+        return self._recompute and self._asks(request.request_id) is not None
 
     def _needs_rows_before(self, request_id: str, position: int) -> bool:
-        state = self._tracked.get(request_id) if self._recompute else None
+        state = self._asks(request_id) if self._recompute else None
         return state is not None and state.next_row < position
 
     def _needs_weights(self, request_id: str) -> bool:
-        state = self._tracked.get(request_id) if self._has_weights else None
+        state = self._asks(request_id) if self._has_weights else None
         return state is not None and state.opt_in.weights
+
+    def _asks(self, request_id: str) -> RequestRows | None:
+        """The state of a request whose rows are worth computing again."""
+        state = self._tracked.get(request_id)
+        return None if state is None or state.opt_in.best_effort else state
 
     def _first_needed(self, request: Request) -> int:
         """Position of the first row that the request has not been sent."""
@@ -232,7 +237,7 @@ class ExternalKVTracker:
         group = transferred.index(self._kv_group) if self._kv_group in transferred else None
         if groups and group is not None and len(groups[group]) * self._block_size < end:
             return False
-        return request.request_id not in self._tracked or not self.handed.is_lost(request.request_id)
+        return self._asks(request.request_id) is None or not self.handed.is_lost(request.request_id)
 
     def _kind(self, request: Request) -> Kind:
         """Kind of the connector from which the request's KV would come."""

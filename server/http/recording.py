@@ -1,0 +1,492 @@
+"""Records the routing of what clients ask, beside the responses and without the clients' help.
+
+A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go to the record alone.
+One that asks is recorded with the rows that it asks for. One thread writes what has finished.
+"""
+
+import fcntl
+import mmap
+import os
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from io import FileIO
+from itertools import count
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from random import Random
+from threading import Thread
+from typing import Any
+
+import msgspec
+
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.protocol.codec import resolve_dtype
+from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.http.encoding import Encoder, LostRowsError
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.metrics import RECORD_DROPPED, RECORDED_BYTES, RECORDED_REQUESTS
+from routed_experts.server.http.response import CollectedRows
+from routed_experts.server.outputs.row_buffer import RecordedRows, RowBuffer
+from routed_experts.server.vllm_api import (
+    CompletionOutput,
+    EngineCoreRequest,
+    RequestOutput,
+    RequestState,
+    SamplingParams,
+    get_logger,
+)
+
+logger = get_logger(__name__)
+
+FILE_BYTES = 64 << 20
+"""A file that has reached this size is complete."""
+FILE_S = 300.0
+"""So is one that was begun so many seconds ago."""
+PART = ".part"
+"""Suffix of a file's name until the file is complete."""
+
+_RUNNING_BYTES = 512 << 20
+"""Limit of the rows that are held for running requests."""
+_QUEUE_BYTES = 128 << 20
+"""Limit of the rows that wait to be written; a single larger request may wait alone."""
+_WRITE_BYTES = 1 << 20
+_IDLE_S = 5.0
+_CLOSE_S = 5.0
+"""How long a server that stops waits for what is not written yet."""
+
+REASONS = ("full", "queue", "memory", "failed", "no_rows", "streamed_input", "beam_search")
+"""Why a request is not recorded; `docs/metrics.md` explains each."""
+
+_LEFT_OUT: ContextVar[bool] = ContextVar("routed_experts_left_out", default=False)
+
+
+class FullError(Exception):
+    """The files of this process have their maximum size."""
+
+
+def prepare(folder: Path) -> None:
+    """Makes the folder, and completes the files of processes that were killed, less a line that was cut off.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    for path in folder.glob(f"*{PART}"):
+        with path.open("r+b") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # another server writes it
+                continue
+            size = os.fstat(file.fileno()).st_size
+            if size:
+                with mmap.mmap(file.fileno(), 0) as content:
+                    size = content.rfind(b"\n") + 1
+                file.truncate(size)
+            _complete(path, size)
+
+
+def _complete(path: Path, size: int) -> None:
+    """Takes the suffix off a file's name, or removes an empty file."""
+    if size:
+        path.rename(path.with_suffix(""))
+    else:
+        path.unlink()
+
+
+class RecordFiles:
+    """The files that one process writes in a folder.
+
+    Args:
+        room: maximum bytes of all of them. Files that were moved away do not count.
+    """
+
+    def __init__(self, folder: Path, room: int) -> None:
+        self._folder = folder
+        self._room = room
+        self._numbers = count()
+        self._file: FileIO | None = None
+        self._path = folder
+        self._begun = 0.0
+        self._sizes: dict[Path, int] = {}  # of complete files
+
+    def write(self, parts: Iterable[bytes]) -> int:
+        """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it stays in the file.
+
+        Raises:
+            FullError: there is no room.
+            OSError: the disk is full or fails.
+        """
+        file = self._file or self._open()
+        begin = end = file.tell()
+        limit = self._room - sum(self._sizes.values())
+        try:
+            for block in _blocks(parts):
+                end += len(block)
+                if end > limit:
+                    raise FullError
+                left = memoryview(block)
+                while left:
+                    left = left[file.write(left) :]
+        except BaseException:
+            self._undo(file, begin)
+            raise
+        return end - begin
+
+    def _open(self) -> FileIO:
+        name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
+        path = self._folder / name
+        file = FileIO(path, "x", opener=partial(os.open, mode=0o600))  # they tell texts, whatever the folder allows
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # a file system without locks
+            logger.debug("%s cannot be locked.", path)
+        self._file, self._path, self._begun = file, path, time.monotonic()
+        return file
+
+    def _undo(self, file: FileIO, begin: int) -> None:
+        try:
+            file.truncate(begin)
+            file.seek(begin)
+        except OSError:  # the file keeps its suffix, and half a line
+            self._sizes[self._path] = file.tell()
+            self._file = None
+            file.close()
+
+    def tidy(self) -> None:
+        """Completes a file that is large or old. Raises OSError."""
+        if self._file is not None and (self._file.tell() >= FILE_BYTES or time.monotonic() - self._begun >= FILE_S):
+            self.complete()
+
+    def complete(self) -> None:
+        """Completes the open file. Raises OSError."""
+        if self._file is None:
+            return
+        file, self._file = self._file, None
+        size = file.tell()
+        file.close()
+        _complete(self._path, size)
+        if size:
+            self._sizes[self._path.with_suffix("")] = size
+
+    def have_gone(self) -> bool:
+        """Whether complete files were moved away or deleted since the last call."""
+        before = len(self._sizes)
+        self._sizes = {path: size for path, size in self._sizes.items() if path.exists()}
+        return len(self._sizes) < before
+
+
+def _blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """`parts` in blocks, of which each but the last has `_WRITE_BYTES` or more."""
+    block = bytearray()
+    for part in parts:
+        block += part
+        if len(block) >= _WRITE_BYTES:
+            yield bytes(block)
+            block.clear()
+    yield bytes(block)
+
+
+@dataclass(eq=False)
+class Record:
+    """What is recorded of a prompt.
+
+    Attributes:
+        created: Unix time, in seconds.
+        opt_in: the client's, or the recorder's own.
+        num_running: number of choices that have not finished.
+        nbytes: size of the rows so far.
+        finished: choices with tokens, and their rows in a buffer.
+        prompt_token_ids: None if the prompt came as embeddings.
+    """
+
+    request_id: str
+    created: int
+    opt_in: OptIn
+    num_running: int
+    is_dropped: bool = False
+    nbytes: int = 0
+    finished: list[CompletionOutput] = field(default_factory=list)
+    model: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_len: int = 0
+
+
+class RecordedChoice(RecordedRows):
+    """The rows of one choice of a record."""
+
+    def __init__(self, recorder: "Recorder", record: Record, client_asks: bool) -> None:
+        super().__init__(record.request_id)
+        self.client_asks = client_asks
+        self._recorder = recorder
+        self._record = record
+
+    def push(self, start: int, rows: Any) -> None:
+        if self._recorder.hold(self._record, rows.nbytes):
+            super().push(start, rows)
+        elif self.end >= 0:
+            RowBuffer.__init__(self)  # frees the rows before
+
+    def finish(self, state: RequestState, finish_reason: str) -> None:
+        try:
+            self._recorder.finish(self._record, self, state, finish_reason)
+        except Exception as error:  # noqa: BLE001 the response does not depend on it
+            self._recorder.fail(self._record, error)
+
+
+class Recorder:
+    """Decides which requests are recorded, and has their routing written.
+
+    All methods but those of the thread run in the event loop.
+
+    Args:
+        share: share of the prompts that are recorded, drawn for each.
+        keeps_tokens: whether to write token ids.
+    """
+
+    def __init__(self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool) -> None:
+        self._captured = captured
+        self._info = captured.info.model_dump()
+        self._files = files
+        self._share = share
+        self._keeps_tokens = keeps_tokens
+        self._random = Random()
+        self._is_full = self._is_closed = self._has_failed = False
+        self._running_bytes = self._put_bytes = self._taken_bytes = 0
+        self._queue: SimpleQueue[Record | None] = SimpleQueue()
+        for reason in REASONS:
+            RECORD_DROPPED.labels(reason)  # exported as 0 from the start
+        self._thread = Thread(target=self._write_all, name="routed-experts-record", daemon=True)
+        self._thread.start()
+
+    # ---- requests ----
+
+    def leave_out(self, reason: str) -> None:
+        """Records nothing of what the current task asks from now on, and counts that once."""
+        _LEFT_OUT.set(True)
+        if self._random.random() < self._share:
+            RECORD_DROPPED.labels(reason).inc()
+
+    def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedChoice | None:
+        """Opts in a request (one for each choice) that is to be recorded; None if it is not."""
+        params = request.sampling_params
+        if params is None or self._is_closed or _LEFT_OUT.get():
+            return None
+        try:
+            asked = OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG))
+            if parent is None:
+                record = self._new(request, params, asked, 1)
+            else:  # all choices of a prompt, or none
+                if not hasattr(parent, "routed_experts_record"):
+                    parent.routed_experts_record = self._new(request, params, asked, parent.n)
+                record = parent.routed_experts_record
+            if record is None:
+                return None
+            if asked is None:
+                request.sampling_params = params = copy(params)  # other choices use the same object
+                params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: record.opt_in.encode()}
+            return RecordedChoice(self, record, client_asks=asked is not None)
+        except Exception as error:  # noqa: BLE001 the response does not depend on it
+            self.fail(None, error)
+            return None
+
+    def _new(
+        self, request: EngineCoreRequest, params: SamplingParams, asked: OptIn | None, num_choices: int
+    ) -> Record | None:
+        if self._random.random() >= self._share:
+            return None
+        if request.resumable or self._is_full:
+            RECORD_DROPPED.labels("streamed_input" if request.resumable else "full").inc()
+            return None
+        opt_in = asked or OptIn(
+            0,
+            os.urandom(16),
+            shared=num_choices > 1,
+            weights=self._captured.info.weights,
+            at_end=not params.stop,  # the engine does not know where a stop string ends a request
+            best_effort=True,
+        )
+        return Record(request.external_req_id or request.request_id, int(time.time()), opt_in, num_choices)
+
+    def hold(self, record: Record, num_bytes: int) -> bool:
+        """Whether so many more bytes of rows may be held for a running request."""
+        if record.is_dropped:
+            return False
+        if self._running_bytes + num_bytes > _RUNNING_BYTES:
+            self._drop(record, "memory")
+            return False
+        record.nbytes += num_bytes
+        self._running_bytes += num_bytes
+        return True
+
+    def finish(self, record: Record, rows: RowBuffer, state: RequestState, finish_reason: str) -> None:
+        """Takes a choice that has ended; with the last one, the record goes into the queue."""
+        record.num_running -= 1
+        if record.is_dropped:
+            return
+        token_ids = list(state.detokenizer.output_token_ids)
+        if token_ids:
+            output = CompletionOutput(
+                state.request_index, "", token_ids, None, None, routed_experts=rows, finish_reason=finish_reason
+            )
+            record.finished.append(output)
+        if record.num_running:
+            return
+        record.model, record.prompt_token_ids = state.lora_name, state.prompt_token_ids
+        record.prompt_len = state.prompt_len
+        queued = self._put_bytes - self._taken_bytes
+        if not record.finished:  # aborted before the first token
+            self._drop(record, "no_rows")
+        elif self._is_closed or (queued and queued + record.nbytes > _QUEUE_BYTES):
+            self._drop(record, "queue")
+        else:
+            self._running_bytes -= record.nbytes
+            self._put_bytes += record.nbytes
+            self._queue.put(record)
+
+    def fail(self, record: Record | None, error: Exception) -> None:
+        """Counts what could not be recorded, and logs the first of several failures in a row."""
+        if record is not None and not record.is_dropped:
+            self._drop(record, "failed")
+        elif record is None:
+            RECORD_DROPPED.labels("failed").inc()
+        self._log(error)
+
+    def _drop(self, record: Record, reason: str) -> None:
+        RECORD_DROPPED.labels(reason).inc()
+        self._running_bytes -= record.nbytes
+        record.is_dropped, record.nbytes = True, 0
+        record.finished.clear()
+
+    def _log(self, error: Exception) -> None:
+        if not self._has_failed:
+            expected = isinstance(error, OSError)
+            logger.error("The routing of a request cannot be recorded: %s", error, exc_info=None if expected else error)
+        self._has_failed = True
+
+    def close(self) -> None:
+        """Writes what waits, and completes the file."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._queue.put(None)
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            logger.error("The routing of about %d requests was not recorded: the disk is slow.", self._queue.qsize())
+
+    # ---- the thread ----
+
+    def _write_all(self) -> None:
+        is_open = True
+        while is_open:
+            try:
+                record = self._queue.get(timeout=_IDLE_S)
+                is_open = record is not None
+                if record is not None:
+                    self._write(record)
+            except Empty:
+                if self._is_full and self._files.have_gone():
+                    logger.info("Files of recorded routing were moved away: recording goes on.")
+                    self._is_full = False
+            try:
+                self._files.tidy() if is_open and not self._is_full else self._files.complete()
+            except OSError as error:
+                self._log(error)
+
+    def _write(self, record: Record) -> None:
+        try:
+            num_bytes = self._files.write(self._line(record))
+            self._has_failed = False
+            RECORDED_REQUESTS.inc()
+            RECORDED_BYTES.inc(num_bytes)
+        except FullError:
+            RECORD_DROPPED.labels("full").inc()
+            if not self._is_full:
+                logger.warning(
+                    "Recorded routing has reached --routed-experts-record-bytes: nothing more is recorded until files "
+                    "that this server has written are moved away."
+                )
+            self._is_full = True
+        except Exception as error:  # noqa: BLE001 the next request may succeed
+            RECORD_DROPPED.labels("failed").inc()
+            self._log(error)
+        finally:
+            record.finished.clear()
+            self._taken_bytes += record.nbytes
+
+    def _line(self, record: Record) -> Iterator[bytes]:
+        """A response as `server.cli.saved` reads it, in parts."""
+        captured = self._captured
+        options = RoutingOptions(prompt_start=record.opt_in.prompt_start, weights=record.opt_in.weights)
+        finished = sorted(record.finished, key=lambda each: each.index)
+        prompt = record.prompt_token_ids or [0] * record.prompt_len
+        rows = CollectedRows(options, captured.row_shape(options.weights))
+        rows.collect(RequestOutput(record.request_id, None, prompt, None, finished, finished=True))
+        encoders = self._encoder(rows).by_name()
+        head: dict[str, Any] = {"id": record.request_id, "object": "text_completion", "created": record.created}
+        head |= {"model": record.model or captured.info.model, "routed_experts_info": self._info}
+        if self._keeps_tokens and record.prompt_token_ids is not None:
+            head["prompt_token_ids"] = record.prompt_token_ids
+        yield msgspec.json.encode(head)[:-1]
+        for name, encoder in encoders.items():
+            yield f',"prompt_{name}":'.encode()
+            yield from encoder.parts(rows.prompts[0], options.prompt_start, packed=False)
+        lead = b',"choices":['
+        for output, (first, arrays) in zip(finished, rows.choices, strict=True):
+            choice: dict[str, Any] = {"index": output.index, "finish_reason": output.finish_reason}
+            if self._keeps_tokens:
+                choice["token_ids"] = output.token_ids
+            yield lead + msgspec.json.encode(choice)[:-1]
+            for name, encoder in encoders.items():
+                yield f',"{name}":'.encode()
+                yield from encoder.parts(arrays, first, packed=False)
+            lead = b"},"
+        yield b"}]}\n"
+
+    def _encoder(self, rows: CollectedRows) -> Encoder:
+        """For the narrowest type that holds these rows."""
+        captured, weights = self._captured, rows.options.weights
+        about = captured.shape, captured.num_experts, None, weights
+        narrow = Encoder("object", resolve_dtype("auto", captured.num_experts), *about)
+        try:
+            for *_, arrays in rows.arrays():
+                narrow.check(arrays)
+        except LostRowsError:
+            return Encoder("object", "int16", *about)
+        return narrow
+
+
+def start_recording(captured: CapturedEngine, args: Namespace) -> Recorder:
+    """Starts to record what the engine is asked, until it is shut down."""
+    engine, folder = captured.engine, args.routed_experts_record
+    # Several API processes share the room in equal parts.
+    num_processes = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
+    found = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+    room = max(args.routed_experts_record_bytes - found, 0) // num_processes
+    recorder = Recorder(
+        captured, RecordFiles(folder, room), args.routed_experts_record_share, args.routed_experts_record_tokens
+    )
+    captured.buffers.recorder = recorder
+    shutdown = engine.shutdown
+
+    def close_and_shut_down(timeout: float | None = None) -> None:
+        recorder.close()
+        shutdown(timeout=timeout)
+
+    engine.shutdown = close_and_shut_down
+    what = "with the token ids of prompts and answers" if args.routed_experts_record_tokens else "without token ids"
+    logger.info(
+        "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more.",
+        100 * args.routed_experts_record_share,
+        folder,
+        what,
+        room * num_processes,
+    )
+    return recorder

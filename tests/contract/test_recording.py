@@ -1,0 +1,296 @@
+"""What a server records of requests, as the commands for saved responses read it, while clients notice nothing."""
+
+import json
+import re
+import resource
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from routed_experts.protocol.collect import Routing, collect
+from routed_experts.server.cli.console import CommandError
+from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.server.cli.serve import main
+from routed_experts.server.cli.stats import tally
+from routed_experts.server.cli.view import read_texts
+from routed_experts.server.http import recording
+from routed_experts.server.http.recording import PART, FullError, RecordFiles, prepare
+from tests.contract.engine import weights_for
+from tests.contract.served import LAYER_IDS, rows_of, serving
+from tests.e2e.harness import ASK, Server, prompt_of, wait_until
+
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+MESSAGES: dict[str, Any] = {"messages": [{"role": "user", "content": "Tell me something about experts."}]}
+SAMPLED = {"temperature": 1.0}
+FLAGS = ("--max-num-batched-tokens", "64", "--enable-scale-out")
+PROMPT = prompt_of(40, 1)
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 80}),
+    (COMPLETIONS, {"prompt": [prompt_of(3, 3), prompt_of(70, 4)], "max_tokens": 4, "n": 2, **SAMPLED}),
+    (CHAT, {**MESSAGES, "max_tokens": 12, "n": 3, **SAMPLED}),
+    (GENERATE, {"token_ids": prompt_of(17, 2), "sampling_params": {"max_tokens": 5}}),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 3}),
+    ("/v1/messages", {**MESSAGES, "max_tokens": 2}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 30, "stop": ["a", "b", "c", "d"]}),
+    (COMPLETIONS, {"prompt": PROMPT, "max_tokens": 5, "routed_experts_prompt_start": 16, **ASK}),
+    (CHAT, {**MESSAGES, "max_tokens": 5, **ASK}),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 3, "routed_experts_histogram": True}),
+]
+STREAMS = [(path, {**body, "stream": True}) for path, body in REQUESTS]
+NUM_PROMPTS = 2 * (len(REQUESTS) + 1)  # one has two
+
+
+def record(folder: Path, *more: str) -> tuple[str, ...]:
+    return "--routed-experts-record", str(folder), *more
+
+
+def send(server: Server, path: str, body: dict[str, Any]) -> str:
+    """The response's text, without what differs from one time to the next."""
+    with server.client() as client:
+        answer = client.post(path, json={"model": "tiny", "temperature": 0, **body}, headers={"X-Request-Id": "same"})
+    assert answer.status_code == 200, answer.text
+    text = re.sub(r'("(created|created_at|completed_at)": ?)[\d.]+', r"\g<1>0", answer.text)
+    if body.get("stream"):  # the choices' chunks come in any order
+        text = "\n".join(sorted(text.splitlines()))
+    return re.sub(r"\b(msg|rs|resp|chatcmpl)[-_][0-9a-f]{16,}\b|\b[0-9a-f]{32}\b", "ID", text)
+
+
+def files_in(folder: Path) -> list[str]:
+    assert not list(folder.glob(f"*{PART}"))
+    return sorted(map(str, folder.glob("*.jsonl")))
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for file in files_in(folder) for line in Path(file).read_text().splitlines()]
+
+
+def routings_in(folder: Path) -> list[list[Routing]]:
+    return [answer.routings() for answer in read(opened(files_in(folder)), ModelInfo())]
+
+
+def check(routing: Routing) -> None:
+    """Every row is the one of its tokens."""
+    tokens = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())]
+    assert np.array_equal(routing.rows, rows_of(tokens[:-1], routing.start))
+
+
+class Dropped:
+    """Counts what was dropped since it was made: this process has the metrics of other tests' servers too."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before = self._now()
+
+    def _now(self) -> dict[str, float]:
+        name = "routed_experts_record_dropped_total"
+        return {reason: self._server.metric(name, reason=reason) for reason in recording.REASONS}
+
+    def __call__(self) -> dict[str, float]:
+        now = self._now()
+        return {reason: now[reason] - count for reason, count in self._before.items() if now[reason] > count}
+
+
+def test_all_that_is_asked_is_recorded_and_no_answer_changes(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, *FLAGS) as server:
+        expected = [send(server, path, body) for path, body in REQUESTS + STREAMS]
+    with serving(tiny_model, *FLAGS, *record(tmp_path / "new" / "folder")) as server:
+        dropped, before = Dropped(server), server.metric("routed_experts_recorded_bytes_total")
+        got = [send(server, path, body) for path, body in REQUESTS + STREAMS]
+        name = "routed_experts_recorded_requests_total"
+        wait_until(lambda: server.metric(name) >= NUM_PROMPTS, "not all was recorded")
+        written = server.metric("routed_experts_recorded_bytes_total") - before
+        assert dropped() == {}
+    assert got == expected
+
+    found = routings_in(folder := tmp_path / "new" / "folder")
+    assert len(found) == NUM_PROMPTS
+    for routings in found:
+        for routing in routings:
+            check(routing)
+    assert sorted(map(len, found)) == sorted(2 * [1, 2, 2, 3, 1, 1, 1, 1, 1, 1, 1])
+    starts = [routing.start for (routing, *_) in found]
+    assert sorted(starts) == [0] * (NUM_PROMPTS - 2) + [16, 16]
+    for line in lines_of(folder):
+        assert line["routed_experts_info"]["layer_ids"] == LAYER_IDS
+        assert (line["object"], line["model"]) == ("text_completion", "tiny")
+    (file,) = files_in(folder)
+    assert Path(file).stat().st_size == written
+    assert [path.stat().st_mode & 0o777 for path in (folder, Path(file))] == [0o700, 0o600]
+    (told,) = collect(json.loads(expected[7]))  # who asks is told the same
+    assert [(one.rows == told.rows).all() for (one, *_) in found if one.start == 16] == [True, True]
+
+    counted = tally(files_in(folder), ModelInfo())
+    assert (counted.answers, counted.missing) == (NUM_PROMPTS, 0)
+    assert list(read_texts(files_in(folder), ModelInfo())) == files_in(folder)
+
+
+@contextmanager
+def recording_weights(model: Path, folder: Path, *more: str) -> Iterator[Server]:
+    with serving(model, "--enable-return-routed-expert-weights", *record(folder, *more)) as server:
+        yield server
+
+
+def test_weights_and_no_tokens(tiny_model: Path, tmp_path: Path) -> None:
+    """Who asks for ids alone is recorded with ids alone."""
+    with recording_weights(tiny_model, tmp_path, "--no-routed-experts-record-tokens") as server:
+        bodies: list[dict[str, Any]] = [{}, ASK, {**ASK, "return_routed_expert_weights": True}]
+        answers = [server.complete(prompt=PROMPT, max_tokens=6, **body) for body in bodies]
+    tokens = [*PROMPT, *answers[1]["choices"][0]["token_ids"][:-1]]
+    for line, routings, has_weights in zip(lines_of(tmp_path), routings_in(tmp_path), (True, False, True), strict=True):
+        assert "token_ids" not in json.dumps(line)
+        for routing in routings:
+            assert routing.rows.tolist() == rows_of(tokens).tolist()
+            assert (routing.weights is not None) == has_weights
+            if routing.weights is not None:
+                assert np.array_equal(routing.weights.view(np.int32), weights_for(routing.rows).view(np.int32))
+
+
+def test_shares_are_drawn_for_all_choices_of_a_prompt(tiny_model: Path, tmp_path: Path) -> None:
+    with serving(tiny_model, *record(tmp_path, "--routed-experts-record-share", "0.5")) as server:
+        for index in range(40):
+            server.complete(prompt=prompt_of(5, index), max_tokens=2, n=3, **SAMPLED)
+    found = routings_in(tmp_path)
+    assert 5 < len(found) < 35
+    assert {len(routings) for routings in found} == {3}
+
+
+def test_beam_search_is_counted_once_and_not_recorded(tiny_model: Path, tmp_path: Path) -> None:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "use_beam_search": True, "n": 2}
+    with serving(tiny_model, *record(tmp_path)) as server:
+        dropped = Dropped(server)
+        with server.client() as client:  # which fails behind that, as the arithmetic has no log-probabilities
+            client.post(COMPLETIONS, json=body)
+        assert dropped() == {"beam_search": 1}
+    assert not files_in(tmp_path)
+
+
+class SlowFiles(RecordFiles):
+    """A disk that stands still until it is told to go on."""
+
+    goes_on = threading.Event()
+
+    def write(self, parts: Iterable[bytes]) -> int:
+        assert self.goes_on.wait(60)
+        return super().write(parts)
+
+
+@pytest.mark.parametrize(("limit", "reason"), [("_QUEUE_BYTES", "queue"), ("_RUNNING_BYTES", "memory")])
+def test_a_slow_disk_drops_and_slows_nobody(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, reason: str
+) -> None:
+    SlowFiles.goes_on.clear()
+    monkeypatch.setattr(recording, "RecordFiles", SlowFiles)
+    monkeypatch.setattr(recording, limit, rows_of(PROMPT).nbytes + 100)
+    with serving(tiny_model, *record(tmp_path)) as server:
+        dropped = Dropped(server)
+        for _ in range(4):
+            (choice,) = server.complete(prompt=PROMPT, max_tokens=5, **ASK)["choices"]
+            assert len(choice["token_ids"]) == 5  # while nothing is written
+        num_dropped = {"queue": 3, "memory": 4}[reason]
+        assert dropped() == {reason: num_dropped}
+        SlowFiles.goes_on.set()
+    assert len(lines_of(tmp_path)) == 4 - num_dropped
+
+
+def test_the_bound_and_files_that_are_moved_away(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is there counts, and stays."""
+    monkeypatch.setattr(recording, "_IDLE_S", 0.05)
+    (old := tmp_path / "old.jsonl").write_text("x" * 5000)
+    bound = 400_000
+    with serving(tiny_model, *record(tmp_path, "--routed-experts-record-bytes", str(bound))) as server:
+        dropped = Dropped(server)
+        for _ in range(12):
+            server.complete(prompt=PROMPT, max_tokens=5)
+        wait_until(lambda: dropped().get("full", 0) > 4, "nothing was full")
+        assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= bound
+        assert old.read_text() == "x" * 5000
+        (file,) = set(files_in(tmp_path)) - {str(old)}
+        count = len(Path(file).read_text().splitlines())
+        assert count + dropped()["full"] == 12
+        Path(file).rename(tmp_path / "away")
+        wait_until(lambda: "recording goes on" in caplog.text, "it does not go on")
+        server.complete(prompt=PROMPT, max_tokens=5)
+    old.unlink()
+    assert len(lines_of(tmp_path)) == 1
+    assert caplog.text.count("reached --routed-experts-record-bytes") == 1
+
+
+def test_a_disk_that_fails(tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(tiny_model, *record(folder := tmp_path / "folder")) as server:
+        dropped = Dropped(server)
+        folder.rename(away := tmp_path / "away")
+        for _ in range(2):
+            server.complete(prompt=PROMPT, max_tokens=5)
+        wait_until(lambda: dropped() == {"failed": 2}, dropped)
+        away.rename(folder)
+        server.complete(prompt=PROMPT, max_tokens=5)
+    assert len(lines_of(folder)) == 1
+    assert caplog.text.count("cannot be recorded: [Errno 2]") == 1
+
+
+def test_a_line_that_the_disk_cuts_off_leaves_nothing(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path, 10 << 20)
+    files.write([b"one\n"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.write([b"2" * (4 << 20), b"\n"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(FullError):
+        files.write([b"3" * (4 << 20)] * 3)
+    files.write([b"four\n"])
+    files.complete()
+    (file,) = files_in(tmp_path)
+    assert Path(file).read_text() == "one\nfour\n"
+
+
+def test_files_are_completed_by_size_and_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = RecordFiles(tmp_path, 1000)
+    for name, limit in (("FILE_BYTES", 4), ("FILE_S", 0.0)):
+        files.write([b"line\n"])
+        files.tidy()
+        assert len(list(tmp_path.glob(f"*{PART}"))) == 1
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, name, limit)
+            files.tidy()
+        assert not list(tmp_path.glob(f"*{PART}"))
+    assert len(files_in(tmp_path)) == 2
+
+
+def test_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:
+    for name, text in (("cut", 'one\ntwo\n{"thr'), ("whole", "one\n"), ("half", '{"on'), ("empty", "")):
+        (tmp_path / f"{name}.jsonl{PART}").write_text(text)
+    running = RecordFiles(tmp_path, 1000)
+    running.write([b"of another server\n"])
+    prepare(tmp_path)
+    assert len(list(tmp_path.glob(f"*{PART}"))) == 1
+    running.complete()
+    texts = {Path(file).stem: Path(file).read_text() for file in files_in(tmp_path)}
+    assert (texts.pop("cut"), texts.pop("whole")) == ("one\ntwo\n", "one\n")
+    assert list(texts.values()) == ["of another server\n"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--routed-experts-record", "/proc/nowhere"), "--routed-experts-record: /proc/nowhere cannot be written"),
+        (("--routed-experts-record-share", "0.5"), "need --routed-experts-record FOLDER"),
+        (("--routed-experts-record", "x", "--no-enable-return-routed-experts"), "needs the capture"),
+        (("--routed-experts-record", "x", "--routed-experts-record-share", "1.5"), "1.5 is not a share"),
+    ],
+)
+def test_flags_that_cannot_be(
+    tiny_model: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((CommandError, SystemExit)) as raised:
+        main([str(tiny_model), "--port", "0", *flags])
+    assert message in str(raised.value) + capsys.readouterr().err

@@ -1,0 +1,33 @@
+"""Recorded routing of a real server with two API processes."""
+
+import re
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from routed_experts.server.cli.saved import ModelInfo, opened, read
+from tests.e2e.harness import SMALL_KV, Oracle, prompt_of, run_program, serving
+
+
+def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
+    folder = tmp_path / "recorded"
+    (block,) = [block for block in documented if "--routed-experts-record" in block]
+    stats = shlex.split(block.splitlines()[1])[1]
+    flags = [str(folder) if flag == "FOLDER" else flag for flag in shlex.split(block.splitlines()[0])[3:]]
+    with serving(
+        tiny_model, tmp_path / "log", *SMALL_KV, "--max-model-len", "512", "--api-server-count", "2", *flags
+    ) as server:
+        for index in range(12):
+            server.complete(prompt=prompt_of(20, index), max_tokens=4)
+    files = sorted(map(str, folder.iterdir()))
+    assert all(file.endswith(".jsonl") for file in files)
+    pids = {re.split("[-.]", Path(file).name)[1] for file in files}
+    assert len(pids) == len(files) <= 2
+    oracle, found = Oracle(tiny_model), list(read(opened(files), ModelInfo()))
+    assert len(found) == 12
+    for answer in found:
+        (routing,) = answer.routings()
+        tokens = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())][:-1]
+        assert np.array_equal(np.sort(routing.rows, axis=2), oracle.rows(tokens))
+    assert "12 responses" in run_program("routed_experts.server.cli", stats, *files)

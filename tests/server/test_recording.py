@@ -1,0 +1,69 @@
+"""Aborted requests in recorded routing, through vLLM's own output processor."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.protocol.collect import collect
+from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
+from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.metrics import RECORD_DROPPED
+from routed_experts.server.http.recording import Recorder, RecordFiles
+from tests.server.known import K, L
+from tests.server.test_row_buffer import DELTA, Frontend, first_token, output, prompt, request_of, take
+
+
+def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
+    size = CaptureInfo(runner="v2", device="cpu", kv_slots=0, host_cache_bytes=0, device_bytes=0, pinned_bytes=0)
+    shape: dict[str, Any] = {"num_layers": L, "top_k": K, "num_experts": 99, "layer_ids": list(range(L))}
+    info = RoutedExpertsInfo(model="tiny", **shape, version="", vllm_version="", capture=size)
+    engine: Any = None  # asked nothing
+    frontend.buffers.recorder = Recorder(
+        CapturedEngine(engine, frontend.buffers, info), RecordFiles(folder, 10**6), 1, True
+    )
+    return frontend.buffers.recorder
+
+
+def test_an_aborted_request_is_recorded_with_the_rows_that_have_arrived(tmp_path: Path) -> None:
+    frontend = Frontend()
+    recorder, no_rows = recorder_of(frontend, tmp_path), RECORD_DROPPED.labels("no_rows")._value.get()
+    for name in ("b", "early"):
+        queue = frontend.add(name)
+    several = frontend.add("c", n=2)
+    frontend.step(prompt("b"), first_token("b"), prompt("0_c"), first_token("0_c"))
+    frontend.step(output("b", 1, first=3), output("0_c", 1, first=3))
+    frontend.step(output("b", 1))  # its row waits in the engine, as it is to come in a group
+    for name in ("b", "early", "c"):
+        frontend.processor.abort_requests([name], internal=True)
+    recorder.close()
+    assert take(several).outputs[0].routed_experts is None, "the client did not ask"
+    assert take(queue).outputs[0].finish_reason == "abort"
+    (file,) = tmp_path.iterdir()
+    answers = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(answer["id"], answer["choices"][0]["token_ids"]) for answer in answers] == [
+        ("b", [7, 0, 0]),
+        ("c", [7, 0]),
+    ]
+    for answer in answers:
+        (routing,) = collect(answer)
+        assert (routing.index, routing.finish_reason) == (0, "abort")
+        assert routing.rows[:, 0, 0].tolist() == [0, 1, 2, 3]
+    assert RECORD_DROPPED.labels("no_rows")._value.get() == no_rows + 1
+
+
+def test_rows_that_only_the_record_needs_come_in_groups(tmp_path: Path) -> None:
+    """Not with a stop string, as the engine does not know where it ends the request."""
+    frontend = Frontend()
+    recorder = recorder_of(frontend, tmp_path)
+    for stop in (None, "x"):
+        request = request_of(f"stop {stop}", SamplingParams(stop=stop, output_kind=DELTA))
+        frontend.processor.add_request(request, None, queue=RequestOutputCollector(DELTA, request.request_id))
+        assert request.sampling_params is not None
+        asked = OptIn.decode((request.sampling_params.extra_args or {})[OPT_IN_ARG])
+        assert asked is not None
+        assert (asked.prompt_start, asked.best_effort, asked.at_end) == (0, True, stop is None)
+    recorder.close()
