@@ -24,7 +24,7 @@ HTTP = "docs/http.md"  # made from the examples of openapi.yaml, which have test
 COMMANDS = ("routed-experts", "make", "python", "python3", "pytest", "torchrun", "vllm")
 IMAGES = ("routed-experts", "routed-experts:cpu")
 OTHERS_FLAGS = {
-    "docker": "--build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --stop-timeout",
+    "docker": "--build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --shm-size --stop-timeout",
     "GNU timeout": "--foreground",
     "pip and pip-audit": "--extra-index-url --no-deps",
     "vLLM's toy proxy": "--decoder-ports --prefiller-ports",
