@@ -1,5 +1,6 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
@@ -161,7 +162,7 @@ class SchedulerConnector(ConnectorSlot):
         self._loads: ExternalKVTracker | None = None
         self.left: dict[str, PlacedRows] = {}  # held rows of requests that just ended without an output
         self._to_export: set[str] = set()  # requests whose rows go with their KV
-        self._unknown: list[tuple[int, UnknownRows]] = []  # to be reported, and to which API process
+        self._unknown: deque[tuple[int, UnknownRows]] = deque()  # to be reported, and to which API process
         self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
 
@@ -502,11 +503,13 @@ class SchedulerConnector(ConnectorSlot):
 
     def add_causes(self, messages: dict[int, EngineCoreOutputs]) -> None:
         """Adds to a step's messages why rows in them are unknown."""
-        for client in {client for client, _ in self._unknown}:
-            causes = {"causes": [list(unknown) for to, unknown in self._unknown if to == client]}
-            output = EngineCoreOutput(CAUSES_OUTPUT_ID, [], kv_transfer_params=causes)
+        causes: dict[int, list[UnknownRows]] = {}
+        while self._unknown:  # threads add to it
+            client, unknown = self._unknown.popleft()
+            causes.setdefault(client, []).append(unknown)
+        for client, found in causes.items():
+            output = EngineCoreOutput(CAUSES_OUTPUT_ID, [], kv_transfer_params={"causes": found})
             messages.setdefault(client, EngineCoreOutputs()).outputs.insert(0, output)
-        self._unknown.clear()
 
     def _report_unknown(self, request: Request, part: StepPart, first: int, rows: Rows) -> None:
         """Reports why some of `rows`, which begin at position `first`, are unknown."""

@@ -26,7 +26,7 @@ IMAGES = ("routed-experts", "routed-experts:cpu")
 OTHERS_FLAGS = {
     "docker": "--build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --shm-size --stop-timeout",
     "GNU timeout": "--foreground",
-    "pip and pip-audit": "--extra-index-url --no-deps",
+    "pip and pip-audit": "--extra-index-url --no-deps --require-hashes",
     "vLLM's toy proxy": "--decoder-ports --prefiller-ports",
     "trainers": "--router_replay_mode --use-rollout-routing-replay",
     "SGLang and llama.cpp": "--init-expert-location --moe-cache-profile",

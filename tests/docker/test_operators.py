@@ -63,7 +63,9 @@ def nginx(server: Server, folder: Path) -> Iterator[str]:
     assert tested.returncode == 0, tested.stderr
     process = subprocess.Popen(command)
     try:
-        wait_until(lambda: (folder / "pid").exists(), "nginx does not start")  # it listens before
+        wait_until(
+            lambda: (folder / "pid").read_text(), "nginx does not start"
+        )  # empty since the test, until it listens
         yield f"https://127.0.0.1:{port}"
     finally:
         process.terminate()
