@@ -137,6 +137,16 @@ def test_what_is_loaded_is_missing(warm: Warm) -> None:
     assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}
 
 
+def test_rows_that_no_setting_leaves_out_are_a_fault(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix hit is not cut where it should be, as requests that ask for rows compute them."""
+    client, _ = warm
+    monkeypatch.setattr(ExternalKVTracker, "truncate_prefix_hit", lambda self, request, hit: hit)
+    client.answer("plain", PROMPT, start=None)
+    assert client.answer("hits", PROMPT).missing == LOADED
+    client.finish(missing=len(LOADED))
+    assert not client.causes
+
+
 @pytest.mark.parametrize("connectors", [(TRANSFER,), (TRANSFER, NAME), (NAME, TRANSFER)])
 def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str, ...], is_async: bool) -> None:
     """It is what the request came for. Where there are several connectors, the one that loads is what counts."""
