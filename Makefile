@@ -7,6 +7,8 @@ DEVICE ?= $(shell nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 # Further options of pip, such as --extra-index-url for an index that has PyTorch's CPU build.
 PIP_OPTIONS ?=
 PORT ?= 8000
+# The repository's address, for `make release`: the README with absolute links is then the page on a package index.
+URL ?=
 # Another version of vLLM: for test-next (the newest, if empty), test-vllm, and for setup, serve and test-gpu on CUDA.
 VLLM ?=
 ARGS ?=
@@ -21,9 +23,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(MAKE_TERM
 # Of an index that is a folder, pip warns for every package that it does not have.
 HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
-CODE := server capture protocol tests bench examples
+CODE := server capture protocol tests bench examples index_page.py
 
-.PHONY: help setup serve test test-fast test-release test-gpu test-vllm test-next check format spec bench bench-gpu bench-http release clean
+.PHONY: help setup serve test test-fast test-release test-gpu test-vllm test-next check format spec bench bench-gpu bench-http lock release sbom clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,7 +43,8 @@ help:
 	@echo "make bench-gpu     measure it on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
 	@echo "make bench-http    measure the cost of returning routing over HTTP in the API process"
 	@echo "make setup         install into $(VENV) (DEVICE=cpu or cuda)"
-	@echo "make release       build the wheel and the source distribution of the last commit into dist, and try both"
+	@echo "make lock          write requirements-cpu.lock and requirements-cuda.lock: every package with its hashes"
+	@echo "make release       build the wheel and the source distribution of the last commit into dist with SBOMs, and try both (URL=https://... of the repository)"
 	@echo "make clean         remove what was installed and built"
 
 setup: $(VENV)/.installed-$(DEVICE)
@@ -125,11 +128,20 @@ bench-gpu: setup
 bench-http: setup
 	$(BIN)/python -m bench.http --device $(DEVICE) $(ARGS)
 
+# The versions are those of the lists and of the locks that are there; only what these rule out is resolved anew. The CPU
+# lock lacks PyTorch: which build of it there is depends on the index.
+LOCK := $(BIN)/python -m uv pip compile --quiet --generate-hashes --no-annotate --custom-compile-command 'make lock'
+lock: setup
+	$(LOCK) --no-deps --universal --python-version 3.11 --no-emit-package torch -o requirements-cpu.lock requirements-cpu.txt
+	echo vllm==0.32.0 | $(LOCK) --python-version 3.12 --python-platform x86_64-manylinux_2_35 --extra cuda \
+		-o requirements-cuda.lock pyproject.toml -
+
 # The wheel is built from the source distribution, which shows that the latter is complete. Each is then installed with
 # its dependencies into an environment of its own.
 release: setup
 	rm -rf dist && mkdir -p dist/source
 	git archive HEAD | tar -x -C dist/source
+	$(if $(URL),$(BIN)/python index_page.py dist/source $(URL))
 	cd dist/source && $(abspath $(BIN)/python) -c "import setuptools.build_meta as m; m.build_sdist('..')" >/dev/null
 	rm -rf dist/source
 	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist dist/*.tar.gz $(HUSH)
@@ -139,6 +151,15 @@ release: setup
 		bin/python -m pip check && bin/routed-experts --help >/dev/null && \
 		bin/python -c "import routed_experts.protocol.codec" && echo "$$file works." && cd $(CURDIR) || exit 1; \
 	done
+
+	@$(MAKE) --no-print-directory -o setup sbom
+
+# What a server is installed with. The CPU lock lacks PyTorch.
+SBOM := $(BIN)/python -W ignore -m cyclonedx_py requirements --pyproject pyproject.toml --mc-type application --output-reproducible
+sbom: setup
+	@mkdir -p dist
+	cat requirements-cpu.lock <(grep ^torch== requirements-cpu.txt) | $(SBOM) -o dist/sbom-cpu.cdx.json -
+	$(SBOM) -o dist/sbom-cuda.cdx.json requirements-cuda.lock
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

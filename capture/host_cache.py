@@ -1,12 +1,23 @@
 """The rows of every token whose KV is in the KV cache, indexed the way the KV cache is."""
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.capture.rows import lack_weights
 from routed_experts.protocol.codec import UNKNOWN, Rows
+
+
+class Cause(IntEnum):
+    """Why a slot has no row although it has KV. All but `FAULT` follow from settings."""
+
+    FAULT = 0
+    KV_STORE = 1
+    """KV of a store, which `--routed-experts-on-load missing` or a hybrid model loads without rows."""
+    KV_TRANSFER = 2
+    """KV of another instance that came without rows."""
 
 
 def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
@@ -32,6 +43,7 @@ class HostCache:
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
         self._written: NDArray[np.bool_] = np.zeros((num_blocks, block_size), dtype=np.bool_)
         self._written_by_slot = self._written.reshape(-1)
+        self._causes: NDArray[np.uint8] = np.zeros((num_blocks, block_size), dtype=np.uint8)  # of unwritten slots
 
     @property
     def row_shape(self) -> tuple[int, int]:
@@ -52,9 +64,16 @@ class HostCache:
         self._by_slot[slots] = rows.reshape(-1, layers * top_k).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
-    def forget(self, slots: NDArray[np.int64]) -> None:
+    def forget(self, slots: NDArray[np.int64], cause: Cause = Cause.FAULT) -> None:
         """Makes `slots` ([n]) unwritten: their KV is not what their rows were computed with."""
-        self._written_by_slot[slots[within(slots, len(self._by_slot))]] = False
+        slots = slots[within(slots, len(self._by_slot))]
+        self._written_by_slot[slots] = False
+        self._causes.reshape(-1)[slots] = cause
+
+    def causes(self, block_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """The `Cause` [n] of unknown rows at `positions` ([n]) of a sequence with this block table."""
+        slots = block_ids[positions // self.block_size] * self.block_size + positions % self.block_size
+        return np.where(self._written_by_slot[slots], np.uint8(Cause.FAULT), self._causes.reshape(-1)[slots])
 
     def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `slots` ([n]) have rows."""
@@ -69,13 +88,24 @@ class HostCache:
         written[written] = lack_weights(rows, slots[written])
         return written
 
-    def copy_from(self, other: "HostCache", sources: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape."""
+    def copy_from(
+        self,
+        other: "HostCache",
+        sources: NDArray[np.int64],
+        slots: NDArray[np.int64],
+        cause: Cause = Cause.FAULT,
+    ) -> None:
+        """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape.
+
+        Args:
+            cause: why some of `sources` are not written.
+        """
         inside = within(slots, len(self._by_slot))
         slots, sources = slots[inside], sources[inside]
         written = other.are_written(sources)
         self._by_slot[slots[written]] = other._by_slot[sources[written]]
         self._written_by_slot[slots] = written
+        self._causes.reshape(-1)[slots] = cause
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids.
@@ -90,6 +120,7 @@ class HostCache:
         has_rows = written.any(axis=1)
         self._rows[destinations[has_rows]] = self._rows[sources[has_rows]]
         self._written[destinations] = written
+        self._causes[destinations] = self._causes[np.where(inside, sources, 0)]
 
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
         """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written.

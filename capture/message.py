@@ -19,6 +19,10 @@ ROWS_OUTPUT_ID = "routed_experts.rows"
 """Request id of the output that comes before all others of a message with rows, and says what rows they have. vLLM
 passes over outputs of requests that it does not know."""
 
+CAUSES_OUTPUT_ID = "routed_experts.causes"
+"""Request id of the output that says why rows are unknown, in a list of `UnknownRows` in its `kv_transfer_params`. It
+comes before the rows."""
+
 SMALL_ARRAY_BYTES = 16 << 10
 """Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy."""
 
@@ -95,6 +99,22 @@ class PlacedRows(NamedTuple):
 
     start: int
     rows: Rows
+
+
+class UnknownRows(NamedTuple):
+    """Why some of a request's rows are unknown.
+
+    Attributes:
+        request_id: of a prompt's rows, the request that they are sent with.
+        is_prompt: whether they are the prompt's.
+        cause: a `Cause` other than `FAULT`.
+        num_rows: how many.
+    """
+
+    request_id: str
+    is_prompt: bool
+    cause: int
+    num_rows: int
 
 
 class Output(Protocol):

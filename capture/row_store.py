@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.host_cache import HostCache, within
+from routed_experts.capture.host_cache import Cause, HostCache, within
 
 
 class RowStore:
@@ -62,9 +62,10 @@ class RowStore:
             lack = self._rows.lack_weights(places).reshape(-1, self.chunk_tokens).any(axis=1)
             self._is_weighed[chunks] = self._is_whole[chunks] & ~lack
 
-    def fill(self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are: unwritten, where there are no rows."""
+    def fill(self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64], cause: Cause) -> None:
+        """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are: unwritten, where there are no rows, because
+        of `cause`."""
         if self._rows is None:
-            cache.forget(slots)
+            cache.forget(slots, cause)
         else:
-            cache.copy_from(self._rows, places, slots)
+            cache.copy_from(self._rows, places, slots, cause)

@@ -1,5 +1,6 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
@@ -30,8 +31,8 @@ from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker,
 from routed_experts.capture.engine.output_queue import OutputQueue
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
-from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows
+from routed_experts.capture.host_cache import Cause, HostCache
+from routed_experts.capture.message import CAUSES_OUTPUT_ID, OPT_IN_ARG, OptIn, PlacedRows, UnknownRows
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.prompt_reader import PromptReader
 from routed_experts.capture.rows import captures_weights, ids_of, ids_shape
@@ -161,6 +162,7 @@ class SchedulerConnector(ConnectorSlot):
         self._loads: ExternalKVTracker | None = None
         self.left: dict[str, PlacedRows] = {}  # held rows of requests that just ended without an output
         self._to_export: set[str] = set()  # requests whose rows go with their KV
+        self._unknown: deque[tuple[int, UnknownRows]] = deque()  # to be reported, and to which API process
         self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
 
@@ -434,7 +436,7 @@ class SchedulerConnector(ConnectorSlot):
         start = state.next_row
         rows = take_rows(state, part, request.num_tokens - 1, self._cache)
         if start < part.start:
-            self._report_unknown(req_id, rows)
+            self._report_unknown(request, part, start, rows)
         rows = self._asked_for(state, rows)
         if not state.opt_in.at_end:
             return PlacedRows(start, rows)
@@ -464,13 +466,13 @@ class SchedulerConnector(ConnectorSlot):
 
     def _prompt_rows(self, request: Request, state: RequestRows, part: StepPart) -> Rows | Future[Rows]:
         """The unsent rows of a prompt; many rows are read in a thread during later steps."""
-        req_id, first, end = request.request_id, state.next_row, request.num_prompt_tokens
+        first, end = state.next_row, request.num_prompt_tokens
 
         def read() -> Rows:
             assert self._cache is not None
             rows = rows_between(part, first, end, self._cache)
             if first < part.start:
-                self._report_unknown(req_id, rows)
+                self._report_unknown(request, part, first, rows)
             return np.ascontiguousarray(self._asked_for(state, rows))
 
         num_bytes = (end - first) * part.rows.itemsize * part.rows.shape[1] * part.rows.shape[2]
@@ -499,9 +501,33 @@ class SchedulerConnector(ConnectorSlot):
         kept = self._loads.kept_bytes if self._loads is not None else 0
         return kept + (self._cache.used_bytes if self._cache is not None else 0)
 
-    def _report_unknown(self, req_id: str, rows: Rows) -> None:
-        if self._loads is None and (rows[:, 0, 0] == UNKNOWN).any():
-            logger.error("Request %r: some of its rows are not known and are sent as -1.", req_id)
+    def add_causes(self, messages: dict[int, EngineCoreOutputs]) -> None:
+        """Adds to a step's messages why rows in them are unknown."""
+        causes: dict[int, list[UnknownRows]] = {}
+        while self._unknown:  # threads add to it
+            client, unknown = self._unknown.popleft()
+            causes.setdefault(client, []).append(unknown)
+        for client, found in causes.items():
+            output = EngineCoreOutput(CAUSES_OUTPUT_ID, [], kv_transfer_params={"causes": found})
+            messages.setdefault(client, EngineCoreOutputs()).outputs.insert(0, output)
+
+    def _report_unknown(self, request: Request, part: StepPart, first: int, rows: Rows) -> None:
+        """Reports why some of `rows`, which begin at position `first`, are unknown."""
+        unknown = np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first
+        if not len(unknown):
+            return
+        if self._loads is None:
+            logger.error("Request %r: some of its rows are not known and are sent as -1.", request.request_id)
+            return
+        assert self._cache is not None
+        if part.block_ids is None:
+            return
+        causes = self._cache.causes(part.block_ids(), unknown[unknown < part.start])
+        is_prompt = first < request.num_prompt_tokens
+        for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
+            if num_rows := int(np.count_nonzero(causes == cause)):
+                unknown_rows = UnknownRows(request.request_id, is_prompt, int(cause), num_rows)
+                self._unknown.append((request.client_index, unknown_rows))
 
     def _block_table(self, req_id: str) -> Sequence[Any]:
         manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
@@ -583,6 +609,7 @@ class SchedulerCapture(ConnectedScheduler):
         queue = connector.output_queue
         must_go_on = scheduler_output.num_scheduled_tokens and self._others_wait(queue)
         queue.fill(messages, _PROMPT_READ_WAIT_S if must_go_on else None)
+        connector.add_causes(messages)
         connector.add_stats(messages, is_idle=not self.requests)
         return messages
 

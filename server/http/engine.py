@@ -6,7 +6,7 @@ from math import prod
 from routed_experts.capture.rows import row_shape
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.http.metrics import EngineMetrics
+from routed_experts.server.http.metrics import EngineMetrics, label_with
 from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
@@ -32,7 +32,8 @@ class CapturedEngine:
         buffers = RowBuffers.install(engine.output_processor)
         if buffers.every_request is not None:
             buffers.every_request.is_on = False  # over HTTP, each request opts in
-        buffers.on_stats = EngineMetrics(info.layer_ids, info.num_experts).update
+        label_with(model)
+        buffers.on_stats = EngineMetrics(model, info.layer_ids, info.num_experts).update
         return cls(engine, buffers, info)
 
     @property

@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import shlex
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -39,6 +41,7 @@ from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
 logger = get_logger(__name__)
 
 _SWEEP_S = 15.0
+ADDRESS_FILE_VARIABLE = "ROUTED_EXPERTS_ADDRESS_FILE"
 
 REBOUND_CLASSES: dict[str, type[RoutedServing]] = {
     "openai_serving_completion": RoutedServingCompletion,
@@ -166,11 +169,22 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         await asyncio.sleep(0.1)
     captured: CapturedEngine | None = state.captured_engine
     base = address(args)
+    note_address(base)
     if captured is None:
         logger.info("Serving %s at %s without capturing routed experts.", model, base)
         return
     shape = (*captured.shape, captured.num_experts)
     logger.info("Serving %s: %d MoE layers, top %d of %d experts.\n%s", model, *shape, what_to_do(args, base, model))
+
+
+def note_address(base: str) -> None:
+    """Writes the server's address into the file that `ADDRESS_FILE_VARIABLE` names, for a container's health check."""
+    if not (file := os.environ.get(ADDRESS_FILE_VARIABLE)):
+        return
+    try:
+        Path(file).write_text(base)
+    except OSError as error:
+        logger.warning("The server's address cannot be written for health checks: %s", error)
 
 
 def address(args: Namespace) -> str:

@@ -30,7 +30,7 @@ from routed_experts.protocol.codec import resolve_dtype
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.metrics import RECORD_DROPPED, RECORDED_BYTES, RECORDED_REQUESTS
+from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.outputs.row_buffer import RecordedRows, RowBuffer
 from routed_experts.server.vllm_api import (
@@ -262,7 +262,7 @@ class Recorder:
         self._running_bytes = self._put_bytes = self._taken_bytes = 0
         self._queue: SimpleQueue[Record | None] = SimpleQueue()
         for reason in REASONS:
-            RECORD_DROPPED.labels(reason)  # exported as 0 from the start
+            count_dropped(reason, 0)  # exported as 0 from the start
         self._thread = Thread(target=self._write_all, name="routed-experts-record", daemon=True)
         self._thread.start()
 
@@ -272,7 +272,7 @@ class Recorder:
         """Records nothing of what the current task asks from now on, and counts that once."""
         _LEFT_OUT.set(True)
         if self._random.random() < self._share:
-            RECORD_DROPPED.labels(reason).inc()
+            count_dropped(reason)
 
     def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedChoice | None:
         """Opts in a request (one for each choice) that is to be recorded; None if it is not."""
@@ -303,7 +303,7 @@ class Recorder:
         if self._random.random() >= self._share:
             return None
         if request.resumable or self._is_full:
-            RECORD_DROPPED.labels("streamed_input" if request.resumable else "full").inc()
+            count_dropped("streamed_input" if request.resumable else "full")
             return None
         opt_in = asked or OptIn(
             0,
@@ -356,11 +356,11 @@ class Recorder:
         if record is not None and not record.is_dropped:
             self._drop(record, "failed")
         elif record is None:
-            RECORD_DROPPED.labels("failed").inc()
+            count_dropped("failed")
         self._log(error)
 
     def _drop(self, record: Record, reason: str) -> None:
-        RECORD_DROPPED.labels(reason).inc()
+        count_dropped(reason)
         self._running_bytes -= record.nbytes
         record.is_dropped, record.nbytes = True, 0
         record.finished.clear()
@@ -404,10 +404,9 @@ class Recorder:
         try:
             num_bytes = self._files.write(self._line(record))
             self._has_failed = False
-            RECORDED_REQUESTS.inc()
-            RECORDED_BYTES.inc(num_bytes)
+            count_recorded(num_bytes)
         except FullError:
-            RECORD_DROPPED.labels("full").inc()
+            count_dropped("full")
             if not self._is_full:
                 logger.warning(
                     "Recorded routing has reached --routed-experts-record-bytes: nothing more is recorded until files "
@@ -415,7 +414,7 @@ class Recorder:
                 )
             self._is_full = True
         except Exception as error:  # noqa: BLE001 the next request may succeed
-            RECORD_DROPPED.labels("failed").inc()
+            count_dropped("failed")
             self._log(error)
         finally:
             record.finished.clear()

@@ -1,11 +1,13 @@
 """Request fields for routing: reads them from the body, checks them and passes them to the engine."""
 
+import secrets
+from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 import msgspec
-from fastapi import Request
+from fastapi import HTTPException, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, ValidationError, model_validator
@@ -29,6 +31,7 @@ from routed_experts.server.http.vllm_http import (
 )
 from routed_experts.server.outputs.kv_handoff import PARAMS
 from routed_experts.server.outputs.row_buffer import opt_in
+from routed_experts.server.page.routes import api_keys
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
 MSGPACK = "application/msgpack"
@@ -210,6 +213,19 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
             raise VLLMValidationError(f"{PROMPT_START} must not be negative", parameter=PROMPT_START)
         options = replace(options, prompt_start=start, prompt_start_param=PROMPT_START, by_default=False)
     return options.with_vllms_forms()
+
+
+async def require_key(raw_request: Request) -> None:
+    """Checks the API key at routes that are not below /v1, which is all that every supported vLLM guards.
+
+    Raises:
+        HTTPException: 401; the server has keys, and the request has none of them.
+    """
+    keys = api_keys(getattr(raw_request.app.state, "args", Namespace()))
+    scheme, _, given = raw_request.headers.get("Authorization", "").partition(" ")
+    known = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]  # all, so that the time says nothing
+    if keys and not (scheme.lower() == "bearer" and any(known)):
+        raise HTTPException(401, "Unauthorized", {"WWW-Authenticate": "Bearer"})
 
 
 async def refuse_routing(raw_request: Request) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -31,7 +32,7 @@ from routed_experts.server.http.vllm_http import (
 )
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
-from routed_experts.server.outputs.row_buffer import RowBuffer
+from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -48,6 +49,7 @@ class CollectedRows:
         own_prompts: prompt rows of each choice. They differ if the weights changed before the choice started.
         choices: first position and generated rows of each choice, in the order of the response.
         num_lost: number of rows lost between engine and API process.
+        causes: why the engine does not know rows.
     """
 
     options: RoutingOptions
@@ -56,15 +58,18 @@ class CollectedRows:
     own_prompts: list[list[Rows]] = field(default_factory=list)
     choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
     num_lost: int = 0
+    causes: Causes = field(default_factory=Counter)
 
     def collect(self, output: RequestOutput) -> None:
         """Collects the rows of a finished prompt."""
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
         prompts: list[tuple[int, list[Rows]]] = []
+        buffers: list[RowBuffer] = []
         for choice in output.outputs:
             buffer, choice.routed_experts = choice.routed_experts, None
             if not isinstance(buffer, RowBuffer):
                 buffer = RowBuffer(output.request_id)
+            buffers.append(buffer)
             end = max(prompt_len + len(choice.token_ids) - 1, start)
             shape = self.shape if choice.finish_reason != "abort" else None
             prompt = buffer.take(start, min(prompt_len, end), shape)
@@ -72,6 +77,7 @@ class CollectedRows:
             prompts.append((_count(prompt) - lost, prompt))
             self.choices.append((prompt_len, buffer.take(prompt_len, end, shape)))
             self.num_lost += buffer.num_lost
+        self.causes += causes_of(buffers, joined=self.options.layout == "joined")
         if prompts:
             most, prompt = max(prompts, key=lambda each: each[0])
             self.prompts.append(prompt)
@@ -283,7 +289,7 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     parts = parts_of(texts, marked, packed)
     if is_small or not marked:
         body = b"".join(parts)
-        count_response(answer.encoder.total, answer.rows.num_lost)
+        count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
         return Response(body, media_type=media_type, headers=headers)
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
 
@@ -294,7 +300,7 @@ async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIter
             yield part
             await asyncio.sleep(0)
     finally:
-        count_response(answer.encoder.total, answer.rows.num_lost)
+        count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
 
 
 def wants_msgpack(accept: str) -> bool:

@@ -15,6 +15,7 @@ from routed_experts.server.http.request import (
     RoutedCompletionRequest,
     RoutedGenerateRequest,
     generate_routing_of,
+    require_key,
     routing_of,
 )
 from routed_experts.server.http.response import respond
@@ -70,7 +71,7 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 
 @generate_router.post(
     "/inference/v1/generate",
-    dependencies=[Depends(validate_json_request)],
+    dependencies=[Depends(require_key), Depends(validate_json_request)],
     responses=schemas.generate_responses(
         schemas.RoutedGenerateResponse, examples.GENERATE_RESPONSE, examples.GENERATE_STREAM
     ),

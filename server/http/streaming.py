@@ -1,6 +1,7 @@
 """Adds rows to the chunks of a stream: each row to the chunk whose tokens made it known."""
 
 import asyncio
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsErr
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.outputs.array_store import StoreError
-from routed_experts.server.outputs.row_buffer import RowBuffer, own, split
+from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -212,12 +213,24 @@ class SSERewriter:
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
-            count_response(self._encoder.total, sum(state.buffer.num_lost for state in self._choices.values()))
+            total = self._encoder.total
+            count_response(total, *(self._lost() if total.missing else (0, Counter())))
             self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
             self._prompts.clear()
             close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
             if close is not None:
                 await close()
+
+    def _lost(self) -> tuple[int, Causes]:
+        """How many rows did not arrive, and why the engine does not know others."""
+        buffers: dict[int, list[RowBuffer]] = defaultdict(list)  # by prompt
+        for index, state in self._choices.items():
+            buffers[index // self._num_choices].append(state.buffer)
+        num_lost = sum(state.buffer.num_lost for state in self._choices.values())
+        causes: Causes = Counter()
+        for choices in buffers.values():
+            causes += causes_of(choices, self._is_joined)
+        return num_lost, causes
 
     def _take_prompt(self, prompt: _Prompt) -> list[Rows] | None:
         """Takes the rows of a pending prompt; None if they have not arrived or are not sent."""

@@ -14,6 +14,7 @@ from routed_experts.server.http.request import (
     RoutedCompletionRequest,
     refuse_odd_values,
     refuse_routing,
+    require_key,
     routing_of,
 )
 
@@ -33,7 +34,7 @@ def attach(app: FastAPI) -> None:
         if (route := _route(app, path)) is not None:
             _add(app, route, route.endpoint, [*route.dependencies, Depends(refuse_routing)])
     if (route := _route(app, INVOCATIONS)) is not None:
-        _add(app, route, _dispatching(route.endpoint), route.dependencies)
+        _add(app, route, _dispatching(route.endpoint), [Depends(require_key), *route.dependencies])
 
 
 def _route(app: FastAPI, path: str) -> APIRoute | None:

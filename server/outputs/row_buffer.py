@@ -1,14 +1,25 @@
 """Buffers rows between the engine's outputs and the responses."""
 
+import itertools
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
-from routed_experts.capture.message import OPT_IN_ARG, SMALL_ARRAY_BYTES, OptIn, Unpacker, request_of_prompt
+from routed_experts.capture.host_cache import Cause
+from routed_experts.capture.message import (
+    CAUSES_OUTPUT_ID,
+    OPT_IN_ARG,
+    SMALL_ARRAY_BYTES,
+    OptIn,
+    UnknownRows,
+    Unpacker,
+    request_of_prompt,
+)
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.outputs.kv_handoff import put_rows
@@ -31,6 +42,21 @@ _JOINED_ROWS = 64
 _ROOM_BYTES = 1 << 20
 """Size of the memory map for joined rows. On the heap they would share pages with other responses, and the C library
 would free all of them at once, during some later request."""
+
+
+Causes = Counter[Cause]
+"""Numbers of unknown rows. Those with `Cause.FAULT` are not counted."""
+_NO_CAUSES: Causes = Counter()
+
+
+def causes_of(buffers: Iterable["RowBuffer"], joined: bool) -> Causes:
+    """Why rows of the choices of one prompt are unknown. Its own rows count once, with `joined` for each choice."""
+    prompt: Causes = Counter()
+    choices: Causes = Counter()
+    for buffer in buffers:
+        prompt = prompt + buffer.prompt_causes if joined else prompt | buffer.prompt_causes
+        choices += buffer.own_causes
+    return prompt + choices
 
 
 def opt_in(params: SamplingParams, prompt_start: int, weights: bool = False, at_end: bool = False) -> None:
@@ -57,6 +83,8 @@ class RowBuffer:
 
     Attributes:
         num_lost: number of rows that did not arrive.
+        prompt_causes, own_causes: why the engine does not know some rows of the prompt, and of the choice. Not changed
+            in place.
     """
 
     __slots__ = (
@@ -70,10 +98,13 @@ class RowBuffer:
         "_room",
         "_shape",
         "num_lost",
+        "own_causes",
+        "prompt_causes",
     )
 
     def __init__(self, request_id: str = "") -> None:
         self.num_lost = 0
+        self.prompt_causes = self.own_causes = _NO_CAUSES
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
         self._offers: dict[str, RowBuffer] = {}  # prompt rows from other choices, until the first own row
@@ -319,6 +350,8 @@ class RowBuffers:
             stats = engine_core_outputs.pop(0).kv_transfer_params
             if self.on_stats is not None:
                 self.on_stats(EngineStats.decode(stats))
+        if engine_core_outputs and engine_core_outputs[0].request_id == CAUSES_OUTPUT_ID:
+            self._take_causes(engine_core_outputs.pop(0))
         states = self._processor.request_states
         for output, start, rows in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
             if (state := states.get(output.request_id)) is not None:
@@ -337,14 +370,29 @@ class RowBuffers:
         `sender` may have been aborted, and the others not. With data parallelism the rows arrive once from each engine,
         and after new weights again with choices that start later.
         """
+        rows = own(rows)
+        for each, buffer in self._buffers_of_prompt(sender):
+            buffer.push_prompt(sender, each == sender, start, rows)
+
+    def _buffers_of_prompt(self, sender: str) -> Iterator[tuple[str, RowBuffer]]:
+        """The id and buffer of each running choice of the prompt of `sender`."""
         states, parents = self._processor.request_states, self._processor.parent_requests
         state = states.get(sender)
-        rows = own(rows)
         parent = state.parent_req if state is not None else parents.get(_parent_of(sender))
         for each in (sender,) if parent is None else parent.child_requests:
             if (state := states.get(each)) is not None:
                 for buffer in _buffers_of(state):
-                    buffer.push_prompt(sender, each == sender, start, rows)
+                    yield each, buffer
+
+    def _take_causes(self, output: EngineCoreOutput) -> None:
+        for unknown in itertools.starmap(UnknownRows, output.kv_transfer_params["causes"]):
+            causes = Counter({Cause(unknown.cause): unknown.num_rows})
+            if unknown.is_prompt:  # with data parallelism, each engine sends it
+                for _, buffer in self._buffers_of_prompt(unknown.request_id):
+                    buffer.prompt_causes = buffer.prompt_causes | causes
+            elif (state := self._processor.request_states.get(unknown.request_id)) is not None:
+                for buffer in _buffers_of(state):
+                    buffer.own_causes = buffer.own_causes + causes
 
 
 def _has_begun(state: RequestState) -> bool:

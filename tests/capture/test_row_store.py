@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.row_store import RowStore
 from routed_experts.protocol.codec import UNKNOWN
 from tests.capture.test_host_cache import BLOCK, K, L, array
@@ -51,7 +51,7 @@ def test_the_store_is_a_dictionary_of_places(seed: int) -> None:
         places = rng.sample(PLACES, 20)
         slots = rng.sample(range(SLOTS), 20)
         cache = cache_of(set(range(SLOTS)))
-        store.fill(cache, array(slots), array(places))
+        store.fill(cache, array(slots), array(places), Cause.FAULT)
         rows = np.empty((SLOTS, L, K), dtype=np.int16)
         cache.read(np.arange(SLOTS // BLOCK), 0, rows)
         expected = np.arange(SLOTS)

@@ -20,12 +20,13 @@ Others add their own part to it: `served` an API process over HTTP, `loads` KV c
 """
 
 import hashlib
+import itertools
 import json
 import os
 import queue
 import random
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -54,7 +55,15 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.engine.transport import attach
-from routed_experts.capture.message import OPT_IN_ARG, OptIn, Unpacker, request_of_prompt
+from routed_experts.capture.host_cache import Cause
+from routed_experts.capture.message import (
+    CAUSES_OUTPUT_ID,
+    OPT_IN_ARG,
+    OptIn,
+    UnknownRows,
+    Unpacker,
+    request_of_prompt,
+)
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights, ids_of, joined, weights_of
 from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
@@ -436,6 +445,7 @@ class Client:
         self.prompts: dict[bytes, dict[str, Rows]] = defaultdict(dict)  # by id, and the request that they came with
         self.messages: list[list[str]] = []  # the ids of the outputs in each, but for that with the engine's numbers
         self.stats: list[EngineStats] = []
+        self.causes: Counter[Cause] = Counter()  # why rows are unknown
         self.index = index
         self._unpackers = [Unpacker() for _ in engines]
         self._weighed: set[str] = set()  # requests that ask for weights
@@ -557,6 +567,9 @@ class Client:
         """Takes a message of one of the engines."""
         if message.outputs and message.outputs[0].request_id == STATS_OUTPUT_ID:
             self.stats.append(EngineStats.decode(message.outputs.pop(0).kv_transfer_params))
+        if message.outputs and message.outputs[0].request_id == CAUSES_OUTPUT_ID:
+            for unknown in itertools.starmap(UnknownRows, message.outputs.pop(0).kv_transfer_params["causes"]):
+                self.causes[Cause(unknown.cause)] += unknown.num_rows
         unpacked = list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp))
         for output, start, rows in unpacked:
             output.routed_experts = start, self._ids(output.request_id, rows)

@@ -24,9 +24,9 @@ HTTP = "docs/http.md"  # made from the examples of openapi.yaml, which have test
 COMMANDS = ("routed-experts", "make", "python", "python3", "pytest", "torchrun", "vllm")
 IMAGES = ("routed-experts", "routed-experts:cpu")
 OTHERS_FLAGS = {
-    "docker": "--build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --stop-timeout",
+    "docker": "--build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --shm-size --stop-timeout",
     "GNU timeout": "--foreground",
-    "pip and pip-audit": "--extra-index-url --no-deps",
+    "pip and pip-audit": "--extra-index-url --no-deps --require-hashes",
     "vLLM's toy proxy": "--decoder-ports --prefiller-ports",
     "uv": "--isolated --no-sync --with",
     "trainers": "--router_replay_mode --use-rollout-routing-replay",

@@ -1,17 +1,30 @@
-"""The Grafana dashboard asks for metrics and labels that the server has."""
+"""The dashboard and the alerts ask for metrics, labels and reasons that the server has."""
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
+import yaml
 
+from routed_experts.server.http import metrics
 from tests.contract.served import serving
 from tests.documentation import ROOT
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana.json").read_text(encoding="utf-8"))
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+VARIABLES = {each["name"]: each for each in DASHBOARD["templating"]["list"][1:]}
+RULES = [rule for group in yaml.safe_load((ROOT / "docs/alerts.yaml").read_text())["groups"] for rule in group["rules"]]
+OF_PROMETHEUS = {"job", "instance"}
+"""Labels that the server does not give: Prometheus does."""
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (apt-get install prometheus)"
+)
 
 
 def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model: Path, tmp_path: Path) -> None:
@@ -22,16 +35,23 @@ def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model
     for name, given in re.findall(r"^([a-z_:]+)(?:\{(.*)\})? ", text, re.MULTILINE):
         labels.setdefault(name, set()).update(re.findall(r'([a-z_]+)="', given))
     shown = set()
-    for query in QUERIES:
+    alerts = [rule["expr"] for rule in RULES]
+    for query in [*QUERIES, *alerts]:
         names = re.findall(r"\b(?:routed_experts_|vllm:)[a-z_:]+", query)
         assert names
         shown.update(names)
         for name in names:
             assert name in labels
-            for grouped in re.findall(r"\bby \(([a-z_, ]+)\)", query):
-                assert set(grouped.split(", ")) <= labels[name], query
-            is_counted = re.search(rf"(?:rate|increase)\({re.escape(name)}\[", query) is not None
+            asked = {label for grouped in re.findall(r"\bby \(([a-z_, ]+)\)", query) for label in grouped.split(", ")}
+            for selector in re.findall(rf"{re.escape(name)}\{{(.*?)\}}", query):
+                asked.update(re.findall(r"(\w+)[=!]~?\"", selector))
+            assert asked <= labels[name] | OF_PROMETHEUS, query
+            is_counted = re.search(rf"(?:rate|increase)\({re.escape(name)}[\[{{]", query) is not None
             assert is_counted == name.endswith("_total"), "a counter's rate, a gauge as it is"
+            wanted = {"model" if label == "model_name" else label for label in labels[name] | OF_PROMETHEUS}
+            assert query in alerts or all(f"${variable}" in query for variable in wanted & VARIABLES.keys()), query
+    for name in ("vllm:num_requests_running", "routed_experts_requests_tracked"):
+        assert f'{name}{{engine="0",model_name="tiny"}} ' in text
     ours = {name for name in labels if name.startswith("routed_experts_") and not name.endswith("_created")}
     assert ours == {name for name in shown if name.startswith("routed_experts_")}
 
@@ -40,3 +60,31 @@ def test_panels_do_not_overlap() -> None:
     panels = DASHBOARD["panels"]
     assert len({tuple(panel["gridPos"].values()) for panel in panels}) == len(panels)
     assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_faults_are_told_from_settings() -> None:
+    """Any reason but a setting alerts, one that is new too."""
+    settings = "|".join(metrics._SETTINGS.values())
+    queries = [query for query in (*QUERIES, *(rule["expr"] for rule in RULES)) if "rows_missing" in query]
+    assert [re.findall(r'reason(.~"[^"]*")', query) for query in queries] == [
+        [f'!~"{settings}"'],
+        [f'=~"{settings}"'],
+        [f'!~"{settings}"'],
+    ]
+
+
+@needs_promtool
+@pytest.mark.release
+def test_prometheus_reads_the_alerts_and_the_dashboards_queries(tmp_path: Path) -> None:
+    queries = tmp_path / "queries.yaml"
+    values = {"$__rate_interval": "1m", "$__range": "1h"}
+    rules = [
+        {"record": f"r{at}", "expr": re.sub(r"\$__\w+", lambda v: values[v[0]], q)} for at, q in enumerate(QUERIES)
+    ]
+    queries.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
+    for command in (
+        ("check", "rules", str(ROOT / "docs/alerts.yaml"), str(queries)),
+        ("test", "rules", str(ROOT / "tests/contract/alerts_test.yaml")),
+    ):
+        done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr

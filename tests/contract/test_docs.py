@@ -29,7 +29,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_index_has_every_page() -> None:
     docs = ROOT / "docs"
     index = (docs / "index.md").read_text(encoding="utf-8")
-    pages = [*docs.glob("*.md"), *docs.glob("lab/*.md"), docs / "grafana.json"]
+    pages = [*docs.glob("*.md"), *docs.glob("lab/*.md"), docs / "grafana.json", docs / "alerts.yaml"]
     assert [page for page in pages if page.name != "index.md" and f"({page.relative_to(docs)}" not in index] == []
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "docs/index.md" in readme

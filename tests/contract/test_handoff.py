@@ -19,7 +19,7 @@ from routed_experts.capture import handoff
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
-from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import BLOCK, Client, K, L, Received, engine, tokens
 from tests.contract.loads import LEASE_S, NAME, PULL, Clock, Store, engine_with_store, store
@@ -368,7 +368,7 @@ def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.int
     slots = (blocks[:, np.newaxis] * 16 + np.arange(16)).reshape(-1)
     cache = HostCache(num_blocks=70, block_size=16, num_layers=3, top_k=2)
     cache.write(np.arange(70 * 16), np.full((70 * 16, 3, 2), 7, np.int16))
-    KVLoad(slots, rows).apply(cache)
+    KVLoad(slots, rows, Cause.KV_TRANSFER).apply(cache)
     read, untouched = np.empty((63 * 16, 3, 2), np.int16), np.empty((7 * 16, 3, 2), np.int16)
     cache.read(blocks, 0, read)
     cache.read(np.setdiff1d(np.arange(70), blocks), 0, untouched)

@@ -160,8 +160,17 @@ def test_the_legs_answers_spliced_are_the_same(legs: Legs) -> None:
     params = dict(first["kv_transfer_params"])
     rows = params.pop("routed_experts")
     assert rows["shape"] == [len(first["choices"][0]["prompt_token_ids"]), L, K]
+
+    def counted() -> np.ndarray:
+        reasons = ("kv_transfer", "kv_store", "not_captured", "not_arrived")
+        name = "routed_experts_rows_missing_total"
+        return np.array([legs.decode.metric(name, model_name="tiny", reason=reason) for reason in reasons])
+
+    before = counted()
     second = legs.decode._post(COMPLETIONS, {**body, "kv_transfer_params": params})
-    assert second["prompt_routed_experts"]["missing"] == rows["shape"][0] - 1
+    missing = second["prompt_routed_experts"]["missing"]
+    assert missing == rows["shape"][0] - 1
+    assert (counted() - before).tolist() == [missing, 0, 0, 0]
     (whole,), (prefill,), (answer,) = collect(second), collect(first), answers_of(second)
     spliced = splice(decode=whole, prefill=prefill).rows
     answer.prompt_rows, answer.rows = np.split(spliced, [len(answer.prompt)])

@@ -1,5 +1,6 @@
 """KV that a connector loads: each row that is sent is of the computation whose KV was read, or it is missing."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
+from routed_experts.capture.host_cache import Cause
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, mix, store
 
@@ -141,6 +143,17 @@ def test_what_is_loaded_is_missing(warm: Warm) -> None:
         assert client.answer(name, PROMPT).missing == LOADED
         assert kept.num_loaded == 1
     client.finish(missing=2 * len(LOADED))
+    assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}
+
+
+def test_rows_that_no_setting_leaves_out_are_a_fault(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prefix hit is not cut where it should be, as requests that ask for rows compute them."""
+    client, _ = warm
+    monkeypatch.setattr(ExternalKVTracker, "truncate_prefix_hit", lambda self, request, hit: hit)
+    client.answer("plain", PROMPT, start=None)
+    assert client.answer("hits", PROMPT).missing == LOADED
+    client.finish(missing=len(LOADED))
+    assert not client.causes
 
 
 @pytest.mark.parametrize("connectors", [(TRANSFER,), (TRANSFER, NAME), (NAME, TRANSFER)])
@@ -156,6 +169,7 @@ def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str,
         assert kept.num_loaded == is_pulled
         assert decodes.missing == LOADED * is_pulled
         client.finish(missing=len(decodes.missing))
+        assert client.causes == Counter({Cause.KV_TRANSFER: len(decodes.missing)})
 
 
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
@@ -174,6 +188,7 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int]) ->
     assert client.answer("asks", PROMPT).missing == LOADED
     assert kept.num_loaded == 1
     client.finish(missing=len(LOADED), forgets=True)
+    assert not client.causes, "it is a fault"
 
 
 @pytest.mark.parametrize("steps", range(4, 8))

@@ -1,5 +1,6 @@
 """KV that vLLM's `OffloadingConnector` keeps and loads again: its rows come with it, and are of its computation."""
 
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from typing import Any
@@ -12,6 +13,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
 from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadLoad, OffloadStore
 from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.host_cache import Cause
 from tests.contract.engine import BLOCK, Client, Core, tokens
 from tests.contract.loads import NAME as STORE
 from tests.contract.loads import PULL, computed_before, mix, store
@@ -162,6 +164,7 @@ def test_chunks_without_rows(warm: Client, policy: str) -> None:
             core.empty_prefix_cache()
     assert warm.answer("hits", PROMPT).missing == lost
     warm.finish(missing=2 * len(lost))
+    assert warm.causes == Counter({Cause.KV_STORE: 2 * len(lost)})
 
 
 def test_a_text_that_was_computed_twice(warm: Client) -> None:

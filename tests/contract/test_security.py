@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
 from routed_experts.protocol.models import RoutingOptions
+from routed_experts.server.cli import serve
 from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.request import require_key
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
-from tests.contract.served import serving
+from tests.contract.served import build_app, serving
 from tests.server.test_response import choice, output
 
 KEY = "a-key"
@@ -21,11 +24,14 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "a", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
     "/inference/v1/generate": {"token_ids": [40], "sampling_params": {"max_tokens": 2}},
+    "/invocations": {"prompt": "a", "max_tokens": 2},
 }
+OPEN = {"/routed_experts", "/routed_experts/{name}"}
+"""Routes of ours that need no key: the files of the page."""
 
 
 def test_nobody_gets_rows_without_the_key(tiny_model: Path) -> None:
-    """vLLM leaves /invocations, SageMaker's, open: it stands behind a gateway."""
+    """vLLM leaves /invocations, SageMaker's, open."""
     with serving(tiny_model, "--api-key", KEY, "--enable-scale-out") as locked, locked.client() as client:
         for path, body in BODIES.items():
             asked = {"model": "tiny", "return_routed_experts": True, **body}
@@ -35,6 +41,26 @@ def test_nobody_gets_rows_without_the_key(tiny_model: Path) -> None:
             opened = client.post(path, json=asked, headers={"Authorization": f"Bearer {KEY}"})
             assert opened.status_code == 200
             assert b"routed_experts" in opened.content
+        plain = {"model": "tiny", "prompt": "a", "max_tokens": 2}
+        refused = client.post("/invocations", json=plain)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, 401)
+        assert client.post("/invocations", content=b"{").status_code == 401, "the key comes before the body"
+
+
+def test_which_routes_of_ours_need_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's middleware guards what is below /v1. Other routes of ours check the key themselves."""
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    serve.allow_plugin()
+    app = build_app(serve.parse(["model", "--enable-scale-out"]), ("generate",))
+    ours = [
+        route
+        for route in app.routes
+        if isinstance(route, APIRoute) and route.endpoint.__module__.startswith("routed_experts")
+    ]
+    assert {route.path for route in ours} >= {*BODIES, *OPEN, "/v1/routed_experts"}
+    for route in ours:
+        checks = require_key in [dependency.dependency for dependency in route.dependencies]
+        assert checks or route.path.startswith("/v1/") or route.path in OPEN, route.path
 
 
 def test_a_requests_id_cannot_write_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ import pytest
 import yaml
 
 from routed_experts.server.cli import serve
+from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE
 from tests.documentation import ROOT
 from tests.e2e.harness import Server, answers_of_stream, free_port, wait_until
 from tests.packaging.tiny_wheels import LIBRARIES, write_wheels
@@ -190,7 +192,11 @@ def checked_config(builder: Builder, image: str) -> dict[str, Any]:
     assert not config["Cmd"], "an argument of the image would be lost as soon as the user gives one"
     assert list(config["ExposedPorts"]) == [f"{PORT}/tcp"]
     assert config["User"] == "vllm"
-    assert f"127.0.0.1:{PORT}/health" in " ".join(config["Healthcheck"]["Test"])
+    assert f"{ADDRESS_FILE_VARIABLE}=/tmp/routed-experts.address" in config["Env"]
+    assert ADDRESS_FILE_VARIABLE in " ".join(config["Healthcheck"]["Test"])
+    labels = {name.removeprefix("org.opencontainers.image."): value for name, value in config["Labels"].items()}
+    assert labels["version"] == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert labels["base.name"]
     assert not [entry for entry in config["Env"] if entry.startswith("PIP_")]
     return config
 
@@ -232,7 +238,8 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
     builder.build("localhost/cpu", ROOT / "docker/Dockerfile.cpu")
     config = checked_config(builder, "localhost/cpu")
     port, log = free_port(), tmp_path / "log"
-    health_check = [arg.replace(str(PORT), str(port)) for arg in config["Healthcheck"]["Test"][1:]]
+    environment = ["env", "-i", *config["Env"]]
+    health_check = [*environment, *config["Healthcheck"]["Test"][1:]]
     with builder.container("localhost/cpu") as container:
         for path, writable in (("/tmp", True), ("/home/vllm/.cache", True), ("/opt/venv", False), ("/var/tmp", False)):
             mkdir = in_container(builder, container, config, ["mkdir", "-p", f"{path}/written"])
@@ -244,7 +251,7 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
             def is_healthy() -> bool:
                 """As the image's own health check says."""
                 assert process.poll() is None, log.read_text()[-6000:]
-                check = builder.command("run", container, "--", *health_check)
+                check = ["nsenter", f"--target={process.pid}", "--mount", "--root", "--", *health_check]
                 return subprocess.run(check, capture_output=True, check=False).returncode == 0
 
             wait_until(is_healthy, lambda: log.read_text()[-6000:], START_LIMIT_S)
@@ -273,7 +280,9 @@ def test_cpu_image_has_the_libraries_of_pytorchs_cuda_build(
     wheels = write_wheels(tmp_path, ["requirements-cpu.txt"])
     settings = {"find-links": str(wheels), "no-index": "true"}
     offline = replace(builder, build_options=pip_options(builder.folder / "offline.conf", settings))
-    said = offline.build("localhost/cpu-offline", ROOT / "docker/Dockerfile.cpu")
+    said = offline.build(
+        "localhost/cpu-offline", ROOT / "docker/Dockerfile.cpu", "--build-arg", "LOCK=requirements-cpu.txt"
+    )
     assert "PyTorch is the CUDA build." in said, said[-6000:]
     with builder.container("localhost/cpu-offline") as container:
         packages = builder.run(container, *FREEZE).splitlines()

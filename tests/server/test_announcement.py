@@ -3,11 +3,12 @@
 import json
 import shlex
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from routed_experts.server.http.plugin import address, what_to_do
+from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE, address, note_address, what_to_do
 
 
 def args(**given: Any) -> Namespace:
@@ -19,6 +20,19 @@ def test_address() -> None:
     assert address(args()) == address(args(host="0.0.0.0")) == "http://localhost:8000"
     assert address(args(host="::1", port=80)) == "http://[::1]:80"
     assert address(args(host="gpu7", ssl_certfile="cert.pem", root_path="/llm/")) == "https://gpu7:8000/llm"
+
+
+def test_the_address_for_health_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    note_address("not wanted")
+    monkeypatch.setenv(ADDRESS_FILE_VARIABLE, str(tmp_path / "address"))
+    note_address("http://localhost:1")
+    assert (tmp_path / "address").read_text() == "http://localhost:1"
+    assert not caplog.records
+    monkeypatch.setenv(ADDRESS_FILE_VARIABLE, str(tmp_path / "not there" / "address"))
+    note_address("http://localhost:1")  # the server goes on
+    assert len(caplog.records) == 1
 
 
 def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,26 +17,41 @@ import pytest
 import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
+from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.stats import EngineStats
-from routed_experts.server.http.metrics import EngineMetrics, watch_buffers
+from routed_experts.server.http import metrics
+from routed_experts.server.http.metrics import EngineMetrics, label_with, watch_buffers
 from tests.server.known import rows_of
-from tests.server.test_response import answered, long_answer
+from tests.server.test_response import answer_of, answered, long_answer
 from tests.server.test_row_buffer import Frontend, output
 from tests.server.test_streaming import Engine, aligner_of, arrays_of, stream
 
 PREFIX = "routed_experts_"
+REASONS = ("not_captured", "not_arrived", "kv_store", "kv_transfer")
 ROOT = Path(__file__).resolve().parents[2]
 
 
+MODEL = "a model"
+
+
+@pytest.fixture(autouse=True)
+def _model() -> Iterator[None]:
+    before = metrics._model
+    label_with(MODEL)
+    yield
+    metrics._model = before  # that of a server in this process
+
+
 def value(name: str, **labels: str) -> float:
-    return REGISTRY.get_sample_value(PREFIX + name, labels) or 0.0
+    of_model = {} if name == "build_info" else {"model_name": MODEL}
+    return REGISTRY.get_sample_value(PREFIX + name, {**of_model, **labels}) or 0.0
 
 
 def growth(run: Callable[[], Any]) -> dict[str, float]:
     """By how much each of the counters of answers grew while `run` ran."""
 
     def counters() -> dict[str, float]:
-        missing = {reason: value("rows_missing_total", reason=reason) for reason in ("not_captured", "not_arrived")}
+        missing = {reason: value("rows_missing_total", reason=reason) for reason in REASONS}
         return {"rows": value("rows_returned_total"), "bytes": value("sent_bytes_total"), **missing}
 
     before = counters()
@@ -71,6 +87,28 @@ def test_rows_are_missing_for_a_reason_and_histograms_count_nothing() -> None:
     assert set(growth(lambda: stream(aligner_of(rows=False, histogram=True), outputs)).values()) == {0}
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("layout", "prompt"), [("split", 3), ("joined", 2 * 3)])
+def test_rows_that_settings_leave_out_are_told_from_faults(layout: str, prompt: int, streamed: bool) -> None:
+    """Two choices of a prompt of 4; of their rows 4 are unknown, 3 because of a setting, and one own of each."""
+    engines = [Engine(4, index=index) for index in range(2)]
+    outputs = [engine.step(3, finish="stop") for engine in engines]
+    for engine in engines:
+        engine.buffer._arrays = [np.concatenate([np.full((5, 2, 3), -1, dtype=np.int16), rows_of(5, 6)])]
+        engine.buffer.prompt_causes = Counter({Cause.KV_TRANSFER: 3})
+        engine.buffer.own_causes = Counter({Cause.KV_STORE: 1})
+    outputs[0].outputs += outputs[1].outputs
+    grown = growth(
+        lambda: (
+            stream(aligner_of(2, layout=layout), outputs[:1])
+            if streamed
+            else answered(answer_of(outputs[:1], layout=layout)[0])
+        )
+    )
+    faults = prompt // 3
+    assert grown == {**grown, "kv_transfer": prompt, "kv_store": 2, "not_captured": faults, "not_arrived": 0}
+
+
 @pytest.mark.parametrize("accept", [None, "application/msgpack"])
 @pytest.mark.parametrize(("rows", "fmt"), [(10, "object"), (100_000, "object"), (10, "list")])
 def test_whole_answers(fmt: str, rows: int, accept: str | None) -> None:
@@ -81,48 +119,52 @@ def test_whole_answers(fmt: str, rows: int, accept: str | None) -> None:
 
 
 def test_numbers_of_engines_are_added_up() -> None:
-    metrics = EngineMetrics(layer_ids=[1, 4], num_experts=8)
+    of_engines = EngineMetrics(MODEL, layer_ids=[1, 4], num_experts=8)
     counters = [("rows_captured", "5", 14), ("rows_captured", "6", 3)]
     counters += [("copy_wait_seconds", "5", 0.75), ("rows_forgotten", "6", 7)]
     before = [value(f"{name}_total", engine=engine) for name, engine, _ in counters]
-    metrics.update(EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7))
+    of_engines.update(EngineStats(5, rows_captured=10, copy_wait_s=0.5, requests_tracked=2, host_cache_bytes=7))
     about: dict[str, Any] = {"busiest": [3, 2], "routed": [12, 16], "rows_forgotten": 7}
-    metrics.update(EngineStats(6, rows_captured=3, requests_tracked=1, **about))
-    metrics.update(EngineStats(5, rows_captured=14, copy_wait_s=0.75, host_cache_bytes=9))
+    of_engines.update(EngineStats(6, rows_captured=3, requests_tracked=1, **about))
+    of_engines.update(EngineStats(5, rows_captured=14, copy_wait_s=0.75, host_cache_bytes=9))
     for (name, engine, grown), count in zip(counters, before, strict=True):
         assert value(f"{name}_total", engine=engine) - count == grown
     assert [value("requests_tracked", engine=engine) for engine in ("5", "6")] == [0, 1]
     assert value("host_cache_bytes", engine="5") == 9
     assert [value("expert_load_ratio", engine="6", layer=layer) for layer in ("1", "4")] == [2, 1]
-    metrics.update(EngineStats(6, rows_captured=3, rows_forgotten=7))  # nothing stays for servers of later tests
+    of_engines.update(EngineStats(6, rows_captured=3, rows_forgotten=7))  # nothing stays for servers of later tests
 
 
 def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()  # servers of other tests in this process count theirs
-    monkeypatch.setattr("routed_experts.server.http.metrics.FEEDS_OPEN", Gauge("feeds_open", "", registry=registry))
+    monkeypatch.setattr(
+        "routed_experts.server.http.metrics.FEEDS_OPEN", Gauge("feeds_open", "", ["model_name"], registry=registry)
+    )
 
     async def run() -> tuple[float | None, float | None]:
         frontend = Frontend()
         frontend.step(output("a", 1, first=0, rows=3))
         watch = asyncio.create_task(watch_buffers(frontend.buffers, 0.01))
         await asyncio.sleep(0.05)
-        opened = registry.get_sample_value("feeds_open")
+        opened = registry.get_sample_value("feeds_open", {"model_name": MODEL})
         frontend.processor.abort_requests(["a"], internal=True)
         await asyncio.sleep(0.05)
         watch.cancel()
-        return opened, registry.get_sample_value("feeds_open")
+        return opened, registry.get_sample_value("feeds_open", {"model_name": MODEL})
 
     assert asyncio.run(run()) == (1, 0)
 
 
 OF_A_PROCESS = """
+from collections import Counter
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http import metrics
 from routed_experts.server.http.encoding import Sent
-metrics.count_response(Sent(rows=10, missing=1, num_bytes=100), lost=0)
-metrics.FEEDS_OPEN.set(2)
+metrics.label_with("m")
+metrics.count_response(Sent(rows=10, missing=1, num_bytes=100), 0, Counter())
+metrics.FEEDS_OPEN.labels("m").set(2)
 if {first}:
-    metrics.EngineMetrics([1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))
+    metrics.EngineMetrics("m", [1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))
 print("ready", flush=True)
 input()
 """
@@ -149,13 +191,13 @@ def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
         for process in processes:
             process.communicate(b"\n")
     for line in (
-        "feeds_open 4.0",
-        "rows_returned_total 20.0",
-        "sent_bytes_total 200.0",
-        'rows_missing_total{reason="not_captured"} 2.0',
-        'rows_missing_total{reason="not_arrived"} 0.0',
-        'rows_captured_total{engine="0"} 50.0',
-        'requests_tracked{engine="0"} 4.0',
+        'feeds_open{model_name="m"} 4.0',
+        'rows_returned_total{model_name="m"} 20.0',
+        'sent_bytes_total{model_name="m"} 200.0',
+        'rows_missing_total{model_name="m",reason="not_captured"} 2.0',
+        'rows_missing_total{model_name="m",reason="kv_store"} 0.0',
+        'rows_captured_total{engine="0",model_name="m"} 50.0',
+        'requests_tracked{engine="0",model_name="m"} 4.0',
     ):
         assert PREFIX + line in text
 

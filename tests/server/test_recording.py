@@ -10,8 +10,8 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
+from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.metrics import RECORD_DROPPED
 from routed_experts.server.http.recording import Recorder, RecordFiles
 from tests.server.known import K, L
 from tests.server.test_row_buffer import DELTA, Frontend, first_token, output, prompt, request_of, take
@@ -30,7 +30,10 @@ def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
 
 def test_an_aborted_request_is_recorded_with_the_rows_that_have_arrived(tmp_path: Path) -> None:
     frontend = Frontend()
-    recorder, no_rows = recorder_of(frontend, tmp_path), RECORD_DROPPED.labels("no_rows")._value.get()
+    recorder, no_rows = (
+        recorder_of(frontend, tmp_path),
+        metrics.RECORD_DROPPED.labels(metrics._model, "no_rows")._value.get(),
+    )
     for name in ("b", "early"):
         queue = frontend.add(name)
     several = frontend.add("c", n=2)
@@ -52,7 +55,7 @@ def test_an_aborted_request_is_recorded_with_the_rows_that_have_arrived(tmp_path
         (routing,) = collect(answer)
         assert (routing.index, routing.finish_reason) == (0, "abort")
         assert routing.rows[:, 0, 0].tolist() == [0, 1, 2, 3]
-    assert RECORD_DROPPED.labels("no_rows")._value.get() == no_rows + 1
+    assert metrics.RECORD_DROPPED.labels(metrics._model, "no_rows")._value.get() == no_rows + 1
 
 
 def test_rows_that_only_the_record_needs_come_in_groups(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.row_store import RowStore
 
 Forgot = Callable[[str, int], None]
@@ -53,11 +53,13 @@ class OffloadLoad:
     Attributes:
         slots: [n], of the KV cache.
         places: [n], where they are in the store; -1 if they were not kept.
+        cause: why they were not kept.
     """
 
     store: RowStore
     slots: NDArray[np.int64]
     places: NDArray[np.int64]
+    cause: Cause
 
     def are_known(self) -> NDArray[np.bool_]:
         """[n], True for slots whose rows are known."""
@@ -68,7 +70,7 @@ class OffloadLoad:
         return self.store.lack_weights(self.places)
 
     def apply(self, cache: HostCache) -> None:
-        self.store.fill(cache, self.slots, self.places)
+        self.store.fill(cache, self.slots, self.places, self.cause)
 
 
 class OffloadedRows:
@@ -84,6 +86,7 @@ class OffloadedRows:
     Args:
         needs_rows: whether a request still needs rows before a position.
         needs_weights: whether their weights too; None if rows have none.
+        cause: why a request that needs rows may be given KV without.
         forgot: called with a reason and a number of rows if the connector behaves unexpectedly. These rows become
             unknown, which is always correct.
     """
@@ -95,6 +98,7 @@ class OffloadedRows:
         block_size: int,
         needs_rows: Callable[[str, int], bool],
         needs_weights: Callable[[str], bool] | None,
+        cause: Cause,
         forgot: Forgot,
     ) -> None:
         manager = scheduler.manager
@@ -103,6 +107,7 @@ class OffloadedRows:
         self._block_size = block_size
         self._needs_rows = needs_rows
         self._needs_weights = needs_weights
+        self._cause = cause
         self._forgot = forgot
         groups = [group.group_idx for group in scheduler.config.kv_group_configs]
         self._group_index = groups.index(kv_group)
@@ -124,13 +129,14 @@ class OffloadedRows:
         block_size: int,
         needs_rows: Callable[[str, int], bool],
         needs_weights: Callable[[str], bool] | None,
+        cause: Cause,
         forgot: Forgot,
     ) -> "OffloadedRows | None":
         """None for other connectors, and for this one with tiers or a third-party manager, whose chunks may come from
         elsewhere."""
         if type(connector) is not OffloadingConnector or type(connector.scheduler.manager) is not CPUOffloadingManager:
             return None
-        return cls(connector.scheduler, kv_group, block_size, needs_rows, needs_weights, forgot)
+        return cls(connector.scheduler, kv_group, block_size, needs_rows, needs_weights, cause, forgot)
 
     def take_loaded(self, request_id: str, slots: NDArray[np.int64], first: int) -> OffloadLoad:
         """The load that was prepared last, into `slots` ([n]) of the positions from `first` on."""
@@ -140,9 +146,10 @@ class OffloadedRows:
         index = positions // size - first // size
         if prepared_for != request_id or index[-1] + 1 != len(chunks):
             self._forgot("loads other KV than it prepared", len(slots))
-            return OffloadLoad(self.store, slots, np.full(len(slots), -1))
+            return OffloadLoad(self.store, slots, np.full(len(slots), -1), Cause.FAULT)
         chunk = chunks[index]
-        return OffloadLoad(self.store, slots, np.where(chunk >= 0, chunk * size + positions % size, -1))
+        places = np.where(chunk >= 0, chunk * size + positions % size, -1)
+        return OffloadLoad(self.store, slots, places, self._cause)
 
     def take_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
         """The stores of a scheduled step."""

@@ -16,7 +16,7 @@ from routed_experts.capture.engine.kv_transfer.connectors import MULTI, RECOMPUT
 from routed_experts.capture.engine.kv_transfer.offloading import Forgot, OffloadedRows, OffloadLoad, OffloadStore
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.handoff import WireRows
-from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.rows import ids_of, lack_weights
 from routed_experts.capture.split import RequestRows
 from routed_experts.protocol.codec import UNKNOWN
@@ -35,14 +35,16 @@ class KVLoad:
         slots: [n], all loaded slots.
         rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown. In a cache of rows
             with weights, those of ids that came alone are unknown.
+        cause: why some are unknown.
     """
 
     slots: NDArray[np.int64]
     rows: WireRows | None
+    cause: Cause
 
     def apply(self, cache: HostCache) -> None:
         """Writes the rows that came with the KV. `receive_rows` has checked their shape."""
-        cache.forget(self.slots)
+        cache.forget(self.slots, self.cause)
         if self.rows is None:
             return
         count, height = self.rows.shape[:2]
@@ -50,7 +52,10 @@ class KVLoad:
         for first in range(0, count, _PIECE_ROWS):  # each piece stays in the processor's cache until it is written
             piece = self.rows[first : first + _PIECE_ROWS]
             room[: len(piece), :height] = piece
-            cache.write(self.slots[first : first + len(piece)], room[: len(piece)])
+            slots, rows = self.slots[first : first + len(piece)], room[: len(piece)]
+            cache.write(slots, rows)
+            if (unknown := rows[:, 0, 0] == UNKNOWN).any():  # there too
+                cache.forget(slots[unknown], self.cause)
 
 
 class ExternalKVTracker:
@@ -91,8 +96,11 @@ class ExternalKVTracker:
         self._writes_behind_hit = all(child.writes_behind_hit for child in self._used)
         children = connector._connectors if self._is_multi else [connector]
         needs_weights = self._needs_weights if has_weights else None
+        is_hybrid = len(kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
+        # Otherwise no request that asks for rows gets KV of a store without them: see `truncate_prefix_hit` and `_ask`.
+        self._store_cause = cause = Cause.KV_STORE if policy != RECOMPUTE or is_hybrid else Cause.FAULT
         self._offloaded = [
-            OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, needs_weights, forgot)
+            OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, needs_weights, cause, forgot)
             for child in children
         ]
         self._kv_cache_manager = kv_cache_manager
@@ -263,10 +271,11 @@ class ExternalKVTracker:
             self._forgot("loads KV that it was not asked for", capacity)
             if self.handed is not None:
                 self.handed.forget(request.request_id)
-            self._add(KVLoad(self._slots(table, 0, capacity), None), np.zeros(capacity, dtype=np.bool_))
+            self._add(KVLoad(self._slots(table, 0, capacity), None, Cause.FAULT), np.zeros(capacity, dtype=np.bool_))
             return
+        cause = Cause.KV_TRANSFER if self._kind(request) is Kind.TRANSFER else self._store_cause
         if not self._writes_behind_hit:
-            self._add(KVLoad(self._slots(table, 0, num_local), None), np.zeros(num_local, dtype=np.bool_))
+            self._add(KVLoad(self._slots(table, 0, num_local), None, cause), np.zeros(num_local, dtype=np.bool_))
         slots = self._slots(table, num_local, num_local + count)
         offloaded = self._offloaded[child]
         if offloaded is not None:
@@ -275,14 +284,14 @@ class ExternalKVTracker:
             self._add_without_weights(slots[reload.lack_weights()])
             return
         handed, rows = None, None
-        if self.handed is not None and self._kind(request) is Kind.TRANSFER:
+        if self.handed is not None and cause is Cause.KV_TRANSFER:
             handed = self.handed.begin(request.request_id)
         is_known = np.zeros(count, dtype=np.bool_)
         if handed is not None:
             rows = handed.rows[num_local : num_local + count]
             ids = ids_of(rows) if handed.has_weights else rows
             is_known[: len(rows)] = ids.min(initial=0) > UNKNOWN or (ids != UNKNOWN).all(axis=(1, 2))
-        self._add(KVLoad(slots, rows), is_known)
+        self._add(KVLoad(slots, rows, cause), is_known)
         if self._has_weights and handed is not None and rows is not None and len(rows):
             slots = slots[: len(rows)]
             self._add_without_weights(slots[lack_weights(rows)] if handed.has_weights else slots)
