@@ -58,7 +58,7 @@ def select(tab: Tab, what: str) -> None:
         tab.click("#load", 300, 60)
         for control, value in (("#list", "experts"), ("#scope", "all"), ("#shade", "lift")):
             tab.choose(control, value)
-        tab.wait_for_text("#lists", "A − B")
+        tab.wait_for_text("#lists", "A minus B")
 
 
 def main(folder: Path, shown: dict[str, list[tuple[int, str]]], is_whole: bool) -> None:

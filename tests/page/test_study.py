@@ -23,6 +23,7 @@ from tests.page.conftest import Viewed, viewing_files
 pytestmark = pytest.mark.e2e
 
 E, GUTTER = 32, 40
+TIMES = "\u00d7"
 GIVEN = ModelInfo(num_experts=E)
 ROWS = rows_of(99, 6, 4, E)
 WEIGHTS = weights_of(ROWS)
@@ -103,7 +104,7 @@ def test_lists_of_layers_experts_and_tokens(study: Tab) -> None:
     order = np.argsort(-COUNTS.ravel(), kind="stable")[:25]
     lists(study, "#lists", 0, list(order % E))
     lists(study, "#lists", 1, list(order // E))
-    lists(study, "#lists", 3, [f"{load:.2f} ×" for load in COUNTS.ravel()[order] * E / (99 * 4)])
+    lists(study, "#lists", 3, [f"{load:.2f} {TIMES}" for load in COUNTS.ravel()[order] * E / (99 * 4)])
 
     study.choose("#list", "tokens")
     bits = np.log2((99 * 4 + E / 2) / E) - np.log2(COUNTS + 0.5)
@@ -146,7 +147,7 @@ def test_folders_are_compared(tab: Tab, compared: str) -> None:
     lists(tab, "#lists", 6, [f"{100 * value:.1f} %" for value in apart])
 
     tab.choose("#list", "experts")
-    sort(tab, "#lists", "A − B")
+    sort(tab, "#lists", "A minus B")
     difference = (shares["code"] - shares["prose"])[0] * E
     lists(tab, "#lists", 0, list(np.argsort(-difference, kind="stable")[:25]))
     expert = int(difference.argmax())
@@ -184,7 +185,7 @@ def test_pairs_of_experts(study: Tab) -> None:
     study.click("#matrix", GUTTER + (j + 0.5) * side, GUTTER + (i + 0.5) * side)
     lift = together[i, j] * 99 / (together[i, i] * together[j, j])
     share = f"{100 * together[i, j] / together[i, i]:.1f} % of those of expert {i}"
-    words = f"{together[i, j]} of 99 tokens chose experts {i} and {j} ({share}), {lift:.2f} × as many"
+    words = f"{together[i, j]} of 99 tokens chose experts {i} and {j} ({share}), {lift:.2f} {TIMES} as many"
     study.wait_for_text("#matrix-status", f"Within MoE layer 3: {words}")
     study.wait_for_text("#expert-status", f"expert {i}: {together[i, i]} of 99")
 
@@ -308,7 +309,8 @@ CONTRAST = """(() => {
   const parts = colour => colour.match(/[\\d.]+/g).map(Number);
   const light = ([r, g, b]) => [r, g, b].map(v => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = e => { const c = parts(getComputedStyle(e).backgroundColor); return c[3] === 0 ? behind(e.parentElement) : c };
+  const own = e => parts(getComputedStyle(e).backgroundColor);
+  const behind = e => own(e)[3] === 0 ? behind(e.parentElement) : own(e);
   const span = $('#tokens-a .token.prompt'), found = [];
   for (const rare of ['', '1', '2', '3', '4']) for (const kind of ['', 'number', 'selected', 'chosen']) {
     span.className = `token prompt ${kind}`; span.dataset.rare = rare;
@@ -332,7 +334,7 @@ def test_the_example(tab: Tab, api: Server) -> None:
         for address in (f"{api.url}/routed_experts", url):
             tab.open(address)
             tab.click("#example")
-            tab.wait_for_text("#summary", "5 layers × 4 of 16 experts, finish reason: length. B: ")
+            tab.wait_for_text("#summary", f"5 layers {TIMES} 4 of 16 experts, finish reason: length. B: ")
             tab.wait_for_text("#tokens-b", "def route(token):")
             tab.wait("location.hash.includes('a=example.json')")
         tab.open(f"{url}#a=example.json%2C+line+2&token=5&layer=3")
@@ -365,7 +367,7 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, compared: str, them
             tab.wait("$('#pairs-table tbody tr')")
         tab.call("Runtime.evaluate", expression=axe)
         result = tab.js(
-            "axe.run().then(r => r.violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html + n.any.map(a => a.message))]))"
+            "axe.run().then(r => r.violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html + n.failureSummary)]))"
         )
         found += [one for one in result if one[0] in ("serious", "critical")]
     tab.console.clear()

@@ -62,7 +62,7 @@ const LISTS = {
       ...(a.hasWeights ? [{ key: "load_by_weights", title: "By weights", value: ({ layer, expert }) => a.load(layer, expert, true), text: ({ layer, expert }) => times(a.load(layer, expert, true)) }] : []),
       ...(b && b.experts === a.experts ? [
         { key: "load_b", title: "Load in B", value: ({ layer, expert }) => b.load(layer, expert), text: ({ layer, expert }) => times(b.load(layer, expert)) },
-        { key: "difference", title: "A − B", value: ({ layer, expert }) => a.load(layer, expert) - b.load(layer, expert), digits: 2 },
+        { key: "difference", title: "A minus B", value: ({ layer, expert }) => a.load(layer, expert) - b.load(layer, expert), digits: 2 },
       ] : []),
     ],
     pick: ({ layer, expert }) => pick({ layer, expert }),
