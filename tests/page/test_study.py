@@ -251,8 +251,8 @@ def test_a_link_brings_the_view_back(tab: Tab, compared: str, tmp_path: Path) ->
     for control, value in (("#list", "tokens"), ("#colour", "expert"), ("#pairs", "next"), ("#window", "32")):
         tab.choose(control, value)
     tab.click("#detail tbody tr:nth-child(3) .chip")
-    tab.click("#tokens-a [data-i='40']")
     sort(tab, "#lists", "Position")
+    tab.click("#tokens-a [data-i='40']")
     tab.click("#fit")
     tab.wait("/a=code%2F&b=prose%2F&token=40&layer=2&expert=\\d+.*sort=position.*zoom=fit/.test(location.hash)")
     seen = [tab.js(CONTROLS), cells(tab, "#lists"), cells(tab, "#expert-tokens"), tab.text("#map-status")]

@@ -136,8 +136,8 @@ export class Lists {
       this.list = LISTS[list]({ ...view, pick: this.select, beside: this.beside });
       this.table.show(this.list.columns, this.list.rows, view.sorts[list] ?? this.list.sort, what);
     } else if (cell === this.cell) return;
+    this.table.mark(this.list.isSelected(view), cell !== this.cell);
     Object.assign(this, { shows, of: a, cell });
-    this.table.mark(this.list.isSelected(view), true);
   }
 }
 
@@ -158,8 +158,8 @@ export class ExpertTokens {
     const shows = [what, a.length, b?.length, sorts.expert].join();
     if (shows !== this.shows || a !== this.of) this.#build(what);
     else if (token === this.token) return;
+    this.table.mark((row) => row.position === token && (row.answer === a || this.view.comparison), token !== this.token);
     Object.assign(this, { shows, of: a, token });
-    this.table.mark((row) => row.position === token && (row.answer === a || this.view.comparison), true);
   }
 
   #build(what) {

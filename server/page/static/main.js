@@ -303,7 +303,7 @@ function add(...added) {
 /** A group, whose responses are put together when it is first shown. */
 function group(name, members) {
   let made = null;
-  const make = () => (made ??= player(merged(name, members.map((entry) => entry.player?.whole ?? wholeOf(entry.answer)))));
+  const make = () => (made ??= player(merged(name, members.map((entry) => entry.player.whole))));
   return {
     ...{ name, members },
     get player() {

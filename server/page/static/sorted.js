@@ -29,15 +29,15 @@ export class SortedTable {
 
   /**
    * `columns` = [{key, title, value(row), text(row) or digits, csv(row), rises: whether the lowest comes first}];
-   * `key` says what the rows are: other ones are shown from the first on.
+   * `key` says what the rows are: other ones, or others that come first, are shown from the first on.
    */
   show(columns, rows, sort, key) {
     const [name, falls] = sort.startsWith("-") ? [sort.slice(1), true] : [sort, false];
     const by = columns.find((column) => column.key === name) ?? columns[0];
     this.rows = sortedBy(rows, by.value, falls);
     Object.assign(this, { columns, sorted: { by: by.key, falls } });
-    if (key !== this.key) this.first = 0;
-    this.key = key;
+    if (`${sort} ${key}` !== this.key) this.first = 0;
+    this.key = `${sort} ${key}`;
     this.#build();
   }
 
