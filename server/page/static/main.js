@@ -6,7 +6,7 @@ import { Balance, BalanceChart } from "./balance.js";
 import { forgetTheme } from "./colours.js";
 import { Comparison, checkSameModel, loadsInWords } from "./compare.js";
 import { Detail } from "./detail.js";
-import { quoted, save as saveFile, saveCsv, savePng } from "./download.js";
+import { balanceTable, loadTable, mapTable, save as saveFile, saveCsv, savePng } from "./download.js";
 import { droppedFiles, groupsOf, merged } from "./groups.js";
 import { numberIn, putLink, readLink, writeLink } from "./link.js";
 import { ExpertTokens, Lists } from "./lists.js";
@@ -456,29 +456,9 @@ function save() {
 
 /** What the buttons with data-save write: what is shown, as numbers or as a picture. */
 const SAVES = {
-  "map.csv": (name) => {
-    const { a } = view;
-    const sides = a.weights ? [a.rows, a.weights] : [a.rows];
-    const ofGroup = a.parts ? ["response"] : [];
-    const header = [...ofGroup, "position", "token", "token_id", ...["experts", "weights"].slice(0, sides.length).flatMap((what) => a.layerIds.map((id) => `${what}_${id}`))];
-    const place = (i) => [...ofGroup.map(() => a.origin(i).name), a.origin(i).position];
-    const rows = a.tokens.map(({ id }, i) => [...place(i), quoted(a.text(i)), id, ...sides.flatMap((values) => a.layerIds.map((_, layer) => a.cell(i, layer, values).join(" ")))]);
-    saveCsv(header, rows, name);
-  },
-  "load.csv": (name) => {
-    const { a } = view;
-    const header = ["layer", "expert", "tokens", "load", ...(a.hasWeights ? ["sum_of_weights"] : [])];
-    const rows = Array.from(a.counts, (count, at) => {
-      const [layer, expert] = [Math.floor(at / a.experts), at % a.experts];
-      return [a.layerIds[layer], expert, count, a.load(layer, expert), ...(a.hasWeights ? [a.sums[at]] : [])];
-    });
-    saveCsv(header, rows, name);
-  },
-  "balance.csv": (name) => {
-    const { a, balanceA } = view;
-    const rows = balanceA.lines.mean.map((mean, row) => [row + a.start, mean, ...a.layerIds.map((_, layer) => balanceA.at(row, layer))]);
-    saveCsv(["position", "mean", ...a.layerIds.map((id) => `layer_${id}`)], rows, name);
-  },
+  "map.csv": (name) => saveCsv(...mapTable(view.a), name),
+  "load.csv": (name) => saveCsv(...loadTable(view.a), name),
+  "balance.csv": (name) => saveCsv(...balanceTable(view.a, view.balanceA), name),
   "pairs.csv": (name) => matrix.saveCsv(name),
   "list.csv": (name) => lists.table.saveCsv(name),
   "expert.csv": (name) => expertTokens.table.saveCsv(name),
