@@ -18,7 +18,7 @@ export class Matrix {
     const at = (event) => this.#at(event);
     element.addEventListener("click", (event) => at(event) && select(at(event)));
     element.addEventListener("pointermove", (event) => this.#hover(at(event)));
-    element.addEventListener("pointerleave", () => this.#hover(null));
+    for (const kind of ["pointerleave", "keydown"]) element.addEventListener(kind, () => this.#hover(null));
     const pick = ({ i, j }) => select({ layer: view.layer, expert: i, other: j });
     this.table = new SortedTable(table, "Pairs of experts", pick, (sort) => {
       view.sorts.pairs = sort;
