@@ -3,6 +3,7 @@
 import { saveCsv } from "./download.js";
 
 const ROWS = 25;
+const ROOM = 24; // pixels beyond a row that is brought into sight
 
 export class SortedTable {
   /**
@@ -114,8 +115,8 @@ export function made(tag, properties, ...children) {
 export function reveal(row, frame) {
   const [box, around] = [row.getBoundingClientRect(), frame.getBoundingClientRect()];
   const top = around.top + (frame.querySelector("thead")?.offsetHeight ?? 0);
-  if (box.top < top) frame.scrollTop -= top - box.top;
-  else if (box.bottom > around.bottom) frame.scrollTop += box.bottom - around.bottom;
+  if (box.top < top) frame.scrollTop -= top - box.top + ROOM;
+  else if (box.bottom > around.bottom - ROOM) frame.scrollTop += box.bottom - around.bottom + ROOM;
 }
 
 function textOf({ value, text, digits = 0 }, row) {
