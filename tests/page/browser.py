@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 from tests.e2e.harness import wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-LIMIT_S = 40
+LIMIT_S = 120
 
 
 class Tab:

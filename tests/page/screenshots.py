@@ -24,7 +24,7 @@ KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
 SHOWN = {
     "chat": [(1440, "light"), (420, "dark")],
     "two": [(1440, "dark"), (420, "light")],
-    "long": [(1440, "light")],
+    "long": [(420, "dark")],
     "study": [(1440, "dark"), (900, "light")],
 }
 ALL = list(itertools.product((1440, 900, 420), ("light", "dark")))
