@@ -7,6 +7,7 @@ import { lift, pairsOf } from "./stats.js";
 
 const GUTTER = 40;
 const MOST = 560; // pixels
+const MOST_EXPERTS = 1024; // more need too much memory
 const TOP = 4; // times what is independent, at the ramp's end
 
 export class Matrix {
@@ -32,9 +33,10 @@ export class Matrix {
     return this.view.pairs === "together";
   }
 
-  /** The layer of the columns; null for the last layer's transitions. */
+  /** The layer of the columns; null for the last layer's transitions, and where there is no matrix. */
   get #to() {
     const { a, layer } = this.view;
+    if (a.experts > MOST_EXPERTS) return null;
     if (this.#isWithin) return layer;
     return layer + 1 < a.layers ? layer + 1 : null;
   }
@@ -164,6 +166,7 @@ export class Matrix {
   /** The pair under the pointer, or the selected one, in words. */
   words() {
     const { a, layer, expert, other } = this.view;
+    if (a.experts > MOST_EXPERTS) return `Pairs are shown of up to ${MOST_EXPERTS} experts.`;
     if (this.#to === null) return `${a.layerName(layer)} is the last one.`;
     if (!this.found) return "";
     const pair = this.hover ?? { expert, other };
