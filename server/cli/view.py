@@ -7,6 +7,7 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.saved import ModelInfo, add_flags, info_of, opened, read
@@ -72,7 +73,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         description="Shows saved responses in a browser.",
     )
     parser.add_argument(
-        "file", nargs="+", help="responses to requests with return_routed_experts; - for standard input"
+        "file",
+        nargs="*",
+        help="responses to requests with return_routed_experts, or folders of them; - for standard input; without any, "
+        "the page has an example",
     )
     parser.add_argument("--port", type=int, default=0, help="local port (default: any free port)")
     parser.add_argument("--no-browser", action="store_true", help="only print the URL")
@@ -96,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
             f"Port {args.port} cannot be used ({error}): choose another with --port, or omit --port."
         ) from error
     try:
-        print(f"Showing {', '.join(texts)} at {server.url} until Ctrl + C.", flush=True)
+        print(f"Showing {', '.join(texts) or 'the page'} at {server.url} until Ctrl + C.", flush=True)
         if not args.no_browser:
             webbrowser.open(server.url)
         server.serve_forever()
@@ -106,20 +110,36 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_texts(paths: Sequence[str], given: ModelInfo) -> dict[str, str]:
-    """The contents of files by name.
+    """The contents of files by name, and of the files `*.json` and `*.jsonl` in folders.
 
     Raises:
         CommandError: a file cannot be read, or has other contents than responses with rows.
     """
-    texts = {}
-    for name, file in opened(paths):
+    texts: dict[str, str] = {}
+    for name, file in opened([file for path in paths for file in files_in(path)]):
         try:
             texts[name] = file.read()
         except UnicodeDecodeError as error:
             raise CommandError(f"{name} cannot be read: it is not UTF-8 text.") from error
+    if not texts:
+        return texts
     for answer in read(((name, io.StringIO(text)) for name, text in texts.items()), given):
         try:
             answer.routings()
         except (ValueError, KeyError, TypeError) as error:
             raise CommandError(f"{answer.where}: {error}.") from error
     return texts
+
+
+def files_in(path: str) -> list[str]:
+    """The files of a folder and its folders, in order; a file alone.
+
+    Raises:
+        CommandError: a folder without files of responses.
+    """
+    if not Path(path).is_dir():
+        return [path]
+    files = sorted(str(file) for file in Path(path).rglob("*.json*") if file.suffix in (".json", ".jsonl"))
+    if not files:
+        raise CommandError(f"{path} has no files *.json or *.jsonl.")
+    return files

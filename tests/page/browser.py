@@ -138,10 +138,12 @@ class Tab:
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
-    def screenshot(self) -> bytes:
-        """A PNG of the window."""
+    def screenshot(self, is_whole: bool = False) -> bytes:
+        """A PNG of the window, or of the whole page."""
         self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        clip = {"clip": {**size, "scale": 1}} if is_whole else {}
+        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=is_whole, **clip)["data"])
 
 
 @contextmanager

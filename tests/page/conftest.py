@@ -1,7 +1,7 @@
 """A browser, and the page by both who serve it."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
@@ -51,7 +51,14 @@ def weighing_api(tiny_model: Path) -> Iterator[Server]:
 def viewing(*answers: Any, text: str | None = None, given: ModelInfo | None = None) -> Iterator[str]:
     """Serves a file with answers, as `routed-experts view` does; gives the page's address."""
     text = "".join(json.dumps(one) + "\n" for one in answers) if text is None else text
-    with ViewServer({"answers.jsonl": text}, 0, given) as server:
+    with viewing_files({"answers.jsonl": text}, given) as url:
+        yield url
+
+
+@contextmanager
+def viewing_files(texts: Mapping[str, str], given: ModelInfo | None = None) -> Iterator[str]:
+    """The same with the texts of files by name."""
+    with ViewServer(texts, 0, given) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield server.url
         server.shutdown()

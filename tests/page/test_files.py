@@ -1,8 +1,10 @@
 """What is served as the page, and to whom. No browser."""
 
+import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +16,9 @@ import httpx
 import pytest
 
 from routed_experts.server.cli import view
+from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
+from routed_experts.server.cli.saved import ModelInfo
 from routed_experts.server.page import page_files
 from tests.command_lines import shell_words
 from tests.contract.served import serving
@@ -87,11 +91,14 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.e2e
 def test_the_documented_commands(saved: Path, documented: list[str]) -> None:
-    """The first opens a browser, which says here what it would open; the second does not."""
+    """All but the second open a browser, which says here what it would open."""
+    for folder in ("code", "prose"):
+        (saved.parent / folder).mkdir()
+        shutil.copy(saved, saved.parent / folder)
     (text,) = documented
     said = [said_by(command, saved.parent) for command in shell_words(text)]
-    assert [len(lines) for lines in said] == [2, 1]
-    for line in said[0] + said[1]:
+    assert [len(lines) for lines in said] == [2, 1, 2]
+    for line in itertools.chain(*said):
         assert re.search(r"http://127\.0\.0\.1:\d+/routed_experts\b", line)
     assert said[0][1].startswith("opened ")
 
@@ -110,7 +117,7 @@ def said_by(command: list[str], folder: Path) -> list[str]:
     try:
         assert process.stdout is not None
         first = process.stdout.readline()
-        get(first.split()[3])  # answered once the browser, if any, has come and gone
+        get(re.findall(r"http\S+", first)[0])  # answered once the browser, if any, has come and gone
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         return [first, *(line for line in process.stdout if line.strip())]
@@ -130,3 +137,16 @@ def test_each_view_takes_a_free_port() -> None:
     port = view.parse(["answers.jsonl"]).port
     with view.ViewServer({}, port) as one, view.ViewServer({}, port) as other:
         assert one.url != other.url
+
+
+def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
+    for path in ("code/b.jsonl", "code/deep/a.json", "code/notes.txt", "empty/x.txt"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(saved, tmp_path / path)
+    names = list(view.read_texts([str(tmp_path / "code"), str(saved)], ModelInfo()))
+    assert [Path(name).relative_to(tmp_path).as_posix() for name in names] == [
+        *("code/b.jsonl", "code/deep/a.json", "answers.jsonl")
+    ]
+    assert view.read_texts([], ModelInfo()) == {}
+    with pytest.raises(CommandError, match="has no files"):
+        view.read_texts([str(tmp_path / "empty")], ModelInfo())

@@ -495,7 +495,7 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
     show(tab, viewed(text=text))
     found = [answer.where for answer in read([("answers.jsonl", StringIO(text))], ModelInfo())]
     assert len(found) == 7
-    assert tab.texts("#pick-a option")[1:] == found
+    assert tab.texts("#pick-a > option")[1:] == found
 
 
 @pytest.mark.parametrize(

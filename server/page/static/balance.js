@@ -2,11 +2,10 @@
 
 import { sized, ticks } from "./canvas.js";
 import { ink } from "./colours.js";
+import { evenness, xlogx } from "./stats.js";
 
 const GUTTER = 40;
 const HEIGHT = 150;
-
-const xlogx = (count) => (count > 1 ? count * Math.log2(count) : 0);
 
 /** The balance after every row of an answer, over the last `span` rows; 0: over all of them. */
 export class Balance {
@@ -53,9 +52,7 @@ export class Balance {
     const { layers, experts } = this.answer;
     let [low, sum, high] = [1, 0, 0];
     for (let layer = 0; layer < layers; layer++) {
-      const slots = this.slots[layer];
-      const most = Math.log2(Math.min(experts, slots));
-      const value = slots > 1 && most > 0 ? Math.min((Math.log2(slots) - this.sums[layer] / slots) / most, 1) : 1;
+      const value = evenness(this.sums[layer], this.slots[layer], experts);
       this.values[row * layers + layer] = value;
       low = Math.min(low, value);
       high = Math.max(high, value);

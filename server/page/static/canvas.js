@@ -69,6 +69,7 @@ export class Texture {
   /** Draws positions `from` to `to` (fractions allowed), each `cell` wide, with the first at x. */
   draw(context, from, to, x, y, cell, height) {
     context.imageSmoothingEnabled = cell < 1;
+    context.imageSmoothingQuality = "high";
     for (let tile = Math.floor(from / TILE); tile < this.tiles.length && tile * TILE < to; tile++) {
       const first = Math.max(from, tile * TILE);
       const last = Math.min(to, this.covered, (tile + 1) * TILE);

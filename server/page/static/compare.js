@@ -1,13 +1,10 @@
 // Two answers side by side: where they part.
 
+import { distance } from "./stats.js";
+
 export class Comparison {
   constructor(a, b) {
-    if (a.layers !== b.layers || a.topK !== b.topK) {
-      throw new Error("The responses are from different models: their rows have different shapes.");
-    }
-    if (a.knowsLayers && b.knowsLayers && String(a.layerIds) !== String(b.layerIds)) {
-      throw new Error("The responses are from different models: their rows have different decoder layers.");
-    }
+    checkSameModel(a, b);
     Object.assign(this, { a, b });
     this.start = Math.max(a.start, b.start);
     this.length = 0; // rows compared
@@ -87,3 +84,21 @@ export class Comparison {
 
 /** Null where one of the two is not known. */
 const isSame = (one, other) => (one === null || other === null ? null : one === other);
+
+/** Raises an Error where the rows of two answers mean different things. */
+export function checkSameModel(a, b) {
+  if (a.layers !== b.layers || a.topK !== b.topK) {
+    throw new Error("The responses are from different models: their rows have different shapes.");
+  }
+  if (a.knowsLayers && b.knowsLayers && String(a.layerIds) !== String(b.layerIds)) {
+    throw new Error("The responses are from different models: their rows have different decoder layers.");
+  }
+}
+
+/** How far the loads of two answers are apart, as a sentence. */
+export function loadsInWords(a, b) {
+  const by = a.layerIds.map((_, layer) => distance(a, b, layer) ?? 0);
+  const most = by.indexOf(Math.max(...by));
+  const percent = (share) => `${(100 * share).toFixed(1)} %`;
+  return `Load: ${percent(by.reduce((sum, share) => sum + share, 0) / by.length)} of the choices go to other experts in B than in A, most in ${a.layerName(most)} (${percent(by[most])}).`;
+}

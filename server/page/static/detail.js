@@ -1,6 +1,7 @@
 // One token in full: the experts of every layer, and those of the answer beside it.
 
 import { css, ramps } from "./colours.js";
+import { reveal } from "./sorted.js";
 import { weightText } from "./tokens.js";
 
 const CHIPS_A_FRAME = 240;
@@ -19,8 +20,11 @@ export class Detail {
   /** A table with a row for each layer. */
   build({ a, b }) {
     this.table.replaceChildren();
+    this.layer = null;
     this.table.style.setProperty("--digits", String(a.experts - 1).length);
     const head = this.table.createTHead().insertRow();
+    const most = b || a.weights ? 4 : 8; // in a line
+    this.table.style.setProperty("--columns", Math.ceil(a.topK / Math.ceil(a.topK / most)));
     for (const title of [a.knowsLayers ? "Decoder layer" : "MoE layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
       const cell = document.createElement("th");
       cell.scope = "col";
@@ -44,6 +48,8 @@ export class Detail {
     const colours = ramps().experts(a.experts);
     const known = [a, b].map((answer) => Boolean(answer) && token >= answer.start && token < answer.end);
     const of = (at) => `${token} ${known} ${at === layer ? `${expert} here` : ""} ${colours[0]}`;
+    if (layer !== this.layer) reveal(this.rows[layer].row, this.table.parentElement);
+    this.layer = layer;
     const waiting = this.rows.filter((entry, at) => entry.shows !== of(at));
     clearTimeout(this.rest);
     if (!waiting.length) return;
@@ -69,12 +75,14 @@ export class Detail {
 
 function chips(cell, { topK, weights }, layer) {
   cell.className = weights ? "experts weighed" : "experts";
+  const chips = cell.appendChild(document.createElement("div"));
+  chips.className = "chips";
   return Array.from({ length: topK }, () => {
     const chip = document.createElement("span");
     chip.className = "chip";
     chip.dataset.layer = layer;
     chip.append("", ...(weights ? [document.createElement("small")] : []));
-    cell.append(chip);
+    chips.append(chip);
     return chip;
   });
 }

@@ -4,10 +4,15 @@ import { Answer } from "./answer.js";
 import { ask } from "./ask.js";
 import { Balance, BalanceChart } from "./balance.js";
 import { forgetTheme } from "./colours.js";
-import { Comparison } from "./compare.js";
+import { Comparison, checkSameModel, loadsInWords } from "./compare.js";
 import { Detail } from "./detail.js";
+import { balanceTable, loadTable, mapTable, save as saveFile, saveCsv, savePng } from "./download.js";
+import { droppedFiles, groupsOf, merged } from "./groups.js";
+import { numberIn, putLink, readLink, writeLink } from "./link.js";
+import { ExpertTokens, Lists } from "./lists.js";
 import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
+import { Matrix } from "./matrix.js";
 import { Player } from "./player.js";
 import { UNFINISHED, line, read } from "./saved.js";
 import { ServerError, getJson, useKey } from "./stream.js";
@@ -19,10 +24,12 @@ import { capital, visible } from "./tokens.js";
 const $ = (id) => document.getElementById(id);
 const PAGE = 50; // tokens that the page keys go
 
-/** What is shown. `answers` are all there are: {answer, player}. */
+/** What is shown. `entries` are all there are: responses {answer, player, file}, then groups {answer, player, members}. */
 const view = {
-  answers: [],
-  a: null,
+  entries: [],
+  entryA: null,
+  entryB: null,
+  a: null, // their answers
   b: null,
   comparison: null,
   balanceA: null,
@@ -30,9 +37,15 @@ const view = {
   token: 0,
   layer: 0,
   expert: null,
+  other: null, // the expert that a pair has with it
   colour: "usual",
   rank: 1,
   byWeight: false, // what the load adds up
+  list: "layers",
+  allLayers: false, // whether experts are listed of all layers
+  pairs: "together",
+  shade: "count",
+  sorts: {}, // by list
   growing: false,
   changed,
 };
@@ -46,13 +59,20 @@ const load = new LoadMap($("load"), view, select);
 const chart = new BalanceChart($("balance"), view, select);
 const detail = new Detail($("detail"), select);
 const table = new MapTable($("table"), view);
+const lists = new Lists($("lists"), view, select, (place) => place !== view.entries.indexOf(view.entryA) && show(view.entryA, view.entries[place]));
+const expertTokens = new ExpertTokens($("expert-tokens"), view, select);
+const matrix = new Matrix($("matrix"), $("pairs-table"), view, select);
 const texts = [new TokenText($("tokens-a"), "a", select), new TokenText($("tokens-b"), "b", select)];
 
 // ---- drawing ----
 
 const REST = 60; // milliseconds between two drawings of all but the map, while an answer grows
+const LONG_REST = 600; // and of lists and the matrix
+const KEYS_REST = 80; // between two of these while keys are pressed
 let isScheduled = false;
 let drawn = 0;
+let slowlyDrawn = 0;
+let slowly = null;
 
 function changed() {
   if (isScheduled) return;
@@ -65,7 +85,7 @@ function frame(now) {
   if (!view.a || !$("views").clientWidth) return; // a page that is not laid out is drawn when it is
   let more = false;
   try {
-    for (const { player } of view.answers) if (player && !player.isOver) more = player.step(now) || more;
+    for (const player of players()) more = player.step(now) || more;
     if (view.comparison) more = view.comparison.extend() || more;
   } catch (error) {
     showError(error);
@@ -76,8 +96,13 @@ function frame(now) {
   map.following = !isPinned;
   if ((view.growing || wasGrowing) && !isPinned) view.token = Math.max(view.a.end - 1, 0);
   isPinned ||= !view.growing;
+  if (wasGrowing && !view.growing) reveal();
   if (draw(now) || more) changed();
+  else writeLink(linkFields);
 }
+
+/** The players of what is shown that are not at the end. */
+const players = () => [view.entryA, view.entryB].map((entry) => entry?.player).filter((player) => player && !player.isOver);
 
 /** Draws everything; whether some is left for the next frame. */
 function draw(now) {
@@ -88,25 +113,44 @@ function draw(now) {
   drawn = now;
   load.draw();
   chart.draw();
-  detail.draw(view);
+  detail.draw({ ...view, b: comparison && b });
+  drawSlowly();
   let more = map.more;
   const firstToken = comparison?.firstToken ?? null;
   [a, b].forEach((answer, i) => {
     if (!answer) return;
-    texts[i].draw(token, { isStreaming: answer.finished === null && !isPinned, firstToken });
+    texts[i].draw(i && !comparison ? null : token, { isStreaming: answer.finished === null && !isPinned, firstToken });
+    texts[i].highlight(view.layer, view.expert);
     more = texts[i].shade(map.rarity(i)) || more;
   });
   write("summary", summary(a, b ? "A: " : "") + (b ? ` ${summary(b, "B: ")}` : ""));
   $("parting").hidden = !b;
   if (b) {
-    write("parting-text", comparison.sentence());
-    $("go").hidden = !comparison.first;
+    write("parting-text", comparison ? comparison.sentence() : loadsInWords(a, b));
+    $("go").hidden = !comparison?.first;
   }
   write("detail-token", describe(a, token));
   write("load-status", loadInWords());
   write("balance-status", balanceInWords());
-  $("stop").disabled = !running && !view.answers.some(({ player }) => player && !player.isOver);
+  write("matrix-status", matrix.words());
+  $("stop").disabled = !running && !players().length;
   return more;
+}
+
+/** Draws what takes longer, when the keys rest. */
+function drawSlowly() {
+  clearTimeout(slowly);
+  const wait = slowlyDrawn + (view.growing ? LONG_REST : KEYS_REST) - performance.now();
+  if (wait > 0) slowly = setTimeout(changed, wait);
+  else {
+    lists.draw();
+    expertTokens.draw();
+    matrix.draw();
+    write("expert-status", expertInWords());
+    $("expert-tokens").hidden = view.expert === null;
+    if (document.activeElement !== $("expert")) $("expert").value = view.expert ?? "";
+    slowlyDrawn = performance.now();
+  }
 }
 
 /** Sets a text, only where it changes: the browser would lay the page out anew. */
@@ -115,6 +159,7 @@ function write(id, text) {
 }
 
 function summary(answer, name) {
+  if (answer.parts) return `${name}${answer.parts.length} responses, ${answer.length} rows of ${answer.layers} layers × ${answer.topK} of ${answer.experts} experts.`;
   const generated = answer.promptLength === null ? null : answer.tokens.length - answer.promptLength;
   const tokens = generated === null ? `${answer.tokens.length} tokens` : `${answer.promptLength} prompt and ${generated} generated tokens`;
   const missing = answer.missing ? ` (${answer.missing} unknown)` : "";
@@ -126,7 +171,7 @@ function cellInWords({ token, layer }) {
   const { a, b, comparison } = view;
   const ids = (answer) => answer.cellInWords(token, layer);
   const words = `${describe(a, token)}; ${a.layerName(layer)}: `;
-  if (!b) return `${words}${ids(a)}`;
+  if (!comparison) return `${words}${ids(a)}`;
   const others = comparison.cells[(token - comparison.start) * a.layers + layer];
   const differs = token >= comparison.start && token < comparison.end ? ` (${others} differ)` : "";
   return `${words}A ${ids(a)}; B ${ids(b)}${differs}`;
@@ -142,6 +187,14 @@ function loadInWords() {
   if (expert === null) return words;
   const weighed = a.hasWeights ? `; by weights ${a.load(layer, expert, true).toFixed(2)} × (sum ${a.sums[place + expert].toFixed(2)})` : "";
   return `${words} Expert ${expert}: ${a.load(layer, expert).toFixed(2)} × (${a.counts[place + expert]} tokens)${weighed}.`;
+}
+
+function expertInWords() {
+  const { a, b, layer, expert } = view;
+  const name = capital(a.layerName(layer));
+  if (expert === null) return `${name}: click an expert, or enter its number, to see its tokens.`;
+  const count = (answer) => (expert < answer.experts ? answer.counts[layer * answer.experts + expert] : 0);
+  return `${name}, expert ${expert}: ${count(a)} of ${a.length} tokens${b ? `; in B ${count(b)} of ${b.length}` : ""}.`;
 }
 
 function balanceInWords() {
@@ -160,16 +213,24 @@ function balanceInWords() {
 function select(cell, isSpoken = false) {
   if (!view.a) return;
   if (cell.token !== undefined) isPinned = true;
-  if (cell.layer !== undefined && cell.expert === undefined && cell.layer !== view.layer) view.expert = null;
+  if (cell.layer !== undefined && cell.expert === undefined && cell.layer !== view.layer) view.expert = view.other = null;
+  if (cell.expert !== undefined && cell.other === undefined && cell.expert !== view.expert) view.other = null;
   Object.assign(view, cell);
-  const last = Math.max(view.a.tokens.length, view.a.end, view.b?.end ?? 0) - 1;
+  const coming = players().map(({ whole }) => whole.tokens.length);
+  const last = Math.max(view.a.tokens.length, view.a.end, view.b?.end ?? 0, ...coming) - 1;
   view.token = Math.min(Math.max(view.token, 0), Math.max(last, 0));
   view.layer = Math.min(Math.max(view.layer, 0), view.a.layers - 1);
-  map.reveal(view.token);
-  texts.forEach((text) => text.reveal(view.token));
-  table.show(view.token);
+  reveal();
   if (isSpoken) say(cellInWords(view));
   changed();
+}
+
+/** Brings the selected token into sight. */
+function reveal() {
+  map.reveal(view.token);
+  texts[0].reveal(view.token);
+  if (view.comparison) texts[1].reveal(view.token);
+  table.show(view.token);
 }
 
 let spoken = null;
@@ -212,29 +273,67 @@ onKeys($("load"), {
   Escape: (at) => ({ layer: at.layer, expert: null }),
 });
 $("load").addEventListener("keydown", () => view.a && say(loadInWords()));
+const pairBy = (by, otherBy) => ({ a, layer, expert, other }) => {
+  const moved = (at, by) => (at === null ? 0 : Math.min(Math.max(at + by, 0), a.experts - 1));
+  return { layer, expert: moved(expert, by), other: moved(other, otherBy) };
+};
+onKeys($("matrix"), {
+  ...{ ArrowUp: pairBy(-1, 0), ArrowDown: pairBy(1, 0), ArrowLeft: pairBy(0, -1), ArrowRight: pairBy(0, 1) },
+  Escape: ({ layer }) => ({ layer, expert: null }),
+});
+$("matrix").addEventListener("keydown", () => view.a && say(matrix.words()));
 
 // ---- answers ----
 
-function add(entry) {
-  view.answers.push(entry);
-  for (const pick of [$("pick-a"), $("pick-b")]) pick.add(new Option(entry.answer.name, String(view.answers.length - 1)));
+/** Adds responses, and the groups that they make up. */
+function add(...added) {
+  const responses = [...view.entries.filter(({ members }) => !members), ...added];
+  const groups = groupsOf(responses).map(({ name, members }) => view.entries.find((known) => known.name === name && known.members?.length === members.length) ?? group(name, members));
+  view.entries = [...responses, ...groups];
+  for (const pick of [$("pick-a"), $("pick-b")]) {
+    const options = view.entries.map((entry, i) => new Option(nameOf(entry), String(i)));
+    const among = document.createElement("optgroup");
+    among.label = "Groups";
+    among.append(...options.splice(responses.length));
+    pick.replaceChildren(pick.options[0], ...options, ...(groups.length ? [among] : []));
+  }
   $("pick-a").options[0].hidden = true;
 }
 
-/** Shows answers by their places; `b` can be null. */
-function show(a, b) {
-  const of = (place) => (place === null ? null : view.answers[place].answer);
-  view.comparison = null;
+/** A group, whose responses are put together when it is first shown. */
+function group(name, members) {
+  let made = null;
+  const make = () => (made ??= player(merged(name, members.map((entry) => entry.player.whole))));
+  return {
+    ...{ name, members },
+    get player() {
+      return make().player;
+    },
+    get answer() {
+      return make().answer;
+    },
+  };
+}
+
+const nameOf = ({ name, members, answer }) => (members ? `${name} (${members.length} responses)` : answer.name);
+
+/** Shows one or two entries. */
+function show(entryA, entryB) {
   try {
-    if (b !== null) view.comparison = new Comparison(of(a), of(b));
+    const a = entryA.answer;
+    Object.assign(view, { a, b: null, comparison: null, entryA, entryB: null, expert: null, other: null });
+    if (entryB) {
+      if (a.parts || entryB.answer.parts) checkSameModel(a, entryB.answer);
+      else view.comparison = new Comparison(a, entryB.answer);
+      Object.assign(view, { b: entryB.answer, entryB });
+    }
   } catch (error) {
     showError(error);
-    b = null;
   }
-  Object.assign(view, { a: of(a), b: of(b), expert: null });
+  if (!view.a) return;
   view.layer = Math.min(view.layer, view.a.layers - 1);
-  $("pick-a").value = String(a);
-  $("pick-b").value = b === null ? "" : String(b);
+  $("pick-a").value = String(view.entries.indexOf(view.entryA));
+  $("pick-b").value = view.entryB ? String(view.entries.indexOf(view.entryB)) : "";
   texts[0].reset(view.a);
   if (view.b) texts[1].reset(view.b);
   $("side-b").hidden = $("name-a").hidden = !view.b;
@@ -242,12 +341,13 @@ function show(a, b) {
   $("name-b").textContent = `B: ${view.b?.name}`;
   document.body.classList.toggle("two", Boolean(view.b));
   weigh();
-  detail.build(view);
+  detail.build({ ...view, b: view.comparison && view.b });
   $("rank").max = view.a.topK;
+  $("expert").max = view.a.experts - 1;
   $("views").hidden = false;
   $("empty").hidden = true;
-  $("save").disabled = false;
-  $("play").disabled = false;
+  $("save").disabled = $("play").disabled = Boolean(view.a.parts);
+  $("link").disabled = false;
   recolour();
   table.show(view.token);
 }
@@ -266,33 +366,39 @@ function recolour() {
   if (view.a) {
     map.legend($("legend"), $("legend-text"), $("legend-b"));
     load.legend($("load-legend"), $("load-legend-text"), $("by-label"));
+    matrix.legend($("matrix-legend"), $("matrix-legend-text"));
     chart.forget();
   }
   changed();
 }
 
-const chosen = (pick) => (pick.value === "" ? null : Number(pick.value));
+const chosen = (pick) => (pick.value === "" ? null : view.entries[pick.value]);
 
 function pick() {
-  if (chosen($("pick-a")) !== null) show(chosen($("pick-a")), chosen($("pick-b")));
+  if (!chosen($("pick-a"))) return;
+  link = null;
+  show(chosen($("pick-a")), chosen($("pick-b")));
 }
 
 /** Shows the answers in the texts of files: [{name, text}]. */
 function open(files, given) {
-  const whole = [];
+  const added = [];
   let about = {};
   for (const { name, text } of files) {
     const found = read(text, name, about, given);
     about = found.about;
-    whole.push(...found.answers);
+    added.push(...found.answers.map((whole) => ({ ...player(whole), file: name })));
   }
-  if (!whole.length) throw new Error(`${files.map(({ name }) => name).join(", ")} contains no responses.`);
-  const first = view.answers.length;
-  for (const one of whole) add(player(one));
-  view.token = whole[0].promptLength ?? 0;
+  if (!added.length) throw new Error(`${files.map(({ name }) => name).join(", ")} contains no responses.`);
+  const before = view.entries.findLast(({ members }) => !members);
+  add(...added);
+  const folders = view.entries.filter(({ name, members }) => name?.endsWith("/") && members.some((entry) => added.includes(entry)));
+  const [a, b] = folders.length > 1 ? folders : [added[0], added[1] ?? before ?? null];
+  view.token = a.members ? 0 : (a.answer.promptLength ?? 0);
   isPinned = true;
-  show(first, whole.length > 1 ? first + 1 : view.a && first ? first - 1 : null);
-  say(`Opened ${whole.length} responses.`);
+  show(a, b);
+  say(`Opened ${added.length} responses.`);
+  followLink();
 }
 
 function player(whole) {
@@ -310,6 +416,7 @@ function player(whole) {
     model: whole.model,
     hasWeights: Boolean(whole.weights),
     weightsScale: known.weights_scale,
+    parts: whole.parts,
   };
   if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows have ${layers} layers, but the model has ${shape.layerIds.length}.`);
   if (highest >= shape.experts) throw new Error(`${whole.name}: expert id ${highest} is out of range: the model has ${shape.experts} experts.`);
@@ -317,10 +424,12 @@ function player(whole) {
   return { player: made, answer: made.answer };
 }
 
+/** Opens files {name, file}, or a promise of them. */
 async function openFiles(files) {
   hideError();
   try {
-    open(await Promise.all(Array.from(files, async (file) => ({ name: file.name, text: await file.text() }))));
+    const texts = (await files).map(async ({ name, file }) => ({ name, text: await file.text() }));
+    open((await Promise.all(texts)).sort((one, other) => one.name.localeCompare(other.name)));
   } catch (error) {
     showError(error);
   }
@@ -328,13 +437,12 @@ async function openFiles(files) {
 
 /** Shows the selected answer again as it was made: 40 tokens a second, or in ten seconds. */
 function play() {
-  const place = chosen($("pick-a"));
-  const entry = view.answers[place];
+  const entry = view.entryA;
   entry.player ??= new Player(wholeOf(entry.answer), entry.answer, changed);
   const { length } = entry.player.whole.tokens;
   entry.answer = entry.player.replay(Math.max(40, length / 10));
   isPinned = false;
-  show(place, chosen($("pick-b")));
+  show(entry, view.entryB);
 }
 
 function wholeOf(answer) {
@@ -343,11 +451,73 @@ function wholeOf(answer) {
 }
 
 function save() {
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([line(view.a)], { type: "application/json" }));
-  link.download = "answer.jsonl";
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  saveFile(new Blob([line(view.a)], { type: "application/json" }), "answer.jsonl");
+}
+
+/** What the buttons with data-save write: what is shown, as numbers or as a picture. */
+const SAVES = {
+  "map.csv": (name) => saveCsv(...mapTable(view.a), name),
+  "load.csv": (name) => saveCsv(...loadTable(view.a), name),
+  "balance.csv": (name) => saveCsv(...balanceTable(view.a, view.balanceA), name),
+  "pairs.csv": (name) => matrix.saveCsv(name),
+  "list.csv": (name) => lists.table.saveCsv(name),
+  "expert.csv": (name) => expertTokens.table.saveCsv(name),
+  "map.png": (name) => savePng(map.canvas, name),
+  "load.png": (name) => savePng(load.canvas, name),
+  "balance.png": (name) => savePng(chart.canvas, name),
+  "pairs.png": (name) => savePng(matrix.canvas, name),
+};
+
+// ---- the link ----
+
+let link = readLink(); // until what it names is open
+const CONTROLS = ["colour", "rank", "by", "window", "list", "scope", "pairs", "shade"];
+const initial = (control) => (control.options ? control.options[0].value : control.defaultValue);
+
+/** The view in words of a link; only responses from files can be named. */
+function linkFields() {
+  if (link) return { ...link };
+  const { entryA, entryB, a, layer, token, expert, other, list, sorts } = view;
+  const name = (entry) => (entry?.members ? entry.name : entry?.file && entry.answer.name);
+  const controls = CONTROLS.map((id) => [id, $(id).value === initial($(id)) ? null : $(id).value]);
+  const fields = { a: name(entryA), b: name(entryB), token, layer: a.layerIds[layer], expert, other, ...Object.fromEntries(controls) };
+  return { ...fields, sort: sorts[list], sort_expert: sorts.expert, sort_pairs: sorts.pairs, zoom: map.zoom };
+}
+
+/** Shows what the link says, if the responses that it names are open; else says which files to open. */
+function followLink() {
+  if (!link) return;
+  const fields = link;
+  const find = (name) => view.entries.find((entry) => name && (entry.name ?? entry.answer.name) === name);
+  const absent = [fields.a, fields.b].filter((name) => name && !find(name));
+  if (absent.some((name) => name.startsWith(EXAMPLE)) && !view.entries.some(({ file }) => file === EXAMPLE)) return openExample();
+  $("notice").textContent = `This link shows ${absent.join(" and ")}: open ${absent.length > 1 ? "these files" : "this file"} to see it.`;
+  $("notice").hidden = !absent.length;
+  if (absent.length || !view.a) return;
+  link = null;
+  Object.assign(view.sorts, { [fields.list ?? "layers"]: fields.sort, expert: fields.sort_expert, pairs: fields.sort_pairs });
+  for (const id of CONTROLS) {
+    $(id).value = fields[id] ?? initial($(id));
+    if ($(id).value === "") $(id).value = initial($(id));
+    for (const kind of ["input", "change"]) $(id).dispatchEvent(new Event(kind));
+  }
+  show(find(fields.a) ?? view.entryA, find(fields.b) ?? (fields.a ? null : view.entryB));
+  const within = (text, end) => (numberIn(text) < end ? numberIn(text) : null);
+  const layer = Math.max(view.a.layerIds.indexOf(numberIn(fields.layer)), 0);
+  const cell = { layer, expert: within(fields.expert, view.a.experts), other: within(fields.other, view.a.experts) };
+  select({ ...cell, token: numberIn(fields.token) ?? view.token });
+  map.setZoom(fields.zoom === "fit" ? "fit" : Number(fields.zoom) || null);
+  reveal();
+}
+
+async function copyLink() {
+  putLink(linkFields());
+  try {
+    await navigator.clipboard.writeText(location.href);
+    say("Copied the link.");
+  } catch {
+    say("The link is in the address bar."); // browsers refuse outside of HTTPS
+  }
 }
 
 // ---- the server ----
@@ -367,11 +537,12 @@ async function send() {
   const { num_layers: layers, top_k: topK, num_experts: experts, layer_ids: layerIds, model, weights_scale: weightsScale } = info;
   const shape = { layers, topK, experts, layerIds, knowsLayers: true, knowsExperts: true, model, hasWeights: Boolean(info.weights), weightsScale };
   const answer = new Answer(`${++asked}: ${shortened(question.prompt)}`, shape);
-  const beside = chosen($("pick-b"));
-  add({ answer, player: null });
+  const entry = { answer, player: null };
+  link = null;
+  add(entry);
   view.token = 0;
   isPinned = false;
-  show(view.answers.length - 1, beside);
+  show(entry, view.entryB);
   say("Generating.");
   try {
     await ask(question, info.model, answer, request.signal, changed);
@@ -389,7 +560,7 @@ const shortened = (text) => (visible(text).length > 30 ? `${visible(text).slice(
 
 function stop() {
   running?.abort();
-  for (const { player } of view.answers) if (player && !player.isOver) player.perSecond = Infinity;
+  for (const player of players()) player.perSecond = Infinity;
   changed();
 }
 
@@ -411,6 +582,7 @@ function hideError() {
 async function start() {
   const told = document.documentElement.dataset;
   if (told.saved) return openSaved(JSON.parse(told.saved), JSON.parse(told.given));
+  followLink();
   if (told.capture === "off") {
     $("notice").textContent = "This server does not capture routed experts. You can still open saved responses.";
     $("notice").hidden = false;
@@ -440,11 +612,23 @@ async function connect() {
 
 async function openSaved(names, given) {
   $("model").textContent = names.join(", ");
-  $("empty-how").textContent = "Open saved responses.";
+  $("empty-how").textContent = "Open saved responses, or drop files or folders here.";
+  if (!names.length) return followLink();
   try {
     const text = async (_, i) => (await fetch(`routed_experts/saved/${i}`)).text();
     const texts = await Promise.all(names.map(text));
     open(texts.map((text, i) => ({ name: names[i], text })), given);
+  } catch (error) {
+    showError(error);
+  }
+}
+
+const EXAMPLE = "example.json";
+
+/** Responses of the tiny model to two prompts. */
+async function openExample() {
+  try {
+    open([{ name: EXAMPLE, text: await (await fetch(`routed_experts/${EXAMPLE}`)).text() }]);
   } catch (error) {
     showError(error);
   }
@@ -473,14 +657,44 @@ $("play").addEventListener("click", play);
 $("save").addEventListener("click", save);
 $("pick-a").addEventListener("change", pick);
 $("pick-b").addEventListener("change", pick);
-$("file").addEventListener("change", (event) => {
-  openFiles(event.target.files).then(() => (event.target.value = ""));
-});
+for (const input of [$("file"), $("folder")]) {
+  input.addEventListener("change", () => {
+    const files = Array.from(input.files, (file) => ({ name: file.webkitRelativePath || file.name, file }));
+    openFiles(files).then(() => (input.value = ""));
+  });
+}
 document.addEventListener("dragover", (event) => event.preventDefault());
 document.addEventListener("drop", (event) => {
   event.preventDefault();
-  openFiles(event.dataTransfer.files);
+  openFiles(droppedFiles(event.dataTransfer));
 });
+$("example").addEventListener("click", openExample);
+$("link").addEventListener("click", copyLink);
+addEventListener("hashchange", () => {
+  link = readLink();
+  followLink();
+});
+document.addEventListener("click", ({ target }) => {
+  const { save: name } = target.dataset;
+  if (name && view.a) SAVES[name](name);
+});
+$("expert").addEventListener("input", () => {
+  const expert = numberIn($("expert").value);
+  if (view.a) select({ layer: view.layer, expert: expert !== null && expert < view.a.experts ? expert : null });
+});
+for (const [id, change] of Object.entries({
+  list: (value) => (view.list = value),
+  scope: (value) => (view.allLayers = value === "all"),
+  pairs: (value) => (view.pairs = value),
+  shade: (value) => (view.shade = value),
+})) {
+  $(id).addEventListener("change", () => {
+    change($(id).value);
+    $("scope-label").hidden = view.list !== "experts";
+    if (view.a) matrix.legend($("matrix-legend"), $("matrix-legend-text"));
+    changed();
+  });
+}
 $("colour").addEventListener("change", () => {
   view.colour = $("colour").value;
   $("rank-label").hidden = view.colour !== "expert";
@@ -492,8 +706,8 @@ $("rank").addEventListener("input", () => {
 });
 $("zoom").addEventListener("input", () => map.setZoom(2 ** Number($("zoom").value)));
 $("fit").addEventListener("click", () => {
-  map.setZoom(null);
-  map.reveal(view.token);
+  map.setZoom("fit");
+  $("zoom").value = Math.log2(map.cellWidth);
 });
 $("window").addEventListener("change", weigh);
 $("by").addEventListener("change", () => {

@@ -16,7 +16,7 @@ export class TokenMap {
     this.spacer = element.querySelector(".spacer");
     this.view = view;
     this.select = select;
-    this.zoom = null; // width of a token in pixels, where it was chosen by hand
+    this.zoom = null; // width of a token in pixels, where it was chosen by hand; "fit": all tokens are in sight
     this.hover = null;
     this.following = false; // whether to keep the end in sight
     this.reset();
@@ -46,8 +46,19 @@ export class TokenMap {
     return Math.max(a.tokens.length, a.end, b?.end ?? 0, b?.tokens.length ?? 0, 1);
   }
 
+  /** One for each answer, and one for where they differ. */
+  get #bands() {
+    return 1 + Boolean(this.view.b) + Boolean(this.view.comparison);
+  }
+
+  /** The width of a token in pixels. */
+  get cellWidth() {
+    return this.#cell;
+  }
+
   get #cell() {
     const room = this.element.clientWidth - GUTTER - 2;
+    if (this.zoom === "fit") return Math.min(room / this.#length, 18);
     return this.zoom ?? Math.min(Math.max(room / this.#length, 2), 18);
   }
 
@@ -82,7 +93,7 @@ export class TokenMap {
 
   #spread() {
     this.spacer.style.width = `${GUTTER + this.#length * this.#cell + 2}px`;
-    const bands = this.view.b ? 3 : 1;
+    const bands = this.#bands;
     this.spacer.style.height = `${AXIS + bands * (this.view.a.layers * this.#layerHeight) + (bands - 1) * GAP + 4}px`;
   }
 
@@ -137,14 +148,14 @@ export class TokenMap {
     const { a, b, comparison, colour } = this.view;
     const ramp = ramps();
     if (!this.bands.length) {
-      this.bands = [a, ...(b ? [b, null] : [])].map(() => new Texture(a.layers));
+      this.bands = Array.from({ length: this.#bands }, () => new Texture(a.layers));
       this.tables = new Map();
     }
     let more = false;
     [a, b].forEach((answer, i) => {
       if (answer) more = this.#paintAnswer(answer, this.bands[i], colour, ramp, i) || more;
     });
-    if (b) {
+    if (comparison) {
       const colours = ramp.differs(a.topK + 1);
       this.bands[2].painted = Math.max(this.bands[2].painted, comparison.start);
       const left = this.bands[2].extend(comparison.end, (position, layer) => colours[comparison.cells[(position - comparison.start) * a.layers + layer]]);
@@ -252,12 +263,12 @@ export class TokenMap {
 
   /** Draws the legend, and says it in words. */
   legend(canvas, text, differs) {
-    const { a, b, colour } = this.view;
+    const { a, comparison, colour } = this.view;
     const ramp = ramps();
     bar(canvas, colour === "expert" ? ramp.experts(Math.min(a.experts, 120)) : ramp.usual);
     const what = colour === "expert" ? `expert 0 to ${a.experts - 1} of each layer` : "from common to rare in this response";
     text.textContent = `${what}; grey: unknown`;
-    differs.hidden = !b;
+    differs.hidden = !comparison;
     bar(differs.querySelector("canvas"), ramp.differs(a.topK + 1));
   }
 }

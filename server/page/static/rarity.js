@@ -29,6 +29,11 @@ export class Rarity {
     return row < 0 || row >= this.answer.length ? null : share(this.#token(row), this.tokens);
   }
 
+  /** In bits: the mean over a token's experts of how much less than an even share each is chosen; null if unknown. */
+  bitsOfToken(position) {
+    return this.#token(position - this.answer.start);
+  }
+
   /** The mean over the experts of a cell, in bits. */
   #cell(row, layer) {
     const { rows, size, topK, experts } = this.answer;

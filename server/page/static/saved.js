@@ -171,7 +171,7 @@ function choiceOf(choice, prompts, page, info) {
 /** In place of a finish reason. */
 export const UNFINISHED = "not finished";
 
-function join(arrays) {
+export function join(arrays) {
   const all = new (arrays[0]?.constructor ?? Int16Array)(arrays.reduce((sum, array) => sum + array.length, 0));
   let at = 0;
   for (const array of arrays) {

@@ -26,6 +26,7 @@ export class TokenText {
     this.parted = null;
     this.rarity = null;
     this.shaded = 0;
+    this.chosen = { spans: [], upTo: 0, of: null };
     this.element.replaceChildren();
   }
 
@@ -47,9 +48,10 @@ export class TokenText {
   /** Tokens stand in blocks, so that what cannot be seen costs nothing; a line break begins one, where there is one. */
   #append(span) {
     const inBlock = this.block?.childElementCount ?? Infinity;
-    if (inBlock >= MOST || (inBlock >= ENOUGH && this.block.lastChild.textContent.endsWith("\n"))) {
+    const begins = this.answer.parts?.some(({ first }) => first === Number(span.dataset.i));
+    if (begins || inBlock >= MOST || (inBlock >= ENOUGH && this.block.lastChild.textContent.endsWith("\n"))) {
       this.block = document.createElement("div");
-      this.block.className = "block";
+      this.block.className = begins ? "block part" : "block";
       this.element.append(this.block);
     }
     this.block.append(span);
@@ -60,7 +62,8 @@ export class TokenText {
     span.id = `token-${this.side}-${i}`;
     span.dataset.i = i;
     span.role = "option";
-    span.className = i < this.answer.promptLength ? "token prompt" : "token";
+    const { position, promptLength } = this.answer.origin(i);
+    span.className = position < promptLength ? "token prompt" : "token";
     this.#fill(span, i);
     this.shown.push(span);
     if (this.answer.tokens[i].text === null) this.unnamed.push(i);
@@ -85,6 +88,22 @@ export class TokenText {
     span.classList.add("selected");
     span.ariaSelected = "true";
     this.element.setAttribute("aria-activedescendant", span.id);
+  }
+
+  /** Marks the tokens that chose an expert of a layer. */
+  highlight(layer, expert) {
+    const of = expert === null ? null : `${layer} ${expert}`;
+    if (of !== this.chosen.of) {
+      for (const span of this.chosen.spans) span.classList.remove("chosen");
+      this.chosen = { spans: [], upTo: this.answer.start, of };
+    }
+    if (of === null) return;
+    const end = Math.min(this.shown.length, this.answer.end);
+    for (; this.chosen.upTo < end; this.chosen.upTo++) {
+      if (!this.answer.cell(this.chosen.upTo, layer).includes(expert)) continue;
+      this.shown[this.chosen.upTo].classList.add("chosen");
+      this.chosen.spans.push(this.shown[this.chosen.upTo]);
+    }
   }
 
   /** Shades tokens by how rare their experts are; whether some are left for the next frame. */
@@ -112,8 +131,9 @@ export class TokenText {
 }
 
 /** A token in words: its place and text. */
-export function describe(answer, position) {
-  const text = answer.text(position);
-  const kind = answer.promptLength === null ? "" : position < answer.promptLength ? ", prompt" : ", generated";
-  return `Token ${position}${text ? ` “${visible(text)}”` : ""}${kind}`;
+export function describe(answer, place) {
+  const text = answer.text(place);
+  const { name, position, promptLength } = answer.origin(place);
+  const kind = promptLength === null ? "" : position < promptLength ? ", prompt" : ", generated";
+  return `Token ${position}${text ? ` “${visible(text)}”` : ""}${kind}${answer.parts ? ` of ${name}` : ""}`;
 }

@@ -1,7 +1,10 @@
 // Tokens and words as text.
 
+/** Text on one line. */
+export const flat = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥");
+
 /** A token for a line of text: what would not be seen is written out. */
-export const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replace(/^ | $/g, "␣");
+export const visible = (text) => flat(text).replace(/^ | $/g, "␣");
 
 /** As a sentence begins. */
 export const capital = (words) => words[0].toUpperCase() + words.slice(1);
