@@ -282,7 +282,9 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Response:
     media_type = MSGPACK if packed else _JSON
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
-    if is_small and answer.references is None:
+    if answer.references is not None:
+        texts, marked = await answer.references.store.run(answer.prepare, packed)
+    elif is_small:
         texts, marked = answer.prepare(packed)
     else:
         texts, marked = await run_in_threadpool(answer.prepare, packed)

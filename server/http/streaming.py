@@ -271,16 +271,16 @@ class SSERewriter:
         self, references: ReferenceMaker, chunk: str, state: _Choice, prompt_rows: list[Rows] | None, rows: list[Rows]
     ) -> tuple[str, list[Rows] | None, list[Rows]]:
         """`chunk` with references to the rows. Those that the store cannot take are returned, to be sent inline."""
-        store, encoder = references.references, self._encoder
+        refer, encoder = references.references, self._encoder
         try:
             if not state.is_referred:
                 state.is_referred = True
                 first = state.next_row - sum(map(len, rows))
-                made = await run_in_threadpool(store, encoder, "routed_experts", rows, first)
+                made = await references.store.run(refer, encoder, "routed_experts", rows, first)
                 chunk, rows = _insert(chunk, _begin_of_choice(chunk), _json_fields(made)), []
             if prompt_rows is not None:
                 first = self._options.prompt_start
-                made = await run_in_threadpool(store, encoder, "prompt_routed_experts", prompt_rows, first)
+                made = await references.store.run(refer, encoder, "prompt_routed_experts", prompt_rows, first)
                 chunk, prompt_rows = _insert(chunk, _BEGIN_OF_CHUNK, _json_fields(made)), None
         except StoreError as error:
             logger.warning("Routed experts are sent inline: %s", error)

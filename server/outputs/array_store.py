@@ -1,5 +1,6 @@
 """Arrays that wait to be fetched: one `.npy` file each, in a folder that the processes of a host may share."""
 
+import asyncio
 import errno
 import fcntl
 import hashlib
@@ -11,14 +12,15 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +57,9 @@ def remove_unused(folder: Path) -> None:
             shutil.rmtree(folder)
         finally:
             os.close(descriptor)
+
+
+T = TypeVar("T")
 
 
 class StoreError(Exception):
@@ -109,7 +114,13 @@ class ArrayStore:
         self._next_search = 0.0
         self._key = secrets.token_bytes(_ID_BYTES)  # that of the folder, once it is open
         self._folder_file = self._lock_file = _CLOSED
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
         self._thread_lock = threading.RLock()  # the lock of the file is the process's
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs what stores arrays in the store's own thread: several would take twice the CPU time, and would keep the
+        event loop waiting for Python's lock."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
 
     @property
     def is_open(self) -> bool:
