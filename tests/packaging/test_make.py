@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.packaging.conftest import copy_sources
-from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
+from tests.packaging.tiny_wheels import LIBRARIES, ROOT, write_wheel, write_wheels
 
 pytestmark = pytest.mark.release
 
@@ -22,7 +22,10 @@ LISTS = ("requirements-cpu.txt", "requirements-dev.txt")
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """PyTorch's CUDA build only, which is what the public index has."""
-    return write_wheels(tmp_path_factory.mktemp("wheels"), LISTS)
+    folder = write_wheels(tmp_path_factory.mktemp("wheels"), LISTS)
+    (version,) = re.findall(r"torchvision==([\d.]+)", (ROOT / "Makefile").read_text())
+    write_wheel(folder, "torchvision", version)  # in no list, as it is installed apart
+    return folder
 
 
 @pytest.fixture
