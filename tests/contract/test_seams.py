@@ -32,6 +32,7 @@ from routed_experts.server import vllm_api
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.http import request, serving, vllm_http
 from routed_experts.server.http.encoding import LostRowsError
+from routed_experts.server.http.recording import FullError
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.streaming import StreamLimitError
 from routed_experts.server.outputs.array_store import ArrayGoneError, StoreError, StoreFullError, UnknownArrayError
@@ -156,6 +157,7 @@ OTHERS = {
     *(HandoffError, TransferParamsError),  # become a `VLLMValidationError` where they are caught
     *(StoreError, StoreFullError),  # 507, or arrays come inline; with a folder of the user's, the process ends
     *(UnknownArrayError, ArrayGoneError),  # 404 and 410
+    FullError,  # a prompt is not recorded, and counted
     *(EventError, FetchError, RoutingError),  # raised in clients only
 }
 

@@ -102,9 +102,11 @@ class Legs:
         del params["routed_experts"]
         return params
 
-    def second(self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    def second(
+        self, prompt: list[int], max_tokens: int, params: dict[str, Any] | None = None, **fields: Any
+    ) -> dict[str, Any]:
         """The decode leg's answer."""
-        body = {**ASK, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+        body = {**ASK, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
         return self.decode.complete(**body, **({"kv_transfer_params": params} if params else {}))
 
     def through_both(self, prompt: list[int], max_tokens: int = 9, seed: int = 0) -> Answer:
@@ -216,7 +218,8 @@ def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Ora
     """Without `bidirectional_kv_xfer`, vLLM waits for KV that nobody fetches."""
     prompt = prompt_of(40, seed=700)
     params = {**legs.first_without_rows(prompt), "do_remote_prefill": False, "do_remote_decode": True}
-    check(answer_of(legs.second(prompt, 4, params)), oracle)
+    inline = {"routed_experts_delivery": "inline"}  # not only in its kv_transfer_params
+    check(answer_of(legs.second(prompt, 4, params, **inline)), oracle)
 
 
 def test_a_decode_leg_that_is_refused_lets_the_kv_go(legs: Legs) -> None:
