@@ -64,7 +64,8 @@ $(VENV)/.installed-cpu: requirements-cpu.txt requirements-dev.txt pyproject.toml
 		echo "PyTorch is the CPU build."; \
 	fi
 	@# For tests with images, apart from the rest: where CUDA is missing, the index's build breaks what finds it.
-	@$(PIP) --no-deps --upgrade --target $(VENV)/torchvision torchvision==0.28.0 $(HUSH)
+	@$(PIP) --no-deps --upgrade --target $(VENV)/apart torchvision==0.28.0 $(HUSH) || \
+		echo "torchvision could not be installed: the tests with images will skip."
 	@echo "Installing this project."
 	@$(PIP) --no-deps --no-build-isolation -e . $(HUSH)
 	@touch $@

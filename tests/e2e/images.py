@@ -130,7 +130,7 @@ def turn(*parts: str | Image.Image) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-_APART = Path(sys.prefix) / "torchvision"
+_APART = Path(sys.prefix) / "apart"
 WITH_TORCHVISION: dict[str, str] = {}
 """Of processes that process images: vLLM's CPU build does without torchvision, and `make setup` puts it apart."""
 if not ON_GPU:
