@@ -409,7 +409,7 @@ def store_of(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     finally:
-        remove_unused(folder)
+        remove_unused(folder, ends=True)
 
 
 def memory_bytes(config: VllmConfig) -> int | None:

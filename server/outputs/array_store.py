@@ -21,6 +21,7 @@ from io import BytesIO
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,14 @@ def default_folder(name: str) -> Path:
     return parent / f"routed-experts-{os.geteuid()}-{name}"
 
 
-def remove_unused(folder: Path) -> None:
-    """Removes a store's folder unless a process uses it: containers may share `/dev/shm`, ports and process ids."""
+def remove_unused(folder: Path, ends: bool = False) -> None:
+    """Removes a store's folder unless a process uses it: containers may share `/dev/shm`, ports and process ids.
+
+    Args:
+        ends: whether this process ends, so that its own stores do not count.
+    """
+    for store in [store for store in _open_stores if ends and store.folder == folder]:
+        store.close()
     with suppress(OSError):
         descriptor = os.open(folder, _FOLDER)
         try:
@@ -60,6 +67,9 @@ def remove_unused(folder: Path) -> None:
 
 
 T = TypeVar("T")
+
+_open_stores: "WeakSet[ArrayStore]" = WeakSet()
+"""Those of this process. vLLM's server has no hook for its end in which a plugin could close its own."""
 
 
 class StoreError(Exception):
@@ -164,6 +174,7 @@ class ArrayStore:
                 os.dup2(lock_file, self._lock_file, inheritable=False)
             else:
                 self._folder_file, self._lock_file = folder_file, lock_file
+                _open_stores.add(self)
                 opened.pop_all()
 
     def _private_file(self, name: str) -> int:

@@ -174,3 +174,12 @@ def test_a_folder_in_use_is_not_removed(tmp_path: Path) -> None:
     remove_unused(store.folder)
     assert not store.folder.exists()
     remove_unused(store.folder)
+
+
+def test_a_process_that_ends_removes_the_folder_that_it_used_itself(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20)
+    store.put(ARRAY)
+    remove_unused(store.folder)
+    assert store.folder.exists()
+    remove_unused(store.folder, ends=True)
+    assert not store.folder.exists()
