@@ -21,7 +21,6 @@ from io import BytesIO
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +67,9 @@ def remove_unused(folder: Path, ends: bool = False) -> None:
 
 T = TypeVar("T")
 
-_open_stores: "WeakSet[ArrayStore]" = WeakSet()
-"""Those of this process. vLLM's server has no hook for its end in which a plugin could close its own."""
+_open_stores: "set[ArrayStore]" = set()
+"""Those of this process, kept until they are closed: a lock outlives a store that nobody refers to. vLLM's server has no
+hook for its end in which a plugin could close its own."""
 
 
 class StoreError(Exception):
@@ -185,6 +185,7 @@ class ArrayStore:
         for file in {self._folder_file, self._lock_file} - {_CLOSED}:
             os.close(file)
         self._folder_file = self._lock_file = _CLOSED
+        _open_stores.discard(self)
 
     @cached_property
     def max_bytes(self) -> int:

@@ -179,13 +179,8 @@ def _store_of(config: dict[str, Any]) -> ArrayStore:
     if given is None:
         for left in folder.parent.glob(default_folder(_PROGRAM + "*").name):  # by programs that were killed
             remove_unused(left)
-        atexit.register(_remove, store)
+        atexit.register(remove_unused, folder, ends=True)
     return store
-
-
-def _remove(store: ArrayStore) -> None:
-    store.close()
-    remove_unused(store.folder)
 
 
 class ArrayCollector(RequestOutputCollector):
