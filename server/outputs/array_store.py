@@ -68,8 +68,8 @@ def remove_unused(folder: Path, ends: bool = False) -> None:
 T = TypeVar("T")
 
 _open_stores: "set[ArrayStore]" = set()
-"""Those of this process, kept until they are closed: a lock outlives a store that nobody refers to. vLLM's server has no
-hook for its end in which a plugin could close its own."""
+"""Those of this process, kept until they are closed: a lock outlives a store that nobody refers to. vLLM's server has
+no hook for its end in which a plugin could close its own."""
 
 
 class StoreError(Exception):
