@@ -4,6 +4,8 @@ import asyncio
 import base64
 import os
 import shutil
+import subprocess
+import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
@@ -344,14 +346,27 @@ def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
     asyncio.run(search())
 
 
-def test_the_folder_of_another_server_of_this_port_is_kept(tmp_path: Path) -> None:
+OTHER_SERVER = """
+import sys
+import numpy as np
+from routed_experts.server.outputs.array_store import ArrayStore, default_folder, remove_unused
+
+store = ArrayStore(default_folder(sys.argv[1]), 1 << 20)
+print(store.put(np.zeros((2, 2, 2))).path, flush=True)
+sys.stdin.read()
+remove_unused(store.folder, ends=True)
+"""
+
+
+def test_the_folder_of_another_server_of_this_port_is_kept() -> None:
     """Containers have ports of their own, and may share the memory of the host."""
     args = Namespace(routed_experts_store=None, port=f"test-{os.getpid()}")
-    with store_of(args):
-        store = ArrayStore(default_folder(args.port), 1 << 20)
-        stored = store.put(np.zeros((2, 2, 2)))
+    command = [sys.executable, "-c", OTHER_SERVER, args.port]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        stored = Path(other.stdout.readline().strip())
         with store_of(args):
-            assert store.find(stored.id).exists()
-        assert store.find(stored.id).exists()
-        store.close()
-    assert not store.folder.exists()
+            ArrayStore(default_folder(args.port), 1 << 20).put(np.zeros((2, 2, 2)))
+        assert stored.exists()
+        other.communicate()
+    assert not stored.parent.exists()

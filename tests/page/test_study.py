@@ -338,8 +338,13 @@ def test_prompt_tokens_can_be_read(tab: Tab, viewed: Viewed, theme: str) -> None
 def test_the_example(tab: Tab, api: Server) -> None:
     """On a server, and in `routed-experts view` without files."""
     with viewing_files({}) as url:
-        for address in (f"{api.url}/routed_experts", url):
+        is_ready = {
+            f"{api.url}/routed_experts": "!$('#ask').hidden",
+            url: "$('#empty-how').textContent.startsWith('Open')",
+        }
+        for address, condition in is_ready.items():
             tab.open(address)
+            tab.wait(condition)  # the button moves until then
             tab.click("#example")
             tab.wait_for_text("#summary", f"5 layers {TIMES} 4 of 16 experts, finish reason: length. B: ")
             tab.wait_for_text("#tokens-b", "def route(token):")
