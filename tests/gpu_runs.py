@@ -35,8 +35,8 @@ COLUMNS = {
     "cpu": "CPU",
     "v1": "CUDA V1",
     "v2": "CUDA V2",
-    "weights": "weights on CPU",
-    "weights_cuda": "weights on CUDA",
+    "weights": "weights CPU",
+    "weights_cuda": "weights CUDA",
 }
 _IN_CI = ("cpu", "weights")
 EXACT, UNTESTED = "exact", "untested"
@@ -133,19 +133,15 @@ def passed(runs: dict[str, Run], tests: Sequence[str]) -> bool:
     return all(found) and all(run.outcome == "passed" for of_test in found for run in of_test)
 
 
-def when(runs: dict[str, Run], tests: Sequence[str]) -> str:
-    """The last runs of `tests`: date, commits and devices, oldest first."""
-    found = [run for test in tests for run in last_runs(runs, test)]
-    if not found:
-        return "not run"
-    by_date: dict[tuple[str, str], set[str]] = {}
-    for run in found:
-        outcome = "" if run.outcome == "passed" else f" ({run.outcome})"
-        commit = f"`{run.commit}`" if run.commit else "commit not recorded"
-        by_date.setdefault((run.date, run.device), set()).add(commit + outcome)
-    return "; ".join(
-        f"{date}, {device}, {', '.join(sorted(by_date[date, device]))}" for date, device in sorted(by_date)
-    )
+def when(runs: dict[str, Run], tests: Sequence[str]) -> list[str]:
+    """The last runs of `tests`: date, device and commit of each, oldest first."""
+    return sorted({_said(run) for test in tests for run in last_runs(runs, test)}) or ["not run"]
+
+
+def _said(run: Run) -> str:
+    commit = f"`{run.commit}`" if run.commit else "commit not recorded"
+    outcome = "" if run.outcome == "passed" else f" ({run.outcome})"
+    return f"{run.date}, {run.device.replace('NVIDIA ', '')}, {commit}{outcome}"
 
 
 Cell = list[str] | str | None
@@ -165,12 +161,21 @@ def status(column: str, cell: Cell, runs: dict[str, Run]) -> str:
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> str:
+    """The table. Features of a group with the same cells share a line, so that it fits a screen."""
     lines = [f"| feature | {' | '.join(COLUMNS.values())} |", f"| --- |{' --- |' * len(COLUMNS)}"]
+    names: dict[str, list[str]] = {}
+
+    def close_group() -> None:
+        lines.extend(f"| {'; '.join(alike)} | {cells} |" for cells, alike in names.items())
+        names.clear()
+
     for feature in features:
         if "group" in feature:
+            close_group()
             lines.append(f"| **{feature['group']}** |{' |' * len(COLUMNS)}")
-        cells = [status(column, feature.get(column), runs) for column in COLUMNS]
-        lines.append(f"| {feature['name']} | {' | '.join(cells)} |")
+        cells = " | ".join(status(column, feature.get(column), runs) for column in COLUMNS)
+        names.setdefault(cells, []).append(feature["name"])
+    close_group()
     return "\n".join(lines)
 
 
@@ -180,49 +185,33 @@ def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> st
 
 
 def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> Iterator[str]:
-    sources = "`docs/support.toml` and `docs/gpu-runs.json`"
     yield "# Evidence for the support matrix"
     yield ""
-    yield f"Written by `python -m tests.gpu_runs` from {sources}, vLLM {RUN_ON_GPUS[-1]}."
-    yield "Tests are in `tests/`; a name without a file belongs to the file before it. CI runs the tests of CPU."
-    yield "R1, R2, … are the last [runs on GPUs](#runs-on-gpus), with test names of those commits."
+    yield f"The last [runs](#runs) of each feature's tests on GPUs, vLLM {RUN_ON_GPUS[-1]}. CI runs the tests on CPUs."
+    yield "[`support.toml`](../support.toml) names the tests of every cell, and those of what is refused;"
+    yield "[`gpu-runs.json`](../gpu-runs.json) has the last run of every test."
+    yield "`python -m tests.gpu_runs` writes this page from both."
     numbers: dict[str, int] = {}
     for feature in table["feature"]:
         if "group" in feature:
             yield from ("", f"## {feature['group']}", "")
-        titles: dict[str, str] = {}  # columns by their evidence, since CPU and V2 often have the same
+        parts: dict[str, list[str]] = {}  # columns by their evidence
         for column, heading in COLUMNS.items():
-            cell, title = feature.get(column), heading.removeprefix("CUDA ")
-            said = cell if isinstance(cell, str) else _short(cell or ())
+            cell = feature.get(column)
             if isinstance(cell, list) and column not in _IN_CI:
-                title += f" (R{numbers.setdefault(when(runs, cell), len(numbers) + 1)})"
-            if said and cell != "\N{EN DASH}":  # the feature does not exist there
-                titles[said] = f"{titles[said]}, {title}" if said in titles else title
-        parts = [f"{title}: {said}" for said, title in titles.items()]
-        parts += [
-            f"{title}: {feature[key]}" for key, title in (("why", "Untested"), ("note", "Note")) if key in feature
-        ]
-        yield f"- **{feature['name']}**. {'. '.join(parts)}."
-    yield from ("", "## Refused", "", "- All in `capture/engine/config.py`: `contract/test_refusals.py`.")
-    for other in table["refused"]:
-        yield f"- {other['name']}: {_short(other['tests'])}."
-    yield from ("", "## Runs on GPUs", "")
+                said = ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
+            else:
+                said = cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
+            if said:
+                parts.setdefault(said, []).append(heading.removeprefix("CUDA "))
+        of_columns = [f"{' and '.join(headings)}: {said}" for said, headings in parts.items()]
+        untested = "CUDA untested" if "cpu" in feature else "CPU untested"
+        notes = [f"{title}: {feature[key]}" for key, title in (("why", untested), ("note", "Note")) if key in feature]
+        if of_columns or notes:
+            yield f"- **{feature['name']}**. {'. '.join([*of_columns, *notes])}."
+    yield from ("", "## Runs", "")
     for run, number in numbers.items():
         yield f"- R{number}: {run}"
-
-
-def _short(tests: Sequence[str]) -> str:
-    """Names of tests, without what the name before has too: the file, or all but the parameters."""
-    names: list[str] = []
-    before = ["", "", ""]
-    for test in tests:
-        path, _, name = test.removeprefix("tests/").partition("::")
-        function, bracket, parameters = name.partition("[")
-        parts = [path, f"::{function}" if function else "", bracket + parameters]
-        same = 0 if path != before[0] else 2 if parts[1] == before[1] else 1
-        names.append(f"`{''.join(parts[same:])}`")
-        before = parts
-    return ", ".join(names)
 
 
 def filled(page: str, name: str, text: str) -> str:

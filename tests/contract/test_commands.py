@@ -172,9 +172,8 @@ OUR_FOLDERS = {path.name for path in (*ROOT.iterdir(), *(ROOT / "tests").iterdir
 
 
 def test_files_exist() -> None:
-    """But for tests that ran on GPUs, which are those of an older commit."""
     for where, text in SPANS:
-        for name in text.split() if not where.startswith("docs/lab/evidence.md") else ():
+        for name in text.split():
             folder, slash, rest = name.partition("/")
             if slash and folder in OUR_FOLDERS and re.fullmatch(r"[\w/.-]+(?:::.*)?", rest):
                 assert exists(name, (ROOT / where).parent), f"{where}: {name}"

@@ -106,16 +106,16 @@ RUNS = {
 @pytest.mark.parametrize(
     ("tests", "is_exact", "last"),
     [
-        (["test[one]"], True, "2026-01-02, NVIDIA H200, `newer`"),
-        (["test"], True, "2026-01-01, NVIDIA H200, `older`; 2026-01-02, NVIDIA H200, `newer`"),
-        (["test[two]", "test_another"], True, "2026-01-01, NVIDIA H200, `old`, `older`"),
-        (["test_without"], True, "2026-01-01, NVIDIA H200, commit not recorded"),
-        (["test_fails"], False, "2026-01-01, NVIDIA H200, `abc1234` (failed)"),
-        (["test[one]", "test_new"], False, "2026-01-02, NVIDIA H200, `newer`"),
-        (["tes"], False, "not run"),
+        (["test[one]"], True, ["2026-01-02, H200, `newer`"]),
+        (["test"], True, ["2026-01-01, H200, `older`", "2026-01-02, H200, `newer`"]),
+        (["test[two]", "test_another"], True, ["2026-01-01, H200, `old`", "2026-01-01, H200, `older`"]),
+        (["test_without"], True, ["2026-01-01, H200, commit not recorded"]),
+        (["test_fails"], False, ["2026-01-01, H200, `abc1234` (failed)"]),
+        (["test[one]", "test_new"], False, ["2026-01-02, H200, `newer`"]),
+        (["tes"], False, ["not run"]),
     ],
 )
-def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool, last: str) -> None:
+def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool, last: list[str]) -> None:
     names = [f"a.py::{test}" for test in tests]
     assert when(RUNS["0.32.0"], names) == last
     assert status("v2", names, RUNS["0.32.0"]) == ("exact" if is_exact else "untested")
@@ -133,19 +133,20 @@ def test_runs_go_into_the_file_and_the_pages(tmp_path: Path, monkeypatch: pytest
     )
     toml.write_text(
         '[[feature]]\nname = "graphs"\nv1 = "refused: tests/b.py"\nv2 = ["a.py::test_again"]\n'
+        '[[feature]]\nname = "pieces"\nv1 = "refused: tests/b.py"\nv2 = ["a.py::test_again"]\nwhy = "no time"\n'
         '[[refused]]\nname = "dense"\ntests = ["tests/c.py"]\n'
     )
     write(runs, RUNS)
     gpu_runs.main([])
-    assert "| graphs | untested | refused | untested | untested | untested |" in page.read_text()
+    assert "| graphs; pieces | untested | refused | untested | untested | untested |" in page.read_text()
     new = {"a.py::test_again": run_of("2026-01-05", "new")}
     write(tmp_path / "new.json", {"0.32.0": new, "0.33.0": new})
     for _ in range(2):  # the second time nothing changes
         gpu_runs.main([str(tmp_path / "new.json")])
-        assert "| graphs | untested | refused | exact | untested | untested |" in page.read_text()
+        assert "| graphs; pieces | untested | refused | exact | untested | untested |" in page.read_text()
         assert page.read_text().endswith("- dense\n<!-- end of refused -->\nrest\n")
-        assert "- **graphs**. V1: refused: tests/b.py. V2 (R1): `a.py::test_again`.\n" in evidence.read_text()
-        assert "- R1: 2026-01-05, NVIDIA H200, `new`\n" in evidence.read_text()
+        assert "- **graphs**. V2: R1.\n- **pieces**. V2: R1. CPU untested: no time.\n" in evidence.read_text()
+        assert "- R1: 2026-01-05, H200, `new`\n" in evidence.read_text()
     written = json.loads(runs.read_text())
     assert (len(written["0.32.0"]), len(written["0.33.0"])) == (6, 1)
     assert {written[version]["a.py::test_again"]["commit"] for version in RUNS} == {"new"}
