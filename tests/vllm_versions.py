@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -149,59 +150,59 @@ def cell(record: dict[str, Any] | None, tests: Sequence[str]) -> str:
         counts.update(record["tests"].get(test, {}))
     if not counts:
         return "not run"
-    parts = [f"{counts[PASSED]} passed"]
-    parts += [f"{counts[outcome]} {outcome}" for outcome in (REFUSED, FAILED) if counts[outcome]]
-    return ", ".join(parts)
+    return ", ".join([str(counts[PASSED])] + [f"{counts[bad]} {bad}" for bad in (REFUSED, FAILED) if counts[bad]])
 
 
 def page(records: dict[str, Any]) -> str:
-    """The page; a version without a record is in it too."""
-    head = [
-        "# Versions of vLLM",
-        "",
-        f"vLLM {', '.join(SUPPORTED_VLLM)} are supported. {', '.join(UNTESTED_VLLM)} was tested in part: it needs",
-        "`--allow-untested-vllm`, or in a program `ROUTED_EXPERTS_ALLOW_UNTESTED=1`. Configurations that are not exact",
-        "on a version are refused there, with a message that says what to change. `make test-vllm` writes this page",
-        "from [versions.json](versions.json), the last run on each version.",
-        "",
-        f"| tests on CPU | {' | '.join(VERSIONS)} |",
-        f"| --- |{' --- |' * len(VERSIONS)}",
-    ]
-    rows = [
-        f"| {feature} | {' | '.join(cell(records.get(version), tests) for version in VERSIONS)} |"
-        for feature, tests in FEATURES.items()
-    ]
-    of_run = [
-        f"{record['commit']}, {record['date']}" if (record := records.get(version)) else "" for version in VERSIONS
-    ]
-    on_gpus = ["passed" if version in RUN_ON_GPUS else "not run" for version in VERSIONS]
-    tail = [
-        f"| commit, date | {' | '.join(of_run)} |",
-        f"| `tests/gpu` on GPUs | {' | '.join(on_gpus)} |",
-        "",
-        *NOTES.splitlines(),
-    ]
-    return "\n".join([*head, *rows, *tail]) + "\n"
+    """The page; a version without a record is in it too. Neighbours with the same cells share a column."""
+    columns = [(version, *_column(records.get(version))) for version in VERSIONS]
+    shown = []
+    for cells, alike in groupby(columns, lambda column: column[1:]):
+        versions = [column[0] for column in alike]
+        shown.append((" to ".join(dict.fromkeys((versions[0], versions[-1]))), *cells))
+    names = ("tests passed on CPUs", *FEATURES, "commit, date")
+    head, *rows = [f"| {' | '.join(cells)} |" for cells in zip(names, *shown, strict=True)]
+    untested = ", ".join(UNTESTED_VLLM)
+    return f"""\
+# Versions of vLLM
+
+vLLM {", ".join(SUPPORTED_VLLM)} are supported. {untested} was tested in part: it needs
+`--allow-untested-vllm`, or in a program `ROUTED_EXPERTS_ALLOW_UNTESTED=1`. `make test-vllm` writes this page from
+[versions.json](versions.json), the last run on each version. A test is "refused" if this version refuses its
+configuration.
+
+{head}
+| --- |{" --- |" * len(shown)}
+{chr(10).join(rows)}
+
+{NOTES}
+"""
 
 
-NOTES = """\
-"Refused" counts tests whose configuration this version refuses. In addition to what [support.md](support.md) lists:
+def _column(record: dict[str, Any] | None) -> list[str]:
+    of_run = f"{record['commit']}, {record['date']}" if record else ""
+    return [*(cell(record, tests) for tests in FEATURES.values()), of_run]
 
-| version | refused |
-| --- | --- |
-| 0.31 and older | KV connectors (`--kv-transfer-config`), microbatches (`--enable-dbo`, `--ubatch-size`) |
-| 0.31 and older, on GPUs | MoE kernels that route by themselves |
-| 0.26 | drafts (`--speculative-config`), pipeline parallelism |
 
-On GPUs, `routed-experts serve` logs one warning at start if `tests/gpu` was not run on the version. A program that sets
-`enable_return_routed_experts` needs `ROUTED_EXPERTS_ALLOW_UNTESTED=1` there. Without it, it gets a warning and vLLM's
-own capture, or an error if `VLLM_PLUGINS` names `routed_experts`. vLLM 0.33 has no CPU build; on GPUs 15 of 17
-configurations of `tests/gpu/test_engines.py`, and `test_offloading.py`, passed ([runs](gpu-runs.json)).
+NOTES = f"""\
+Refused in addition to what [support.md](support.md#refused) lists:
 
-On any other version nothing changes for those who do not ask for routed experts. Those who ask get one warning and
-vLLM's own capture, or an error if `VLLM_PLUGINS` names `routed_experts`. `routed-experts serve` does not start.
+- 0.31 and older: KV connectors (`--kv-transfer-config`), microbatches (`--enable-dbo`, `--ubatch-size`); on GPUs, MoE
+  kernels that route by themselves.
+- 0.26: drafts (`--speculative-config`), pipeline parallelism. Its tests run with the compiled parts of 0.27.1, since
+  its own need PyTorch 2.11.
 
-The tests of 0.26.0 run with the compiled parts of 0.27.1, since its own need PyTorch 2.11."""
+**On GPUs**, `tests/gpu` passed with {", ".join(RUN_ON_GPUS)}. With others, `routed-experts serve` logs one warning at
+start. A program that sets `enable_return_routed_experts` needs `ROUTED_EXPERTS_ALLOW_UNTESTED=1` there; else they count
+as unsupported.
+
+**0.33.0** has no CPU build. On H200s, 15 of 17 configurations of `tests/gpu/test_engines.py`,
+`tests/gpu/test_offloading.py`, and tensor parallelism over two nodes passed ([commits and dates](gpu-runs.json)). The
+other tests on GPUs were not run.
+
+**On an unsupported version**, nothing changes for those who do not ask for routed experts. Programs and `vllm serve`
+that ask get one warning and vLLM's own capture, or an error if `VLLM_PLUGINS` names `routed_experts`.
+`routed-experts serve` does not start."""
 
 
 def main(argv: list[str] | None = None) -> int:
