@@ -149,7 +149,7 @@ With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`
 - Concatenated, the arrays equal those of the same request without `stream`.
 - Histograms are sent once, in the chunk that has `finish_reason`.
 - With `routed_experts_stream: at_end`, all rows of a choice come with the chunk that has its `finish_reason`, the
-  prompt's with the first such chunk. With `routed_experts_delivery: reference`, references come there.
+  prompt's with the first such chunk; with `routed_experts_delivery: reference`, so do references.
 
 An error after the first byte is sent as one event with `error`, then `[DONE]`."""
 

@@ -8,8 +8,8 @@ from typing import Any
 _HEAD = """\
 # HTTP reference
 
-`make spec` generates this page and [`openapi.yaml`](../openapi.yaml) from the routes. For vLLM's own fields and other
-endpoints, see vLLM's documentation, or `/docs` of a running server. `openapi.yaml` has a response of every endpoint.
+`make spec` generates this page and [`openapi.yaml`](../openapi.yaml), which has a response of every endpoint. For
+vLLM's own fields and other endpoints, see `/docs` of a running server.
 """
 _PARTS = (
     *("RoutedExpertsArray", "RoutedExpertWeightsArray", "RoutedExpertsReference"),
