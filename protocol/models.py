@@ -95,12 +95,13 @@ class RoutingFields(BaseModel):
     )
     routed_experts_delivery: Delivery = Field(
         default="inline",
-        description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`.",
+        description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`. "
+        "In a stream, references come with the chunk that has `finish_reason`.",
     )
     routed_experts_stream: StreamTime = Field(
         default="with_tokens",
         description="`with_tokens`: each chunk of a stream has the rows that its tokens made known. `at_end`: all "
-        "rows of a choice come with its `finish_reason`.",
+        "rows of a choice come with the chunk that has its `finish_reason`, the prompt's with the first such chunk.",
     )
 
 
