@@ -11,10 +11,7 @@ _HEAD = """\
 `make spec` generates this page and [`openapi.yaml`](../openapi.yaml), which has a response of every endpoint. For
 vLLM's own fields and other endpoints, see `/docs` of a running server.
 """
-_PARTS = (
-    *("RoutedExpertsArray", "RoutedExpertWeightsArray", "RoutedExpertsReference"),
-    *("RoutedExpertsHistogram", "RoutedExpertsInfo"),
-)
+_PARTS = ("RoutedExpertsArray", "RoutedExpertsReference", "RoutedExpertsHistogram", "RoutedExpertsInfo")
 _FIELDS_OF = "RoutedCompletionRequest"
 """Every endpoint has the same routing fields."""
 
