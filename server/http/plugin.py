@@ -126,7 +126,7 @@ async def sweep_forever(store: ArrayStore) -> None:
     """Deletes expired arrays while no new ones need their room."""
     while True:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
-        if store.is_open:
+        if store.is_open or os.path.isdir(store.folder):  # what a server left that was stopped expires too
             try:
                 await run_in_threadpool(store.sweep)
             except StoreError as error:

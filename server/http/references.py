@@ -169,10 +169,12 @@ def _found(store: ArrayStore | None, key: str) -> Path:
         raise VLLMNotFoundError("This server stores no routed experts.")
     try:
         return store.find(key)
-    except (UnknownArrayError, StoreError):
+    except UnknownArrayError:
         raise VLLMNotFoundError("There is no such array.") from None
     except ArrayGoneError:
         raise _gone() from None
+    except StoreError as error:
+        raise HTTPException(500, str(error)) from None
 
 
 def _gone() -> HTTPException:

@@ -205,12 +205,9 @@ class RoutedServing:
         num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
         num_bytes = self.encoder(options).stored_bytes(num_rows * (num_choices if options.layout == "joined" else 1))
         try:
-            if not self.store.is_open:  # the first time, it searches the folder
-                await run_in_threadpool(self.store.lacks, num_bytes)
-            if self.store.lacks(num_bytes):
-                await run_in_threadpool(self.store.sweep)
-                if lacking := self.store.lacks(num_bytes):
-                    raise StoreFullError(lacking)
+            may_lack = not self.store.is_ready or self.store.lacks(num_bytes)
+            if may_lack and (lacking := await run_in_threadpool(self.store.make_room, num_bytes)):
+                raise StoreFullError(lacking)
         except StoreError as error:
             raise cannot_store(error) from None
 

@@ -214,10 +214,24 @@ class ArrayStore:
     def _set_used(self, count: int) -> None:
         os.pwrite(self._lock_file, count.to_bytes(_COUNTER_BYTES, "little"), 0)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `lacks` does not search the folder, as it may the first time."""
+        return self.is_open and "max_bytes" in vars(self)
+
     def lacks(self, num_bytes: int) -> str | None:
         """Why `num_bytes` more do not fit now; None if they do. Deletes nothing."""
         used = self.used_bytes
         return f"{used} of {self.max_bytes} bytes are used" if used + num_bytes > self.max_bytes else None
+
+    def make_room(self, num_bytes: int) -> str | None:
+        """As `lacks`, after searching for expired arrays if `num_bytes` do not fit, but once a second at most."""
+        with self._thread_lock:  # so that others do not ask before the search has ended
+            if (lacking := self.lacks(num_bytes)) and time.monotonic() >= self._next_search:
+                self.sweep()
+                self._next_search = time.monotonic() + _RETRY_S
+                lacking = self.lacks(num_bytes)
+        return lacking
 
     def put(self, array: NDArray[Any]) -> StoredArray:
         """Stores `array`, which must be C-contiguous.
@@ -248,11 +262,8 @@ class ArrayStore:
 
     def _create(self, path: Path, size: int) -> int:
         """A new file of `size` bytes, which count from now on."""
-        _ = self.max_bytes  # which may take the lock
+        self.make_room(_room(size))
         with self._locked():
-            if self.lacks(_room(size)) and time.monotonic() >= self._next_search:
-                self._sweep()
-                self._next_search = time.monotonic() + _RETRY_S
             if lacking := self.lacks(_room(size)):
                 raise StoreFullError(lacking)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -270,6 +281,7 @@ class ArrayStore:
         Raises:
             UnknownArrayError: this store did not make the id.
             ArrayGoneError: the array has expired or was deleted.
+            StoreError: the folder cannot be read.
         """
         number, proof = key[: 2 * _ID_BYTES], key[2 * _ID_BYTES :]
         if not hmac.compare_digest(self._proof(number).encode(), proof.encode()):
@@ -279,6 +291,8 @@ class ArrayStore:
             expires = path.stat().st_mtime
         except FileNotFoundError:
             raise ArrayGoneError(key) from None
+        except OSError as error:
+            raise StoreError(f"{path} cannot be read: {error.strerror}") from error
         if expires < time.time():
             raise ArrayGoneError(key)
         return path

@@ -229,6 +229,16 @@ def test_deleted_and_unknown_arrays(api: Server, folder: Path) -> None:
         assert error.value.status == status
 
 
+def test_a_folder_that_cannot_be_used_is_not_taken_for_an_array_that_never_was(api: Server, folder: Path) -> None:
+    reference = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)["prompt_routed_experts"]
+    (folder / ".lock").unlink()
+    folder.chmod(0o777)
+    for method in ("GET", "HEAD", "DELETE"):
+        assert request(api, reference, method).status_code == 500
+    folder.chmod(0o700)
+    assert request(api, reference).status_code == 200
+
+
 def test_many_fetch_at_once(api: Server, reference: dict[str, Any]) -> None:
     array = np.load(reference["path"])
     parts = [(layer, layer + 1 + layer % 3) for layer in range(L - 3)] * 8
@@ -344,6 +354,19 @@ def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
         assert not stored.path.exists()
 
     asyncio.run(search())
+
+
+def test_what_a_stopped_server_left_expires(tmp_path: Path) -> None:
+    stored = ArrayStore(tmp_path / "store").put(np.zeros((2, 2, 2)))
+    os.utime(stored.path, (1, 1))
+
+    async def search() -> None:
+        task = asyncio.create_task(sweep_forever(ArrayStore(tmp_path / "store", lifetime_s=0.1)))
+        while stored.path.exists():
+            await asyncio.sleep(0.1)
+        task.cancel()
+
+    asyncio.run(asyncio.wait_for(search(), 10))
 
 
 OTHER_SERVER = """

@@ -74,6 +74,17 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path) -> None:
     store.put(ARRAY)
 
 
+def test_a_full_store_is_not_searched_for_each_request(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", FILE_BYTES)
+    stored = store.put(ARRAY)
+    assert store.make_room(1)
+    os.utime(stored.path, (1, 1))
+    assert store.make_room(1)
+    time.sleep(1)
+    assert store.make_room(1) is None
+    assert not stored.path.exists()
+
+
 def test_files_that_ended_processes_left_behind_are_deleted(tmp_path: Path) -> None:
     store = ArrayStore(tmp_path / "store", 1 << 20)
     assert store.sweep() == 0
