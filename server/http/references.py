@@ -1,11 +1,12 @@
 """References: what a response has in place of an array, and the route that returns the array."""
 
-from collections.abc import AsyncIterator, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import HTTPException, Request
@@ -27,6 +28,8 @@ _INSUFFICIENT_STORAGE = 507
 _MAX_DIGITS = 18
 """Python refuses to read numbers of thousands."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class ReferenceMaker:
@@ -35,11 +38,32 @@ class ReferenceMaker:
     Args:
         url: address of the arrays, without a slash at the end.
         tells_paths: whether references name the files.
+
+    Attributes:
+        untold: ids of arrays whose references were not sent yet.
     """
 
     store: ArrayStore
     url: str
     tells_paths: bool = False
+    untold: list[str] = field(default_factory=list, init=False)
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs what stores arrays in the store's thread. If the client leaves meanwhile, they are deleted."""
+        try:
+            return await self.store.run(function, *args)
+        except asyncio.CancelledError:
+            self.delete_untold()
+            raise
+
+    def delete_untold(self) -> None:
+        """Deletes the arrays that are untold when the store's thread comes to it."""
+        self.store.submit(self._delete_untold)
+
+    def _delete_untold(self) -> None:
+        for key in self.untold:
+            with suppress(LookupError, StoreError):
+                self.store.delete(key)
 
     def refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:
         """Stores `rows`, which begin at position `start`; returns the reference.
@@ -50,6 +74,7 @@ class ReferenceMaker:
         """
         array, missing = encoder.layers_first(rows)
         stored = self.store.put(array)
+        self.untold.append(stored.id)
         num_layers, num_rows, top_k = array.shape
         encoder.sent.rows += num_rows
         encoder.sent.missing += missing

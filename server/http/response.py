@@ -283,7 +283,7 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     media_type = MSGPACK if packed else _JSON
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
     if answer.references is not None:
-        texts, marked = await answer.references.store.run(answer.prepare, packed)
+        texts, marked = await answer.references.run(answer.prepare, packed)
     elif is_small:
         texts, marked = answer.prepare(packed)
     else:

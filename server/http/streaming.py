@@ -199,6 +199,8 @@ class SSERewriter:
                     start = state.next_row - len(rows[0])
                     yield _insert(chunk, begin, self._fields("routed_experts", rows.pop(), start))
                 elif prompt_rows is None and not rows:
+                    if self._references is not None:
+                        self._references.untold.clear()
                     yield chunk
                 else:
                     for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
@@ -213,6 +215,8 @@ class SSERewriter:
             yield f"{_DATA}{self._error_event(error)}\n\n"
             yield f"{_DATA}[DONE]\n\n"
         finally:
+            if self._references is not None and self._references.untold:
+                self._references.delete_untold()
             total = self._encoder.total
             count_response(total, *(self._lost() if total.missing else (0, Counter())))
             self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
@@ -276,11 +280,11 @@ class SSERewriter:
             if not state.is_referred:
                 state.is_referred = True
                 first = state.next_row - sum(map(len, rows))
-                made = await references.store.run(refer, encoder, "routed_experts", rows, first)
+                made = await references.run(refer, encoder, "routed_experts", rows, first)
                 chunk, rows = _insert(chunk, _begin_of_choice(chunk), _json_fields(made)), []
             if prompt_rows is not None:
                 first = self._options.prompt_start
-                made = await references.store.run(refer, encoder, "prompt_routed_experts", prompt_rows, first)
+                made = await references.run(refer, encoder, "prompt_routed_experts", prompt_rows, first)
                 chunk, prompt_rows = _insert(chunk, _BEGIN_OF_CHUNK, _json_fields(made)), None
         except StoreError as error:
             logger.warning("Routed experts are sent inline: %s", error)
@@ -318,6 +322,8 @@ class SSERewriter:
                 array, begin = _joined(piece, self._encoder.row_shape), _begin_of_choice(text)
                 text = _insert(text, begin, self._fields("routed_experts", array, first))
                 first += len(array)
+            if self._references is not None and line == count - 1:
+                self._references.untold.clear()
             yield text
 
     def _fields(self, name: str, rows: Rows, start: int) -> str:

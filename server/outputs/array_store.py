@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -130,7 +130,11 @@ class ArrayStore:
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Runs what stores arrays in the store's own thread: several would take twice the CPU time, and would keep the
         event loop waiting for Python's lock."""
-        return await asyncio.get_running_loop().run_in_executor(self._writer, function, *args)
+        return await asyncio.wrap_future(self.submit(function, *args))
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """As `run`, for those who do not wait."""
+        return self._writer.submit(function, *args)
 
     @property
     def is_open(self) -> bool:

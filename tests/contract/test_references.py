@@ -11,7 +11,9 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx
@@ -21,7 +23,9 @@ import pytest
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
 from routed_experts.server.cli.serve import store_of
+from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.plugin import sweep_forever
+from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.outputs.array_store import ArrayStore, default_folder
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
@@ -290,6 +294,49 @@ def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(tiny_model: Pa
     assert len(chunks) > 1
     assert all("data" in chunk["prompt_routed_experts"] for chunk in chunks)
     assert ["routed_experts" in chunk["choices"][0] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_path: Path) -> None:
+    """The rows of the choice fit the store; then those of the prompt fit neither it nor a response."""
+    flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", str(5 * FILE_BYTES))
+    with serving(tiny_model, *flags, "--routed-experts-max-response-bytes", str(12 * L * K * 2)) as server:
+        ask = {"model": "tiny", "prompt": prompt_of(18, 13), "max_tokens": 4, "stream": True, **ASK, **REFERENCE}
+        with server.client() as client:
+            assert '"error"' in client.post(COMPLETIONS, json=ask).text
+            wait_until_empty(tmp_path / "store")
+            assert '"url"' in client.post(COMPLETIONS, json=ask | {"routed_experts_prompt_start": 18}).text
+        assert len(list((tmp_path / "store").glob("[!.]*"))) == 2
+
+
+def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
+    store, goes_on = ArrayStore(tmp_path / "store", 1 << 20), Event()
+    maker, encoder = ReferenceMaker(store, ""), Encoder("object", "int16", (L, K), 1 << 15)
+
+    def prepare() -> None:
+        maker.refer(encoder, [], 0)
+        goes_on.wait(10)
+        maker.refer(encoder, [], 0)
+
+    async def leave() -> None:
+        task = asyncio.create_task(maker.run(prepare))
+        while not maker.untold:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        goes_on.set()
+
+    asyncio.run(leave())
+    store.submit(lambda: None).result(10)
+    assert len(maker.untold) == 2
+    wait_until_empty(tmp_path / "store")
+
+
+def wait_until_empty(folder: Path) -> None:
+    until = time.monotonic() + 10
+    while list(folder.glob("[!.]*")):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_request_without_routing_has_no_reference(api: Server) -> None:
