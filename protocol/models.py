@@ -96,7 +96,8 @@ class RoutingFields(BaseModel):
     routed_experts_delivery: Delivery = Field(
         default="inline",
         description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`. "
-        "In a stream, references come with the chunk that has `finish_reason`.",
+        "In a stream, references come with the chunk that has `finish_reason`. A full store answers 507; if only the "
+        "server-wide default asks for references, arrays are then returned inline.",
     )
     routed_experts_stream: StreamTime = Field(
         default="with_tokens",
@@ -114,6 +115,7 @@ class RoutingOptions:
         histogram: whether to return histograms.
         weights: whether to return the routers' weights too.
         by_reference: whether to return references instead of arrays.
+        refers_by_default: whether only the server-wide default asks for references.
         at_end: whether a stream has rows at the end of each choice only, as it does with references.
         prompt_start_param: the name that the client used for the prompt start.
         explicit_fields: names of the fields that the request or the server-wide default sets.
@@ -133,6 +135,7 @@ class RoutingOptions:
     at_end: bool = False
     explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)
     by_default: bool = field(default=False, compare=False)
+    refers_by_default: bool = field(default=False, compare=False)
 
     def with_vllms_forms(self) -> "RoutingOptions":
         """The options for an endpoint where vLLM has its own form, which applies unless the request sets another."""
@@ -193,6 +196,7 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         at_end=by_reference or fields.routed_experts_stream == "at_end",
         explicit_fields=frozenset(given),
         by_default=not own,
+        refers_by_default=by_reference and DELIVERY not in own,
     )
 
 

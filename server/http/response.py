@@ -273,7 +273,10 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     try:
         return await _with_rows(answer, packed, headers)
     except StoreError as error:
-        raise cannot_store(error) from None
+        if not answer.rows.options.by_default:
+            raise cannot_store(error) from None
+        logger.info("Server-wide routing default ignored for a response: %s", error)
+        return await respond(answer.response, raw_request)
     except LostRowsError as error:
         failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)

@@ -1,6 +1,7 @@
 """vLLM's serving classes, extended with routing."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -190,12 +191,13 @@ class RoutedServing:
             own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
             self.check_size(request, options, copies * prompt_rows + own_rows)
 
-    async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int) -> None:
-        """Rejects a request for references to a store that has no room for the rows of its prompts.
+    async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
+        """Rejects a request for references to a store that has no room for the rows of its prompts. If only the
+        server-wide default asks for references, arrays are returned inline then.
 
         Raises:
             HTTPException: the store is full.
-            VLLMValidationError: there is no store.
+            VLLMValidationError: there is no store, or the arrays are too large to be returned inline.
         """
         options = options_of(request)
         if options is None or not options.by_reference:
@@ -209,7 +211,11 @@ class RoutedServing:
             if may_lack and (lacking := await run_in_threadpool(self.store.make_room, num_bytes)):
                 raise StoreFullError(lacking)
         except StoreError as error:
-            raise cannot_store(error) from None
+            if not options.refers_by_default:
+                raise cannot_store(error) from None
+            logger.info("Server-wide default %s ignored for a request: %s", DELIVERY, error)
+            request.routing = replace(options, by_reference=False)
+            self.check_prompts(request, prompt_lens, num_choices, max_tokens)
 
     def references(self, request: Any, options: RoutingOptions) -> ReferenceMaker | None:
         """What stores the arrays of a request that asks for references."""
@@ -321,7 +327,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
             await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, request.max_tokens)
-            await self.check_room(request, lengths, request.n or 1)
+            await self.check_room(request, lengths, request.n or 1, request.max_tokens)
         return rendered
 
     def completion_stream_generator(
@@ -372,7 +378,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             max_tokens = request.max_completion_tokens or request.max_tokens
             await self.check_handover(request, lengths)
             self.check_prompts(request, lengths, request.n or 1, max_tokens)
-            await self.check_room(request, lengths, request.n or 1)
+            await self.check_room(request, lengths, request.n or 1, max_tokens)
         return rendered
 
     def chat_completion_stream_generator(
@@ -439,7 +445,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 _cannot(request, options, message, options.prompt_start_param)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
             self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
-            await self.check_room(request, [len(request.token_ids)], params.n)
+            await self.check_room(request, [len(request.token_ids)], params.n, max_tokens)
             request.sampling_params = request.opt_in(params)
             set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import json
 import os
 import shutil
 import subprocess
@@ -378,12 +379,36 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
         assert (done, "max-response-bytes" in error) == ("data: [DONE]", True)
 
         # Not even the prompt fits: nothing is generated.
-        assert post(prompt=prompt_of(60, 1), routed_experts_prompt_start=0).status_code == 507
+        assert post(prompt=prompt_of(60, 1), routed_experts_prompt_start=0, **REFERENCE).status_code == 507
         for path in (tmp_path / "store").glob("*.npy"):
             os.utime(path, (time.time() - 1,) * 2)
         time.sleep(1)  # a full store is searched once a second
         assert client.get(first["url"]).status_code == 410
         assert "url" in post().json()["choices"][0]["routed_experts"]
+
+
+def test_a_full_store_where_only_the_server_asks_for_references(tiny_model: Path, tmp_path: Path) -> None:
+    """Arrays come inline then, and answers without routing where nobody asked for it and it is too large."""
+    flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", str(5 * FILE_BYTES))
+    flags += ("--routed-experts-max-response-bytes", str(60 * L * K * 2), "--routed-experts-default")
+    defaults = {"return_routed_experts": True, **REFERENCE}
+    with serving(tiny_model, *flags, json.dumps(defaults)) as server, server.client() as client:
+
+        def post(num_tokens: int, max_tokens: int = 4, **more: Any) -> httpx.Response:
+            body = {"model": "tiny", "prompt": prompt_of(num_tokens, 14), "max_tokens": max_tokens}
+            return client.post(COMPLETIONS, json={**body, "ignore_eos": True, **more})
+
+        assert "url" in post(3).json()["choices"][0]["routed_experts"]
+        for more in ({}, ASK):
+            assert len(bare(post(30, **more).json()["prompt_routed_experts"])) == 30
+            assert '"prompt_routed_experts":{"data"' in post(30, stream=True, **more).text
+        answer = post(100)
+        assert (answer.status_code, "routed_exp" in answer.text) == (200, False)
+        assert post(100, **ASK).json()["error"]["param"] == "return_routed_experts"
+        assert post(30, **ASK, **REFERENCE).status_code == 507
+        assert '"url"' not in (long := post(3, max_tokens=90)).text
+        assert (long.status_code, "routed_exp" in long.text) == (200, False)
+        assert post(3, max_tokens=90, **ASK).status_code == 507
 
 
 def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
