@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import os
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,10 @@ class ArrayBuffer(RowBuffer):
         self._kind = kind
         self._num_tokens = 0
 
+    def stores(self, choice: CompletionOutput) -> bool:
+        """Whether `arrays_of` stores arrays."""
+        return self._store is not None and choice.finish_reason is not None
+
     def arrays_of(self, choice: CompletionOutput) -> tuple[Array | ArrayReference | None, Any]:
         """The arrays for an output, and their weights: with `DELTA`, the rows that became known with its tokens;
         otherwise all rows of a finished choice. None before the end, and for a choice that ended without rows."""
@@ -154,10 +159,15 @@ class ArrayBuffer(RowBuffer):
             )
         if self._store is None:
             return array, weights
+        stored = None
         try:
-            return _stored(self._store, array, first), None if weights is None else _stored(self._store, weights, first)
+            stored = _stored(self._store, array, first)
+            return stored, None if weights is None else _stored(self._store, weights, first)
         except StoreError as error:
             logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
+            if stored is not None:
+                with suppress(StoreError, LookupError):
+                    self._store.delete(stored.reference["id"])
             return array, weights
 
 
@@ -177,10 +187,17 @@ def _store_of(config: dict[str, Any]) -> ArrayStore:
     lifetime_s = float(config.get("routed_experts_store_seconds", DEFAULT_LIFETIME_S))
     store = ArrayStore(folder, config.get("routed_experts_store_bytes"), lifetime_s)
     if given is None:
-        for left in folder.parent.glob(default_folder(_PROGRAM + "*").name):  # by programs that were killed
-            remove_unused(left)
+        remove_unused(folder)
+        store.submit(_remove_left, folder)
         atexit.register(remove_unused, folder, ends=True)
     return store
+
+
+def _remove_left(folder: Path) -> None:
+    """Removes the folders of programs that were killed, but not this program's."""
+    for left in folder.parent.glob(default_folder(_PROGRAM + "*").name):
+        if left != folder:
+            remove_unused(left)
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -190,20 +207,38 @@ class ArrayCollector(RequestOutputCollector):
     """
 
     arrays: "EveryRequest"
+    _filling: asyncio.Future[Any] | None = None
+    """The output whose arrays a thread stores, so that other requests go on meanwhile."""
 
     async def get(self) -> Any:
-        await self.arrays.ready()
-        output = await super().get()
-        self.arrays.fill([output])
-        return output
+        if self._filling is None:
+            await self.arrays.ready()
+            if (output := self._filled(await super().get())) is not None:
+                return output
+            assert self._filling is not None
+        await asyncio.wait([self._filling])
+        return self._stored()
 
     def get_nowait(self) -> Any:
+        if self._filling is not None:
+            return self._stored() if self._filling.done() else None
         if not (self.arrays.is_ready() or isinstance(self.output, Exception)):
             return None
         output = super().get_nowait()
-        if output is not None:
-            self.arrays.fill([output])
+        return None if output is None else self._filled(output)
+
+    def _filled(self, output: Any) -> Any:
+        """`output` with its arrays; None if a thread stores them."""
+        self._filling = self.arrays.store(output)
+        if self._filling is not None:
+            return None
+        self.arrays.fill([output])
         return output
+
+    def _stored(self) -> Any:
+        filling, self._filling = self._filling, None
+        assert filling is not None
+        return filling.result()
 
 
 class EveryRequest:
@@ -306,6 +341,21 @@ class EveryRequest:
         if asked == "reference" and self._store is None:
             self._store = _store_of(self._config)
         return self._store if asked == "reference" else None
+
+    def store(self, output: Any) -> asyncio.Future[Any] | None:
+        """As `fill`, in the store's thread; gives `output` then. None if there is nothing to store."""
+        if self._store is None or not isinstance(output, RequestOutput):
+            return None
+        if not any(
+            isinstance(each.routed_experts, ArrayBuffer) and each.routed_experts.stores(each) for each in output.outputs
+        ):
+            return None
+
+        def fill() -> RequestOutput:
+            self.fill([output])
+            return output
+
+        return asyncio.wrap_future(self._store.submit(fill))
 
     def fill(self, outputs: Iterable[Any]) -> None:
         """Replaces the buffers on `outputs` by arrays."""

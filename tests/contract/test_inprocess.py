@@ -12,6 +12,7 @@ from contextlib import closing
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -42,6 +43,7 @@ from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.protocol.fetch import FetchError
 from routed_experts.server.http import entry_point
+from routed_experts.server.outputs.array_store import ArrayStore
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
 from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
 from tests.e2e.harness import prompt_of
@@ -374,6 +376,18 @@ async def test_references_of_an_asynchronous_engine(online: Online) -> None:
         check_reference(outputs[-1])
 
 
+@in_loop
+async def test_references_are_stored_outside_of_the_loop(online: Online, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those who wait and for those who poll."""
+    threads, put = [], ArrayStore.put
+    monkeypatch.setattr(ArrayStore, "put", lambda *args: threads.append(get_ident()) or put(*args))
+    asked = params(output_kind=FINAL, n=2, extra_args=BY_REFERENCE)
+    check_reference(await poll(online, "polled", asked))
+    check_reference(*await read(online, prompts_of(40)[0], asked))
+    assert len(threads) == 4
+    assert get_ident() not in threads
+
+
 @no_flag
 def test_an_asynchronous_engine_says_so_too(online: Online) -> None:
     assert says_that_it_returns(online.engine)
@@ -432,8 +446,8 @@ async def test_a_reader_that_leaves(online: Online) -> None:
     check_finished(*await read(online, prompts_of(40)[0], params(output_kind=FINAL)))
 
 
-async def poll(online: Online, name: str) -> Any:
-    queue = await online.engine.add_request(name, prompts_of(40)[0], params(output_kind=FINAL))
+async def poll(online: Online, name: str, asked: SamplingParams | None = None) -> Any:
+    queue = await online.engine.add_request(name, prompts_of(40)[0], asked or params(output_kind=FINAL))
     while (output := queue.get_nowait()) is None:
         await asyncio.sleep(0.01)
     return output
