@@ -1,7 +1,7 @@
 """References: what a response has in place of an array, and the route that returns the array."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from numpy.typing import NDArray
 
@@ -25,6 +26,7 @@ SHAPE_HEADER, DTYPE_HEADER = "X-Routed-Experts-Shape", "X-Routed-Experts-Dtype"
 _CHUNK_BYTES = 1 << 20
 """Sent at once, in well under a millisecond, so that other requests run in between."""
 _INSUFFICIENT_STORAGE = 507
+_NO_STORE = "This server stores no routed experts."
 _MAX_DIGITS = 18
 """Python refuses to read numbers of thousands."""
 
@@ -129,7 +131,7 @@ def cannot_store(error: StoreError) -> HTTPException:
     )
 
 
-def stored_array(
+async def stored_array(
     raw_request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
 ) -> Response:
     """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it.
@@ -139,7 +141,9 @@ def stored_array(
         HTTPException: it is gone.
         VLLMValidationError: `layers` or `tokens` is invalid.
     """
-    array = _opened(_found(store, key))
+    if store is None:
+        raise VLLMNotFoundError(_NO_STORE)
+    array = await _read(store, _opened, store, key)
     chosen = _slice(layers, array.shape[0], "layers"), _slice(tokens, array.shape[1], "tokens")
     part = array[chosen]
     tag = f'"{key}-{"-".join(f"{each.start}-{each.stop}" for each in chosen)}"'
@@ -168,7 +172,9 @@ def stored_array(
     media_type = "application/octet-stream"
     if is_head:
         return Response(status_code=status, headers=headers, media_type=media_type)
-    return StreamingResponse(_chunks(part, first, end), status_code=status, headers=headers, media_type=media_type)
+    return StreamingResponse(
+        _chunks(store, part, first, end), status_code=status, headers=headers, media_type=media_type
+    )
 
 
 def delete_array(store: ArrayStore | None, key: str) -> Response:
@@ -178,10 +184,10 @@ def delete_array(store: ArrayStore | None, key: str) -> Response:
         VLLMNotFoundError: there never was such an array.
         HTTPException: it is gone, or cannot be deleted.
     """
-    path = _found(store, key)
-    assert store is not None
+    if store is None:
+        raise VLLMNotFoundError(_NO_STORE)
     try:
-        store.delete(path.stem)
+        store.delete(_found(store, key).stem)
     except ArrayGoneError:
         raise _gone() from None
     except StoreError as error:
@@ -189,9 +195,12 @@ def delete_array(store: ArrayStore | None, key: str) -> Response:
     return Response(status_code=204)
 
 
-def _found(store: ArrayStore | None, key: str) -> Path:
-    if store is None:
-        raise VLLMNotFoundError("This server stores no routed experts.")
+async def _read(store: ArrayStore, function: Callable[..., T], *args: Any) -> T:
+    """What `function` gives, which reads files of `store`: in a thread, if they are on a disk."""
+    return function(*args) if store.is_in_memory else await run_in_threadpool(function, *args)
+
+
+def _found(store: ArrayStore, key: str) -> Path:
     try:
         return store.find(key)
     except UnknownArrayError:
@@ -206,7 +215,8 @@ def _gone() -> HTTPException:
     return HTTPException(410, "This array has expired or was deleted.")
 
 
-def _opened(path: Path) -> NDArray[Any]:
+def _opened(store: ArrayStore, key: str) -> NDArray[Any]:
+    path = _found(store, key)
     try:
         return map_npy(path)
     except FileNotFoundError:  # it expired just now
@@ -253,18 +263,18 @@ def _unsatisfiable(size: int) -> Response:
     return JSONResponse(error.model_dump(), status, headers={"Content-Range": f"bytes */{size}"})
 
 
-async def _chunks(part: NDArray[Any], first: int, end: int) -> AsyncIterator[memoryview]:
-    """The bytes from `first` to `end` of `part`. They are views of the file's pages, so that only the kernel copies."""
-    for piece in _contiguous(part):
-        view = piece.reshape(-1).view(np.uint8).data
+async def _chunks(store: ArrayStore, part: NDArray[Any], first: int, end: int) -> AsyncIterator[memoryview]:
+    """The bytes from `first` to `end` of `part`. In memory they are views of the file's pages, so that only the kernel
+    copies."""
+    for piece in [part] if part.flags.c_contiguous or part.nbytes <= _CHUNK_BYTES else part:
+        is_view = piece.flags.c_contiguous
+        view = (piece if is_view else await _read(store, _copied, piece)).reshape(-1).view(np.uint8)
         for at in range(max(first, 0), min(end, len(view)), _CHUNK_BYTES):
-            yield view[at : min(at + _CHUNK_BYTES, end)]
+            chunk = view[at : min(at + _CHUNK_BYTES, end)]
+            yield (await _read(store, _copied, chunk) if is_view and not store.is_in_memory else chunk).data
         first, end = first - len(view), end - len(view)
 
 
-def _contiguous(part: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """`part` in arrays that are contiguous in the file, or a copy of a small one."""
-    if part.flags.c_contiguous or part.nbytes <= _CHUNK_BYTES:
-        yield np.ascontiguousarray(part)
-    else:
-        yield from part
+def _copied(array: NDArray[Any]) -> NDArray[Any]:
+    """A contiguous copy; other threads run while numpy waits for the disk."""
+    return np.array(array, order="C")

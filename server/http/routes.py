@@ -102,7 +102,7 @@ async def stored_rows(
 ) -> Response:
     """An array that a response refers to, or with `?layers=12:24&tokens=0:8192` a part of it. Both count from 0 in this
     array."""
-    return stored_array(raw_request, raw_request.app.state.array_store, key, layers, tokens)
+    return await stored_array(raw_request, raw_request.app.state.array_store, key, layers, tokens)
 
 
 @router.delete(ROWS_PATH + "/{id}", responses=schemas.deletion_responses(), status_code=204)

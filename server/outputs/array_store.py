@@ -38,13 +38,13 @@ _WRITE_S = 600.0
 _RETRY_S = 1.0
 """Seconds between two searches of a full store for expired arrays."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_MEMORY = Path("/dev/shm")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def default_folder(name: str) -> Path:
     """The folder of a server or program called `name`, in memory if the system has a file system there."""
-    memory = Path("/dev/shm")
-    parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
     return parent / f"routed-experts-{os.geteuid()}-{name}"
 
 
@@ -217,6 +217,11 @@ class ArrayStore:
 
     def _set_used(self, count: int) -> None:
         os.pwrite(self._lock_file, count.to_bytes(_COUNTER_BYTES, "little"), 0)
+
+    @cached_property
+    def is_in_memory(self) -> bool:
+        """Whether nobody who reads a file waits for a disk."""
+        return _MEMORY in self.folder.resolve().parents
 
     @property
     def is_ready(self) -> bool:

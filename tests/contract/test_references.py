@@ -14,20 +14,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Event
+from threading import Event, get_ident
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
 from routed_experts.server.cli.serve import store_of
+from routed_experts.server.http import references
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.plugin import sweep_forever
 from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.outputs.array_store import ArrayStore, default_folder
+from routed_experts.server.http.routes import router
+from routed_experts.server.outputs.array_store import ArrayStore, default_folder, remove_unused
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of
@@ -218,6 +221,41 @@ def test_byte_ranges(api: Server, reference: dict[str, Any]) -> None:
     for condition, status in ((tag, 206), ('"other"', 200)):
         response = request(api, reference, query=query, Range="bytes=0-1", **{"If-Range": condition})
         assert response.status_code == status
+
+
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool) -> None:
+    """Which are sent in many chunks; files on a disk are not read in the event loop."""
+    store = ArrayStore(default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store")
+    threads = []
+
+    def in_which_thread(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda argument: threads.append(get_ident()) or function(argument)
+
+    for name in ("map_npy", "_copied"):
+        monkeypatch.setattr(references, name, in_which_thread(getattr(references, name)))
+    array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
+    app = FastAPI()
+    app.include_router(router)
+    app.state.array_store = store
+
+    async def get(query: str, **headers: str) -> bytes:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            response = await client.get(f"{references.ROWS_PATH}/{stored.id}?{query}", headers=headers)
+        return response.content
+
+    try:
+        stored = store.put(array)
+        for layers, tokens in ((0, 6), (0, 120_001)), ((2, 5), (0, 120_001)), ((1, 6), (7, 100_008)), ((0, 6), (9, 12)):
+            query = f"layers={layers[0]}:{layers[1]}&tokens={tokens[0]}:{tokens[1]}"
+            part = array[slice(*layers), slice(*tokens)].tobytes()
+            assert asyncio.run(get(query)) == part
+            for first, end in (1, 77), (len(part) // 3, len(part) - 1), (len(part) // 2, len(part)):
+                assert asyncio.run(get(query, Range=f"bytes={first}-{end - 1}")) == part[first:end]
+    finally:
+        remove_unused(store.folder, ends=True)
+    assert store.is_in_memory == (get_ident() in threads) == is_in_memory
 
 
 def test_deleted_and_unknown_arrays(api: Server, folder: Path) -> None:
