@@ -1,6 +1,7 @@
 """The endpoint plugin that vLLM loads into its API process."""
 
 import asyncio
+import atexit
 import json
 import os
 import shlex
@@ -32,7 +33,13 @@ from routed_experts.server.http.serving import (
     RoutedServingTokens,
     rebind_class,
 )
-from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, ArrayStore, StoreError, default_folder
+from routed_experts.server.outputs.array_store import (
+    DEFAULT_LIFETIME_S,
+    ArrayStore,
+    StoreError,
+    default_folder,
+    remove_unused,
+)
 from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
@@ -116,8 +123,11 @@ def rebind_classes(
 
 
 def store_of(args: Namespace) -> ArrayStore:
-    """The store of arrays that responses refer to."""
+    """The store of arrays that responses refer to. vLLM's own command does not remove its folder, so this does."""
     folder = getattr(args, "routed_experts_store", None) or default_folder(str(args.port))
+    if not hasattr(args, "routed_experts_store"):
+        remove_unused(folder)
+        atexit.register(remove_unused, folder, ends=True)
     lifetime_s = getattr(args, "routed_experts_store_seconds", DEFAULT_LIFETIME_S)
     return ArrayStore(folder, getattr(args, "routed_experts_store_bytes", None), lifetime_s)
 

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any
@@ -25,9 +26,8 @@ from fastapi import FastAPI
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
 from routed_experts.server.cli.serve import store_of
-from routed_experts.server.http import references
+from routed_experts.server.http import plugin, references
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.plugin import sweep_forever
 from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore, default_folder, remove_unused
@@ -456,7 +456,7 @@ def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
         stored = store.put(np.zeros((2, 2, 2)))
         os.utime(stored.path, (1, 1))
         store.folder.rename(tmp_path / "elsewhere")
-        task = asyncio.create_task(sweep_forever(store))
+        task = asyncio.create_task(plugin.sweep_forever(store))
         await asyncio.sleep(1.5)
         (tmp_path / "elsewhere").rename(store.folder)
         await asyncio.sleep(1)
@@ -471,12 +471,22 @@ def test_what_a_stopped_server_left_expires(tmp_path: Path) -> None:
     os.utime(stored.path, (1, 1))
 
     async def search() -> None:
-        task = asyncio.create_task(sweep_forever(ArrayStore(tmp_path / "store", lifetime_s=0.1)))
+        task = asyncio.create_task(plugin.sweep_forever(ArrayStore(tmp_path / "store", lifetime_s=0.1)))
         while stored.path.exists():
             await asyncio.sleep(0.1)
         task.cancel()
 
     asyncio.run(asyncio.wait_for(search(), 10))
+
+
+def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr("atexit.register", lambda *args, **named: at_exit.append(partial(*args, **named)))
+    store = plugin.store_of(Namespace(port=f"test-{os.getpid()}"))
+    store.put(np.zeros((2, 2, 2)))
+    (end,) = at_exit
+    end()
+    assert not store.folder.exists()
 
 
 OTHER_SERVER = """
