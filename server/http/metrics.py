@@ -17,6 +17,7 @@ from routed_experts.server.outputs.row_buffer import Causes
 from routed_experts.server.vllm_api import VLLM_VERSION
 
 _NOT_CAPTURED, _NOT_ARRIVED = "not_captured", "not_arrived"
+_STORED, _FAILED = "stored", "failed"
 _SETTINGS = {cause: cause.name.lower() for cause in (Cause.KV_STORE, Cause.KV_TRANSFER)}
 """Reasons that follow from settings. The others are faults."""
 _MODEL, _ENGINE = "model_name", "engine"  # as vLLM labels its metrics
@@ -30,6 +31,9 @@ ROWS_MISSING = Counter(
 )
 SENT_BYTES = Counter("routed_experts_sent_bytes", "Encoded bytes of the arrays in responses.", [_MODEL])
 FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Running choices with rows.", [_MODEL], multiprocess_mode="livesum")
+
+STORED_ARRAYS = Counter("routed_experts_stored_arrays", "Arrays to be returned by reference.", [_MODEL, "result"])
+STORE_BYTES = Gauge("routed_experts_store_bytes", "Size of stored arrays.", [_MODEL], multiprocess_mode="mostrecent")
 
 ROWS_CAPTURED = Counter("routed_experts_rows_captured", "Tokens whose routing was captured.", [_MODEL, _ENGINE])
 ROWS_FORGOTTEN = Counter(
@@ -81,6 +85,9 @@ def label_with(model: str) -> None:
     _model = model
     ROWS_RETURNED.labels(model)
     SENT_BYTES.labels(model)
+    STORE_BYTES.labels(model)
+    for result in (_STORED, _FAILED):
+        STORED_ARRAYS.labels(model, result)
     for reason in (_NOT_CAPTURED, _NOT_ARRIVED, *_SETTINGS.values()):
         ROWS_MISSING.labels(model, reason)
 
@@ -102,6 +109,16 @@ def count_response(sent: Sent, lost: int, causes: Causes) -> None:
         ROWS_MISSING.labels(_model, reason).inc(count)
         left -= count
     ROWS_MISSING.labels(_model, _NOT_CAPTURED).inc(left)
+
+
+def count_stored(succeeded: bool) -> None:
+    """Counts an array that was to be stored, or a request that was refused because the store is full."""
+    STORED_ARRAYS.labels(_model, _STORED if succeeded else _FAILED).inc()
+
+
+def show_store(num_bytes: int) -> None:
+    """Exports the size of stored arrays."""
+    STORE_BYTES.labels(_model).set(num_bytes)
 
 
 def count_recorded(num_bytes: int) -> None:

@@ -22,7 +22,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.metrics import watch_buffers
+from routed_experts.server.http.metrics import show_store, watch_buffers
 from routed_experts.server.http.recording import start_recording
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.http.selftest import probe
@@ -138,7 +138,7 @@ async def sweep_forever(store: ArrayStore) -> None:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
         if store.is_open or os.path.isdir(store.folder):  # what a server left that was stopped expires too
             try:
-                await run_in_threadpool(store.sweep)
+                show_store(await run_in_threadpool(store.sweep))
             except StoreError as error:
                 logger.warning("Expired arrays are not deleted: %s", error)
 

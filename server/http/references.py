@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import Rows, map_npy
 from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
 from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
@@ -77,6 +78,7 @@ class ReferenceMaker:
         array, missing = encoder.layers_first(rows)
         stored = self.store.put(array)
         self.untold.append(stored.id)
+        count_stored(succeeded=True)
         num_layers, num_rows, top_k = array.shape
         encoder.sent.rows += num_rows
         encoder.sent.missing += missing
@@ -104,6 +106,7 @@ class ReferenceMaker:
             for each, by in encoder.by_name(name).items():
                 made[each] = self.refer(by, rows, start)
         except StoreError:
+            count_stored(succeeded=False)
             self.take_back(encoder, made)
             raise
         return made

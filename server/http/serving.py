@@ -17,6 +17,7 @@ from routed_experts.protocol import codec
 from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.http.references import ReferenceMaker, address_of, cannot_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
@@ -211,6 +212,7 @@ class RoutedServing:
             if may_lack and (lacking := await run_in_threadpool(self.store.make_room, num_bytes)):
                 raise StoreFullError(lacking)
         except StoreError as error:
+            count_stored(succeeded=False)
             if not options.refers_by_default:
                 raise cannot_store(error) from None
             logger.info("Server-wide default %s ignored for a request: %s", DELIVERY, error)

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,11 +23,12 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from prometheus_client import REGISTRY
 
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
 from routed_experts.server.cli.serve import store_of
-from routed_experts.server.http import plugin, references
+from routed_experts.server.http import metrics, plugin, references
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.routes import router
@@ -443,10 +445,23 @@ def test_a_full_store_where_only_the_server_asks_for_references(tiny_model: Path
         answer = post(100)
         assert (answer.status_code, "routed_exp" in answer.text) == (200, False)
         assert post(100, **ASK).json()["error"]["param"] == "return_routed_experts"
+        before = client.get("/metrics").text
         assert post(30, **ASK, **REFERENCE).status_code == 507
+        assert post(3, **REFERENCE, **ASK).status_code == 200
+        counted = [
+            value - stored_arrays(before)[name] for name, value in stored_arrays(client.get("/metrics").text).items()
+        ]
+        assert counted == [2, 1]
         assert '"url"' not in (long := post(3, max_tokens=90)).text
         assert (long.status_code, "routed_exp" in long.text) == (200, False)
         assert post(3, max_tokens=90, **ASK).status_code == 507
+
+
+def stored_arrays(text: str) -> dict[str, float]:
+    found = re.findall(
+        r'^routed_experts_stored_arrays_total{model_name="tiny",result="(\w+)"} (.*)$', text, re.MULTILINE
+    )
+    return {name: float(value) for name, value in sorted(found, reverse=True)}
 
 
 def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
@@ -467,16 +482,20 @@ def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
 
 
 def test_what_a_stopped_server_left_expires(tmp_path: Path) -> None:
-    stored = ArrayStore(tmp_path / "store").put(np.zeros((2, 2, 2)))
+    stored, _ = (ArrayStore(tmp_path / "store").put(np.zeros((2, 2, 2))) for _ in range(2))
     os.utime(stored.path, (1, 1))
+
+    metrics.show_store(0)
 
     async def search() -> None:
         task = asyncio.create_task(plugin.sweep_forever(ArrayStore(tmp_path / "store", lifetime_s=0.1)))
-        while stored.path.exists():
+        about = "routed_experts_store_bytes", {"model_name": metrics._model}
+        while REGISTRY.get_sample_value(*about) != FILE_BYTES:
             await asyncio.sleep(0.1)
         task.cancel()
 
     asyncio.run(asyncio.wait_for(search(), 10))
+    assert not stored.path.exists()
 
 
 def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
