@@ -15,6 +15,8 @@ import pytest
 import torch
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
+from routed_experts.protocol.codec import decode
+from routed_experts.protocol.fetch import fetch
 from routed_experts.server.http.selftest import SelfTestError
 from tests.command_lines import shell_words
 from tests.contract.served import serving_quickly, serving_weights
@@ -182,6 +184,14 @@ def test_two_api_servers(in_processes: Server, oracle: Oracle) -> None:
     log = server.log.read_text()
     assert "ApiServer_0" in log
     assert "ApiServer_1" in log
+
+
+def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Server) -> None:
+    ask = {"prompt": prompt_of(40, seed=770), "max_tokens": 4, **ASK}
+    rows = decode(in_processes.complete(**ask)["prompt_routed_experts"])
+    for _ in range(6):
+        reference = in_processes.complete(**ask, routed_experts_delivery="reference")["prompt_routed_experts"]
+        assert all(np.array_equal(fetch(reference).swapaxes(0, 1), rows) for _ in range(6))
 
 
 @pytest.mark.slow
