@@ -19,7 +19,7 @@ from unittest.mock import AsyncMock
 import numpy as np
 import pytest
 from fastapi import FastAPI
-from vllm import LLM, RequestOutput, SamplingParams
+from vllm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.engine.protocol import StreamingInput
 from vllm.exceptions import VLLMValidationError
@@ -41,9 +41,10 @@ from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
-from routed_experts.protocol.fetch import FetchError
+from routed_experts.protocol.fetch import ArrayReference, FetchError
 from routed_experts.server.http import entry_point
 from routed_experts.server.outputs.array_store import ArrayStore
+from routed_experts.server.outputs.arrays import ArrayBuffer, ArrayForm
 from tests.contract.engine import BLOCK, NUM_BLOCKS, K, no_collections
 from tests.contract.served import DECODER_LAYERS, InProcessClient, ServedExecutor, every_layer_of
 from tests.e2e.harness import prompt_of
@@ -223,6 +224,17 @@ def test_references(llm: LLM, tmp_path: Path) -> None:
     with pytest.raises(VLLMValidationError, match="inline or reference"):
         llm.generate(prompts_of(20), params(extra_args={"routed_experts_delivery": "mail"}), use_tqdm=False)
     generate(llm, prompts_of(20), params())
+
+
+def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: Path) -> None:
+    form = ArrayForm(llm.model_config, has_weights=True)
+    form.learn({"num_layers": DECODER_LAYERS, "top_k": 2, "layer_ids": [*range(DECODER_LAYERS)]})
+    buffer = ArrayBuffer(form, "full", 0, 1, FINAL, store := ArrayStore(tmp_path / "store", 4096))
+    buffer.push(0, np.zeros((1, *form.shape), dtype=np.int16))
+    arrays = buffer.arrays_of(CompletionOutput(0, "", [1], None, None, finish_reason="length"))
+    assert [array.shape for array in arrays] == [(1, DECODER_LAYERS, 2)] * 2
+    assert not any(isinstance(array, ArrayReference) for array in arrays)
+    assert store.used_bytes == 0
 
 
 @pytest.mark.skipif(cpu_kernels.SEAMS[0].is_needed(), reason="vLLM 0.29 and older: does not check it")
