@@ -21,6 +21,8 @@ import pytest
 import torch
 import vllm
 
+from routed_experts.protocol.codec import decode
+from routed_experts.protocol.fetch import fetch
 from routed_experts.protocol.models import RoutedExpertsInfo
 from tests.e2e.harness import (
     ASK,
@@ -81,10 +83,17 @@ def test_same_answer_with_and_without_routing(server: Server) -> None:
         assert b"routed_experts" not in orjson.dumps([plain, server.stream(path, **body)])
         streamed = answers_of_stream(server.stream(path, **body, return_routed_experts=True))
         same(*answers_of(routed), *streamed)
-        del routed["prompt_routed_experts"], routed["choices"][0]["routed_experts"]
-        for answer in (plain, routed):
+        referred = ask(**body, return_routed_experts=True, routed_experts_delivery="reference")
+        for answer in (plain, routed, referred):
             del answer["id"], answer["created"]
-        assert plain == routed
+        for inline, reference in zip(arrays_of(routed), arrays_of(referred), strict=True):
+            assert np.array_equal(fetch(reference), decode(inline).swapaxes(0, 1))
+        assert plain == routed == referred
+
+
+def arrays_of(answer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Takes the arrays, or the references to them, off an answer."""
+    return [answer.pop("prompt_routed_experts"), answer["choices"][0].pop("routed_experts")]
 
 
 def test_the_next_turn_of_a_chat_asks_for_what_is_new(server: Server, oracle: Oracle) -> None:
