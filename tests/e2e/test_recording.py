@@ -5,9 +5,12 @@ import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from routed_experts.server.cli.saved import ModelInfo, opened, read
 from tests.e2e.harness import SMALL_KV, Oracle, prompt_of, run_program, serving
+
+pytestmark = pytest.mark.e2e
 
 
 def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
