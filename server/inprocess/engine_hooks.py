@@ -1,6 +1,8 @@
 """Engines that a program builds itself, and asks for routed experts in vLLM's way: this capture takes vLLM's place."""
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
@@ -10,7 +12,7 @@ from routed_experts.capture.seams.arguments import say_that_it_returns, withdraw
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.patching import replace_once
-from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
+from routed_experts.server.outputs.arrays import DELIVERY, VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
 from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -23,17 +25,28 @@ from routed_experts.server.vllm_api import (
 
 logger = get_logger(__name__)
 
+_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    DELIVERY: (lambda value: value in ("inline", "reference"), "inline or reference"),
+    "routed_experts_store": (lambda value: isinstance(value, str | Path), "a path"),
+    "routed_experts_store_bytes": (lambda value: type(value) is int and value > 0, "a positive integer"),
+    "routed_experts_store_seconds": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
+}
+"""Keys of `additional_config`: what is valid, in code and in words."""
+
 
 def take_over(args: Any) -> None:
     """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture.
 
     Raises:
-        UnsupportedConfig: the arguments name classes that the capture cannot be mixed into, or the device is not
-            supported.
+        UnsupportedConfig: the arguments name classes that the capture cannot be mixed into, the device is not
+            supported, or a setting in `additional_config` is invalid.
     """
     try:
         if not isinstance(args.additional_config, dict):
             raise UnsupportedConfig("additional_config must be a dictionary.")
+        for name, (is_valid, expected) in _SETTINGS.items():
+            if not is_valid(given := args.additional_config.get(name)) and given is not None:
+                raise UnsupportedConfig(f"{name} in additional_config must be {expected}, not {given!r}.")
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:

@@ -548,6 +548,10 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
         ({"worker_cls": b"pickled"}, "must be a class at the top of a module"),
         ({"scheduler_cls": type("Local", (Scheduler,), {})}, "must be a class at the top of a module"),
         ({"kv_sharing_fast_prefill": True}, "Fast prefill skips layers"),
+        ({"additional_config": {"routed_experts_delivery": "by mail"}}, "must be inline or reference, not 'by mail'"),
+        ({"additional_config": {"routed_experts_store": 5}}, "must be a path, not 5"),
+        ({"additional_config": {"routed_experts_store_bytes": "1GB"}}, "must be a positive integer, not '1GB'"),
+        ({"additional_config": {"routed_experts_store_seconds": 0}}, "must be a positive number, not 0"),
     ],
 )
 def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, Any], message: str) -> None:
