@@ -71,6 +71,7 @@ GPU_CASES = [
     Case("1024", 1024, 128, 256),
     Case("1024-short", 1024, 32, 64),  # as much as fits beside another server
     Case("256-mixed", 256, 128, 256, mixed=True),
+    Case("64-prompts", 64, 1536, 32),
     Case("n8", 8, 8192, 256, choices=8),
     Case("long", 64, 128, 384, long=32768),
     Case("arrivals", 48, 1536, 128, over=6.0),
@@ -295,8 +296,13 @@ class Bench:
         args = self._args
         vocab = self._config["vocab_size"]
         requests = requests_of(case, line, self._seed, vocab, args.form, args.dtype, args.msgpack)
-        load = self._clients.run(self._servers[line.server], requests, self._routing, TOKEN_CHARS)
+        server = self._servers[line.server]
+        loaded = server.loaded_tokens()
+        load = self._clients.run(server, requests, self._routing, TOKEN_CHARS)
         run = figures(load, line.stream)
+        loaded, prompts = server.loaded_tokens() - loaded, sum(len(request.prompt) for request in requests)
+        if server.apart and loaded < prompts:
+            run["faults"].append(f"the decode server loaded KV of {loaded} of {prompts} prompt tokens")
         for fault in run["faults"][:3]:
             print(f"{case.name}, {line.variant}: {fault}", file=sys.stderr, flush=True)
         return run
@@ -356,7 +362,8 @@ def parse() -> argparse.Namespace:
         "--without-engine",
         type=float,
         metavar="MS",
-        help="no model runs: steps of so many milliseconds are played, and the API process is all that is measured",
+        help="no model runs: steps of so many milliseconds are played, and the API process is all that is measured; "
+        "with --prefill-decode also what hands prompts over, while loading KV takes no time",
     )
     parser.add_argument("--layers", type=int, default=48, help="fewer for a rehearsal")
     parser.add_argument("--kv-cache-bytes", type=int, default=None, help="9.1 GiB, so that two servers fit 140 GB")

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -18,6 +19,7 @@ PLAYED_STEP_MS = "PLAYED_STEP_MS"
 PLAYED_SLOTS = 1 << 20
 """How many tokens its KV cache holds."""
 _START_LIMIT_S = 420
+_LOADED_TOKENS = "vllm:external_prefix_cache_hits_total"
 
 
 @dataclass
@@ -68,6 +70,15 @@ class Server:
         """CPU time of the API processes so far, user and system, all threads, in seconds."""
         return sum(cpu_seconds(pid) for pid in self.api_pids())
 
+    def loaded_tokens(self) -> int:
+        """Prompt tokens so far whose KV the decode server loaded instead of computing it; 0 if there is none."""
+        if not self.apart:
+            return 0
+        connection = HTTPConnection("127.0.0.1", self.port + 2, timeout=30)
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        return int(sum(float(line.split()[-1]) for line in lines if line.startswith(_LOADED_TOKENS)))
+
     def stop(self) -> None:
         """Ends the whole process group: an engine outlives its parent, and keeps its memory."""
         group = self.process.pid
@@ -113,7 +124,7 @@ def start(
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         flags = [*flags, "--enable-return-routed-experts"] if variant == "vllm" else flags
-    port = free_port()
+    port = free_port(1 if apart is None else 3)
     if apart is not None:
         command = [sys.executable, "examples/prefill_decode.py", str(model), *(["--devices", *apart] if apart else [])]
     command += ["--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)]
@@ -152,8 +163,13 @@ def _command(pid: int) -> bytes:
         return b""
 
 
-def free_port() -> int:
-    """A port of this machine that nothing listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+def free_port(count: int = 1) -> int:
+    """A port of this machine that nothing listens on, nor on those right behind it, `count` in all."""
+    while True:
+        with ExitStack() as bound, suppress(OSError):
+            port = 0
+            for offset in range(count):
+                sock = bound.enter_context(socket.socket())
+                sock.bind(("127.0.0.1", port and port + offset))
+                port = port or sock.getsockname()[1]
+            return port

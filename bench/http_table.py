@@ -15,6 +15,7 @@ _HEAD = (
     "tokens/s",
     "to off",
     "TTFT p50 ms",
+    "to off",
     "p99",
     "above off",
     "ITL p50 ms",
@@ -69,7 +70,7 @@ def _row(case: str, api_servers: int, variant: str, mine: list[Run], base: list[
 
     faults = sum(len(run["faults"]) for run in mine)
     cells = [case, str(api_servers), variant, value("tokens_per_s"), ratio("tokens_per_s")]
-    cells += [value("ttft_p50_ms"), value("ttft_p99_ms"), above("ttft_p99_ms")]
+    cells += [value("ttft_p50_ms"), ratio("ttft_p50_ms"), value("ttft_p99_ms"), above("ttft_p99_ms")]
     cells += [value("itl_p50_ms"), value("itl_p99_ms"), ratio("itl_p99_ms")]
     cells += [value("cpu_us"), above("cpu_us"), value("bytes")]
     cells += [f"{faults} ANSWERS WRONG" if faults else f"{median(run['rows'] for run in mine):.0f}"]

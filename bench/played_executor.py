@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from bench.http_server import PLAYED_SLOTS, PLAYED_STEP_MS
@@ -99,7 +100,10 @@ class PlayedExecutor(Executor):
             # By position, so that the same prompt has the same rows each time.
             positions = np.concatenate([np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)])
             attach(output, StepRows(self._rows[positions % len(self._rows)], slots, offsets))
-        time.sleep(max(ends - time.perf_counter(), 0))
+        if step.kv_connector_metadata is not None:
+            output.kv_connector_output = _transferred(step.kv_connector_metadata)
+        if ids:  # others run no model
+            time.sleep(max(ends - time.perf_counter(), 0))
         return output
 
     def _slots(self, request_id: str, start: int, count: int) -> NDArray[np.int64]:
@@ -128,3 +132,13 @@ class PlayedExecutor(Executor):
             "device_bytes": 0,
             "pinned_bytes": 0,
         }
+
+
+def _transferred(asked: Any) -> KVConnectorOutput:
+    """What NIXL's worker says once all KV that a step asks for is there: here at the end of that step. The prefill
+    instance need not keep it, as its rows left with the request's end."""
+    assert isinstance(asked, NixlConnectorMetadata)
+    return KVConnectorOutput(
+        finished_sending=set(asked.reqs_to_send),
+        finished_recving={each for each, load in asked.reqs_to_recv.items() if load.awaiting_kvs},
+    )

@@ -71,9 +71,10 @@ def test_long_answers() -> None:
     assert min(held) > 0
 
 
-def test_the_api_process_without_an_engine(tmp_path: Path) -> None:
-    """Every answer has all its tokens and rows, or the benchmark fails."""
-    options = ["--without-engine", "5", "--cases", "1", "--variants", "off", "returned", "--repeats", "1"]
+@pytest.mark.parametrize("legs", [[], ["--prefill-decode"]], ids=["one server", "prefill and decode"])
+def test_the_api_process_without_an_engine(legs: list[str], tmp_path: Path) -> None:
+    """Every answer has all its tokens and rows, and every decode server loads its prompts, or the benchmark fails."""
+    options = ["--without-engine", "5", "--cases", "1", "--variants", "off", "returned", "--repeats", "1", *legs]
     said_by("http", *options, "--layers", "4", "--clients", "1", "--out", str(tmp_path))
     runs = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     expected = [(mode, *of) for mode in ("streamed", "unstreamed") for of in (("off", 0), ("returned", 128 + 255))]
