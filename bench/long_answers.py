@@ -169,22 +169,24 @@ class Edge:
     async def _long_outputs(self, generated: int, at_once: bool = False) -> AsyncIterator[RequestOutput]:
         """The prompt's rows in one piece, and `generated` that come one by one; one output for all or one a token."""
         buffer, prompt_len = RowBuffer(), len(self._rows) - generated
+        prompt = list(range(prompt_len))  # one for all outputs, as vLLM has it: else the garbage collector visits each
         buffer.push(0, self._rows[:prompt_len])  # the engine's message, which vLLM does not copy either
         if not at_once:
-            yield output_of(prompt_len, buffer, 1)
+            yield output_of(prompt, buffer, 1)
         for token, row in enumerate(self._rows[prompt_len:], 1):
             buffer.push(prompt_len + token - 1, row[np.newaxis].copy())
             if not at_once:
-                yield output_of(prompt_len, buffer, 1, "length" if token == generated else None)
+                yield output_of(prompt, buffer, 1, "length" if token == generated else None)
             await asyncio.sleep(0)
         if at_once:
-            yield output_of(prompt_len, buffer, generated + 1, "length")
+            yield output_of(prompt, buffer, generated + 1, "length")
 
     async def _short_outputs(self, tokens: int) -> AsyncIterator[RequestOutput]:
         buffer = RowBuffer()
         buffer.push(0, self._rows[:16].copy())
+        prompt = list(range(16))
         for token in range(tokens):
-            yield output_of(16, buffer, 1, "length" if token == tokens - 1 else None)
+            yield output_of(prompt, buffer, 1, "length" if token == tokens - 1 else None)
             buffer.push(16 + token, self._rows[token : token + 1].copy())
             await asyncio.sleep(SHORT_GAP_S)
 
@@ -200,9 +202,9 @@ def encoder_of(options: RoutingOptions) -> Encoder:
     return Encoder(options.format, "int16", (L, K), EXPERTS, has_weights=options.weights)
 
 
-def output_of(prompt_len: int, buffer: RowBuffer | None, tokens: int, finish: str | None = None) -> RequestOutput:
+def output_of(prompt: list[int], buffer: RowBuffer | None, tokens: int, finish: str | None = None) -> RequestOutput:
     choice = CompletionOutput(0, "a", [1] * tokens, None, None, routed_experts=buffer, finish_reason=finish)  # type: ignore[arg-type]
-    return RequestOutput("r", None, list(range(prompt_len)), None, [choice], finished=finish is not None)
+    return RequestOutput("r", None, prompt, None, [choice], finished=finish is not None)
 
 
 async def _chunks(outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
