@@ -1,7 +1,6 @@
 """The endpoint plugin that vLLM loads into its API process."""
 
 import asyncio
-import atexit
 import json
 import os
 import shlex
@@ -38,7 +37,7 @@ from routed_experts.server.outputs.array_store import (
     ArrayStore,
     StoreError,
     default_folder,
-    remove_unused,
+    remove_at_exit,
 )
 from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
@@ -126,8 +125,7 @@ def store_of(args: Namespace) -> ArrayStore:
     """The store of arrays that responses refer to. vLLM's own command does not remove its folder, so this does."""
     folder = getattr(args, "routed_experts_store", None) or default_folder(str(args.port))
     if not hasattr(args, "routed_experts_store"):
-        remove_unused(folder)
-        atexit.register(remove_unused, folder, ends=True)
+        remove_at_exit(folder)
     lifetime_s = getattr(args, "routed_experts_store_seconds", DEFAULT_LIFETIME_S)
     return ArrayStore(folder, getattr(args, "routed_experts_store_bytes", None), lifetime_s)
 

@@ -1,11 +1,10 @@
 """References: what a response has in place of an array, and the route that returns the array."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -189,12 +188,8 @@ def delete_array(store: ArrayStore | None, key: str) -> Response:
     """
     if store is None:
         raise VLLMNotFoundError(_NO_STORE)
-    try:
-        store.delete(_found(store, key).stem)
-    except ArrayGoneError:
-        raise _gone() from None
-    except StoreError as error:
-        raise HTTPException(500, str(error)) from None
+    with _as_responses():
+        store.delete(key)
     return Response(status_code=204)
 
 
@@ -203,27 +198,22 @@ async def _read(store: ArrayStore, function: Callable[..., T], *args: Any) -> T:
     return function(*args) if store.is_in_memory else await run_in_threadpool(function, *args)
 
 
-def _found(store: ArrayStore, key: str) -> Path:
+@contextmanager
+def _as_responses() -> Iterator[None]:
+    """Raises the errors of a store as those of a response."""
     try:
-        return store.find(key)
+        yield
     except UnknownArrayError:
         raise VLLMNotFoundError("There is no such array.") from None
-    except ArrayGoneError:
-        raise _gone() from None
+    except (ArrayGoneError, FileNotFoundError):  # the file of an array that was found may expire before it is opened
+        raise HTTPException(410, "This array has expired or was deleted.") from None
     except StoreError as error:
         raise HTTPException(500, str(error)) from None
 
 
-def _gone() -> HTTPException:
-    return HTTPException(410, "This array has expired or was deleted.")
-
-
 def _opened(store: ArrayStore, key: str) -> NDArray[Any]:
-    path = _found(store, key)
-    try:
-        return map_npy(path)
-    except FileNotFoundError:  # it expired just now
-        raise _gone() from None
+    with _as_responses():
+        return map_npy(store.find(key))
 
 
 def _slice(text: str | None, size: int, name: str) -> slice:

@@ -45,7 +45,8 @@ def take_over(args: Any) -> None:
         if not isinstance(args.additional_config, dict):
             raise UnsupportedConfig("additional_config must be a dictionary.")
         for name, (is_valid, expected) in _SETTINGS.items():
-            if not is_valid(given := args.additional_config.get(name)) and given is not None:
+            given = args.additional_config.get(name)
+            if given is not None and not is_valid(given):
                 raise UnsupportedConfig(f"{name} in additional_config must be {expected}, not {given!r}.")
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)

@@ -1,6 +1,7 @@
 """Arrays that wait to be fetched: one `.npy` file each, in a folder that the processes of a host may share."""
 
 import asyncio
+import atexit
 import errno
 import fcntl
 import hashlib
@@ -63,6 +64,12 @@ def remove_unused(folder: Path, ends: bool = False) -> None:
             shutil.rmtree(folder)
         finally:
             os.close(descriptor)
+
+
+def remove_at_exit(folder: Path) -> None:
+    """Removes a store's folder that a killed process left, and that of this process when it ends."""
+    remove_unused(folder)
+    atexit.register(remove_unused, folder, ends=True)
 
 
 T = TypeVar("T")

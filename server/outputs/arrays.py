@@ -1,7 +1,6 @@
 """Rows in the form of vLLM's own capture: an array on each finished output of an engine in a program."""
 
 import asyncio
-import atexit
 import os
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from routed_experts.server.outputs.array_store import (
     ArrayStore,
     StoreError,
     default_folder,
+    remove_at_exit,
     remove_unused,
 )
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
@@ -187,9 +187,8 @@ def _store_of(config: dict[str, Any]) -> ArrayStore:
     lifetime_s = float(config.get("routed_experts_store_seconds", DEFAULT_LIFETIME_S))
     store = ArrayStore(folder, config.get("routed_experts_store_bytes"), lifetime_s)
     if given is None:
-        remove_unused(folder)
+        remove_at_exit(folder)
         store.submit(_remove_left, folder)
-        atexit.register(remove_unused, folder, ends=True)
     return store
 
 

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from routed_experts.server.http.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore, default_folder, remove_unused
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
-from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of
+from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of, wait_until
 
 GENERATE = "/inference/v1/generate"
 AT_END, REFERENCE = {"routed_experts_stream": "at_end"}, {"routed_experts_delivery": "reference"}
@@ -374,10 +373,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
 
 
 def wait_until_empty(folder: Path) -> None:
-    until = time.monotonic() + 10
-    while list(folder.glob("[!.]*")):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(lambda: not list(folder.glob("[!.]*")), "arrays are left", 10)
 
 
 def test_a_request_without_routing_has_no_reference(api: Server) -> None:
@@ -445,23 +441,18 @@ def test_a_full_store_where_only_the_server_asks_for_references(tiny_model: Path
         answer = post(100)
         assert (answer.status_code, "routed_exp" in answer.text) == (200, False)
         assert post(100, **ASK).json()["error"]["param"] == "return_routed_experts"
-        before = client.get("/metrics").text
+        before = stored_arrays(server)
         assert post(30, **ASK, **REFERENCE).status_code == 507
         assert post(3, **REFERENCE, **ASK).status_code == 200
-        counted = [
-            value - stored_arrays(before)[name] for name, value in stored_arrays(client.get("/metrics").text).items()
-        ]
-        assert counted == [2, 1]
+        assert (stored_arrays(server) - before).tolist() == [2, 1]
         assert '"url"' not in (long := post(3, max_tokens=90)).text
         assert (long.status_code, "routed_exp" in long.text) == (200, False)
         assert post(3, max_tokens=90, **ASK).status_code == 507
 
 
-def stored_arrays(text: str) -> dict[str, float]:
-    found = re.findall(
-        r'^routed_experts_stored_arrays_total{model_name="tiny",result="(\w+)"} (.*)$', text, re.MULTILINE
-    )
-    return {name: float(value) for name, value in sorted(found, reverse=True)}
+def stored_arrays(server: Server) -> np.ndarray:
+    name, model = "routed_experts_stored_arrays_total", {"model_name": "tiny"}
+    return np.array([server.metric(name, result=result, **model) for result in ("stored", "failed")])
 
 
 def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
