@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from vllm.envs import disable_envs_cache
 
 from routed_experts.capture.seams.http import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
@@ -20,9 +21,14 @@ SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
 
 @pytest.fixture(autouse=True)
 def environment_of_others() -> Iterator[None]:
-    """vLLM's configurations set variables (one for an external launcher has no engine process): not for later tests."""
+    """vLLM's configurations set variables (one for an external launcher has no engine process): not for later tests.
+
+    And an engine core in this process keeps vLLM's variables as they were at its start, for the whole process.
+    """
+    disable_envs_cache()
     with patch.dict(os.environ):
         yield
+    disable_envs_cache()
 
 
 @pytest.fixture(scope="session")
