@@ -96,15 +96,25 @@ class PlayedExecutor(Executor):
         )
         if ids and self._is_captured:
             offsets = np.cumsum([0, *counts], dtype=np.int64)
-            slots = np.concatenate([self._slots(each, starts[each], n) for each, n in zip(ids, counts, strict=True)])
+            if len(ids) == offsets[-1]:  # a token each: numpy is slow for few numbers
+                positions = np.array([starts[each] for each in ids])
+                slots = np.array([self._slot(each, starts[each]) for each in ids])
+            else:
+                slots = np.concatenate(
+                    [self._slots(each, starts[each], n) for each, n in zip(ids, counts, strict=True)]
+                )
+                positions = np.concatenate([np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)])
             # By position, so that the same prompt has the same rows each time.
-            positions = np.concatenate([np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)])
             attach(output, StepRows(self._rows[positions % len(self._rows)], slots, offsets))
         if step.kv_connector_metadata is not None:
             output.kv_connector_output = _transferred(step.kv_connector_metadata)
         if ids:  # others run no model
             time.sleep(max(ends - time.perf_counter(), 0))
         return output
+
+    def _slot(self, request_id: str, position: int) -> int:
+        block, offset = divmod(position, self._block_size)
+        return self._blocks[request_id][block] * self._block_size + offset
 
     def _slots(self, request_id: str, start: int, count: int) -> NDArray[np.int64]:
         positions = np.arange(start, start + count)

@@ -104,11 +104,11 @@ class Steps:
         self._forward_s = forward_s
         self._added = 0
 
-    def add(self, prompt: list[int], max_tokens: int, asks: bool) -> str:
-        """Adds a request that asks for its routing or not; gives its id."""
+    def add(self, prompt: list[int], max_tokens: int, asks: bool, at_end: bool = False) -> str:
+        """Adds a request that asks for its routing or not, perhaps at its end only; gives its id."""
         self._added += 1
         assert self._is_captured or not asks
-        opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False)
+        opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False, at_end=at_end)
         params = SamplingParams(max_tokens=max_tokens, extra_args={OPT_IN_ARG: opt_in.encode()} if asks else None)
         request = Request(str(self._added), prompt, params, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
@@ -190,16 +190,17 @@ def prompt_of(length: int, seed: int) -> list[int]:
 
 
 VARIANTS = [("captured, not asked for", False), ("returned", True)]
+AT_END = "returned at the end"
 
 
 def queue_table(waiting: tuple[int, ...] = (0, 5_000, 20_000), steps: int = 200) -> str:
     """Markdown: median microseconds of the scheduler's thread in a step of 256 requests, with others in the queue."""
     lines = ["| | " + " | ".join(f"{count:,} waiting" for count in waiting) + " |"]
     lines.append("| --- " * (len(waiting) + 1) + "|")
-    for name, asks in VARIANTS:
+    for name, asks in [*VARIANTS, (AT_END, True)]:
         made, whole, ours = Steps(), [], []
         for index in range(RUNNING):
-            made.add(prompt_of(BLOCK, index), 10_000, asks)
+            made.add(prompt_of(BLOCK, index), 10_000, asks, at_end=name == AT_END)
         added = 0
         for count in tqdm(waiting, desc=f"queue, {name}", unit=" queues", disable=None):
             for _ in range(count - added):

@@ -22,13 +22,18 @@ class RequestRows:
         generation: of the weights when it came.
         prefilling: whether rows before its next sampling step are in the host cache only: at the start, and again
             after a preemption.
-        held: copies of the last rows before `next_row`, which are to be sent as a group.
+        is_cached: whether generated rows from `next_row` on are left in the host cache, in the request's current
+            blocks. Only for a request that needs its rows at its end.
+        group_rows: so many rows of the host cache complete the next group of rows to send.
+        held: the last rows before `next_row` that were not sent yet.
     """
 
     opt_in: OptIn
     next_row: int
     generation: int = 0
     prefilling: bool = True
+    is_cached: bool = False
+    group_rows: int = 0
     held: list[Rows] = field(default_factory=list)
 
     def take_held(self) -> PlacedRows | None:

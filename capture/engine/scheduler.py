@@ -50,9 +50,9 @@ _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
 _AT_ONCE_BYTES = 4 << 20
 """Bytes of prompt rows that a step reads itself, in about a millisecond; a thread reads the rest."""
 
-_GROUP_STEPS = 64
-"""Steps whose rows are sent together, if a request needs them at its end only. An array costs the API process more than
-its contents."""
+_GROUP_ROWS = 64
+"""Rows that are sent together, if a request needs them at its end only. An array costs both processes more than its
+contents."""
 
 _SENT_PROMPTS = 8192
 """Limit of remembered sent prompts that have several requests."""
@@ -205,17 +205,21 @@ class SchedulerConnector(ConnectorSlot):
         opt_in = opt_in_of(request)
         if opt_in is not None:
             first = min(opt_in.prompt_start, request.num_prompt_tokens)
-            self._tracked[request.request_id] = RequestRows(opt_in, first, self._generation)
+            state = self._tracked[request.request_id] = RequestRows(opt_in, first, self._generation)
+            state.group_rows = 1 + opt_in.prompt_id[0] % _GROUP_ROWS  # those of requests that come together, in turns
 
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
+        state = self._tracked.get(request.request_id)
+        if state is not None and state.is_cached:
+            self._hold_cached(request, state)
         if request.is_finished():
-            state = self._tracked.pop(request.request_id, None)
+            self._tracked.pop(request.request_id, None)
             if state is not None and (rows := state.take_held()) is not None:
                 self.left[request.request_id] = rows
             if self._handed is not None:
                 self._handed.forget(request.request_id)
-        elif (state := self._tracked.get(request.request_id)) is not None:
+        elif state is not None:
             state.prefilling = True
 
     def reset(self, *more: Any, **options: Any) -> None:
@@ -427,23 +431,55 @@ class SchedulerConnector(ConnectorSlot):
         """
         req_id = request.request_id
         state = self._tracked.get(req_id)
-        if state is None or self._arrived is None or (part := self._arrived.part(req_id)) is None:
+        if state is None or self._arrived is None:
             return None
-        assert self._cache is not None
+        is_due = request.is_finished()
+        if state.is_cached and not is_due:
+            if request.num_tokens - 1 - state.next_row < state.group_rows:
+                return None
+            is_due = True
+        if (part := self._arrived.part(req_id)) is None:
+            return None
         if state.next_row < request.num_prompt_tokens:
             self._send_prompt(request, state, part)
             state.next_row = request.num_prompt_tokens
         start = state.next_row
+        if not state.opt_in.at_end:
+            return PlacedRows(start, self._generated(request, state, part))
+        if state.is_cached:
+            self._hold_cached(request, state, part)
+        elif len(rows := self._generated(request, state, part)):
+            state.held.append(rows.copy())  # not a view of the step's rows, which are those of all requests
+        # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped.
+        state.is_cached = not (request.is_finished() or state.prefilling)
+        if not is_due:
+            return None
+        state.group_rows = _GROUP_ROWS
+        return state.take_held()
+
+    def _generated(self, request: Request, state: RequestRows, part: StepPart) -> Rows:
+        """The generated rows that are known after a step and were not taken."""
+        assert self._cache is not None
+        start = state.next_row
         rows = take_rows(state, part, request.num_tokens - 1, self._cache)
         if start < part.start:
             self._report_unknown(request, part, start, rows)
-        rows = self._asked_for(state, rows)
-        if not state.opt_in.at_end:
-            return PlacedRows(start, rows)
-        state.held.append(rows.copy())  # not a view of the step's rows, which are those of all requests
-        if not request.is_finished() and len(state.held) < _GROUP_STEPS:
-            return None
-        return state.take_held()
+        return self._asked_for(state, rows)
+
+    def _hold_cached(self, request: Request, state: RequestRows, part: StepPart | None = None) -> None:
+        """Takes the generated rows that are in the host cache, while the request has its blocks.
+
+        Args:
+            part: of the step whose output has arrived.
+        """
+        assert self._cache is not None
+        state.is_cached = False
+        if part is None:
+            part = StepPart(request.num_tokens - 1, np.empty((0, *self._cache.row_shape), np.int16))
+        part.block_ids = partial(_block_ids, self._block_table(request.request_id))
+        if len(rows := self._generated(request, state, part)):
+            state.held.append(rows.copy() if rows.base is not None else rows)
+            state.group_rows -= len(rows)
 
     def _asked_for(self, state: RequestRows, rows: Rows) -> Rows:
         """What of `rows` a request is sent: ids alone, unless it asks for weights too."""

@@ -258,16 +258,21 @@ def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_ca
 
 
 def test_rows_that_are_needed_at_the_end_come_in_groups(is_async: bool) -> None:
+    """The first group of a prompt has 1 to 64 rows, so that those of many requests do not come all at once."""
     client = Client(engine(is_async))
-    answer = client.answer("groups", tokens(20), max_tokens=150, at_end=True)
-    assert (answer.num_rows, answer.num_arrays) == (149, 3)
+    ids = [client.add(f"groups-{each}", tokens(20), max_tokens=150, at_end=True)[0] for each in range(12)]
+    answers = [client.received[request_id] for request_id in ids]
+    client.steps(140)
+    assert len({answer.num_rows % 64 for answer in answers}) > 2
+    client.finish()
+    assert {(answer.num_rows, answer.num_arrays in (3, 4)) for answer in answers} == {(149, True)}
     ids = client.add("aborted", tokens(20, 1), n=2, max_tokens=100, at_end=True)
     client.steps(70)
-    assert [client.received[request_id].num_arrays for request_id in ids] == [1, 1]
+    assert all(client.received[request_id].num_arrays in (1, 2) for request_id in ids)
     client.pause("abort", clear_cache=True)
     for request_id in ids:
         request = client.received[request_id]  # which checked that all rows came
-        assert (request.finish, request.num_arrays, request.num_rows > 64) == (FinishReason.ABORT, 2, True)
+        assert (request.finish, request.num_arrays in (2, 3), request.num_rows > 64) == (FinishReason.ABORT, True, True)
     client.finish(but=ids)
 
 
