@@ -12,6 +12,7 @@ and `docs/support.toml` (without a file, after a change to `docs/support.toml`):
 
 import datetime
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -141,7 +142,7 @@ def when(runs: dict[str, Run], tests: Sequence[str]) -> list[str]:
 def _said(run: Run) -> str:
     commit = f"`{run.commit}`" if run.commit else "commit not recorded"
     outcome = "" if run.outcome == "passed" else f" ({run.outcome})"
-    return f"{run.date}, {run.device.replace('NVIDIA ', '')}, {commit}{outcome}"
+    return f"{run.date}, {re.sub('NVIDIA | 80GB HBM3', '', run.device)}, {commit}{outcome}"
 
 
 Cell = list[str] | str | None
@@ -161,22 +162,17 @@ def status(column: str, cell: Cell, runs: dict[str, Run]) -> str:
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> str:
-    """The table. Features of a group with the same cells share a line, so that it fits a screen."""
-    lines = [f"| feature | {' | '.join(COLUMNS.values())} |", f"| --- |{' --- |' * len(COLUMNS)}"]
-    names: dict[str, list[str]] = {}
-
-    def close_group() -> None:
-        lines.extend(f"| {'; '.join(alike)} | {cells} |" for cells, alike in names.items())
-        names.clear()
-
+    """The table. Features with the same cells share a line, so that it fits a screen."""
+    lines: dict[str, list[str]] = {}
+    group = ""
     for feature in features:
-        if "group" in feature:
-            close_group()
-            lines.append(f"| **{feature['group']}** |{' |' * len(COLUMNS)}")
+        group = feature.get("group", group)
         cells = " | ".join(status(column, feature.get(column), runs) for column in COLUMNS)
-        names.setdefault(cells, []).append(feature["name"])
-    close_group()
-    return "\n".join(lines)
+        alike = lines.setdefault(cells, [])
+        begins = group and not any(name.startswith(f"**{group}**") for name in alike)
+        alike.append(f"**{group}**: {feature['name']}" if begins else feature["name"])
+    head = [f"| feature | {' | '.join(COLUMNS.values())} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
+    return "\n".join([*head, *(f"| {'; '.join(alike)} | {cells} |" for cells, alike in lines.items())])
 
 
 def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
@@ -192,26 +188,39 @@ def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> I
     yield "[`gpu-runs.json`](../gpu-runs.json) has the last run of every test."
     yield "`python -m tests.gpu_runs` writes this page from both."
     numbers: dict[str, int] = {}
+    groups: dict[str, dict[str, list[str]]] = {}  # features by what is said of them
+    of_group: dict[str, list[str]] = {}
     for feature in table["feature"]:
         if "group" in feature:
-            yield from ("", f"## {feature['group']}", "")
-        parts: dict[str, list[str]] = {}  # columns by their evidence
-        for column, heading in COLUMNS.items():
-            cell = feature.get(column)
-            if isinstance(cell, list) and column not in _IN_CI:
-                said = ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
-            else:
-                said = cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
-            if said:
-                parts.setdefault(said, []).append(heading.removeprefix("CUDA "))
-        of_columns = [f"{' and '.join(headings)}: {said}" for said, headings in parts.items()]
-        untested = "CUDA untested" if "cpu" in feature else "CPU untested"
-        notes = [f"{title}: {feature[key]}" for key, title in (("why", untested), ("note", "Note")) if key in feature]
-        if of_columns or notes:
-            yield f"- **{feature['name']}**. {'. '.join([*of_columns, *notes])}."
+            of_group = groups.setdefault(feature["group"], {})
+        if said := _of_feature(feature, runs, numbers):
+            of_group.setdefault(said, []).append(feature["name"])
+    for group, lines in groups.items():
+        yield from ("", f"## {group}", "", *(f"- {'; '.join(alike)}. {said}." for said, alike in lines.items()))
     yield from ("", "## Runs", "")
+    of_machine: dict[str, list[str]] = {}
     for run, number in numbers.items():
-        yield f"- R{number}: {run}"
+        machine, _, commit = run.rpartition(", ")
+        of_machine.setdefault(machine, []).append(f"R{number} {commit}")
+    for machine, its_runs in of_machine.items():
+        yield f"- {machine}: {', '.join(its_runs)}"
+
+
+def _of_feature(feature: dict[str, Any], runs: dict[str, Run], numbers: dict[str, int]) -> str:
+    """The runs on GPUs, by their `numbers`, the reason why a column is untested, and the note."""
+    parts: dict[str, list[str]] = {}  # columns by their evidence
+    for column, heading in COLUMNS.items():
+        cell = feature.get(column)
+        if isinstance(cell, list) and column not in _IN_CI:
+            said = ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
+        else:
+            said = cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
+        if said:
+            parts.setdefault(said, []).append(heading.replace("CUDA", "").strip())
+    of_columns = [f"{' and '.join(headings)}: {said}" for said, headings in parts.items()]
+    untested = "CUDA untested" if "cpu" in feature else "CPU untested"
+    notes = [f"{title}: {feature[key]}" for key, title in (("why", untested), ("note", "Note")) if key in feature]
+    return ". ".join([*of_columns, *notes])
 
 
 def filled(page: str, name: str, text: str) -> str:
