@@ -20,7 +20,7 @@ from routed_experts.server.openapi import reference
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
-Without routing fields, responses equal vLLM's. All other endpoints of vLLM are served as well.
+Without routing fields, responses equal vLLM's.
 
 P is the number of prompt tokens (an image counts as all of its tokens), G of generated tokens, L of MoE layers, and K
 of experts per token. Row p holds the `[L, K]` logical expert ids of the token at absolute position p: layers in decoder
