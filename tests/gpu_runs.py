@@ -183,10 +183,9 @@ def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> st
 def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> Iterator[str]:
     yield "# Evidence for the support matrix"
     yield ""
-    yield f"The last [runs](#runs) of each feature's tests on GPUs, vLLM {RUN_ON_GPUS[-1]}. CI runs the tests on CPUs."
-    yield "[`support.toml`](../support.toml) names the tests of every cell, and those of what is refused;"
-    yield "[`gpu-runs.json`](../gpu-runs.json) has the last run of every test."
-    yield "`python -m tests.gpu_runs` writes this page from both."
+    yield f"The last [runs](#runs) of each feature's tests on GPUs, vLLM {RUN_ON_GPUS[-1]}, V2 if no column is named. CI"
+    yield "runs the tests on CPUs. `python -m tests.gpu_runs` writes this page from [`support.toml`](../support.toml),"
+    yield "which names the tests of every cell, and [`gpu-runs.json`](../gpu-runs.json)."
     numbers: dict[str, int] = {}
     groups: dict[str, dict[str, list[str]]] = {}  # features by what is said of them
     of_group: dict[str, list[str]] = {}
@@ -196,31 +195,31 @@ def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> I
         if said := _of_feature(feature, runs, numbers):
             of_group.setdefault(said, []).append(feature["name"])
     for group, lines in groups.items():
-        yield from ("", f"## {group}", "", *(f"- {'; '.join(alike)}. {said}." for said, alike in lines.items()))
+        yield from ("", f"## {group}", "", *(f"- {'; '.join(alike)}: {said}." for said, alike in lines.items()))
     yield from ("", "## Runs", "")
     of_machine: dict[str, list[str]] = {}
     for run, number in numbers.items():
         machine, _, commit = run.rpartition(", ")
         of_machine.setdefault(machine, []).append(f"R{number} {commit}")
-    for machine, its_runs in of_machine.items():
+    for machine, its_runs in sorted(of_machine.items()):
         yield f"- {machine}: {', '.join(its_runs)}"
 
 
 def _of_feature(feature: dict[str, Any], runs: dict[str, Run], numbers: dict[str, int]) -> str:
     """The runs on GPUs, by their `numbers`, the reason why a column is untested, and the note."""
     parts: dict[str, list[str]] = {}  # columns by their evidence
-    for column, heading in COLUMNS.items():
+    for column in ("v2", "v1", "weights_cuda"):
         cell = feature.get(column)
-        if isinstance(cell, list) and column not in _IN_CI:
+        if isinstance(cell, list):
             said = ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
         else:
             said = cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
         if said:
-            parts.setdefault(said, []).append(heading.replace("CUDA", "").strip())
-    of_columns = [f"{' and '.join(headings)}: {said}" for said, headings in parts.items()]
-    untested = "CUDA untested" if "cpu" in feature else "CPU untested"
-    notes = [f"{title}: {feature[key]}" for key, title in (("why", untested), ("note", "Note")) if key in feature]
-    return ". ".join([*of_columns, *notes])
+            parts.setdefault(said, []).append(COLUMNS[column].replace("CUDA", "").strip())
+    of_columns = [said if names == ["V2"] else f"{said} ({', '.join(names)})" for said, names in parts.items()]
+    untested = "CUDA untested: " if "cpu" in feature else "CPU untested: "
+    reasons = [f"{title}{feature[key]}" for key, title in (("why", untested), ("note", "")) if key in feature]
+    return ". ".join(["; ".join(of_columns)] * bool(of_columns) + reasons)
 
 
 def filled(page: str, name: str, text: str) -> str:

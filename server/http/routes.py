@@ -80,7 +80,8 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 @with_cancellation
 @load_aware_call
 async def generate(request: RoutedGenerateRequest, raw_request: Request, routing: GenerateRouting) -> Response:
-    """vLLM's token-in, token-out completion, optionally with the routing of every token. Needs `--enable-scale-out`."""
+    """vLLM's token-in, token-out completion, optionally with the routing of every token. Needs `--enable-scale-out`.
+    Routing fields stand at the top level of the request."""
     serving = _serving(raw_request, "serving_tokens", "generate tokens API")
     request.routing = routing
     return await respond(await serving.serve_tokens(request, raw_request), raw_request)

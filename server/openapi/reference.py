@@ -8,8 +8,8 @@ from typing import Any
 _HEAD = """\
 # HTTP reference
 
-`make spec` generates this page and [`openapi.yaml`](../openapi.yaml), which has a response of every endpoint. `/docs` of a
-running server has vLLM's own fields and other endpoints.
+`make spec` generates this page and [`openapi.yaml`](../openapi.yaml), which has a request and a response of every
+endpoint. `/docs` of a running server has vLLM's own fields and other endpoints.
 """
 _PARTS = (
     "RoutedExpertsArray",
@@ -48,7 +48,9 @@ def _lines(spec: dict[str, Any]) -> Iterator[str]:
             endpoint = f"`{method.upper()} {path}`"
             yield f"\n## {endpoint}\n"
             yield operation["description"].strip()
-            yield from _examples(operation.get("requestBody", {}).get("content", {}), "\nExample request:")
+            if not seen:
+                yield "\nExample request:"
+                yield from _examples(operation["requestBody"]["content"])
             yield from _responses(operation["responses"], seen, endpoint)
 
 
@@ -93,19 +95,16 @@ def _type(field: dict[str, Any]) -> str:
     return str(field["type"])
 
 
-def _examples(content: dict[str, Any], title: str = "") -> Iterator[str]:
+def _examples(content: dict[str, Any]) -> Iterator[str]:
     """What is said of each type of a request or response, and its example."""
     for media, body in content.items():
         schema = body.get("schema", {})
         if "description" in schema:
             yield f"\n`{media}`: {schema['description'].strip()}"
         example = body.get("example", schema.get("example"))
-        if example is None:
-            continue
-        if title:
-            yield title
-        text = example if isinstance(example, str) else _json(example)
-        yield f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
+        if example is not None:
+            text = example if isinstance(example, str) else _json(example)
+            yield f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
 
 
 def _json(value: Any) -> str:

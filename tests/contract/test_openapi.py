@@ -99,15 +99,15 @@ def test_the_files_are_what_the_routes_say(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_page_has_our_fields_and_examples(spec: dict[str, Any]) -> None:
-    """Every request, and the responses of the first endpoint."""
+    """A request and the responses of the first endpoint."""
     page = PAGE.read_text(encoding="utf-8")
     assert all(f"- `{name}` (" in page for name in RoutingFields.model_fields)
     shown = [orjson.loads(block.split("```")[0]) for block in page.split("```json\n")[1:]]
-    first, *others = operations(spec).values()
-    parts = [first["requestBody"], *first["responses"].values(), *(other.get("requestBody", {}) for other in others)]
+    first = next(iter(operations(spec).values()))
+    parts = [first["requestBody"], *first["responses"].values()]
     examples = [body["example"] for part in parts for body in part.get("content", {}).values() if "example" in body]
     assert shown == [example for example in examples if not isinstance(example, str)]
-    assert len(shown) == 5
+    assert len(shown) == 3
     assert all(example.strip() in page for example in examples if isinstance(example, str))
 
 
