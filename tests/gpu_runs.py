@@ -183,19 +183,28 @@ def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> st
 def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> Iterator[str]:
     yield "# Evidence for the support matrix"
     yield ""
-    yield f"The last [runs](#runs) of each feature's tests on GPUs, vLLM {RUN_ON_GPUS[-1]}, V2 if no column is named. CI"
-    yield "runs the tests on CPUs. `python -m tests.gpu_runs` writes this page from [`support.toml`](../support.toml),"
-    yield "which names the tests of every cell, and [`gpu-runs.json`](../gpu-runs.json)."
+    yield f"The last [runs](#runs) of each feature's tests on GPUs, vLLM {RUN_ON_GPUS[-1]}, V2 runner; in brackets,"
+    yield "those of other columns. CI runs the tests on CPUs. `python -m tests.gpu_runs` writes this page from"
+    yield "[`support.toml`](../support.toml), with the tests of each cell, and [`gpu-runs.json`](../gpu-runs.json)."
+    yield ""
     numbers: dict[str, int] = {}
-    groups: dict[str, dict[str, list[str]]] = {}  # features by what is said of them
-    of_group: dict[str, list[str]] = {}
+    lines: dict[str, list[str]] = {}  # features by their evidence
     for feature in table["feature"]:
-        if "group" in feature:
-            of_group = groups.setdefault(feature["group"], {})
-        if said := _of_feature(feature, runs, numbers):
-            of_group.setdefault(said, []).append(feature["name"])
-    for group, lines in groups.items():
-        yield from ("", f"## {group}", "", *(f"- {'; '.join(alike)}: {said}." for said, alike in lines.items()))
+        of_v2, of_v1, of_weights = (
+            _of_cell(feature.get(column), runs, numbers) for column in ("v2", "v1", "weights_cuda")
+        )
+        others: dict[str, list[str]] = {}
+        for column, said in (("V1", of_v1), ("weights", of_weights)):
+            others.setdefault(said, []).append(column)
+        remarks = [f"{', '.join(columns)}: {said}" for said, columns in others.items() if said]
+        if "why" in feature and of_v2:
+            remarks.append(f"CPU untested: {feature['why']}")
+        if "note" in feature:
+            remarks.append(feature["note"])
+        name = feature["name"] + f" ({'; '.join(remarks)})" * bool(remarks)
+        if head := of_v2 or feature.get("why", ""):
+            lines.setdefault(head if of_v2 else f"CUDA untested, {head}", []).append(name)
+    yield from (f"- {head}: {'; '.join(alike)}" for head, alike in lines.items())
     yield from ("", "## Runs", "")
     of_machine: dict[str, list[str]] = {}
     for run, number in numbers.items():
@@ -205,21 +214,11 @@ def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> I
         yield f"- {machine}: {', '.join(its_runs)}"
 
 
-def _of_feature(feature: dict[str, Any], runs: dict[str, Run], numbers: dict[str, int]) -> str:
-    """The runs on GPUs, by their `numbers`, the reason why a column is untested, and the note."""
-    parts: dict[str, list[str]] = {}  # columns by their evidence
-    for column in ("v2", "v1", "weights_cuda"):
-        cell = feature.get(column)
-        if isinstance(cell, list):
-            said = ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
-        else:
-            said = cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
-        if said:
-            parts.setdefault(said, []).append(COLUMNS[column].replace("CUDA", "").strip())
-    of_columns = [said if names == ["V2"] else f"{said} ({', '.join(names)})" for said, names in parts.items()]
-    untested = "CUDA untested: " if "cpu" in feature else "CPU untested: "
-    reasons = [f"{title}{feature[key]}" for key, title in (("why", untested), ("note", "")) if key in feature]
-    return ". ".join(["; ".join(of_columns)] * bool(of_columns) + reasons)
+def _of_cell(cell: Cell, runs: dict[str, Run], numbers: dict[str, int]) -> str:
+    """The runs of a cell's tests by their `numbers`, or its other evidence."""
+    if isinstance(cell, list):
+        return ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
+    return cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
 
 
 def filled(page: str, name: str, text: str) -> str:

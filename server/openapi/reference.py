@@ -11,13 +11,7 @@ _HEAD = """\
 `make spec` generates this page and [`openapi.yaml`](../openapi.yaml), which has a request and a response of every
 endpoint. `/docs` of a running server has vLLM's own fields and other endpoints.
 """
-_PARTS = (
-    "RoutedExpertsArray",
-    "RoutedExpertsReference",
-    "RoutedExpertsHistogram",
-    "RoutedExpertsInfo",
-    "CaptureInfo",
-)
+_PARTS = ("RoutedExpertsArray", "RoutedExpertsReference", "RoutedExpertsHistogram", "RoutedExpertsInfo")
 _FIELDS_OF = "RoutedCompletionRequest"
 """Every endpoint has the same routing fields."""
 

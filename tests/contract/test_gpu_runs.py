@@ -146,7 +146,7 @@ def test_runs_go_into_the_file_and_the_pages(tmp_path: Path, monkeypatch: pytest
         gpu_runs.main([str(tmp_path / "new.json")])
         assert "| **Engine**: graphs; pieces | untested | refused | exact | untested | untested |" in page.read_text()
         assert page.read_text().endswith("- dense\n<!-- end of refused -->\nrest\n")
-        assert "- graphs; whole graphs: R1.\n- pieces: R1. CPU untested: no time.\n" in evidence.read_text()
+        assert "- R1: graphs; pieces (CPU untested: no time); whole graphs\n" in evidence.read_text()
         assert "- 2026-01-05, H200: R1 `new`\n" in evidence.read_text()
     written = json.loads(runs.read_text())
     assert (len(written["0.32.0"]), len(written["0.33.0"])) == (6, 1)
