@@ -266,8 +266,8 @@ def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int,
 
 
 class RoutedExpertsArray(BaseModel):
-    """The `object` form of one array of rows. Arrays of weights have the same fields; they are `float32`, with NaN in
-    unknown rows."""
+    """The `object` form of one array of rows: `np.frombuffer(base64.b64decode(data), dtype).reshape(shape)`. Arrays of
+    weights have the same fields; they are `float32`, with NaN in unknown rows."""
 
     data: str = Field(description="base64 of the little-endian array, C order")
     shape: list[int] = Field(

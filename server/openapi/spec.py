@@ -27,10 +27,6 @@ of experts per token. Row p holds the `[L, K]` logical expert ids of the token a
 order, experts in the router's order, which may differ from the order of their scores. The last generated token never
 enters the model, so a finished request has P + G - 1 rows: P of the prompt, G - 1 generated. Unknown rows are filled
 with -1 and counted in `missing`.
-
-To decode the default form:
-
-    np.frombuffer(base64.b64decode(a["data"]), dtype=a["dtype"]).reshape(a["shape"])
 """
 
 
