@@ -57,8 +57,7 @@ class RoutingFields(BaseModel):
     routed_experts_prompt_start: StrictInt = Field(
         default=0,
         ge=0,
-        description="First prompt row to return; at most the number of prompt tokens. Later turns of a "
-        "conversation can request only new rows.",
+        description="First prompt row to return; at most the number of prompt tokens.",
     )
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
@@ -96,13 +95,13 @@ class RoutingFields(BaseModel):
     routed_experts_delivery: Delivery = Field(
         default="inline",
         description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`. "
-        "In a stream, references come with the chunk that has `finish_reason`. A full store answers 507; if only the "
-        "server-wide default asks for references, arrays are then returned inline.",
+        "A full store answers 507; if only the server-wide default asks for references, arrays are then returned "
+        "inline.",
     )
     routed_experts_stream: StreamTime = Field(
         default="with_tokens",
         description="`with_tokens`: each chunk of a stream has the rows that its tokens made known. `at_end`: all "
-        "rows of a choice come with the chunk that has its `finish_reason`, the prompt's with the first such chunk.",
+        "rows of a choice come at its end.",
     )
 
 
@@ -267,12 +266,12 @@ def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int,
 
 
 class RoutedExpertsArray(BaseModel):
-    """The `object` form of one array of rows. Arrays of weights have the same fields; they are `float32`, with NaN in
-    unknown rows."""
+    """The `object` form of one array of rows: `np.frombuffer(base64.b64decode(data), dtype).reshape(shape)`. Arrays of
+    weights have the same fields; they are `float32`, with NaN in unknown rows."""
 
-    data: str = Field(description="base64 (standard alphabet) of the little-endian array, C order")
+    data: str = Field(description="base64 of the little-endian array, C order")
     shape: list[int] = Field(
-        description="[rows, layers, experts per token]; `routed_experts_layers` selects the layers",
+        description="[rows, layers, experts per token]",
         min_length=3,
         max_length=3,
     )
@@ -311,13 +310,12 @@ class RoutedExpertsReference(BaseModel):
 class RoutedExpertsHistogram(BaseModel):
     """How often each expert was chosen."""
 
-    counts: list[list[int]] = Field(description="[layers][experts]; `routed_experts_layers` selects the layers")
+    counts: list[list[int]] = Field(description="[layers][experts]")
     rows: int = Field(description="number of rows, including missing ones", ge=0)
     missing: int = Field(description="rows with at least one unknown id; unknown ids are not counted", ge=0)
     weights: list[list[float]] = Field(
         default_factory=list,
-        description="[layers][experts]: the sum of the weights that each expert was chosen with, for requests with "
-        "`return_routed_expert_weights`",
+        description="[layers][experts]: sums of the weights, for requests with `return_routed_expert_weights`",
     )
 
 
@@ -333,7 +331,7 @@ class CaptureInfo(BaseModel):
 
 
 class RoutedExpertsInfo(BaseModel):
-    """The response of `GET /v1/routed_experts`: dimensions of the arrays. Constant while the server runs."""
+    """The response of `GET /v1/routed_experts`. Constant while the server runs."""
 
     model: str
     num_layers: int

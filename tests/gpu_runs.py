@@ -12,6 +12,7 @@ and `docs/support.toml` (without a file, after a change to `docs/support.toml`):
 
 import datetime
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -141,7 +142,7 @@ def when(runs: dict[str, Run], tests: Sequence[str]) -> list[str]:
 def _said(run: Run) -> str:
     commit = f"`{run.commit}`" if run.commit else "commit not recorded"
     outcome = "" if run.outcome == "passed" else f" ({run.outcome})"
-    return f"{run.date}, {run.device.replace('NVIDIA ', '')}, {commit}{outcome}"
+    return f"{run.date}, {re.sub('NVIDIA | 80GB HBM3', '', run.device)}, {commit}{outcome}"
 
 
 Cell = list[str] | str | None
@@ -161,22 +162,17 @@ def status(column: str, cell: Cell, runs: dict[str, Run]) -> str:
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> str:
-    """The table. Features of a group with the same cells share a line, so that it fits a screen."""
-    lines = [f"| feature | {' | '.join(COLUMNS.values())} |", f"| --- |{' --- |' * len(COLUMNS)}"]
-    names: dict[str, list[str]] = {}
-
-    def close_group() -> None:
-        lines.extend(f"| {'; '.join(alike)} | {cells} |" for cells, alike in names.items())
-        names.clear()
-
+    """The table. Features with the same cells share a line, so that it fits a screen."""
+    lines: dict[str, list[str]] = {}
+    group = ""
     for feature in features:
-        if "group" in feature:
-            close_group()
-            lines.append(f"| **{feature['group']}** |{' |' * len(COLUMNS)}")
+        group = feature.get("group", group)
         cells = " | ".join(status(column, feature.get(column), runs) for column in COLUMNS)
-        names.setdefault(cells, []).append(feature["name"])
-    close_group()
-    return "\n".join(lines)
+        alike = lines.setdefault(cells, [])
+        begins = group and not any(name.startswith(f"**{group}**") for name in alike)
+        alike.append(f"**{group}**: {feature['name']}" if begins else feature["name"])
+    head = [f"| feature | {' | '.join(COLUMNS.values())} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
+    return "\n".join([*head, *(f"| {'; '.join(alike)} | {cells} |" for cells, alike in lines.items())])
 
 
 def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> str:
@@ -187,31 +183,42 @@ def evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> st
 def _evidence(table: dict[str, list[dict[str, Any]]], runs: dict[str, Run]) -> Iterator[str]:
     yield "# Evidence for the support matrix"
     yield ""
-    yield f"The last [runs](#runs) of each feature's tests on GPUs, vLLM {RUN_ON_GPUS[-1]}. CI runs the tests on CPUs."
-    yield "[`support.toml`](../support.toml) names the tests of every cell, and those of what is refused;"
-    yield "[`gpu-runs.json`](../gpu-runs.json) has the last run of every test."
-    yield "`python -m tests.gpu_runs` writes this page from both."
+    yield f"The last [runs](#runs) of each feature's tests on GPUs, vLLM {RUN_ON_GPUS[-1]}, V2 runner; in brackets,"
+    yield "those of other columns. CI runs the tests on CPUs. `python -m tests.gpu_runs` writes this page from"
+    yield "[`support.toml`](../support.toml), with the tests of each cell, and [`gpu-runs.json`](../gpu-runs.json)."
+    yield ""
     numbers: dict[str, int] = {}
+    lines: dict[str, list[str]] = {}  # features by their evidence
     for feature in table["feature"]:
-        if "group" in feature:
-            yield from ("", f"## {feature['group']}", "")
-        parts: dict[str, list[str]] = {}  # columns by their evidence
-        for column, heading in COLUMNS.items():
-            cell = feature.get(column)
-            if isinstance(cell, list) and column not in _IN_CI:
-                said = ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
-            else:
-                said = cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
-            if said:
-                parts.setdefault(said, []).append(heading.removeprefix("CUDA "))
-        of_columns = [f"{' and '.join(headings)}: {said}" for said, headings in parts.items()]
-        untested = "CUDA untested" if "cpu" in feature else "CPU untested"
-        notes = [f"{title}: {feature[key]}" for key, title in (("why", untested), ("note", "Note")) if key in feature]
-        if of_columns or notes:
-            yield f"- **{feature['name']}**. {'. '.join([*of_columns, *notes])}."
+        of_v2, of_v1, of_weights = (
+            _of_cell(feature.get(column), runs, numbers) for column in ("v2", "v1", "weights_cuda")
+        )
+        others: dict[str, list[str]] = {}
+        for column, said in (("V1", of_v1), ("weights", of_weights)):
+            others.setdefault(said, []).append(column)
+        remarks = [f"{', '.join(columns)}: {said}" for said, columns in others.items() if said]
+        if "why" in feature and of_v2:
+            remarks.append(f"CPU untested: {feature['why']}")
+        if "note" in feature:
+            remarks.append(feature["note"])
+        name = feature["name"] + f" ({'; '.join(remarks)})" * bool(remarks)
+        if head := of_v2 or feature.get("why", ""):
+            lines.setdefault(head if of_v2 else f"CUDA untested, {head}", []).append(name)
+    yield from (f"- {head}: {'; '.join(alike)}" for head, alike in lines.items())
     yield from ("", "## Runs", "")
+    of_machine: dict[str, list[str]] = {}
     for run, number in numbers.items():
-        yield f"- R{number}: {run}"
+        machine, _, commit = run.rpartition(", ")
+        of_machine.setdefault(machine, []).append(f"R{number} {commit}")
+    for machine, its_runs in sorted(of_machine.items()):
+        yield f"- {machine}: {', '.join(its_runs)}"
+
+
+def _of_cell(cell: Cell, runs: dict[str, Run], numbers: dict[str, int]) -> str:
+    """The runs of a cell's tests by their `numbers`, or its other evidence."""
+    if isinstance(cell, list):
+        return ", ".join(f"R{numbers.setdefault(run, len(numbers) + 1)}" for run in when(runs, cell))
+    return cell.removeprefix(f"{EXACT}: ") if isinstance(cell, str) and cell.startswith(EXACT) else ""
 
 
 def filled(page: str, name: str, text: str) -> str:

@@ -47,10 +47,12 @@ FEATURES = {
     "weights that change, pauses, sleep": ["tests/contract/test_weights.py"],
     "routers and kernels": ["tests/contract/test_moe_layers.py"],
     "the router's weights": ["tests/contract/test_expert_weights.py", "tests/contract/test_expert_weights_layers.py"],
-    "the router's weights over HTTP, real engine": ["tests/e2e/test_expert_weights.py"],
-    "engines in programs: `LLM`, real engine": ["tests/e2e/test_in_process.py"],
-    "engines in programs: `AsyncLLM`, own classes, errors": ["tests/contract/test_inprocess.py"],
-    "HTTP: completions, chat, streams, lists, aborts, real engine": ["tests/e2e/test_completions.py"],
+    "engines in programs": ["tests/contract/test_inprocess.py"],
+    "real engine: HTTP, the router's weights, `LLM`": [
+        "tests/e2e/test_completions.py",
+        "tests/e2e/test_expert_weights.py",
+        "tests/e2e/test_in_process.py",
+    ],
 }
 """What the rows of the page are called, and the tests that show it."""
 
@@ -185,7 +187,7 @@ def _column(record: dict[str, Any] | None) -> list[str]:
 
 
 NOTES = f"""\
-Refused in addition to what [support.md](support.md#refused) lists:
+Refused [in addition](support.md#refused):
 
 - 0.31 and older: KV connectors (`--kv-transfer-config`), microbatches (`--enable-dbo`, `--ubatch-size`); on GPUs, MoE
   kernels that route by themselves.

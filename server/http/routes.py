@@ -48,7 +48,7 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 @with_cancellation
 @load_aware_call
 async def create_completion(request: RoutedCompletionRequest, raw_request: Request, routing: Routing) -> Response:
-    """OpenAI's text completion, optionally with the routing of every token."""
+    """OpenAI's text completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_completion", "Completions API")
     request.routing = routing
     return await respond(await serving.create_completion(request, raw_request), raw_request)
@@ -63,7 +63,7 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 @with_cancellation
 @load_aware_call
 async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, routing: Routing) -> Response:
-    """OpenAI's chat completion, optionally with the routing of every token."""
+    """OpenAI's chat completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_chat", "Chat Completions API")
     request.routing = routing
     return await respond(await serving.create_chat_completion(request, raw_request), raw_request)
@@ -80,7 +80,8 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 @with_cancellation
 @load_aware_call
 async def generate(request: RoutedGenerateRequest, raw_request: Request, routing: GenerateRouting) -> Response:
-    """vLLM's token-in, token-out completion, optionally with the routing of every token. Needs `--enable-scale-out`."""
+    """vLLM's token-in, token-out completion, optionally with routing. Needs `--enable-scale-out`.
+    Routing fields stand at the top level of the request."""
     serving = _serving(raw_request, "serving_tokens", "generate tokens API")
     request.routing = routing
     return await respond(await serving.serve_tokens(request, raw_request), raw_request)

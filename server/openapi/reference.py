@@ -8,8 +8,8 @@ from typing import Any
 _HEAD = """\
 # HTTP reference
 
-`make spec` generates this page and [`openapi.yaml`](../openapi.yaml), which has a response of every endpoint. For
-vLLM's own fields and other endpoints, see `/docs` of a running server.
+`make spec` generates this page and [`openapi.yaml`](../openapi.yaml), which has a request and a response of every
+endpoint. `/docs` of a running server has vLLM's own fields and other endpoints.
 """
 _PARTS = ("RoutedExpertsArray", "RoutedExpertsReference", "RoutedExpertsHistogram", "RoutedExpertsInfo")
 _FIELDS_OF = "RoutedCompletionRequest"
@@ -42,21 +42,28 @@ def _lines(spec: dict[str, Any]) -> Iterator[str]:
             endpoint = f"`{method.upper()} {path}`"
             yield f"\n## {endpoint}\n"
             yield operation["description"].strip()
-            yield from _examples(operation.get("requestBody", {}).get("content", {}), "", seen, endpoint)
+            if not seen:
+                yield "\nExample request:"
+                yield from _examples(operation["requestBody"]["content"])
             yield from _responses(operation["responses"], seen, endpoint)
 
 
 def _responses(responses: dict[str, Any], seen: dict[str, str], endpoint: str) -> Iterator[str]:
-    """Each response once. `seen` maps texts to the endpoint that shows them; later endpoints refer to it."""
+    """Each response once. `seen` maps texts to the endpoint that shows them; later endpoints refer to it.
+
+    Those of the first endpoint have examples.
+    """
     repeated: dict[str, list[str]] = {}
     for status, response in responses.items():
-        text = f"{status}: {json.dumps(response)}"
-        first = seen.setdefault(text, endpoint)
+        content = response.get("content", {})
+        kinds = {media: body.get("schema", {}).get("description") for media, body in content.items()}
+        first = seen.setdefault(f"{status}: {response['description']} {kinds}", endpoint)
         if first != endpoint:
             repeated.setdefault(first, []).append(status)
             continue
         yield f"\n**{status}**: {response['description'].strip()}"
-        yield from _examples(response.get("content", {}), response["description"], seen, endpoint)
+        if endpoint == next(iter(seen.values())):
+            yield from _examples(content)
     for first, statuses in repeated.items():
         yield f"\n**{', '.join(statuses)}**: as for {first}."
 
@@ -82,21 +89,16 @@ def _type(field: dict[str, Any]) -> str:
     return str(field["type"])
 
 
-def _examples(content: dict[str, Any], kind: str, seen: dict[str, str], endpoint: str) -> Iterator[str]:
-    """Texts and examples of a request (`kind` is empty), or of a response if no earlier endpoint has its kind."""
+def _examples(content: dict[str, Any]) -> Iterator[str]:
+    """What is said of each type of a request or response, and its example."""
     for media, body in content.items():
         schema = body.get("schema", {})
         if "description" in schema:
-            text = schema["description"].strip()
-            first = seen.setdefault(text, endpoint)
-            yield f"\n`{media}`: {text if first == endpoint else f'as for {first}.'}"
+            yield f"\n`{media}`: {schema['description'].strip()}"
         example = body.get("example", schema.get("example"))
-        if example is None or (kind and seen.setdefault(f"{kind} {media}", endpoint) != endpoint):
-            continue
-        if not kind:
-            yield "\nExample request:"
-        text = example if isinstance(example, str) else _json(example)
-        yield f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
+        if example is not None:
+            text = example if isinstance(example, str) else _json(example)
+            yield f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
 
 
 def _json(value: Any) -> str:

@@ -20,17 +20,13 @@ from routed_experts.server.openapi import reference
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
-Without routing fields, responses equal vLLM's. All other endpoints of vLLM are served as well.
+Without routing fields, responses equal vLLM's.
 
 P is the number of prompt tokens (an image counts as all of its tokens), G of generated tokens, L of MoE layers, and K
 of experts per token. Row p holds the `[L, K]` logical expert ids of the token at absolute position p: layers in decoder
 order, experts in the router's order, which may differ from the order of their scores. The last generated token never
 enters the model, so a finished request has P + G - 1 rows: P of the prompt, G - 1 generated. Unknown rows are filled
 with -1 and counted in `missing`.
-
-To decode the default form:
-
-    np.frombuffer(base64.b64decode(a["data"]), dtype=a["dtype"]).reshape(a["shape"])
 """
 
 

@@ -132,21 +132,22 @@ def test_runs_go_into_the_file_and_the_pages(tmp_path: Path, monkeypatch: pytest
         "# Support\n<!-- matrix -->\n<!-- end of matrix -->\n<!-- refused -->\n<!-- end of refused -->\nrest\n"
     )
     toml.write_text(
-        '[[feature]]\nname = "graphs"\nv1 = "refused: tests/b.py"\nv2 = ["a.py::test_again"]\n'
+        '[[feature]]\ngroup = "Engine"\nname = "graphs"\nv1 = "refused: tests/b.py"\nv2 = ["a.py::test_again"]\n'
         '[[feature]]\nname = "pieces"\nv1 = "refused: tests/b.py"\nv2 = ["a.py::test_again"]\nwhy = "no time"\n'
+        '[[feature]]\nname = "whole graphs"\nv2 = ["a.py::test_again"]\n'
         '[[refused]]\nname = "dense"\ntests = ["tests/c.py"]\n'
     )
     write(runs, RUNS)
     gpu_runs.main([])
-    assert "| graphs; pieces | untested | refused | untested | untested | untested |" in page.read_text()
+    assert "| **Engine**: graphs; pieces | untested | refused | untested | untested | untested |" in page.read_text()
     new = {"a.py::test_again": run_of("2026-01-05", "new")}
     write(tmp_path / "new.json", {"0.32.0": new, "0.33.0": new})
     for _ in range(2):  # the second time nothing changes
         gpu_runs.main([str(tmp_path / "new.json")])
-        assert "| graphs; pieces | untested | refused | exact | untested | untested |" in page.read_text()
+        assert "| **Engine**: graphs; pieces | untested | refused | exact | untested | untested |" in page.read_text()
         assert page.read_text().endswith("- dense\n<!-- end of refused -->\nrest\n")
-        assert "- **graphs**. V2: R1.\n- **pieces**. V2: R1. CPU untested: no time.\n" in evidence.read_text()
-        assert "- R1: 2026-01-05, H200, `new`\n" in evidence.read_text()
+        assert "- R1: graphs; pieces (CPU untested: no time); whole graphs\n" in evidence.read_text()
+        assert "- 2026-01-05, H200: R1 `new`\n" in evidence.read_text()
     written = json.loads(runs.read_text())
     assert (len(written["0.32.0"]), len(written["0.33.0"])) == (6, 1)
     assert {written[version]["a.py::test_again"]["commit"] for version in RUNS} == {"new"}
