@@ -40,7 +40,7 @@ class RequestRows:
         """The held rows; None if there are none."""
         if not self.held:
             return None
-        rows, self.held = np.concatenate(self.held), []
+        rows, self.held = self.held[0] if len(self.held) == 1 else np.concatenate(self.held), []
         return PlacedRows(self.next_row - len(rows), rows)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
 
 try:
-    from pydantic import BaseModel, Field, StrictBool, StrictInt, ValidationError
+    from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "routed_experts.protocol.models needs pydantic: pip install 'pydantic>=2'", name=error.name
@@ -95,13 +95,13 @@ class RoutingFields(BaseModel):
     routed_experts_delivery: Delivery = Field(
         default="inline",
         description="`reference`: instead of an array, return where it is: see `GET /v1/routed_experts/rows/{id}`. "
-        "A full store answers 507; if only the server-wide default asks for references, arrays are then returned "
-        "inline.",
+        "In a stream, references come with the chunk that has `finish_reason`. A full store answers 507; if only the "
+        "server-wide default asks for references, arrays are then returned inline.",
     )
     routed_experts_stream: StreamTime = Field(
         default="with_tokens",
         description="`with_tokens`: each chunk of a stream has the rows that its tokens made known. `at_end`: all "
-        "rows of a choice come at its end.",
+        "rows of a choice come with the chunk that has its `finish_reason`, the prompt's with the first such chunk.",
     )
 
 
@@ -292,6 +292,21 @@ class RoutedExpertWeightsArray(BaseModel):
 
 class RoutedExpertsReference(BaseModel):
     """Where an array is, for requests with `routed_experts_delivery: reference`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {
+                "id": "2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
+                "url": "http://localhost:8000/v1/routed_experts/rows/2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
+                "shape": [2, 5, 4],
+                "dtype": "int16",
+                "start": 2,
+                "missing": 0,
+                "bytes": 80,
+                "expires": 1795220097,
+            }
+        }
+    )
 
     id: str
     url: str = Field(description="`GET` returns the little-endian array [layers, rows, experts per token]")

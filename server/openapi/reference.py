@@ -36,6 +36,8 @@ def _lines(spec: dict[str, Any]) -> Iterator[str]:
         yield f"\n## {name}\n"
         yield schemas[name]["description"] + "\n"
         yield from _fields(schemas[name]["properties"])
+        if (example := schemas[name].get("example")) is not None:
+            yield _block(example)
     seen: dict[str, str] = {}
     for path, operations in spec["paths"].items():
         for method, operation in operations.items():
@@ -97,8 +99,12 @@ def _examples(content: dict[str, Any]) -> Iterator[str]:
             yield f"\n`{media}`: {schema['description'].strip()}"
         example = body.get("example", schema.get("example"))
         if example is not None:
-            text = example if isinstance(example, str) else _json(example)
-            yield f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
+            yield _block(example)
+
+
+def _block(example: Any) -> str:
+    text = example if isinstance(example, str) else _json(example)
+    return f"\n```{'text' if isinstance(example, str) else 'json'}\n{text.strip()}\n```"
 
 
 def _json(value: Any) -> str:

@@ -19,7 +19,7 @@ from fastapi.routing import APIRoute
 
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from routed_experts.protocol.codec import decode
-from routed_experts.protocol.models import RoutedExpertsInfo, RoutingFields, parse_options
+from routed_experts.protocol.models import RoutedExpertsInfo, RoutedExpertsReference, RoutingFields, parse_options
 from routed_experts.server.cli import serve
 from routed_experts.server.http.request import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
 from routed_experts.server.http.routes import generate_router, router
@@ -99,15 +99,16 @@ def test_the_files_are_what_the_routes_say(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_page_has_our_fields_and_examples(spec: dict[str, Any]) -> None:
-    """A request and the responses of the first endpoint."""
+    """A reference, and a request and the responses of the first endpoint."""
     page = PAGE.read_text(encoding="utf-8")
     assert all(f"- `{name}` (" in page for name in RoutingFields.model_fields)
     shown = [orjson.loads(block.split("```")[0]) for block in page.split("```json\n")[1:]]
     first = next(iter(operations(spec).values()))
     parts = [first["requestBody"], *first["responses"].values()]
     examples = [body["example"] for part in parts for body in part.get("content", {}).values() if "example" in body]
-    assert shown == [example for example in examples if not isinstance(example, str)]
-    assert len(shown) == 3
+    reference = spec["components"]["schemas"]["RoutedExpertsReference"]["example"]
+    assert shown == [reference, *(example for example in examples if not isinstance(example, str))]
+    assert len(shown) == 4
     assert all(example.strip() in page for example in examples if isinstance(example, str))
 
 
@@ -149,6 +150,8 @@ def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
         schema = {**body["schema"], "components": spec["components"]}
         jsonschema.Draft202012Validator(schema).validate(body["example"])
     assert len(examples) == 3 + 4 + 4  # requests, answers, errors
+    reference = spec["components"]["schemas"]["RoutedExpertsReference"]["example"]
+    assert RoutedExpertsReference.model_validate(reference).model_dump(exclude_none=True) == reference
     info = info_of(spec)
     assert RoutedExpertsInfo.model_validate(info).model_dump() == info
     assert len(info["layer_ids"]) == info["num_layers"]
