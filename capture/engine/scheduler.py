@@ -304,6 +304,10 @@ class SchedulerConnector(ConnectorSlot):
         if self._cache is None:
             return
         self._keep(keep for keep in scheduled.keeps if keep.comes_first)
+        if scheduled.loads and self._loads is not None and not self._loads.writes_behind_hit:
+            for req_id, state in self._tracked.items():  # whose blocks the loads may overwrite
+                if state.is_cached:
+                    self._hold_cached(self._scheduler.requests[req_id], state)
         for load in scheduled.loads:
             self._prompt_reader.wait_for_reads(load.slots)
             load.apply(self._cache)

@@ -76,6 +76,7 @@ class ExternalKVTracker:
 
     Attributes:
         handed: rows that came with requests; None if no connector's lease is known.
+        writes_behind_hit: as `Connector.writes_behind_hit`, for all connectors.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ExternalKVTracker:
         self._connector = connector
         self._used = [child for child in used_by(config) if child is not None]
         self._is_multi = config.kv_connector == MULTI
-        self._writes_behind_hit = all(child.writes_behind_hit for child in self._used)
+        self.writes_behind_hit = all(child.writes_behind_hit for child in self._used)
         children = connector._connectors if self._is_multi else [connector]
         needs_weights = self._needs_weights if has_weights else None
         is_hybrid = len(kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
@@ -274,7 +275,7 @@ class ExternalKVTracker:
             self._add(KVLoad(self._slots(table, 0, capacity), None, Cause.FAULT), np.zeros(capacity, dtype=np.bool_))
             return
         cause = Cause.KV_TRANSFER if self._kind(request) is Kind.TRANSFER else self._store_cause
-        if not self._writes_behind_hit:
+        if not self.writes_behind_hit:
             self._add(KVLoad(self._slots(table, 0, num_local), None, cause), np.zeros(num_local, dtype=np.bool_))
         slots = self._slots(table, num_local, num_local + count)
         offloaded = self._offloaded[child]
