@@ -308,13 +308,20 @@ def test_a_read_that_fails_ends_the_engine(warm: Warm) -> None:
     warm.core.capture.output_queue._prompts.clear()
 
 
-def test_rows_of_a_prompt_that_are_gone_are_an_error_in_the_log(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing loads KV here, so that all rows of a prefix should be known."""
+@pytest.mark.parametrize("num_tokens", [0, 8], ids=["of a prompt", "of a group"])
+def test_rows_that_are_gone_are_an_error_in_the_log(
+    warm: Warm, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing loads KV here, so that all rows of a prefix and of a running answer should be known."""
     errors: list[Any] = []
     monkeypatch.setattr(scheduler.logger, "error", lambda *args: errors.append(args[1:]))
     monkeypatch.setattr(Received, "check", lambda *_: None)
+    warm.add("asks", PROMPT, max_tokens=20, at_end=True)
+    warm.core.capture._tracked["asks"].group_rows = 64
+    while warm.num_tokens("asks") < [num_tokens]:
+        warm.step()
     warm.core.capture._cache._written[:] = False
-    warm.answer("asks", PROMPT)
+    warm.run()
     assert errors == [("asks",)]
 
 
