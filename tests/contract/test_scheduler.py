@@ -262,8 +262,8 @@ def test_rows_that_are_needed_at_the_end_come_in_groups(is_async: bool) -> None:
     client = Client(engine(is_async))
     ids = [client.add(f"groups-{each}", tokens(20), max_tokens=150, at_end=True)[0] for each in range(12)]
     answers = [client.received[request_id] for request_id in ids]
-    client.steps(140)
-    assert len({answer.num_rows % 64 for answer in answers}) > 2
+    client.steps(60)  # before any of them is preempted
+    assert len({answer.num_rows for answer in answers}) > 2
     client.finish()
     assert {(answer.num_rows, answer.num_arrays in (3, 4)) for answer in answers} == {(149, True)}
     ids = client.add("aborted", tokens(20, 1), n=2, max_tokens=100, at_end=True)
