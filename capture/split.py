@@ -24,7 +24,7 @@ class RequestRows:
             after a preemption.
         is_cached: whether generated rows from `next_row` on are left in the host cache, in the request's current
             blocks. Only for a request that needs its rows at its end.
-        group_rows: so many rows of the host cache complete the next group of rows to send.
+        group_rows: so many rows, besides those held, complete the next group to send.
         held: the last rows before `next_row` that were not sent yet.
     """
 

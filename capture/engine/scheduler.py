@@ -108,8 +108,11 @@ class StepResult:
         return StepPart(start, rows, partial(_block_ids, blocks) if blocks is not None else None)
 
 
-def _block_ids(blocks: Sequence[Any]) -> NDArray[np.int64]:
-    return np.fromiter((block.block_id for block in blocks), dtype=np.int64, count=len(blocks))
+def _block_ids(blocks: Sequence[Any], first: int = 0) -> NDArray[np.int64]:
+    """The ids of `blocks` from index `first` on; 0 before it."""
+    ids = np.zeros(len(blocks), dtype=np.int64)
+    ids[first:] = [block.block_id for block in blocks[first:]]
+    return ids
 
 
 def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> None:
@@ -437,11 +440,9 @@ class SchedulerConnector(ConnectorSlot):
         state = self._tracked.get(req_id)
         if state is None or self._arrived is None:
             return None
-        is_due = request.is_finished()
-        if state.is_cached and not is_due:
-            if request.num_tokens - 1 - state.next_row < state.group_rows:
-                return None
-            is_due = True
+        is_last = request.is_finished()
+        if state.is_cached and not is_last and request.num_tokens - 1 - state.next_row < state.group_rows:
+            return None
         if (part := self._arrived.part(req_id)) is None:
             return None
         if state.next_row < request.num_prompt_tokens:
@@ -454,9 +455,12 @@ class SchedulerConnector(ConnectorSlot):
             self._hold_cached(request, state, part)
         elif len(rows := self._generated(request, state, part)):
             state.held.append(rows.copy())  # not a view of the step's rows, which are those of all requests
-        # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped.
-        state.is_cached = not (request.is_finished() or state.prefilling)
-        if not is_due:
+            state.group_rows -= len(rows)
+        # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped. With
+        # drafts, steps in flight may compute a known token again, whose row is then not the one that the next token
+        # was sampled with.
+        state.is_cached = not (is_last or state.prefilling or self._has_drafts)
+        if not is_last and state.group_rows > 0:
             return None
         state.group_rows = _GROUP_ROWS
         return state.take_held()
@@ -480,7 +484,8 @@ class SchedulerConnector(ConnectorSlot):
         state.is_cached = False
         if part is None:
             part = StepPart(request.num_tokens - 1, np.empty((0, *self._cache.row_shape), np.int16))
-        part.block_ids = partial(_block_ids, self._block_table(request.request_id))
+        first = state.next_row // self._block_size  # a long table takes longer than its rows
+        part.block_ids = partial(_block_ids, self._block_table(request.request_id), first)
         if len(rows := self._generated(request, state, part)):
             state.held.append(rows.copy() if rows.base is not None else rows)
             state.group_rows -= len(rows)
