@@ -62,18 +62,18 @@ class Again:
 
 
 def hits() -> float:
-    """Prompt tokens that engines of this process found in the prefix cache."""
+    """Prompt tokens that the engine which started last found in the prefix cache; vLLM forgets what others counted."""
     samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
     return sum(sample.value for sample in samples if sample.name == "vllm:prefix_cache_hits_total")
 
 
 @pytest.fixture(scope="module")
 def again(tiny_model: Path) -> Iterator[Again]:
-    probing, before = Again(), hits()
+    probing = Again()
     with ExitStack() as stack:
         with patch.object(plugin, "probe", probing.first):
             stack.enter_context(serving(tiny_model, "--enable-scale-out", "--max-num-batched-tokens", "64"))
-        assert hits() > before  # or nothing is asked twice
+        assert hits()  # or nothing is asked twice
         yield probing
         probing()  # what was taken away is back
 
