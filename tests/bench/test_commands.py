@@ -48,7 +48,7 @@ def test_parts_of_a_step() -> None:
     rows = rows_of(host_step_table("cpu", num_layers=2, top_k=2, repeats=2))
     assert [row[0] for row in rows] == ["1", "64", "256", "8192"]
     assert all(cell.endswith(" µs") for row in rows for cell in row[1:])
-    assert [len(row) for row in rows_of(queue_table(waiting=(0, 30), steps=2))] == [3, 3, 3, 3]
+    assert [len(row) for row in rows_of(queue_table(waiting=(0, 30), steps=2))] == [3] * 6
     *_, returned = rows_of(long_prompt_table(length=1024, repeats=2, forward_s=0, num_running=3))
     assert "steps, at most" in returned[4]
     assert asyncio.run(Stream(3).figures())["of it encoding"] > 0
