@@ -51,11 +51,12 @@ class Stream:
             self._rows = joined(self._rows, dice.random(self._rows.shape, dtype=np.float32))
 
     async def _outputs(self, buffer: RowBuffer | None) -> AsyncIterator[RequestOutput]:
+        prompt = [0] * PROMPT
         for token in range(TOKENS):
             if buffer is not None and (not self._options.at_end or token % HELD_ROWS == 0 or token == TOKENS - 1):
                 start, end = max(buffer.end, 0), PROMPT + token
                 buffer.push(start, self._rows[start:end])
-            yield output_of([0] * PROMPT, buffer, 1, "length" if token == TOKENS - 1 else None)
+            yield output_of(prompt, buffer, 1, "length" if token == TOKENS - 1 else None)
 
     async def _chunks(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
         async for _ in outputs:

@@ -36,6 +36,12 @@ class RequestRows:
     group_rows: int = 0
     held: list[Rows] = field(default_factory=list)
 
+    def hold(self, rows: Rows) -> None:
+        """Keeps `rows`, the last before `next_row`. Copies views, which may be of a step's rows of all requests."""
+        if len(rows):
+            self.held.append(rows if rows.base is None else rows.copy())
+            self.group_rows -= len(rows)
+
     def take_held(self) -> PlacedRows | None:
         """The held rows; None if there are none."""
         if not self.held:

@@ -453,9 +453,8 @@ class SchedulerConnector(ConnectorSlot):
             return PlacedRows(start, self._generated(request, state, part))
         if state.is_cached:
             self._hold_cached(request, state, part)
-        elif len(rows := self._generated(request, state, part)):
-            state.held.append(rows.copy())  # not a view of the step's rows, which are those of all requests
-            state.group_rows -= len(rows)
+        else:
+            state.hold(self._generated(request, state, part))
         # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped. With
         # drafts, steps in flight may compute a known token again, whose row is then not the one that the next token
         # was sampled with.
@@ -486,9 +485,7 @@ class SchedulerConnector(ConnectorSlot):
             part = StepPart(request.num_tokens - 1, np.empty((0, *self._cache.row_shape), np.int16))
         first = state.next_row // self._block_size  # a long table takes longer than its rows
         part.block_ids = partial(_block_ids, self._block_table(request.request_id), first)
-        if len(rows := self._generated(request, state, part)):
-            state.held.append(rows.copy() if rows.base is not None else rows)
-            state.group_rows -= len(rows)
+        state.hold(self._generated(request, state, part))
 
     def _asked_for(self, state: RequestRows, rows: Rows) -> Rows:
         """What of `rows` a request is sent: ids alone, unless it asks for weights too."""
