@@ -33,6 +33,7 @@ WINDOW_S = 1.0
 byte, because its rows are encoded before that."""
 
 
+MODES = ("streamed", "unstreamed")
 _ODD_SIZES = (129, 257, 385, 641, 1025, 1537, 2049, 3073, 4097, 6145, 8191)
 
 
@@ -43,6 +44,7 @@ class Case:
     Attributes:
         mixed: answers between half and one and a half times as long as `new_tokens`.
         over: the seconds over which its requests come, if not all at once.
+        modes: in which it runs.
         long: length of one more prompt, sent after `long_at` seconds; with it come short requests every `gap` seconds.
     """
 
@@ -53,6 +55,7 @@ class Case:
     choices: int = 1
     mixed: bool = False
     over: float = 0.0
+    modes: tuple[str, ...] = MODES
     long: int = 0
     long_at: float = 1.0
     gap: float = 0.02
@@ -103,6 +106,10 @@ class Line:
     rows: str
     stream: bool
     baseline: str
+
+    @property
+    def mode(self) -> str:
+        return MODES[0] if self.stream else MODES[1]
 
 
 def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
@@ -266,6 +273,7 @@ class Bench:
 
     def _turns(self, case: Case, lines: list[Line]) -> None:
         """Every line of a case in turns, after a warm-up."""
+        lines = [line for line in lines if line.mode in case.modes]
         if self._late():
             return
         short = replace(case, new_tokens=8, others=min(case.others, 10), long_at=0.1)
@@ -283,10 +291,9 @@ class Bench:
     def _measure(self, case: Case, line: Line, repeat: int) -> None:
         run = self._once(case, line)
         about = {"case": case.name, "variant": line.variant, "baseline": line.baseline, "repeat": repeat}
-        mode = "streamed" if line.stream else "unstreamed"
         binary = " MessagePack" if self._args.msgpack and not line.stream else ""
         form = f"{self._args.form} {self._args.dtype}{binary}" if line.rows == "split" else None
-        about |= {"mode": mode, "form": form, "api_servers": self._args.api_servers}
+        about |= {"mode": line.mode, "form": form, "api_servers": self._args.api_servers}
         self._runs.append({**about, **run, **self._about})
         with (self._out / "results.jsonl").open("a") as file:
             file.write(json.dumps(self._runs[-1]) + "\n")
@@ -325,15 +332,16 @@ def main() -> None:
         os.environ[PLAYED_STEP_MS] = str(args.without_engine)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     every = {case.name: case for case in every_case}
+    every |= {f"{case.name}:{mode}": replace(case, modes=(mode,)) for case in every_case for mode in MODES}
     unknown = set(args.cases) - set(every)
     if unknown:
-        raise SystemExit(f"no such case: {sorted(unknown)}; there are {sorted(every)}")
+        raise SystemExit(f"no such case: {sorted(unknown)}; there are {[case.name for case in every_case]}")
     bench = Bench(args)
-    for name in every:
-        if every[name].slots > bench.slots and name in args.cases:
+    for name in args.cases:
+        if every[name].slots > bench.slots:
             print(f"{name} does not fit the KV cache at once: see --kv-cache-bytes and --gpus", file=sys.stderr)
-    fitting = [name for name in every if every[name].slots <= bench.slots]
-    runs = bench.run([every[name] for name in args.cases or fitting])
+    fitting = [case for case in every_case if case.slots <= bench.slots]
+    runs = bench.run([every[name] for name in args.cases] or fitting)
     print(table(runs))
     if any(run["faults"] for run in runs):
         raise SystemExit("answers were not what they must be: see the column of faults")
@@ -342,9 +350,11 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--cases", nargs="+", default=[], metavar="CASE", help="by default all whose KV cache fits")
+    parser.add_argument(
+        "--cases", nargs="+", default=[], metavar="CASE[:MODE]", help="by default all whose KV cache fits"
+    )
     parser.add_argument("--variants", nargs="+", default=["off", "captured", "returned"])
-    parser.add_argument("--modes", nargs="+", default=["streamed", "unstreamed"])
+    parser.add_argument("--modes", nargs="+", default=MODES)
     parser.add_argument("--form", default="object", help="routed_experts_format")
     parser.add_argument("--dtype", default="int16", help="routed_experts_dtype")
     parser.add_argument("--msgpack", action="store_true", help="take unstreamed answers with routing as MessagePack")
@@ -381,7 +391,7 @@ def parse() -> argparse.Namespace:
     args.clients = args.clients or (4 if args.device == "cuda" else 2)
     args.kv_cache_bytes = args.kv_cache_bytes or (9771050598 if args.device == "cuda" else 512 << 20)
     variants = ["off", "captured", "returned", "at_end", "reference", "recorded", "vllm"]
-    for name, known in (("variants", variants), ("modes", ["streamed", "unstreamed"])):
+    for name, known in (("variants", variants), ("modes", MODES)):
         if set(getattr(args, name)) - set(known):
             parser.error(f"--{name}: choose from {known}")
     return args
