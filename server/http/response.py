@@ -199,21 +199,19 @@ class RoutedResponse:
 
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned inline."""
-        made: list[dict[str, Any]] = [{} for _ in arrays]
         if self.references is None:
-            return made
-        num_inline, why = 0, StoreError()
-        for index, (choice, start, rows) in enumerate(arrays):
-            try:
-                made[index] = self.references.references(self.encoder, _name_of(choice), rows, start)
-            except StoreError as error:
-                num_inline, why = num_inline + _count(rows), error
-        if num_inline and self.encoder.text_bytes(num_inline) > self.max_bytes:
-            for each in made:
-                self.references.take_back(self.encoder, each)
-            raise why
-        if num_inline:
-            logger.warning("Routed experts of %d tokens are returned inline: %s", num_inline, why)
+            return [{} for _ in arrays]
+        named = ((_name_of(choice), start, rows) for choice, start, rows in arrays)
+        made, failure = self.references.references(self.encoder, named)
+        if failure is not None:
+            num_inline = sum(
+                _count(rows) for references, (*_, rows) in zip(made, arrays, strict=True) if not references
+            )
+            if self.encoder.text_bytes(num_inline) > self.max_bytes:
+                for references in made:
+                    self.references.take_back(self.encoder, references)
+                raise failure
+            logger.warning("Routed experts of %d tokens are returned inline: %s", num_inline, failure)
         return made
 
     def _one_or_list(self, items: list[Any]) -> Any:
@@ -286,7 +284,7 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     media_type = MSGPACK if packed else _JSON
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
     if answer.references is not None:
-        texts, marked = await answer.references.run(answer.prepare, packed)
+        texts, marked = await answer.references.run(answer.nbytes, answer.prepare, packed)
     elif is_small:
         texts, marked = answer.prepare(packed)
     else:

@@ -208,8 +208,8 @@ class RoutedServing:
         num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
         num_bytes = self.encoder(options).stored_bytes(num_rows * (num_choices if options.layout == "joined" else 1))
         try:
-            may_lack = not self.store.is_ready or self.store.lacks(num_bytes)
-            if may_lack and (lacking := await run_in_threadpool(self.store.make_room, num_bytes)):
+            fits = self.store.has_room(num_bytes)
+            if not fits and (lacking := await run_in_threadpool(self.store.make_room, num_bytes)):
                 raise StoreFullError(lacking)
         except StoreError as error:
             count_stored(succeeded=False)

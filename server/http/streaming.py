@@ -17,7 +17,6 @@ from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
@@ -275,19 +274,25 @@ class SSERewriter:
         self, references: ReferenceMaker, chunk: str, state: _Choice, prompt_rows: list[Rows] | None, rows: list[Rows]
     ) -> tuple[str, list[Rows] | None, list[Rows]]:
         """`chunk` with references to the rows. Those that the store cannot take are returned, to be sent inline."""
-        refer, encoder = references.references, self._encoder
-        try:
-            if not state.is_referred:
-                state.is_referred = True
-                first = state.next_row - sum(map(len, rows))
-                made = await references.run(refer, encoder, "routed_experts", rows, first)
-                chunk, rows = _insert(chunk, _begin_of_choice(chunk), _json_fields(made)), []
-            if prompt_rows is not None:
-                first = self._options.prompt_start
-                made = await references.run(refer, encoder, "prompt_routed_experts", prompt_rows, first)
-                chunk, prompt_rows = _insert(chunk, _BEGIN_OF_CHUNK, _json_fields(made)), None
-        except StoreError as error:
-            logger.warning("Routed experts are sent inline: %s", error)
+        arrays = []
+        if not state.is_referred:
+            state.is_referred = True
+            arrays.append(("routed_experts", state.next_row - sum(map(len, rows)), rows))
+        if prompt_rows is not None:
+            arrays.append(("prompt_routed_experts", self._options.prompt_start, prompt_rows))
+        if not arrays:
+            return chunk, prompt_rows, rows
+        num_bytes = sum(part.nbytes for *_, parts in arrays for part in parts)
+        made, failure = await references.run(num_bytes, references.references, self._encoder, arrays)
+        for (name, *_), by_name in zip(arrays, made, strict=True):
+            if not by_name:
+                continue
+            if name == "routed_experts":
+                chunk, rows = _insert(chunk, _begin_of_choice(chunk), _json_fields(by_name)), []
+            else:
+                chunk, prompt_rows = _insert(chunk, _BEGIN_OF_CHUNK, _json_fields(by_name)), None
+        if failure is not None:
+            logger.warning("Routed experts are sent inline: %s", failure)
         return chunk, prompt_rows, rows
 
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:

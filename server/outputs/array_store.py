@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from io import BytesIO
 from math import ceil
 from pathlib import Path
@@ -133,6 +133,7 @@ class ArrayStore:
         self._folder_file = self._lock_file = _CLOSED
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
         self._thread_lock = threading.RLock()  # the lock of the file is the process's
+        self._is_locked = False
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Runs what stores arrays in the store's own thread: several would take twice the CPU time, and would keep the
@@ -210,10 +211,15 @@ class ArrayStore:
     def _locked(self) -> Iterator[None]:
         self._open()
         with self._thread_lock:
+            if self._is_locked:
+                yield
+                return
             fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+            self._is_locked = True
             try:
                 yield
             finally:
+                self._is_locked = False
                 fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     @property
@@ -230,23 +236,22 @@ class ArrayStore:
         """Whether nobody who reads a file waits for a disk."""
         return _MEMORY in self.folder.resolve().parents
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `lacks` does not search the folder, as it may the first time."""
-        return self.is_open and "max_bytes" in vars(self)
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether `num_bytes` more surely fit, so that nobody needs to search the folder."""
+        return self.is_open and "max_bytes" in vars(self) and not self._lacking(num_bytes)
 
-    def lacks(self, num_bytes: int) -> str | None:
-        """Why `num_bytes` more do not fit now; None if they do. Deletes nothing."""
+    def _lacking(self, num_bytes: int) -> str | None:
         used = self.used_bytes
         return f"{used} of {self.max_bytes} bytes are used" if used + num_bytes > self.max_bytes else None
 
     def make_room(self, num_bytes: int) -> str | None:
-        """As `lacks`, after searching for expired arrays if `num_bytes` do not fit, but once a second at most."""
-        with self._thread_lock:  # so that others do not ask before the search has ended
-            if (lacking := self.lacks(num_bytes)) and time.monotonic() >= self._next_search:
+        """Why `num_bytes` more do not fit, after a search for expired arrays (once a second); None if they do."""
+        with self._locked():  # so that others do not ask before the search has ended
+            lacking = self._lacking(num_bytes)
+            if lacking and time.monotonic() >= self._next_search:
                 self.sweep()
                 self._next_search = time.monotonic() + _RETRY_S
-                lacking = self.lacks(num_bytes)
+                lacking = self._lacking(num_bytes)
         return lacking
 
     def put(self, array: NDArray[Any]) -> StoredArray:
@@ -256,31 +261,33 @@ class ArrayStore:
             StoreFullError: it does not fit, or the disk is full.
             StoreError: it cannot be written.
         """
-        header = _header_of(array)
+        header = _header(array.dtype.str, array.shape)
         size = len(header) + array.nbytes
         key = self._new_id()
-        path, unfinished = self.folder / f"{key}{_SUFFIX}", self.folder / f"{key}{_UNFINISHED}"
+        path = f"{self.folder}/{key}{_SUFFIX}"
+        unfinished = f"{self.folder}/{key}{_UNFINISHED}"
         expires = ceil(time.time() + self.lifetime_s)
         try:
-            with open(self._create(unfinished, size), "wb", buffering=0) as file:
-                _write(file.fileno(), header)
-                _write(file.fileno(), array.reshape(-1).view(np.uint8).data)
+            descriptor = self._create(unfinished, size)
+            try:
+                _write(descriptor, [header, array.reshape(-1).view(np.uint8).data])
+                os.utime(descriptor, (expires, expires))
+            finally:
+                os.close(descriptor)
             with self._locked():
-                os.utime(unfinished, (expires, expires))
-                unfinished.rename(path)
+                os.rename(unfinished, path)
         except OSError as error:
             with suppress(OSError):
-                self._remove(unfinished)
+                self._remove(Path(unfinished))
             if error.errno in _FULL:
                 raise StoreFullError(str(error)) from error
             raise StoreError(f"{self.folder} cannot be written to: {error.strerror}") from error
-        return StoredArray(key, path, expires)
+        return StoredArray(key, Path(path), expires)
 
-    def _create(self, path: Path, size: int) -> int:
+    def _create(self, path: str, size: int) -> int:
         """A new file of `size` bytes, which count from now on."""
-        self.make_room(_room(size))
         with self._locked():
-            if lacking := self.lacks(_room(size)):
+            if lacking := self.make_room(_room(size)):
                 raise StoreFullError(lacking)
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -376,15 +383,19 @@ def _room(size: int) -> int:
     return -(-size // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
-def _header_of(array: NDArray[Any]) -> bytes:
+@lru_cache
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
     buffer = BytesIO()
-    described = np.lib.format.header_data_from_array_1_0(array)  # type: ignore[no-untyped-call]
+    described = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
     return buffer.getvalue()
 
 
-def _write(descriptor: int, data: bytes | memoryview) -> None:
-    """Writes all of `data`; one call writes 2 GiB at most."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
+def _write(descriptor: int, parts: list[bytes | memoryview]) -> None:
+    """Writes all of `parts`; one call writes 2 GiB at most."""
+    while parts:
+        written = os.writev(descriptor, parts)
+        while parts and written >= len(parts[0]):
+            written -= len(parts.pop(0))
+        if parts:
+            parts[0] = memoryview(parts[0])[written:]

@@ -358,7 +358,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
         maker.refer(encoder, [], 0)
 
     async def leave() -> None:
-        task = asyncio.create_task(maker.run(prepare))
+        task = asyncio.create_task(maker.run(1, prepare))
         while not maker.untold:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -370,6 +370,27 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
     store.submit(lambda: None).result(10)
     assert len(maker.untold) == 2
     wait_until_empty(tmp_path / "store")
+
+
+def test_few_rows_in_memory_are_stored_within_the_event_loop(tmp_path: Path) -> None:
+    folder = default_folder(f"test-{os.getpid()}")
+    in_memory, on_disk = (ReferenceMaker(ArrayStore(path, 1 << 22), "") for path in (folder, tmp_path / "store"))
+
+    def is_here(maker: ReferenceMaker, num_bytes: int) -> bool:
+        return asyncio.run(maker.run(num_bytes, get_ident)) == get_ident()
+
+    try:
+        assert not is_here(in_memory, 1)  # the folder has to be made
+        for maker in (in_memory, on_disk):
+            maker.store.put(np.zeros(1 << 20, np.uint8))
+        assert is_here(in_memory, 1 << 19)
+        assert not is_here(in_memory, (1 << 19) + 1)
+        assert not is_here(on_disk, 1)
+        in_memory.store.put(np.zeros(3 << 20, np.uint8)[: -(1 << 14)])
+        assert is_here(in_memory, 1)
+        assert not is_here(in_memory, 1 << 14)  # may not fit
+    finally:
+        remove_unused(folder, ends=True)
 
 
 def wait_until_empty(folder: Path) -> None:

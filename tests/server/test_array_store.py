@@ -64,8 +64,8 @@ def test_ids_that_never_were_are_told_from_those_that_are_gone(tmp_path: Path) -
 def test_a_full_store_takes_more_when_something_expires(tmp_path: Path) -> None:
     store = ArrayStore(tmp_path / "store", 2 * FILE_BYTES + 1)
     stored = [store.put(ARRAY) for _ in range(2)]
-    assert store.lacks(FILE_BYTES)
-    assert not store.lacks(1)
+    assert not store.has_room(FILE_BYTES)
+    assert store.has_room(1)
     with pytest.raises(StoreFullError):
         store.put(ARRAY)
     assert len(list(store.folder.glob("[!.]*"))) == 2
