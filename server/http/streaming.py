@@ -313,23 +313,24 @@ class SSERewriter:
         first = next_row - num_rows
         blank = _without_text(chunk) if count > 1 else ""
         for line in range(count):
-            text = blank if line < count - 1 else chunk
+            text, of_prompt, of_choice = blank if line < count - 1 else chunk, "", ""
             if has_prompt and (line == 0 or prompt_rows):
                 # Fewer rows than lines: one row in each of the first lines, because clients expect the prompt first.
                 piece, prompt_rows = split(
                     prompt_rows, _rows_of_line(num_prompt, line, count) if num_prompt >= count else 1
                 )
-                array, begin = _joined(piece, self._encoder.row_shape), _BEGIN_OF_CHUNK
-                text = _insert(text, begin, self._fields("prompt_routed_experts", array, next_prompt_row))
+                array = _joined(piece, self._encoder.row_shape)
+                of_prompt = self._fields("prompt_routed_experts", array, next_prompt_row)
                 next_prompt_row += len(array)
             piece, rows = split(rows, _rows_of_line(num_rows, line, count))
             if piece:
-                array, begin = _joined(piece, self._encoder.row_shape), _begin_of_choice(text)
-                text = _insert(text, begin, self._fields("routed_experts", array, first))
+                array = _joined(piece, self._encoder.row_shape)
+                of_choice = self._fields("routed_experts", array, first)
                 first += len(array)
             if self._references is not None and line == count - 1:
                 self._references.untold.clear()
-            yield text
+            begin = _begin_of_choice(text)
+            yield f"{text[:_BEGIN_OF_CHUNK]}{of_prompt}{text[_BEGIN_OF_CHUNK:begin]}{of_choice}{text[begin:]}"
 
     def _fields(self, name: str, rows: Rows, start: int) -> str:
         fields = self._encoder.fields(name, rows, start)
