@@ -151,7 +151,7 @@ class ArrayStore:
 
     def _open(self) -> None:
         """Opens the folder unless it is open and still there."""
-        if self._is_there():
+        if self._is_locked or self._is_there():
             return
         with self._thread_lock:
             if not self._is_there():
