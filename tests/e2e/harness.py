@@ -27,6 +27,7 @@ import vllm
 from transformers import AutoModelForCausalLM
 
 from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.protocol.fetch import fetch
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 420
@@ -415,6 +416,9 @@ class Answer:
     finish_reason: str | None = None
 
 
+NO_ROWS = np.empty((0, 1, 1), np.int16)
+
+
 def rows_of(answer: Answer) -> np.ndarray:
     """From its first position on."""
     return np.concatenate([answer.prompt_rows, answer.rows])
@@ -488,17 +492,27 @@ def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
         array, prompt_array = choice["routed_experts"], prompts[index // per_prompt]
         assert prompt_array["start"] == start
         assert array["start"] == len(prompt)
-        answer = Answer(prompt, choice["token_ids"], start, decode(prompt_array), decode(array))
+        answer = Answer(prompt, choice["token_ids"], start, rows_in(prompt_array), rows_in(array))
         answer.text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
         answer.finish_reason = choice["finish_reason"]
         answers.append(answer)
     return answers
 
 
-def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: int = 1) -> list[Answer]:
+def rows_in(array: dict[str, Any]) -> np.ndarray:
+    """The rows of an array in the default form, or by reference."""
+    return fetch(array).swapaxes(0, 1) if "url" in array else decode(array)
+
+
+def answers_of_stream(
+    chunks: list[dict[str, Any]], start: int = 0, per_prompt: int = 1, at_end: bool = False
+) -> list[Answer]:
     """The choices of a streamed completion, checking on the way that each chunk carries the rows it should.
 
     Rows that take more than one line come in pieces, on chunks without tokens before the one that they belong to.
+
+    Args:
+        at_end: whether all rows come with the last chunk of each choice.
     """
     prompts: dict[int, np.ndarray] = {}
     answers: dict[int, Answer] = {}
@@ -512,11 +526,11 @@ def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: 
         prompt_index = index // per_prompt
         if "prompt_routed_experts" in chunk:
             array = chunk["prompt_routed_experts"]
-            rows, before = decode(array), prompts.get(prompt_index)
+            rows, before = rows_in(array), prompts.get(prompt_index)
             assert array["start"] == start + (0 if before is None else len(before)), "rows twice, or not in order"
             prompts[prompt_index] = rows if before is None else np.concatenate([before, rows])
-        assert prompt_index in prompts, "the first chunk of a prompt has no prompt rows"
-        no_rows = prompts[prompt_index][:0]
+        assert at_end or prompt_index in prompts, "the first chunk of a prompt has no prompt rows"
+        no_rows = prompts.get(prompt_index, NO_ROWS)[:0]
         answer = answers.setdefault(index, Answer([], [], start, no_rows, no_rows))
         answer.prompt = answer.prompt or choice.get("prompt_token_ids") or chunk.get("prompt_token_ids") or []
         answer.tokens += choice.get("token_ids") or []
@@ -524,14 +538,16 @@ def answers_of_stream(chunks: list[dict[str, Any]], start: int = 0, per_prompt: 
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
         if "routed_experts" in choice:
             array = choice["routed_experts"]
-            assert array["shape"][0] > 0, "an empty array in a chunk"
+            assert array["shape"][0] > 0 or "url" in array, "an empty array in a chunk"
             assert array["start"] == firsts.setdefault(index, array["start"]) + len(answer.rows)
-            answer.rows = np.concatenate([answer.rows, decode(array)])
-        known, has = max(len(answer.tokens) - 1, 0), len(answer.rows)
+            answer.rows = np.concatenate([*([answer.rows] if len(answer.rows) else []), rows_in(array)])
+        is_due = not at_end or answer.finish_reason is not None
+        known, has = max(len(answer.tokens) - 1, 0) if is_due else 0, len(answer.rows)
         is_piece = not choice.get("token_ids") and answer.finish_reason is None
         assert has == known or (is_piece and has > known), f"{has} rows after {len(answer.tokens)} tokens"
     for index, answer in answers.items():
         answer.prompt_rows = prompts[index // per_prompt]
+        answer.rows = answer.rows if len(answer.rows) else answer.prompt_rows[:0]
         assert firsts.get(index) in (None, start + len(answer.prompt_rows))
     return [answers[index] for index in sorted(answers)]
 

@@ -71,7 +71,8 @@ COUNTERS = {
 FIELDS = {
     **{"echo": "echo", "several choices": "n", "structured output": "structured_outputs", "logit bias": "logit_bias"},
     **{"min_tokens": "min_tokens", "stream_interval": "stream_interval", "chat": "messages"},
-    "weights asked for": "return_routed_expert_weights",
+    **{"weights asked for": "return_routed_expert_weights", "by reference": "routed_experts_delivery"},
+    "at the end": "routed_experts_stream",
 }
 """Situations that a request's field makes."""
 SITUATIONS = (
@@ -163,6 +164,11 @@ class Task:
     @property
     def weights(self) -> bool:
         return "return_routed_expert_weights" in self.body
+
+    @property
+    def at_end(self) -> bool:
+        """Whether rows come with the last chunk of each choice."""
+        return "routed_experts_delivery" in self.body or "routed_experts_stream" in self.body
 
     def __str__(self) -> str:
         body = {name: value for name, value in self.body.items() if name not in ("prompt", "messages")}
@@ -298,6 +304,9 @@ class Mix:
             task.body["routed_experts_dtype"] = rng.choice(["int16", "uint8", "int32", "auto"])
         if rng.random() < 0.5:
             task.body["return_routed_expert_weights"] = True
+        if rng.random() < 0.4:
+            late = [("routed_experts_delivery", "reference"), ("routed_experts_stream", "at_end")]
+            task.body |= dict([rng.choice(late)])
 
 
 @dataclass
@@ -464,6 +473,8 @@ class Torture:
             return
         if task.stream and "stream_interval" not in task.body:
             counts["chunks with several tokens"] += sum(len(choice.get("token_ids") or []) > 1 for choice in choices)
+        if task.at_end and not complete:
+            return
         answers = self._answers(task, received)
         weights = self._answers(task, [*map(with_weights_as_rows, received)]) if task.weights else []
         if complete:
@@ -478,7 +489,7 @@ class Torture:
     @staticmethod
     def _answers(task: Task, received: list[dict[str, Any]]) -> list[Answer]:
         if task.stream:
-            return [each for each in answers_of_stream(received, task.start, task.n) if each.tokens]
+            return [each for each in answers_of_stream(received, task.start, task.n, task.at_end) if each.tokens]
         return answers_of(received[0], task.start)
 
     def _check_answers(self, task: Task, answers: list[Answer], weights: list[Answer]) -> None:
