@@ -289,7 +289,11 @@ class SchedulerConnector(ConnectorSlot):
         self._follow_blocks(scheduled, scheduler_output)
         if step is not None:
             self._prompt_reader.wait_for_reads(step.slots)
-            self._host_cache(step).write(step.slots, step.rows)
+            cache = self._host_cache(step)
+            cache.write(step.slots, step.rows)
+            for load in scheduled.loads:
+                if load.ends_late:
+                    load.apply(cache)  # again: `_follow_blocks` has waited for reads
         self._keep(keep for keep in scheduled.keeps if not keep.comes_first)
         if step is None:
             if scheduler_output.total_num_scheduled_tokens:

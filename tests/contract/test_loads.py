@@ -220,3 +220,16 @@ def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:
         client.answer("hits", before.sequence, start=None)
         assert kept.num_loaded == 1
         client.finish()
+
+
+def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
+    """A load beside steps ends later than the step that it begins with."""
+    with store(is_async=True, fetches_hits=True) as kept:
+        client = computed_before(engine_with_store(is_async=is_async), PROMPT)
+        client.add("computes", PROMPT[: BLOCK + 1])
+        client.add("loads", PROMPT, start=None)
+        client.run()
+        assert client.answer("recorded", PROMPT[: BLOCK + 1], best_effort=True).missing == LOADED[:BLOCK]
+        assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
+        assert kept.num_loaded == 1
+        client.finish(missing=BLOCK)

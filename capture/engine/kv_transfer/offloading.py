@@ -60,6 +60,7 @@ class OffloadLoad:
     slots: NDArray[np.int64]
     places: NDArray[np.int64]
     cause: Cause
+    ends_late = False  # no step writes into these slots before the load has ended
 
     def are_known(self) -> NDArray[np.bool_]:
         """[n], True for slots whose rows are known."""

@@ -36,11 +36,13 @@ class KVLoad:
         rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown. In a cache of rows
             with weights, those of ids that came alone are unknown.
         cause: why some are unknown.
+        ends_late: True if it may overwrite what the step writes into the slots, because it runs beside steps.
     """
 
     slots: NDArray[np.int64]
     rows: WireRows | None
     cause: Cause
+    ends_late: bool = False
 
     def apply(self, cache: HostCache) -> None:
         """Writes the rows that came with the KV. `receive_rows` has checked their shape."""
@@ -68,7 +70,8 @@ class ExternalKVTracker:
     `OffloadedRows` keeps the rows of an `OffloadingConnector` with their KV.
 
     A load is decided when a step is scheduled, while earlier steps may still write rows into the same slots. So its
-    slots are cleared when that step's output arrives, before the step's rows are written.
+    slots are cleared when that step's output arrives, before the step's rows are written. If a load that runs beside
+    steps overwrites a prefix hit, which this step may be computing, they are cleared again after that.
 
     Args:
         forgot: called if the connector behaves unexpectedly.
@@ -111,6 +114,7 @@ class ExternalKVTracker:
         self._forgot = forgot
         self._recompute = policy == RECOMPUTE
         self._asked: tuple[str, int] = "", 0
+        self._is_async = False  # whether the connector would load beside steps, when last asked
         self._loads: list[KVLoad | OffloadLoad] = []
         self._reads_back = reads_back(config)
         lease_s = lease_of(config)
@@ -152,6 +156,7 @@ class ExternalKVTracker:
         loads, self._loads = self._loads, []
         without = [blocks for blocks in (self._blocks_without_rows, self._blocks_without_weights) if blocks]
         if without:
+            late = {block for load in loads if load.ends_late for block in self._blocks(load.slots)}
             for source, destination in step.kv_cache_block_copies or ():
                 for blocks in without:
                     if source in blocks:
@@ -162,7 +167,7 @@ class ExternalKVTracker:
                 if first < end:  # a block whose first slot is computed is computed as a whole
                     computed = {block.block_id for block in self._manager.req_to_blocks[request_id][first:end]}
                     for blocks in without:
-                        blocks -= computed
+                        blocks -= computed - late
         return loads
 
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
@@ -212,6 +217,7 @@ class ExternalKVTracker:
                 return None, False
         self._asked = request.request_id, num_local
         count, is_async = self._get_num_new_matched_tokens(request, num_local)
+        self._is_async = is_async
         if count is not None and count < 0:
             # ExampleConnector stores prompts only, and returns this for a preempted request whose prefix hit is longer.
             # vLLM would then recompute the difference, overwriting blocks of the hit that others read.
@@ -276,7 +282,8 @@ class ExternalKVTracker:
             return
         cause = Cause.KV_TRANSFER if self._kind(request) is Kind.TRANSFER else self._store_cause
         if not self.writes_behind_hit:
-            self._add(KVLoad(self._slots(table, 0, num_local), None, cause), np.zeros(num_local, dtype=np.bool_))
+            hit = KVLoad(self._slots(table, 0, num_local), None, cause, ends_late=self._is_async)
+            self._add(hit, np.zeros(num_local, dtype=np.bool_))
         slots = self._slots(table, num_local, num_local + count)
         offloaded = self._offloaded[child]
         if offloaded is not None:
@@ -298,7 +305,10 @@ class ExternalKVTracker:
             self._add_without_weights(slots[lack_weights(rows)] if handed.has_weights else slots)
 
     def _add_without_weights(self, slots: NDArray[np.int64]) -> None:
-        self._blocks_without_weights.update(np.unique(slots // self._block_size).tolist())
+        self._blocks_without_weights.update(self._blocks(slots))
+
+    def _blocks(self, slots: NDArray[np.int64]) -> list[int]:
+        return np.unique(slots // self._block_size).tolist()
 
     def _slots(self, table: NDArray[np.int64], first: int, end: int) -> NDArray[np.int64]:
         """Slots of positions `first` to `end`."""
