@@ -71,7 +71,7 @@ class CollectedRows:
                 buffer = RowBuffer(output.request_id)
             buffers.append(buffer)
             end = max(prompt_len + len(choice.token_ids) - 1, start)
-            shape = self.shape if choice.finish_reason != "abort" else None
+            shape = self.shape if choice.finish_reason not in ("abort", "error") else None
             prompt = buffer.take(start, min(prompt_len, end), shape)
             lost = sum(map(count_missing, map(self._ids, prompt))) if buffer.num_lost else 0
             prompts.append((_count(prompt) - lost, prompt))

@@ -184,10 +184,11 @@ def test_choices_whose_prompts_went_through_other_weights() -> None:
     assert placed(made()) == ([0, 1], [[2], [12]])
 
 
-def test_an_abort_is_never_padded() -> None:
+@pytest.mark.parametrize("finish", ["abort", "error"])
+def test_an_abort_is_never_padded(finish: str) -> None:
     """Nor does one before the first token take the prompt away that another choice has."""
-    aborted, whole = choice(0, None, 0, finish="abort"), (0, rows_of(0, 5))
-    assert placed(output(3, choice(4, buffer_of((0, rows_of(0, 4))), finish="abort"))) == ([0, 1, 2], [[3]])
+    aborted, whole = choice(0, None, 0, finish=finish), (0, rows_of(0, 5))
+    assert placed(output(3, choice(4, buffer_of((0, rows_of(0, 4))), finish=finish))) == ([0, 1, 2], [[3]])
     assert placed(output(3, aborted)) == ([], [[]])
     assert placed(output(3, aborted, choice(3, buffer_of(whole), 1))) == ([0, 1, 2], [[], [3, 4]])
     aborted.index = 1
