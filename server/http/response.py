@@ -152,6 +152,11 @@ class RoutedResponse:
         return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
 
     @property
+    def num_arrays(self) -> int:
+        """Number of all arrays, with those of weights."""
+        return (len(self.rows.choices) + len(self.rows.prompts)) * len(self.encoder.by_name())
+
+    @property
     def _hands_prompt_over(self) -> bool:
         """Whether `kv_transfer_params` have all rows of the prompt. Of several prompts, they have those of the first;
         weights may be too large for them."""
@@ -284,7 +289,7 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     media_type = MSGPACK if packed else _JSON
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
     if answer.references is not None:
-        texts, marked = await answer.references.run(answer.nbytes, answer.prepare, packed)
+        texts, marked = await answer.references.run(answer.num_arrays, answer.nbytes, answer.prepare, packed)
     elif is_small:
         texts, marked = answer.prepare(packed)
     else:

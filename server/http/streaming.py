@@ -193,7 +193,8 @@ class SSERewriter:
                     if self._references is not None:
                         chunk, prompt_rows, rows = await self._refer(self._references, chunk, state, prompt_rows, rows)
                         begin = _begin_of_choice(chunk)
-                if prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows:  # the usual case
+                is_single = prompt_rows is None and len(rows) == 1 and len(rows[0]) <= self._line_rows
+                if is_single and self._references is None:  # the usual case
                     assert state is not None
                     start = state.next_row - len(rows[0])
                     yield _insert(chunk, begin, self._fields("routed_experts", rows.pop(), start))
@@ -283,7 +284,8 @@ class SSERewriter:
         if not arrays:
             return chunk, prompt_rows, rows
         num_bytes = sum(part.nbytes for *_, parts in arrays for part in parts)
-        made, failure = await references.run(num_bytes, references.references, self._encoder, arrays)
+        num_arrays = len(arrays) * len(self._encoder.by_name())
+        made, failure = await references.run(num_arrays, num_bytes, references.references, self._encoder, arrays)
         for (name, *_), by_name in zip(arrays, made, strict=True):
             if not by_name:
                 continue
@@ -402,6 +404,7 @@ def _without_text(chunk: str) -> str:
 _ONCE = {
     *("usage", "metrics", "system_fingerprint", "prompt_token_ids", "prompt_text", "mm_placeholders"),
     *("prompt_routed_experts_histogram", "routed_experts_histogram", "kv_transfer_params"),
-    *("routed_experts", "routed_expert_weights"),  # references, where the prompt's rows do not fit the store
+    *("routed_experts", "routed_expert_weights"),  # references, where other rows do not fit the store
+    *("prompt_routed_experts", "prompt_routed_expert_weights"),
 }
 """Fields that only the last of several lines has."""

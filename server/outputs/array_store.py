@@ -204,23 +204,36 @@ class ArrayStore:
         """Limit of all files together."""
         if self._given_max_bytes is not None:
             return self._given_max_bytes
-        used, disk = self.sweep(), os.statvfs(self.folder)
+        used, disk = self.sweep(), os.fstatvfs(self._folder_file)
         return (disk.f_bavail * disk.f_frsize + used) // 2
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._open()
-        with self._thread_lock:
-            if self._is_locked:
-                yield
-                return
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
-            self._is_locked = True
+    def _locked(self, waits: bool = True) -> Iterator[bool]:
+        """Locks the store for other threads and processes. Says whether it did, if it does not wait for them."""
+        if not self._thread_lock.acquire(blocking=waits):
+            yield False
+            return
+        try:
+            was_locked, self._is_locked = self._is_locked, self._is_locked or self._lock(waits)
             try:
-                yield
+                yield self._is_locked
             finally:
-                self._is_locked = False
-                fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+                if self._is_locked and not was_locked:
+                    self._is_locked = False
+                    fcntl.flock(self._lock_file, fcntl.LOCK_UN)
+        finally:
+            self._thread_lock.release()
+
+    def _lock(self, waits: bool) -> bool:
+        """Locks the store for other processes. False if one of them has it, and this one does not wait."""
+        self._open()
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise StoreError(f"{self.folder} cannot be locked: {error.strerror}") from error
+        return True
 
     @property
     def used_bytes(self) -> int:
@@ -239,6 +252,15 @@ class ArrayStore:
     def has_room(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more surely fit, so that nobody needs to search the folder."""
         return self.is_open and "max_bytes" in vars(self) and not self._lacking(num_bytes)
+
+    @contextmanager
+    def at_once(self, num_bytes: int) -> Iterator[bool]:
+        """Whether `num_bytes` can be stored meanwhile without waiting for a disk, for others, or for a search."""
+        if not (self.is_in_memory and self.is_open and self._is_there()):
+            yield False
+            return
+        with self._locked(waits=False) as is_locked:
+            yield is_locked and self.has_room(num_bytes)
 
     def _lacking(self, num_bytes: int) -> str | None:
         used = self.used_bytes

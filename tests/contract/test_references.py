@@ -336,6 +336,20 @@ def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(tiny_model: Pa
     assert ["routed_experts" in chunk["choices"][0] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
 
 
+@pytest.mark.parametrize("max_tokens", [20, 300])
+def test_a_prompt_that_fits_where_its_answer_does_not(tiny_model: Path, tmp_path: Path, max_tokens: int) -> None:
+    """It is told of once, with the last of one or more lines, and stays."""
+    flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", str(FILE_BYTES))
+    body = {"prompt": prompt_of(1, 12), "max_tokens": max_tokens, "ignore_eos": True, **ASK, **REFERENCE}
+    with serving(tiny_model, *flags) as server:
+        chunks = [chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)]
+        (reference,) = [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk]
+        time.sleep(0.2)
+        assert fetch(reference).shape == (L, 1, K)
+    assert (len(chunks) > 1) == (max_tokens == 300)
+    assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == max_tokens - 1
+
+
 def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_path: Path) -> None:
     """The rows of the choice fit the store; then those of the prompt fit neither it nor a response."""
     flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", str(5 * FILE_BYTES))
@@ -358,7 +372,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
         maker.refer(encoder, [], 0)
 
     async def leave() -> None:
-        task = asyncio.create_task(maker.run(1, prepare))
+        task = asyncio.create_task(maker.run(1, 1, prepare))
         while not maker.untold:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -374,10 +388,10 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
 
 def test_few_rows_in_memory_are_stored_within_the_event_loop(tmp_path: Path) -> None:
     folder = default_folder(f"test-{os.getpid()}")
-    in_memory, on_disk = (ReferenceMaker(ArrayStore(path, 1 << 22), "") for path in (folder, tmp_path / "store"))
+    in_memory, on_disk = (ReferenceMaker(ArrayStore(path, 1 << 23), "") for path in (folder, tmp_path / "store"))
 
-    def is_here(maker: ReferenceMaker, num_bytes: int) -> bool:
-        return asyncio.run(maker.run(num_bytes, get_ident)) == get_ident()
+    def is_here(maker: ReferenceMaker, num_bytes: int, num_arrays: int = 16) -> bool:
+        return asyncio.run(maker.run(num_arrays, num_bytes, get_ident)) == get_ident()
 
     try:
         assert not is_here(in_memory, 1)  # the folder has to be made
@@ -385,10 +399,15 @@ def test_few_rows_in_memory_are_stored_within_the_event_loop(tmp_path: Path) -> 
             maker.store.put(np.zeros(1 << 20, np.uint8))
         assert is_here(in_memory, 1 << 19)
         assert not is_here(in_memory, (1 << 19) + 1)
+        assert not is_here(in_memory, 1, num_arrays=17)
         assert not is_here(on_disk, 1)
-        in_memory.store.put(np.zeros(3 << 20, np.uint8)[: -(1 << 14)])
+        with ArrayStore(folder)._locked():  # by another process
+            assert not is_here(in_memory, 1)
+        with ThreadPoolExecutor() as another, in_memory.store._locked():
+            assert another.submit(is_here, in_memory, 1).result(10) is False
+        in_memory.store.put(np.zeros(27 << 18, np.uint8))
         assert is_here(in_memory, 1)
-        assert not is_here(in_memory, 1 << 14)  # may not fit
+        assert not is_here(in_memory, 1 << 16)  # may not fit
     finally:
         remove_unused(folder, ends=True)
 

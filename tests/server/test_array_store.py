@@ -149,6 +149,19 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     assert store.used_bytes == other.used_bytes == other.sweep() == FILE_BYTES
 
 
+def test_a_folder_that_is_removed_while_it_is_locked(tmp_path: Path) -> None:
+    store, other = (ArrayStore(tmp_path / "store", 1 << 20) for _ in range(2))
+    store.put(ARRAY)
+    with ThreadPoolExecutor() as another:
+        with store._locked():
+            shutil.rmtree(store.folder)
+            other.put(ARRAY)
+            waits = another.submit(store.put, ARRAY)
+            time.sleep(0.1)
+        waits.result(10)
+    assert other.used_bytes == other.sweep() == 2 * FILE_BYTES
+
+
 def test_a_folder_that_is_removed_at_any_time(tmp_path: Path) -> None:
     store = ArrayStore(tmp_path / "store", 1 << 20)
 

@@ -278,7 +278,8 @@ class ExternalKVTracker:
             self._forgot("loads KV that it was not asked for", capacity)
             if self.handed is not None:
                 self.handed.forget(request.request_id)
-            self._add(KVLoad(self._slots(table, 0, capacity), None, Cause.FAULT), np.zeros(capacity, dtype=np.bool_))
+            unknown = KVLoad(self._slots(table, 0, capacity), None, Cause.FAULT, ends_late=True)
+            self._add(unknown, np.zeros(capacity, dtype=np.bool_))
             return
         cause = Cause.KV_TRANSFER if self._kind(request) is Kind.TRANSFER else self._store_cause
         if not self.writes_behind_hit:
