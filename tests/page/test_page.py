@@ -55,6 +55,16 @@ def selected(tab: Tab, token: int) -> None:
     tab.wait(f"$('{SELECTED}')?.dataset.i === '{token}'")
 
 
+def choose(tab: Tab, token: int) -> None:
+    """Clicks a token until it is the selected one: what a response that has just ended adds may move it meanwhile."""
+
+    def is_selected() -> bool:
+        tab.click(f"#tokens-a [data-i='{token}']")
+        return bool(tab.js(f"$('{SELECTED}')?.dataset.i === '{token}'"))
+
+    wait_until(is_selected, "another token is selected", 60)
+
+
 def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> None:
     """Waits until the token in full is `rows` [L, K]; all of it is filled in when the keys rest."""
     chips = f"$$('#detail tbody tr').map(row => [...row.children[{column}].querySelectorAll('.chip')])"
@@ -98,7 +108,7 @@ def test_an_answer_streams_in(tab: Tab, api: Server, kind: str) -> None:
     assert [text.replace("⏎", "") for text in tab.texts(TOKENS)] == texts_of([*said.prompt, *said.tokens])
     assert f"{len(said.prompt)} prompt and 40 generated tokens, {len(rows)} rows of 8 layers" in tab.text("#summary")
     shows(tab, rows[-1])  # the last row is selected while the answer grows
-    tab.click("#tokens-a [data-i='3']")
+    choose(tab, 3)
     shows(tab, rows[3])
     assert all(url.startswith(api.url) for url in tab.requested)
 
@@ -178,7 +188,7 @@ def test_balance(tab: Tab, viewed: Viewed) -> None:
     """The entropy of the load so far, or of the last tokens, as a share of the most that it can be."""
     rows = rows_of(99, 3, 2, 8)
     show(tab, viewed(answer(rows, 10), given=ModelInfo(num_experts=8)))
-    tab.click("#tokens-a [data-i='60']")
+    choose(tab, 60)
     for span, part in (("0", rows[:61]), ("32", rows[29:61])):
         tab.choose("#window", span)
         shares = [np.bincount(part[:, layer].ravel(), minlength=8) / part[:, layer].size for layer in range(3)]
@@ -236,7 +246,7 @@ def test_weights_stream_in(tab: Tab, weighing_api: Server) -> None:
     ended(tab)
     shows(tab, rows[-1])
     shows_weights(tab, weights_for(rows[-1:])[0])
-    tab.click("#tokens-a [data-i='3']")
+    choose(tab, 3)
     shows(tab, rows[3])
     shows_weights(tab, weights_for(rows[3:4])[0])
 
@@ -254,7 +264,7 @@ def test_weights_of_saved_answers(tab: Tab, viewed: Viewed) -> None:
     weights[30, 3] = (0.5, 0.25, 0.0001, 0)
     show(tab, viewed(answer(rows, 10, weights=weights), given=ModelInfo(num_experts=32)))
     for token in (14, 20, 30):
-        tab.click(f"#tokens-a [data-i='{token}']")
+        choose(tab, token)
         wait_until(lambda: tab.text("#detail-token").startswith(f"Token {token} "), "another token", 60)  # noqa: B023
         shows_weights(tab, weights[token])
     assert tab.texts("#detail tbody tr:nth-child(4) small") == [" 0.500", " 0.250", " 1e-4", " 0"]
@@ -284,7 +294,7 @@ def test_weights_of_saved_answers(tab: Tab, viewed: Viewed) -> None:
     tab.wait_for_text("#summary", "streaming")
     tab.click("#stop")
     ended(tab)
-    tab.click("#tokens-a [data-i='14']")
+    choose(tab, 14)
     shows_weights(tab, weights[14])
     one, other = rows_of(9, 6, 4, 32), rows_of(9, 6, 4, 32, seed=1)
     tab.open(viewed(answer(one, 3, weights=weights_of(one)), answer(other, 3)))
@@ -481,7 +491,7 @@ def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
     rows[:, INFO["layer_ids"]] = rows_of(29, 3, 2, 32)
     show(tab, viewed(text=f"{json.dumps(INFO, indent=1)}\n{json.dumps(answer(rows, 12), indent=1)}"))
     assert f"29 rows of 3 layers {TIMES} 2 of 40 experts" in tab.text("#summary")
-    tab.click("#tokens-a [data-i='14']")
+    choose(tab, 14)
     shows(tab, rows[14, INFO["layer_ids"]])
     assert tab.texts("#detail th") == ["Decoder layer", "Experts", "1", "2", "5"]
     assert "; decoder layer 1: " in tab.text("#map-status")
