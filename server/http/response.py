@@ -208,10 +208,8 @@ class RoutedResponse:
             return [{} for _ in arrays]
         named = ((_name_of(choice), start, rows) for choice, start, rows in arrays)
         made, failure = self.references.references(self.encoder, named)
-        if failure is not None:
-            num_inline = sum(
-                _count(rows) for references, (*_, rows) in zip(made, arrays, strict=True) if not references
-            )
+        inline = (rows for references, (*_, rows) in zip(made, arrays, strict=True) if not references)
+        if failure is not None and (num_inline := sum(map(_count, inline))):
             if self.encoder.text_bytes(num_inline) > self.max_bytes:
                 for references in made:
                     self.references.take_back(self.encoder, references)

@@ -350,6 +350,13 @@ def test_a_prompt_that_fits_where_its_answer_does_not(tiny_model: Path, tmp_path
     assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == max_tokens - 1
 
 
+def test_arrays_without_rows_come_inline_whatever_the_limits(tiny_model: Path, tmp_path: Path) -> None:
+    flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", "200")
+    with serving(tiny_model, *flags, "--routed-experts-max-response-bytes", "100") as server:
+        said = server.complete(prompt=[7], max_tokens=1, routed_experts_prompt_start=1, **ASK, **REFERENCE)
+    assert said["prompt_routed_experts"]["data"] == said["choices"][0]["routed_experts"]["data"] == ""
+
+
 def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_path: Path) -> None:
     """The rows of the choice fit the store; then those of the prompt fit neither it nor a response."""
     flags = ("--routed-experts-store", str(tmp_path / "store"), "--routed-experts-store-bytes", str(5 * FILE_BYTES))
