@@ -26,8 +26,6 @@ _CHUNK_BYTES = 1 << 20
 """Sent at once, in well under a millisecond, so that other requests run in between."""
 _AT_ONCE_ARRAYS, _AT_ONCE_BYTES = 16, 512 << 10
 """Rows that are stored within the event loop, in less than 2 ms."""
-_BLOCK_BYTES = 8192
-"""Upper bound of what a file takes beyond its rows."""
 _INSUFFICIENT_STORAGE = 507
 _NO_STORE = "This server stores no routed experts."
 _MAX_DIGITS = 18
@@ -58,8 +56,7 @@ class ReferenceMaker:
         time than to wake the store's thread. If the client leaves meanwhile, or it fails, they are deleted."""
         try:
             if num_arrays <= _AT_ONCE_ARRAYS and num_bytes <= _AT_ONCE_BYTES:
-                # The room is for int32, dense layers, and whole blocks.
-                with self.store.at_once(4 * num_bytes + _AT_ONCE_ARRAYS * _BLOCK_BYTES) as can:
+                with self.store.at_once(num_arrays, 4 * num_bytes) as can:  # for int32, and dense layers
                     if can:
                         return function(*args)
             return await self.store.run(function, *args)

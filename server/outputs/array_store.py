@@ -254,13 +254,14 @@ class ArrayStore:
         return self.is_open and "max_bytes" in vars(self) and not self._lacking(num_bytes)
 
     @contextmanager
-    def at_once(self, num_bytes: int) -> Iterator[bool]:
-        """Whether `num_bytes` can be stored meanwhile without waiting for a disk, for others, or for a search."""
-        if not (self.is_in_memory and self.is_open and self._is_there()):
+    def at_once(self, num_arrays: int, num_bytes: int) -> Iterator[bool]:
+        """Whether arrays of `num_bytes` can be stored meanwhile without waiting for a disk, others, or a search."""
+        if not (self.is_in_memory and self._is_there()):
             yield False
             return
+        room = num_bytes + 2 * _BLOCK_BYTES * num_arrays  # with headers, in whole blocks
         with self._locked(waits=False) as is_locked:
-            yield is_locked and self.has_room(num_bytes)
+            yield is_locked and self.has_room(room)
 
     def _lacking(self, num_bytes: int) -> str | None:
         used = self.used_bytes
