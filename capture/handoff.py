@@ -10,8 +10,11 @@ from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 PARAM = "routed_experts"
-"""Key in `kv_transfer_params`: rows that came with KV, or True where a prefill leg wants rows to go with its KV. Nobody
-else gets any, as bytes would be the end of a JSON answer."""
+"""Key in `kv_transfer_params`: rows that came with KV, or where a prefill leg wants rows to go with its KV, True or
+`ALONE`. Nobody else gets any, as bytes would be the end of a JSON answer."""
+
+ALONE = "alone"
+"""In place of True: if the prompt's rows go with the KV, they are not sent to the API process too."""
 
 MAX_BYTES = 64 << 20
 """Most bytes of rows that are handed over; more are left out, and missing."""
@@ -98,6 +101,11 @@ def is_time(until: Any) -> TypeGuard[float]:
 def has_weights(value: Any) -> bool:
     """Whether what `encode` gave has weights."""
     return isinstance(value, dict) and value.get("dtype") == WORDS
+
+
+def has_all(handed: dict[str, Any], weights: bool) -> bool:
+    """Whether what `encode` gave has all of a prompt that a request asks for. Weights may be too large to go too."""
+    return len(handed["data"]) > 0 and (has_weights(handed) or not weights)
 
 
 def decode(value: Any) -> tuple[WireRows, float] | None:

@@ -136,6 +136,11 @@ class RoutingOptions:
     by_default: bool = field(default=False, compare=False)
     refers_by_default: bool = field(default=False, compare=False)
 
+    @property
+    def asks_for_inline(self) -> bool:
+        """Whether the request, or the server-wide default, says that arrays are to be inline."""
+        return DELIVERY in self.explicit_fields and not self.by_reference
+
     def with_vllms_forms(self) -> "RoutingOptions":
         """The options for an endpoint where vLLM has its own form, which applies unless the request sets another."""
         if (

@@ -1,7 +1,7 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field
@@ -164,7 +164,8 @@ class SchedulerConnector(ConnectorSlot):
         self._arrived: StepResult | None = None
         self._loads: ExternalKVTracker | None = None
         self.left: dict[str, PlacedRows] = {}  # held rows of requests that just ended without an output
-        self._to_export: set[str] = set()  # requests whose rows go with their KV
+        self._to_export: dict[str, bool] = {}  # requests whose rows go with their KV, and whether with it alone
+        self._unsent: dict[str, Callable[[], None]] = {}  # sends the prompt of a request that ends in this step
         self._unknown: deque[tuple[int, UnknownRows]] = deque()  # to be reported, and to which API process
         self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
@@ -351,9 +352,9 @@ class SchedulerConnector(ConnectorSlot):
         _set_transfer_params(request, params)
         if self._handed is None:
             return
-        if given[handoff.PARAM] is True:
-            if opt_in_of(request) is not None:
-                self._to_export.add(request.request_id)
+        if isinstance(wish := given[handoff.PARAM], bool | str):
+            if opt_in_of(request) is not None and wish in (True, handoff.ALONE):
+                self._to_export[request.request_id] = wish == handoff.ALONE
         elif params.get("do_remote_prefill") and (handed := handoff.decode(given[handoff.PARAM])) is not None:
             rows, until = handed
             has_weights = handoff.has_weights(given[handoff.PARAM])
@@ -396,24 +397,29 @@ class SchedulerConnector(ConnectorSlot):
             output.failed_recving |= late
 
     def export_rows(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Adds a finished request's rows to `params`, with which another instance pulls its KV.
+        """Adds a finished request's rows to `params`, with which another instance pulls its KV. A prompt whose rows do
+        not go so after all is sent now.
 
         Called while the request still has its blocks. Aborted requests get none: some rows may not have arrived.
         """
-        is_wanted = request.request_id in self._to_export
-        self._to_export.discard(request.request_id)
-        if not is_wanted or not params or not params.get("do_remote_prefill"):
-            return params
+        is_wanted = self._to_export.pop(request.request_id, None) is not None
+        send = self._unsent.pop(request.request_id, None)
+        handed = self._rows_to_hand_over(request) if is_wanted and params and params.get("do_remote_prefill") else None
+        opt_in = opt_in_of(request)
+        if send is not None and (handed is None or opt_in is None or not handoff.has_all(handed, opt_in.weights)):
+            send()
+        return params if handed is None or params is None else {**params, handoff.PARAM: handed}
+
+    def _rows_to_hand_over(self, request: Request) -> dict[str, Any] | None:
         if self._cache is None or self._handed is None:
-            return params
+            return None
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
-            return params
+            return None
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
         handed = self._encoded(request, count, self._handed.until())
         if handed is None:
             logger.warning("Request %r: the rows of %d tokens are too large to hand over.", request.request_id, count)
-            return params
-        return {**params, handoff.PARAM: handed}
+        return handed
 
     def _encoded(self, request: Request, count: int, until: float) -> dict[str, Any] | None:
         """The first `count` rows for another instance, with weights if they are asked for and not too many."""
@@ -450,7 +456,11 @@ class SchedulerConnector(ConnectorSlot):
         if (part := self._arrived.part(req_id)) is None:
             return None
         if state.next_row < request.num_prompt_tokens:
-            self._send_prompt(request, state, part)
+            send = partial(self._send_prompt, request, state, part, state.next_row)
+            if is_last and self._to_export.get(req_id):
+                self._unsent[req_id] = send  # `export_rows` comes next
+            else:
+                send()
             state.next_row = request.num_prompt_tokens
         start = state.next_row
         if not state.opt_in.at_end:
@@ -495,8 +505,8 @@ class SchedulerConnector(ConnectorSlot):
         """What of `rows` a request is sent: ids alone, unless it asks for weights too."""
         return ids_of(rows) if self._has_weights and not state.opt_in.weights else rows
 
-    def _send_prompt(self, request: Request, state: RequestRows, part: StepPart) -> None:
-        """Sends a prompt's rows, unless they were sent with another of its requests."""
+    def _send_prompt(self, request: Request, state: RequestRows, part: StepPart, first: int) -> None:
+        """Sends a prompt's rows from position `first` on, unless they were sent with another of its requests."""
         key = state.opt_in.prompt_id
         if state.generation != self._generation:
             key = request.request_id.encode()  # for this request alone
@@ -507,12 +517,12 @@ class SchedulerConnector(ConnectorSlot):
             self._sent_prompts[key] = None
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
-        rows = self._prompt_rows(request, state, part)
-        self.output_queue.send(request.client_index, request.request_id, key, state.next_row, rows)
+        rows = self._prompt_rows(request, state, part, first)
+        self.output_queue.send(request.client_index, request.request_id, key, first, rows)
 
-    def _prompt_rows(self, request: Request, state: RequestRows, part: StepPart) -> Rows | Future[Rows]:
-        """The unsent rows of a prompt; many rows are read in a thread during later steps."""
-        first, end = state.next_row, request.num_prompt_tokens
+    def _prompt_rows(self, request: Request, state: RequestRows, part: StepPart, first: int) -> Rows | Future[Rows]:
+        """The rows of a prompt from position `first` on; many rows are read in a thread during later steps."""
+        end = request.num_prompt_tokens
 
         def read() -> Rows:
             assert self._cache is not None

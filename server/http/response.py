@@ -14,11 +14,11 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from routed_experts.capture.handoff import PARAM, has_weights
+from routed_experts.capture.handoff import PARAM, has_all
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
-from routed_experts.protocol.models import DELIVERY, RoutingOptions
+from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
@@ -45,6 +45,7 @@ class CollectedRows:
     Attributes:
         options: routing options of the request.
         shape: of a row: (L, K), or (3L, K) with weights.
+        prompt_alone: whether the engine sends no rows of a prompt that it hands over with its KV.
         prompts: P - start rows for each prompt.
         own_prompts: prompt rows of each choice. They differ if the weights changed before the choice started.
         choices: first position and generated rows of each choice, in the order of the response.
@@ -54,6 +55,7 @@ class CollectedRows:
 
     options: RoutingOptions
     shape: tuple[int, int]
+    prompt_alone: bool = False
     prompts: list[list[Rows]] = field(default_factory=list)
     own_prompts: list[list[Rows]] = field(default_factory=list)
     choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
@@ -63,6 +65,8 @@ class CollectedRows:
     def collect(self, output: RequestOutput) -> None:
         """Collects the rows of a finished prompt."""
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
+        if self.prompt_alone and hands_all_over(output.kv_transfer_params, self.options):
+            start = prompt_len
         prompts: list[tuple[int, list[Rows]]] = []
         buffers: list[RowBuffer] = []
         for choice in output.outputs:
@@ -119,6 +123,11 @@ class CollectedRows:
         return [*map(encoder.histogram, self.prompts)], [encoder.histogram(arrays) for _, arrays in self.choices]
 
 
+def hands_all_over(params: dict[str, Any] | None, options: RoutingOptions) -> bool:
+    """Whether `kv_transfer_params` have all rows of a prompt."""
+    return params is not None and PARAM in params and has_all(params[PARAM], options.weights)
+
+
 def _count(arrays: list[Rows]) -> int:
     return sum(map(len, arrays))
 
@@ -158,12 +167,8 @@ class RoutedResponse:
 
     @property
     def _hands_prompt_over(self) -> bool:
-        """Whether `kv_transfer_params` have all rows of the prompt. Of several prompts, they have those of the first;
-        weights may be too large for them."""
-        params = self.response.kv_transfer_params
-        if not handed_bytes(params) or len(self.rows.prompts) != 1:
-            return False
-        return has_weights(params[PARAM]) or not self.rows.options.weights
+        """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
+        return len(self.rows.prompts) == 1 and hands_all_over(self.response.kv_transfer_params, self.rows.options)
 
     def prepare(self, packed: bool) -> tuple[list[bytes], list[Marked]]:
         """The texts of the response body, as JSON or MessagePack (`packed`), and the arrays between them. Stores the
@@ -175,8 +180,7 @@ class RoutedResponse:
         """
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
-        asks_inline = DELIVERY in self.rows.options.explicit_fields and not self.rows.options.by_reference
-        if self._hands_prompt_over and not asks_inline:
+        if self._hands_prompt_over and not self.rows.options.asks_for_inline:
             arrays = [array for array in arrays if array[0] is not None]
         marker = secrets.token_bytes(16)  # replaced by each array; random, so that no client can send it
         placeholder = msgspec.Raw(marker)

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.handoff import ALONE, PARAM
 from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
 from routed_experts.protocol import codec
@@ -172,6 +172,14 @@ class RoutedServing:
                 kv_handoff.FIELD,
             )
 
+    async def check_lengths(
+        self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None
+    ) -> None:
+        """All that depends on the lengths of prompts. Raises what `check_prompts` and `check_room` raise."""
+        self.check_prompts(request, prompt_lens, num_choices, max_tokens)
+        await self.check_room(request, prompt_lens, num_choices, max_tokens)
+        self.hand_over_alone(request, len(prompt_lens) * num_choices)
+
     def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
         """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large."""
         options = options_of(request)
@@ -191,6 +199,16 @@ class RoutedServing:
             copies = num_choices if options.layout == "joined" else 1
             own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
             self.check_size(request, options, copies * prompt_rows + own_rows)
+
+    def hand_over_alone(self, request: Any, num_choices: int) -> None:
+        """Tells the engine of a prefill leg not to send rows that nobody but the decode leg needs."""
+        options, params = options_of(request), request.kv_transfer_params
+        if options is None or params is None or params.get(PARAM) is not True:
+            return
+        assert self.captured is not None
+        for_response = not options.rows or options.histogram or options.layout == "joined" or options.asks_for_inline
+        if num_choices == 1 and not (request.stream or for_response or self.captured.buffers.recorder is not None):
+            request.kv_transfer_params = {**params, PARAM: ALONE}
 
     async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
         """Rejects a request for references to a store that has no room for the rows of its prompts. If only the
@@ -284,9 +302,15 @@ class RoutedServing:
         if options is None:
             return await make(request, results, *args)
         assert self.captured is not None
-        rows = CollectedRows(options, self.captured.row_shape(options.weights))
+        rows = self.rows_of(request, options)
         response = await make(request, rows.collect_from(results), *args)
         return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
+
+    def rows_of(self, request: Any, options: RoutingOptions) -> CollectedRows:
+        """What collects the rows of an unstreamed response."""
+        assert self.captured is not None
+        prompt_alone = (request.kv_transfer_params or {}).get(PARAM) == ALONE
+        return CollectedRows(options, self.captured.row_shape(options.weights), prompt_alone)
 
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
         """`response` with its rows; without them if only a server-wide default asks and they are too large.
@@ -328,8 +352,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
             await self.check_handover(request, lengths)
-            self.check_prompts(request, lengths, request.n or 1, request.max_tokens)
-            await self.check_room(request, lengths, request.n or 1, request.max_tokens)
+            await self.check_lengths(request, lengths, request.n or 1, request.max_tokens)
         return rendered
 
     def completion_stream_generator(
@@ -354,8 +377,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         make = super().request_output_to_completion_response
         if options is None:
             return make(final_res_batch, request, *args, **kwargs)
-        assert self.captured is not None
-        rows = CollectedRows(options, self.captured.row_shape(options.weights))
+        rows = self.rows_of(request, options)
         for output in final_res_batch:
             rows.collect(output)
         prompt = request.prompt
@@ -379,8 +401,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
             max_tokens = request.max_completion_tokens or request.max_tokens
             await self.check_handover(request, lengths)
-            self.check_prompts(request, lengths, request.n or 1, max_tokens)
-            await self.check_room(request, lengths, request.n or 1, max_tokens)
+            await self.check_lengths(request, lengths, request.n or 1, max_tokens)
         return rendered
 
     def chat_completion_stream_generator(
@@ -446,8 +467,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 )
                 _cannot(request, options, message, options.prompt_start_param)
             max_tokens = params.max_tokens if request.is_sampling_param_provided("max_tokens") else None
-            self.check_prompts(request, [len(request.token_ids)], params.n, max_tokens)
-            await self.check_room(request, [len(request.token_ids)], params.n, max_tokens)
+            await self.check_lengths(request, [len(request.token_ids)], params.n, max_tokens)
             request.sampling_params = request.opt_in(params)
             set_output_kind(request.sampling_params, bool(request.stream))
         return await super().serve_tokens(request, raw_request)

@@ -137,9 +137,32 @@ def test_rows_that_nobody_asked_for_are_not_handed_over(pair: Pair, monkeypatch:
     """Programs that do not say that they want them may make JSON of what they get."""
     ask = {key: value for key, value in REMOTE.items() if key != handoff.PARAM}
     assert handoff.PARAM not in pair.export_rows(tokens(20), ask=ask)
-    assert pair.prefill.engines[0].capture._to_export == set()
+    assert not pair.prefill.engines[0].capture._to_export
     monkeypatch.setattr(pair.prefill.engines[0].capture._loads, "handed", None)  # and nobody knows for how long
     assert handoff.PARAM not in pair.export_rows(PROMPT)
+
+
+ALONE = {**REMOTE, handoff.PARAM: handoff.ALONE}
+
+
+@pytest.mark.parametrize("length", [1, 100])
+def test_rows_that_go_with_their_kv_alone(is_async: bool, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine sends none of them, but those of a request that goes on, or of one whose rows are too large."""
+    prompt = tokens(length)
+    with store() as kept:
+        pair = Pair(kept, is_async=is_async)
+        params = pair.export_rows(prompt, ask=ALONE)
+        assert params[handoff.PARAM]["shape"] == [length, L, K]
+        assert pair.missing(prompt, params) == []
+        goes_on = pair.prefill.answer("goes on", tokens(length, seed=1), 0, max_tokens=2, kv_transfer_params=ALONE)
+        assert handoff.PARAM in (goes_on.kv_transfer_params or {})
+        with monkeypatch.context() as patch:
+            patch.setattr(handoff, "MAX_BYTES", L * K - 1)
+            assert handoff.PARAM not in pair.export_rows(tokens(length, seed=2), ask=ALONE)
+        capture = pair.prefill.engines[0].capture
+        assert (len(capture._to_export), len(capture._unsent), len(capture.output_queue)) == (0, 0, 0)
+        assert not pair.prefill.missing()
+        pair.decode.finish()
 
 
 def test_rows_that_are_too_large_are_missing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

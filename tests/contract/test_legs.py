@@ -19,11 +19,13 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from routed_experts.capture import handoff
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
 from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.outputs.row_buffer import RowBuffers
 from tests.contract.engine import K, L, Tokens
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
 from tests.contract.served import SIZES, Command, InProcessClient, ServedExecutor, ours, served, vllms
@@ -51,6 +53,10 @@ class Legs:
         one = {"max_tokens": 1}
         limits = {"sampling_params": {**body["sampling_params"], **one}} if path == GENERATE else one
         return self.prefill._post(path, {**body, **limits, "stream": False, "kv_transfer_params": params})
+
+    def pull(self, path: str, what: dict[str, Any], first: dict[str, Any]) -> None:
+        """The decode leg of a request that asks for nothing: it frees the KV of the prefill leg."""
+        self.decode._post(path, {**what, "max_tokens": 1, "kv_transfer_params": first["kv_transfer_params"]})
 
     def answers(self, path: str, body: dict[str, Any], stream: bool = False) -> tuple[dict[str, Any], list[Answer]]:
         """The prefill leg's answer, and the choices of the decode leg's."""
@@ -122,6 +128,67 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
     assert len(answers) == body.get("n", 1)
     for answer in answers:
         check(answer, rows)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of prompt rows that engines sent to their API processes."""
+    numbers: list[int] = []
+    take = RowBuffers._take_prompt
+
+    def taken(self: RowBuffers, sender: str, start: int, rows: np.ndarray) -> None:
+        numbers.append(len(rows))
+        take(self, sender, start, rows)
+
+    monkeypatch.setattr(RowBuffers, "_take_prompt", taken)
+    return numbers
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("about", "is_sent"),
+    [
+        ({}, False),
+        ({"routed_experts_prompt_start": 20}, False),
+        ({"routed_experts_delivery": "reference"}, False),
+        ({"routed_experts_delivery": "inline"}, True),
+        ({"routed_experts_layout": "joined"}, True),
+        ({"routed_experts_histogram": True}, True),
+        ({"n": 2, "temperature": 1.0}, True),
+    ],
+)
+def test_prompt_rows_reach_the_prefill_server_once(
+    legs: Legs, sent: list[int], path: str, about: dict[str, Any], is_sent: bool
+) -> None:
+    """With the KV, and only where they are needed there apart from it."""
+    text = f"{path}, {about}: sent once" * 3
+    what = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    errors_before = legs.prefill.metric("routed_experts_rows_missing_total", model_name="tiny", reason="not_arrived")
+    first = legs.first(path, {**ASK, **what, **about})
+    rows = handed(first)
+    legs.pull(path, what, first)
+    assert sent == ([len(rows) - about.get("routed_experts_prompt_start", 0)] if is_sent else [])
+    errors = legs.prefill.metric("routed_experts_rows_missing_total", model_name="tiny", reason="not_arrived")
+    assert errors == errors_before
+    if "routed_experts_delivery" in about:
+        assert ("prompt_routed_experts" in first) == is_sent
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_rows_that_are_not_handed_over_are_returned(
+    legs: Legs, sent: list[int], path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a hand-over, whatever kept them from it: here they are too large."""
+    text = f"{path} with too many rows" * 4
+    what = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    with monkeypatch.context() as patch:
+        patch.setattr(handoff, "MAX_BYTES", 64)
+        first = legs.first(path, {**ASK, **what})
+    legs.pull(path, what, first)
+    assert "routed_experts" not in first["kv_transfer_params"]
+    (answer,) = answers_of(first)
+    assert sent == [len(answer.prompt)]
+    assert np.array_equal(without_numbers(answer.prompt_rows), without_numbers(Tokens(answer.prompt).rows(0, sent[0])))
 
 
 def test_a_prompt_of_one_token(legs: Legs) -> None:
