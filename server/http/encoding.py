@@ -17,6 +17,7 @@ from routed_experts.capture.rows import ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
+from routed_experts.server.http.nested_lists import json_rows, msgpack_rows
 
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
@@ -188,7 +189,7 @@ class Encoder:
         if self.fmt == "object":
             text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
         elif self.fmt == "list":
-            text = msgspec.json.encode(self._list(rows)).decode()
+            text = f"[{self._list_items(rows, packed=False).decode()}]"
         else:
             header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
             text = f'"{pybase64.b64encode_as_string(header + data)}"'
@@ -229,8 +230,8 @@ class Encoder:
         num_rows, missing = sum(map(len, arrays)), self.sent.missing
         if self.fmt == "list":
             lead = b"["
-            for rows in self._lists(arrays):
-                yield lead + msgspec.json.encode(rows)[1:-1]
+            for items in self._list_parts(arrays, packed=False):
+                yield lead + items
                 lead = b","
             yield b"]" if num_rows else b"[]"
         elif self.fmt == "object":
@@ -246,8 +247,7 @@ class Encoder:
         num_rows, missing = sum(map(len, arrays)), self.sent.missing
         if self.fmt == "list":
             yield b"\xdd" + num_rows.to_bytes(4, "big")
-            for rows in self._lists(arrays):
-                yield b"".join(map(msgspec.msgpack.encode, rows))
+            yield from self._list_parts(arrays, packed=True)
             return
         num_bytes = num_rows * self._row_bytes + (_NPY_HEADER_BYTES if self.fmt == "npy" else 0)
         if self.fmt == "object":
@@ -264,10 +264,10 @@ class Encoder:
             yield self._npy_header(num_rows)
         yield from map(self._data, self._blocks(arrays))
 
-    def _lists(self, arrays: Iterable[Rows]) -> Iterator[list[Any]]:
+    def _list_parts(self, arrays: Iterable[Rows], packed: bool) -> Iterator[bytes]:
         for block in self._blocks(arrays):
             self._data(block)
-            yield self._list(block)
+            yield self._list_items(block, packed)
 
     def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
         """The rows of `arrays` as one array [layers, n, K], and how many of them are unknown. Counts nothing as sent.
@@ -314,10 +314,9 @@ class Encoder:
         """`array` [..., L, K], with all decoder layers if they are sent."""
         return array if self._layers is None else spread_layers(array, *self._layers)
 
-    def _list(self, rows: NDArray[Any]) -> list[Any]:
-        """The array as nested lists."""
-        listed: list[Any] = rows.tolist()
-        return listed
+    def _list_items(self, rows: NDArray[Any], packed: bool) -> bytes:
+        """The rows as nested lists, without what stands around all of them."""
+        return (msgpack_rows if packed else json_rows)(rows, self._num_experts)
 
     def _check_lost(self, missing: int) -> None:
         if self._wire.kind == "u":
@@ -348,12 +347,12 @@ class WeightsEncoder(Encoder):
     def _laid_out(self, rows: Rows) -> NDArray[Any]:
         return self._spread(weights_of(rows))
 
-    def _list(self, rows: NDArray[Any]) -> list[Any]:
+    def _list_items(self, rows: NDArray[Any], packed: bool) -> bytes:
         if (unknown := np.isnan(rows)).any():
             rows = rows.astype(object)
             rows[unknown] = None
         listed: list[Any] = rows.tolist()
-        return listed
+        return b"".join(map(msgspec.msgpack.encode, listed)) if packed else msgspec.json.encode(listed)[1:-1]
 
 
 class PairedEncoder(Encoder):
