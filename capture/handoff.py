@@ -13,8 +13,9 @@ PARAM = "routed_experts"
 """Key in `kv_transfer_params`: rows that came with KV, or where a prefill leg wants rows to go with its KV, True or
 `ALONE`. Nobody else gets any, as bytes would be the end of a JSON answer."""
 
-ALONE = "alone"
-"""In place of True: if the prompt's rows go with the KV, they are not sent to the API process too."""
+ALONE = b"alone"
+"""In place of True: if the prompt's rows go with the KV, they are not sent to the API process too. Bytes, so that no
+client can say it."""
 
 MAX_BYTES = 64 << 20
 """Most bytes of rows that are handed over; more are left out, and missing."""
@@ -118,7 +119,7 @@ def decode(value: Any) -> tuple[WireRows, float] | None:
     data, name, shape, until = (value.get(key) for key in ("data", "dtype", "shape", "until"))
     if (
         not isinstance(data, bytes | bytearray)
-        or not isinstance(name, str)
+        or type(name) is not str
         or (name not in _DTYPES and name != WORDS)
         or not is_time(until)
     ):

@@ -352,9 +352,10 @@ class SchedulerConnector(ConnectorSlot):
         _set_transfer_params(request, params)
         if self._handed is None:
             return
-        if isinstance(wish := given[handoff.PARAM], bool | str):
-            if opt_in_of(request) is not None and wish in (True, handoff.ALONE):
-                self._to_export[request.request_id] = wish == handoff.ALONE
+        if type(wish := given[handoff.PARAM]) in (bool, bytes):
+            opt_in = opt_in_of(request)
+            if opt_in is not None and not opt_in.best_effort and wish in (True, handoff.ALONE):
+                self._to_export[request.request_id] = wish == handoff.ALONE and not request.resumable
         elif params.get("do_remote_prefill") and (handed := handoff.decode(given[handoff.PARAM])) is not None:
             rows, until = handed
             has_weights = handoff.has_weights(given[handoff.PARAM])

@@ -83,7 +83,7 @@ def put_rows(request: EngineCoreRequest, index: int) -> None:
     """Puts the rows of a request into the message to the engine, for the first choice (`index` 0) only."""
     sampling = request.sampling_params
     params = sampling.extra_args.get(PARAMS) if sampling is not None and sampling.extra_args else None
-    if not isinstance(params, dict) or (given := params.get(PARAM)) is None or isinstance(given, bool | str):
+    if not isinstance(params, dict) or (given := params.get(PARAM)) is None or isinstance(given, bool | bytes):
         return
     if isinstance(given, Handover):
         given = given.take()

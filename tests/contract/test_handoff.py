@@ -20,6 +20,7 @@ from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import Cause, HostCache
+from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import BLOCK, Client, K, L, Received, engine, tokens
 from tests.contract.loads import LEASE_S, NAME, PULL, Clock, Store, engine_with_store, store
@@ -419,6 +420,17 @@ def test_the_engine_takes_nothing_else() -> None:
 # ---- what programs can put there ----
 
 
+class Text(str):
+    """Compares with nothing."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Anything:
     """Cannot be compared, hashed or printed."""
 
@@ -428,7 +440,22 @@ class Anything:
     __eq__ = __hash__ = __str__ = __repr__ = _raise
 
 
-VALUES = [[], {}, [[]], {"a": []}, "text", b"bytes", -1, 1.5, float("nan"), True, 10**400, Anything()]
+VALUES = [
+    [],
+    {},
+    [[]],
+    {"a": []},
+    "text",
+    Text("alone"),
+    b"bytes",
+    handoff.ALONE,
+    -1,
+    1.5,
+    float("nan"),
+    True,
+    10**400,
+    Anything(),
+]
 
 
 def hostile_params(value: Any) -> list[Any]:
@@ -448,9 +475,13 @@ def test_no_value_ends_the_engine(connectors: tuple[str, ...]) -> None:
         core = engine_with_store(*connectors) if connectors else engine()
         for index, params in enumerate(params for value in VALUES for params in hostile_params(value)):
             sampling = SamplingParams(max_tokens=2)
-            sampling.extra_args = {"kv_transfer_params": params}
-            core.scheduler.add_request(Request(f"r{index}", tokens(20), sampling, None))
-            core.scheduler.finish_requests(f"r{index}", RequestStatus.FINISHED_ABORTED)
+            for name, opt_in in (
+                (f"r{index}", {}),
+                (f"opted-in-{index}", {OPT_IN_ARG: OptIn(0, bytes(16), False).encode()}),
+            ):
+                sampling.extra_args = {"kv_transfer_params": params, **opt_in}
+                core.scheduler.add_request(Request(name, tokens(20), sampling, None))
+                core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         assert Client(core).answer("after", tokens(40)).finish is FinishReason.LENGTH
 
 

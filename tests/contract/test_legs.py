@@ -26,9 +26,10 @@ from routed_experts.protocol.collect import collect
 from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.outputs import kv_handoff
 from routed_experts.server.outputs.row_buffer import RowBuffers
-from tests.contract.engine import K, L, Tokens
+from tests.contract.engine import K, L, Tokens, weights_for
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
 from tests.contract.served import SIZES, Command, InProcessClient, ServedExecutor, ours, served, vllms
+from tests.contract.test_recording import lines_of
 from tests.e2e.harness import ASK, Answer, Server, answers_of, answers_of_stream, decode
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
@@ -144,7 +145,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return numbers
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/invocations"])
 @pytest.mark.parametrize(
     ("about", "is_sent"),
     [
@@ -174,18 +175,34 @@ def test_prompt_rows_reach_the_prefill_server_once(
         assert ("prompt_routed_experts" in first) == is_sent
 
 
+def test_a_prompt_of_tokens_reaches_the_prefill_server_once(legs: Legs, sent: list[int]) -> None:
+    body = {"token_ids": [11 * i % 90 for i in range(80)], "sampling_params": {}, **ASK}
+    first = legs.first(GENERATE, {**body, "routed_experts_format": "object"})
+    legs.pull(COMPLETIONS, {"prompt": body["token_ids"]}, first)
+    assert np.array_equal(without_numbers(handed(first)), without_numbers(Tokens(body["token_ids"]).rows(0, 80)))
+    assert (sent, "prompt_routed_experts" in first) == ([], False)
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("why", ["too large", "stopped"])
 def test_rows_that_are_not_handed_over_are_returned(
-    legs: Legs, sent: list[int], path: str, monkeypatch: pytest.MonkeyPatch
+    legs: Legs, sent: list[int], path: str, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without a hand-over, whatever kept them from it: here they are too large."""
-    text = f"{path} with too many rows" * 4
+    """As without a hand-over, whatever kept them from it."""
+    text = f"{path} where rows are {why}" * 4
     what = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
+    about: dict[str, Any] = {}
+    if why == "stopped":  # the connector does not hand over what has ended
+        whole = legs.decode._post(path, {**what, "max_tokens": 1, "return_token_ids": True})
+        about["stop_token_ids"] = whole["choices"][0]["token_ids"]
     with monkeypatch.context() as patch:
-        patch.setattr(handoff, "MAX_BYTES", 64)
-        first = legs.first(path, {**ASK, **what})
-    legs.pull(path, what, first)
-    assert "routed_experts" not in first["kv_transfer_params"]
+        if why == "too large":
+            patch.setattr(handoff, "MAX_BYTES", 64)
+        first = legs.first(path, {**ASK, **what, **about})
+    params = first["kv_transfer_params"]
+    assert "routed_experts" not in (params or {})
+    if params:
+        legs.pull(path, what, first)
     (answer,) = answers_of(first)
     assert sent == [len(answer.prompt)]
     assert np.array_equal(without_numbers(answer.prompt_rows), without_numbers(Tokens(answer.prompt).rows(0, sent[0])))
@@ -454,3 +471,35 @@ def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.Monkey
         body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
         first, (answer,) = legs.answers(COMPLETIONS, body)
         check(answer, handed(first))
+
+
+def test_weights_that_are_not_handed_over_are_returned(
+    tiny_model: Path, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their ids are all the same."""
+    limit = handoff._limit
+    monkeypatch.setattr(handoff, "_limit", lambda name: 0 if name == handoff.WORDS else limit(name))
+    with two_servers(tiny_model, "--enable-return-routed-expert-weights") as legs:
+        sent.clear()
+        body = {"prompt": "too heavy" * 9, **ASK, "return_routed_expert_weights": True}
+        first = legs.first(COMPLETIONS, body)
+        legs.pull(COMPLETIONS, {"prompt": body["prompt"]}, first)
+    ids, weights = (first[f"prompt_{name}"] for name in ("routed_experts", "routed_expert_weights"))
+    assert sent == ids["shape"][:1]
+    assert ids["shape"] == weights["shape"]
+    rows = decode(ids)
+    assert np.array_equal(rows, handed(first))
+    words = np.frombuffer(base64.b64decode(weights["data"]), np.uint32).reshape(rows.shape)
+    assert np.array_equal(words[:, 2:], weights_for(rows).view(np.uint32)[:, 2:])  # the first two have numbers
+
+
+@pytest.mark.parametrize("value", [True, "alone"])
+def test_what_only_the_server_may_say_is_ignored_from_clients(tiny_model: Path, tmp_path: Path, value: Any) -> None:
+    """On vLLM's own endpoints, whose requests are recorded."""
+    with two_servers(tiny_model, "--routed-experts-record", str(tmp_path)) as legs, legs.prefill.client() as client:
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "routed_experts": value}
+        body = {"model": "tiny", "input": "recorded " * 9, "max_output_tokens": 1, "kv_transfer_params": params}
+        response = client.post("/v1/responses", json=body)
+        assert response.status_code == 200, response.text
+    (line,) = (line for line in lines_of(tmp_path) if len(line["prompt_token_ids"]) > 50)
+    assert line["prompt_routed_experts"]["missing"] == 0
