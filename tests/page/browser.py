@@ -21,6 +21,25 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 LIMIT_S = 120
 
 
+# Gives the place to click in the window, or null if the element is not there (yet). Notes whether the element, or the
+# one that is in its place by then, has a click; if `is_given`, at that place within it.
+_LISTENS = """(() => {
+  const element = $(%(selector)s);
+  if (!element) return null;
+  element.scrollIntoView({block: 'center'});
+  const inside = b => [%(place)s];
+  globalThis.isClicked = false;
+  const notes = event => {
+    const hit = event.target.closest?.(%(selector)s), b = hit?.getBoundingClientRect();
+    const off = b ? Math.hypot(event.clientX - b.x - inside(b)[0], event.clientY - b.y - inside(b)[1]) : Infinity;
+    globalThis.isClicked ||= hit != null && (off < 2 || !%(is_given)s);
+  };
+  addEventListener('click', notes, {capture: true, once: true});
+  const b = element.getBoundingClientRect();
+  return {x: b.x + inside(b)[0], y: b.y + inside(b)[1]};
+})()"""
+
+
 class Tab:
     """One page. What it says on its console is kept in `console`, and what it loads in `requested`."""
 
@@ -37,7 +56,7 @@ class Tab:
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": params}))
         while True:
-            message = json.loads(self._socket.recv(timeout=60))
+            message = json.loads(self._socket.recv(timeout=LIMIT_S))
             if message.get("id") == number:
                 assert "error" not in message, message
                 result: dict[str, Any] = message["result"]
@@ -118,15 +137,21 @@ class Tab:
         self.js(f"(e => {{ {script % json.dumps(value)} }})($({selector!r}))")
 
     def click(self, selector: str, x: float | None = None, y: float | None = None) -> None:
-        """Clicks the middle of an element, or a place within it."""
-        self.js(f"$({selector!r}).scrollIntoView({{block: 'center'}})")
-        left, top, width, height = self.js(
-            f"(b => [b.x, b.y, b.width, b.height])($({selector!r}).getBoundingClientRect())"
-        )
-        at = {"x": left + (width / 2 if x is None else x), "y": top + (height / 2 if y is None else y)}
+        """Clicks the middle of an element, or a place within it.
+
+        Until the element has the click: on a busy machine it may move meanwhile, or the page puts another in its place.
+        """
+        wait_until(lambda: self._clicked(selector, x, y), lambda: f"no click reaches {selector}", LIMIT_S)
+
+    def _clicked(self, selector: str, x: float | None, y: float | None) -> bool:
+        place, is_given = (f"{'b.width / 2' if x is None else x}, {'b.height / 2' if y is None else y}", x is not None)
+        at = self.js(_LISTENS % {"selector": json.dumps(selector), "place": place, "is_given": json.dumps(is_given)})
+        if at is None:
+            return False
         self.call("Input.dispatchMouseEvent", type="mouseMoved", **at)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)
+        return bool(self.js("globalThis.isClicked"))
 
     def key(self, key: str, times: int = 1) -> None:
         for kind in ("keyDown", "keyUp") * times:
@@ -155,10 +180,11 @@ def browser() -> Iterator[Callable[[], Tab]]:
         flags += ["--remote-debugging-port=0", f"--user-data-dir={home}", "--disable-background-networking"]
         flags += ["--disable-component-update", "--disable-sync", "--no-default-browser-check"]
         flags += ["--no-sandbox"] if os.geteuid() == 0 else []
+        flags += ["--allow-pre-commit-input"]  # else clicks and keys are lost until a page is first drawn
         log, ports = Path(home) / "log", Path(home) / "DevToolsActivePort"
         with log.open("wb") as out:
             process = subprocess.Popen([CHROMIUM, *flags, "about:blank"], stdout=out, stderr=out)
-        stack.callback(process.wait, 30)
+        stack.callback(process.wait, LIMIT_S)
         stack.callback(process.terminate)
 
         def has_started() -> bool:
@@ -170,8 +196,8 @@ def browser() -> Iterator[Callable[[], Tab]]:
 
         def tab() -> Tab:
             request = urllib.request.Request(f"http://127.0.0.1:{port}/json/new?about:blank", method="PUT")
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with urllib.request.urlopen(request, timeout=LIMIT_S) as response:
                 url = json.load(response)["webSocketDebuggerUrl"]
-            return Tab(stack.enter_context(connect(url, max_size=None, open_timeout=30, compression=None)))
+            return Tab(stack.enter_context(connect(url, max_size=None, open_timeout=LIMIT_S, compression=None)))
 
         yield tab

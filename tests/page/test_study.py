@@ -51,7 +51,7 @@ def lists(tab: Tab, place: str, column: int, expected: list[Any]) -> None:
     wait_until(
         lambda: [row[column] for row in cells(tab, place)] == texts,
         lambda: f"not {texts}:\n{[row[column] for row in cells(tab, place)]}",
-        30,
+        60,
     )
 
 
@@ -81,7 +81,7 @@ def test_the_tokens_of_an_expert(study: Tab) -> None:
     assert study.text("#expert-tokens tbody td:nth-child(2)").replace("␣", " ") == around
     assert study.js("$$('#tokens-a .chosen').map(e => Number(e.dataset.i))") == positions.tolist()
     study.click("#expert-tokens tbody td:nth-child(2)")
-    study.wait(f"$('#tokens-a .selected').dataset.i === '{first}' && $('#expert-tokens tr.selected')")
+    study.wait(f"$('#tokens-a .selected')?.dataset.i === '{first}' && $('#expert-tokens tr.selected')")
     sort(study, "#expert-tokens", "Position")
     lists(study, "#expert-tokens", 0, list(positions[:25]))
     study.type("#expert", "5")
@@ -169,7 +169,7 @@ def test_folders_are_compared(tab: Tab, compared: str) -> None:
     tab.wait_for_text("#detail-token", "Token 4 ")
     assert tab.text("#detail-token").endswith("prompt of code/b.jsonl, line 1")
     chips = "$$('#detail tbody tr').map(row => [...row.querySelectorAll('.chip')].map(c => Number(c.textContent)))"
-    wait_until(lambda: tab.js(chips) == rows["code/b"][4].tolist(), "other rows", 30)
+    wait_until(lambda: tab.js(chips) == rows["code/b"][4].tolist(), "other rows", 60)
 
     tab.choose("#list", "responses")
     by_name = [f"{100 * abs(shares['code'] - shares[name]).sum(1).mean() / 2:.1f} %" for name in rows]
@@ -219,7 +219,7 @@ def download(tab: Tab, name: str, folder: Path) -> bytes:
     tab.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
     tab.click(f"[data-save='{name}']")
     file = folder / name
-    wait_until(lambda: file.exists() and file.stat().st_size, f"no {name}", 30)
+    wait_until(lambda: file.exists() and file.stat().st_size, f"no {name}", 60)
     return file.read_bytes()
 
 
@@ -271,7 +271,7 @@ def test_a_link_brings_the_view_back(tab: Tab, compared: str, tmp_path: Path) ->
     def shown() -> list[Any]:
         return [tab.js(CONTROLS), cells(tab, "#lists"), cells(tab, "#expert-tokens"), tab.text("#map-status")]
 
-    wait_until(lambda: shown() == seen, lambda: f"{seen}\n{shown()}", 30)
+    wait_until(lambda: shown() == seen, lambda: f"{seen}\n{shown()}", 60)
     assert tab.js("location.href") == link
 
 
@@ -309,7 +309,7 @@ def test_4000_tokens_of_58_layers_fit(tab: Tab, viewed: Viewed) -> None:
     tab.js("$('#map').focus()")
     for key in ["ArrowDown"] * 17 + ["ArrowUp"] * 57:
         tab.key(key)
-        tab.wait(f"$('#detail tr.selected') && ({inside})({boxes})", 10)
+        tab.wait(f"$('#detail tr.selected') && ({inside})({boxes})")
 
 
 CONTRAST = """(() => {
