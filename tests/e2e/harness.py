@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -162,13 +163,34 @@ def read_events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
     assert done, "no [DONE]"
 
 
-def free_port() -> int:
-    """One that the system gives to no client: half a minute goes by until a server takes it."""
+_reserved: deque[list[socket.socket]] = deque()
+_NUM_RESERVED = 50
+"""Servers that a process of the tests may start before the first of them has taken its port."""
+
+
+def free_port(*beside: int) -> int:
+    """One that the system gives to no client, and no other process of the tests takes: half a minute goes by until a
+    server does. `beside` are the distances of other ports that it takes as well.
+
+    What is reserved is a name, as vLLM holds its port for long before anybody else can see that.
+    """
+    while len(_reserved) >= _NUM_RESERVED:
+        for sock in _reserved.popleft():
+            sock.close()
     while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as sock, suppress(OSError):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(("127.0.0.1", port))
+        port, held = random.SystemRandom().randrange(20_000, 30_000), list[socket.socket]()
+        try:
+            for each in (port, *(port + distance for distance in beside)):
+                held.append(socket.socket(socket.AF_UNIX))
+                held[-1].bind(f"\0port {each} of the tests")
+                with socket.socket() as sock:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    sock.bind(("127.0.0.1", each))
+        except OSError:
+            for sock in held:
+                sock.close()
+        else:
+            _reserved.append(held)
             return port
 
 
