@@ -208,7 +208,7 @@ def leased(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Pair]:
         made.decode.finish(but=[name for name, each in made.decode.received.items() if each.finish is None])
 
 
-@pytest.mark.parametrize(("seconds", "waits", "num_loaded"), [(9, False, 1), (10, False, 0), (5.1, True, 0)])
+@pytest.mark.parametrize(("seconds", "waits", "num_loaded"), [(9, False, 1), (10.1, False, 0), (5.1, True, 0)])
 def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits: bool, num_loaded: int) -> None:
     """Or that `waits` while there are no steps, as during a pause: there are no heartbeats either."""
     params = leased.export_rows(PROMPT)
