@@ -36,7 +36,7 @@ SETTINGS = settings(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-LIMIT_S = 30
+LIMIT_S = 120
 COMPLETIONS = "/v1/completions"
 # The model that does arithmetic gives no log probabilities, which beam search takes too. Grammars are compiled by other
 # projects, for as long as they like.

@@ -5,7 +5,7 @@ import json
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tests.contract.served import check, serving
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, read_events, wait_until
 
 KEPT = (RowBuffer, BufferedRequestState, SSERewriter, CollectedRows)
-LIMIT_S = 60
+LIMIT_S = 240
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,11 @@ def kept() -> int:
     return sum(type(each) in KEPT for each in gc.get_objects())
 
 
+def at_most(count: Callable[[], int], limit: int) -> None:
+    """Waits until there are so few: what was counted as ended may hold something until its task has returned."""
+    wait_until(lambda: count() <= limit, lambda: f"{count()}, not {limit}", LIMIT_S)
+
+
 def vanish(server: Server, seed: int) -> None:
     """A client that ends its connection: in its request, before the answer, or anywhere in it; sometimes rudely."""
     dice = random.Random(seed)
@@ -87,17 +92,17 @@ def test_hundreds_of_clients_vanish(api: Server, idle: dict[str, float]) -> None
     me = psutil.Process()
     before = kept()
 
-    def round_of(first: int, count: int) -> tuple[int, int]:
+    def round_of(first: int, count: int) -> None:
         for seed in range(first, first + count):
             vanish(api, seed)
         settled(api, idle)
-        return me.num_fds(), me.num_threads()
 
-    files, threads = round_of(0, 100)
-    files_after, threads_after = round_of(100, 400)
-    assert files_after <= files + 3
-    assert threads_after <= threads + 10  # the web framework has up to 40 for what blocks
-    assert kept() <= before
+    round_of(0, 100)
+    files, threads = me.num_fds(), me.num_threads()
+    round_of(100, 400)
+    at_most(me.num_fds, files + 3)
+    at_most(me.num_threads, threads + 10)  # the web framework has up to 40 for what blocks
+    at_most(kept, before)
     (answer,) = answers_of(api.complete(**ASK, prompt=prompt_of(40, 1), max_tokens=5))
     check(answer, tokens=5)
 
@@ -126,7 +131,7 @@ def test_readers_that_stop(api: Server, idle: dict[str, float]) -> None:
         arrays = [choice.get("routed_experts") for event in events for choice in event["choices"]]
         assert sum(array["shape"][0] for array in arrays if array) == 5 * 929
     settled(api, idle)
-    assert kept() <= before
+    at_most(kept, before)
 
 
 def unchunked(body: bytes) -> bytes:
