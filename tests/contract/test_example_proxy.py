@@ -19,6 +19,7 @@ from examples.prefill_decode import MSGPACK, UNKNOWN, proxy
 from tests.e2e.harness import free_port
 
 PATH = "/v1/completions"
+LIMIT_S = 240
 Lines = Callable[[dict[str, Any]], AsyncIterator[bytes]]
 
 
@@ -46,8 +47,8 @@ async def serving(app: FastAPI) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the proxy, whose decode instance streams `lines` of a request."""
+async def behind_the_proxy(lines: Lines, prefills: asyncio.Event | None = None) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of the proxy, whose decode instance streams `lines` of a request; `prefills` is set before."""
     app = FastAPI()
 
     @app.get("/v1/models")
@@ -60,6 +61,8 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
         params = body["kv_transfer_params"]
         if params.get("do_remote_decode"):
             assert request.headers["accept"] == MSGPACK
+            if prefills is not None:
+                prefills.set()
             await asyncio.sleep(body.get("prefill_s", 0))
             assert request.client is not None
             return packed({"kv_transfer_params": {"of": body["prompt"], "from": request.client.port}})
@@ -69,7 +72,7 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         serving(app) as port,
         serving(proxy([port, port])) as front,
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", limits=everyone, timeout=30) as client,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{front}", limits=everyone, timeout=LIMIT_S) as client,
     ):
         yield client
 
@@ -77,7 +80,7 @@ async def behind_the_proxy(lines: Lines) -> AsyncIterator[httpx.AsyncClient]:
 def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 60))
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), LIMIT_S))
 
     return run
 
@@ -103,7 +106,7 @@ async def test_hundreds_of_streams_at_once() -> None:
 @in_a_loop
 async def test_a_client_that_leaves(before_the_answer: bool) -> None:
     """The decode instance is told so."""
-    gone = asyncio.Event()
+    gone, prefills = asyncio.Event(), asyncio.Event()
 
     async def lines(body: dict[str, Any]) -> AsyncIterator[bytes]:
         try:
@@ -113,14 +116,17 @@ async def test_a_client_that_leaves(before_the_answer: bool) -> None:
         finally:
             gone.set()
 
-    async with behind_the_proxy(lines) as client:
+    async with behind_the_proxy(lines, prefills) as client:
         if before_the_answer:
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post(PATH, json={"prompt": [1], "prefill_s": 1}, timeout=0.3)
+            asking = asyncio.create_task(client.post(PATH, json={"prompt": [1], "prefill_s": 1}))
+            await prefills.wait()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
         else:
             async with client.stream("POST", PATH, json={"prompt": [1]}) as answer:
                 assert await anext(answer.aiter_raw())
-        await asyncio.wait_for(gone.wait(), 10)
+        await gone.wait()
 
 
 async def accepted(body: dict[str, Any]) -> AsyncIterator[bytes]:
@@ -136,10 +142,13 @@ async def test_idle_connections_are_let_go() -> None:
             answers = await asyncio.gather(*(client.post(PATH, json={"prompt": [1]}) for _ in range(20)))
             return {answer.text for answer in answers}
 
-        first = await burst()
-        assert first & await burst()
+        for _ in range(5):  # on a busy machine two may be too far apart
+            first, second = await burst(), await burst()
+            if first & second:
+                break
+        assert first & second
         await asyncio.sleep(2.5)
-        assert not first & await burst()
+        assert not (first | second) & await burst()
 
 
 @in_a_loop
@@ -181,7 +190,7 @@ async def recording() -> AsyncIterator[tuple[httpx.AsyncClient, list[tuple[str, 
         serving(instance("decode")) as decode,
         serving(proxy([prefill, decode])) as front,
         httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{front}", timeout=30, headers={"Content-Type": "application/json"}
+            base_url=f"http://127.0.0.1:{front}", timeout=LIMIT_S, headers={"Content-Type": "application/json"}
         ) as client,
     ):
         yield client, received
