@@ -146,11 +146,19 @@ class Paused:
     seed: int
 
     def __post_init__(self) -> None:
+        self._begin()
+        for _ in range(5):
+            if self.count < LONG or not self.path.startswith("/pause"):
+                break
+            self.server.post("/resume")  # on a busy machine an answer may end before the pause
+            self._begin()
+        assert 10 <= self.count <= LONG
+
+    def _begin(self) -> None:
         self.running = Running(self.server, self.seed)
         self.running.wait_for(10)
         self.server.post(self.path)
         self.count = self.running.wait_until_quiet()
-        assert 10 <= self.count <= LONG
 
     def check(self, before: Oracle, after: Oracle, keeps_kv: bool = False) -> None:
         """Its rows, when it has gone on with other weights."""

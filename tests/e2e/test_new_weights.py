@@ -93,11 +93,16 @@ def test_a_pause_under_an_answer(server: Server, both: list[Weights], keeps_kv: 
 
 def test_weights_that_are_reloaded_without_a_pause(server: Server, both: list[Weights]) -> None:
     """Some token is the last of the old weights; those behind it read their KV."""
-    running = Running(server, seed=7)
-    running.wait_for(10)
-    reload_weights(server, both[1])
-    answer = running.answer()
-    first = both[0].oracle.wrong(rows_of(answer), [*answer.prompt, *answer.tokens[:-1]])[0].position
+    for seed in range(7, 12):  # on a busy machine an answer may end before
+        reload_weights(server, both[0])
+        server.post("/reset_prefix_cache")
+        running = Running(server, seed)
+        running.wait_for(10)
+        reload_weights(server, both[1])
+        answer = running.answer()
+        if wrong := both[0].oracle.wrong(rows_of(answer), [*answer.prompt, *answer.tokens[:-1]]):
+            break
+    first = wrong[0].position
     assert 80 <= first < 70 + LONG - 1
     check(answer, Across(both[0].oracle, both[1].oracle, first, keeps_kv=True))
 

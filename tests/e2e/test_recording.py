@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from routed_experts.server.cli.saved import ModelInfo, opened, read
-from tests.e2e.harness import SMALL_KV, Oracle, prompt_of, run_program, serving
+from tests.e2e.harness import SMALL_KV, Oracle, prompt_of, run_program, serving, wait_until
 
 pytestmark = pytest.mark.e2e
 
@@ -23,6 +23,8 @@ def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) 
     ) as server:
         for index in range(12):
             server.complete(prompt=prompt_of(20, index), max_tokens=4)
+        recorded = "routed_experts_recorded_requests_total"  # a server that stops waits for a few seconds only
+        wait_until(lambda: server.metric(recorded) >= 12, lambda: f"{server.metric(recorded)} of 12 are recorded")
     files = sorted(map(str, folder.iterdir()))
     assert all(file.endswith(".jsonl") for file in files)
     pids = {re.split("[-.]", Path(file).name)[1] for file in files}
