@@ -40,23 +40,23 @@ def check(routings: list[Routing], oracle: Oracle, choices: int = N) -> None:
 
 
 def openai_client(url: str, body: dict[str, Any]) -> Any:
-    client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=httpx.Client(verify=False))
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", http_client=httpx.Client(verify=False, timeout=300))
     fields = {name: value for name, value in body.items() if name not in ("ignore_eos", *ROUTING)}
     return client.completions.create(**fields, extra_body={**ROUTING, "ignore_eos": True})
 
 
 def httpx_lines(url: str, body: dict[str, Any]) -> Any:
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, verify=False, timeout=60) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, verify=False, timeout=300) as response:
         yield from response.iter_lines()
 
 
 def httpx_bytes(url: str, body: dict[str, Any]) -> Any:
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, verify=False, timeout=60) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, verify=False, timeout=300) as response:
         yield from response.iter_bytes(1000)
 
 
 def requests_lines(url: str, body: dict[str, Any]) -> Any:
-    with requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=60) as response:
+    with requests.post(f"{url}/v1/completions", json=body, stream=True, timeout=300) as response:
         yield from response.iter_lines()
 
 
@@ -68,7 +68,7 @@ async def aiohttp_lines(url: str, body: dict[str, Any]) -> AsyncIterator[Any]:
 
 async def httpx_async_bytes(url: str, body: dict[str, Any]) -> AsyncIterator[Any]:
     async with (
-        httpx.AsyncClient(verify=False, timeout=60) as client,
+        httpx.AsyncClient(verify=False, timeout=300) as client,
         client.stream("POST", f"{url}/v1/completions", json=body) as response,
     ):
         async for piece in response.aiter_raw():
@@ -81,7 +81,7 @@ def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) 
     chat |= {"max_tokens": G, "n": N, "extra_body": {**ROUTING, "ignore_eos": True}}
 
     async def run() -> list[Routing]:
-        transport = httpx.AsyncClient(verify=False)
+        transport = httpx.AsyncClient(verify=False, timeout=300)
         async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", http_client=transport) as client:
             for streamed in (False, True):
                 with pytest.raises(BadRequestError, match="the prompt has 5 tokens") as raised:

@@ -30,7 +30,7 @@ needs_promtool = pytest.mark.skipif(
 def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model: Path, tmp_path: Path) -> None:
     with serving(tiny_model, "--routed-experts-record", str(tmp_path)) as server:
         server.complete(prompt="Hello", max_tokens=3, return_routed_experts=True)
-        text = httpx.get(f"{server.url}/metrics", timeout=60).text
+        text = httpx.get(f"{server.url}/metrics", timeout=300).text
     labels: dict[str, set[str]] = {}  # of each metric
     for name, given in re.findall(r"^([a-z_:]+)(?:\{(.*)\})? ", text, re.MULTILINE):
         labels.setdefault(name, set()).update(re.findall(r'([a-z_]+)="', given))

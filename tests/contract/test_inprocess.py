@@ -336,7 +336,7 @@ class Online:
             self.engine = self.run(make_in_loop()) if in_loop else make()
 
     def run(self, test: Coroutine[Any, Any, Any]) -> Any:
-        return self._runner.run(asyncio.wait_for(test, 60))
+        return self._runner.run(asyncio.wait_for(test, 300))
 
     def close(self) -> None:
         self.engine.shutdown()

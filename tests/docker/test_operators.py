@@ -72,14 +72,14 @@ def nginx(server: Server, folder: Path) -> Iterator[str]:
         yield f"https://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
 
 
 def answered_twice(url: str) -> list[int]:
     """The statuses of two requests without a key on one connection, each refused before its body has come whole."""
     address = httpx.URL(url)
     connection = http.client.HTTPSConnection(
-        address.host, address.port, timeout=60, context=ssl._create_unverified_context()
+        address.host, address.port, timeout=300, context=ssl._create_unverified_context()
     )
     statuses = []
     for _ in range(2):
@@ -102,7 +102,7 @@ def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
     with (
         serving(tiny_model, "--api-key", "a-key", "--enable-scale-out") as server,
         nginx(server, tmp_path) as url,
-        httpx.Client(base_url=url, verify=False, timeout=60, trust_env=False) as client,
+        httpx.Client(base_url=url, verify=False, timeout=300, trust_env=False) as client,
     ):
         assert client.get("/health").status_code == 200
         whole = client.post("/v1/completions", json=body, headers=KEY)

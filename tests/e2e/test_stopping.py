@@ -179,7 +179,8 @@ def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_p
         body = {"model": "tiny", "prompt": prompt_of(40, 1), "max_tokens": 8000, "ignore_eos": True, "stream": True}
         with under_way(server, 4, max_tokens=8000) as requests, stuck.stream("POST", COMPLETIONS, json=body):
             os.killpg(server.process.pid, signal.SIGINT)
-            wait_until_draining(server)
+            with suppress(httpx.TransportError):  # it may be over before anybody looks
+                wait_until_draining(server)
             for request in requests:
                 request.ended_with_error(503)
             check_end(server)

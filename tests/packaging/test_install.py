@@ -147,7 +147,7 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
         try:
             assert view.stdout is not None
             (url,) = re.findall(r"http://\S+", view.stdout.readline())
-            with build_opener(ProxyHandler({})).open(f"{url}/saved/0", timeout=20) as response:
+            with build_opener(ProxyHandler({})).open(f"{url}/saved/0", timeout=120) as response:
                 assert json.loads(response.read()) == ANSWER
         finally:
             view.kill()

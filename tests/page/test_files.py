@@ -29,7 +29,7 @@ Viewed = Callable[..., str]
 
 
 def get(url: str, **headers: str) -> httpx.Response:
-    return httpx.get(url, headers=headers, timeout=60, verify=False)
+    return httpx.get(url, headers=headers, timeout=300, verify=False)
 
 
 def check_page(url: str) -> None:
@@ -119,7 +119,7 @@ def said_by(command: list[str], folder: Path) -> list[str]:
         first = process.stdout.readline()
         get(re.findall(r"http\S+", first)[0])  # answered once the browser, if any, has come and gone
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
         return [first, *(line for line in process.stdout if line.strip())]
     finally:
         process.kill()

@@ -118,13 +118,13 @@ def test_a_reader_that_leaves(words: Words, command: str) -> None:
     os.close(read)
     with started(*words(command), stdout=write) as process:
         os.close(write)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (141, "")
 
 
 def test_a_disk_that_is_full(words: Words) -> None:
     with open("/dev/full", "w") as full, started(*words("stats FILES/answer"), stdout=full.fileno()) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert err.endswith("No space left on device.\n"), err
 
@@ -148,7 +148,7 @@ def test_an_interrupt_while_imports_run(words: Words, command: str, module: str)
                 break
         said = [line for line in process.stderr if not line.startswith("import time:")]
         status = 0 if command.startswith("serve") else 130
-        assert (process.wait(120), [line for line in said if "Traceback" in line]) == (status, [])
+        assert (process.wait(300), [line for line in said if "Traceback" in line]) == (status, [])
 
 
 def test_an_interrupt_while_a_server_is_asked(tiny_model: Path) -> None:
@@ -157,14 +157,14 @@ def test_an_interrupt_while_a_server_is_asked(tiny_model: Path) -> None:
     class Silent(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.set()
-            over.wait(60)
+            over.wait(300)
 
     with HTTPServer(("127.0.0.1", 0), Silent) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with started("compare", str(tiny_model), "--url", f"127.0.0.1:{server.server_port}") as process:
-            assert asked.wait(120)
+            assert asked.wait(300)
             process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=300)
         over.set()
         server.shutdown()
     assert (process.returncode, out, "Traceback" in err) == (130, "", False)
