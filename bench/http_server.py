@@ -1,6 +1,7 @@
 """One server in a process group of its own, and the CPU time that its API processes take."""
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -164,12 +165,13 @@ def _command(pid: int) -> bytes:
 
 
 def free_port(count: int = 1) -> int:
-    """A port of this machine that nothing listens on, nor on those right behind it, `count` in all."""
+    """A port of this machine that nothing listens on, nor on those right behind it, `count` in all.
+
+    The system gives none of them to a client before a server has started. The tests' servers have other ones.
+    """
     while True:
+        port = random.SystemRandom().randrange(30_000, 32_700)
         with ExitStack() as bound, suppress(OSError):
-            port = 0
             for offset in range(count):
-                sock = bound.enter_context(socket.socket())
-                sock.bind(("127.0.0.1", port and port + offset))
-                port = port or sock.getsockname()[1]
+                bound.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
             return port
