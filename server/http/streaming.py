@@ -343,16 +343,17 @@ class SSERewriter:
     async def _with_histograms(self, chunk: str, state: _Choice) -> str:
         """Adds the histogram of a finished choice and, once, of its prompt to `chunk`."""
         prompt = state.prompt
-        counted = await self._histogram(state.counted)
+        counted = await run_in_threadpool(self._histogram, state.counted)
         chunk = _insert(chunk, _begin_of_choice(chunk), f'"routed_experts_histogram":{counted},')
         if not prompt.was_counted:
             prompt.was_counted = True
-            counted = await self._histogram(prompt.counted)
+            counted = await run_in_threadpool(self._histogram, prompt.counted)
             chunk = _insert(chunk, _BEGIN_OF_CHUNK, f'"prompt_routed_experts_histogram":{counted},')
         return chunk
 
-    async def _histogram(self, arrays: list[Rows]) -> str:
-        counted = await run_in_threadpool(self._encoder.histogram, arrays)
+    def _histogram(self, arrays: list[Rows]) -> str:
+        """The JSON text of the histogram of `arrays`, which it frees: that takes a while too."""
+        counted = self._encoder.histogram(arrays)
         arrays.clear()
         return msgspec.json.encode(counted).decode()
 
