@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,13 @@ class RoutedExpertsPlugin:
         if captured is not None:
             await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults
-        state.array_store = store = store_of(args) if captured is not None else None
+        state.array_store = store = None
+        settings = store_settings(args, captured)
+        if captured is not None:
+            state.array_store = store = store_of(args, settings)
         state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
-        rebind_classes(state, captured, max_bytes, store, getattr(args, "routed_experts_store_paths", False))
+        rebind_classes(state, captured, max_bytes, store, bool(settings.get("routed_experts_store_paths")))
         if store is not None:
             state.store_sweep = asyncio.create_task(sweep_forever(store))
         if captured is not None and getattr(args, "routed_experts_record", None) is not None:
@@ -121,13 +125,30 @@ def rebind_classes(
             rebind_class(serving, cls, captured, max_bytes, store, tells_paths)
 
 
-def store_of(args: Namespace) -> ArrayStore:
-    """The store of arrays that responses refer to. vLLM's own command does not remove its folder, so this does."""
-    folder = getattr(args, "routed_experts_store", None) or default_folder(str(args.port))
-    if not hasattr(args, "routed_experts_store"):
+def store_settings(args: Namespace, captured: CapturedEngine | None) -> Mapping[str, Any]:
+    """The flags of `routed-experts serve` about the store, or, where vLLM's own command serves, the keys of
+    `--additional-config` that programs have."""
+    if hasattr(args, "routed_experts_store"):
+        return vars(args)
+    additional = captured.engine.vllm_config.additional_config if captured is not None else None
+    return additional if isinstance(additional, dict) else {}
+
+
+def store_of(args: Namespace, settings: Mapping[str, Any]) -> ArrayStore:
+    """The store of arrays that responses refer to. vLLM's own command does not remove its folder, so this does.
+
+    Raises:
+        StoreError: the folder that is named cannot be used.
+    """
+    named = settings.get("routed_experts_store")
+    folder = default_folder(str(args.port)) if named is None else Path(named)
+    if named is None and not hasattr(args, "routed_experts_store"):
         remove_at_exit(folder)
-    lifetime_s = getattr(args, "routed_experts_store_seconds", DEFAULT_LIFETIME_S)
-    return ArrayStore(folder, getattr(args, "routed_experts_store_bytes", None), lifetime_s)
+    lifetime_s = float(settings.get("routed_experts_store_seconds", DEFAULT_LIFETIME_S))
+    store = ArrayStore(folder, settings.get("routed_experts_store_bytes"), lifetime_s)
+    if named is not None:
+        store.sweep()
+    return store
 
 
 async def sweep_forever(store: ArrayStore) -> None:

@@ -30,6 +30,7 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "routed_experts_store": (lambda value: isinstance(value, str | Path), "a path"),
     "routed_experts_store_bytes": (lambda value: type(value) is int and value > 0, "a positive integer"),
     "routed_experts_store_seconds": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
+    "routed_experts_store_paths": (lambda value: type(value) is bool, "true or false"),
 }
 """Keys of `additional_config`: what is valid, in code and in words."""
 

@@ -1,7 +1,6 @@
 """Arrays that wait to be fetched: one `.npy` file each, in a folder that the processes of a host may share."""
 
 import asyncio
-import atexit
 import errno
 import fcntl
 import hashlib
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from io import BytesIO
 from math import ceil
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,7 +69,7 @@ def remove_unused(folder: Path, ends: bool = False) -> None:
 def remove_at_exit(folder: Path) -> None:
     """Removes a store's folder that a killed process left, and that of this process when it ends."""
     remove_unused(folder)
-    atexit.register(remove_unused, folder, ends=True)
+    Finalize(None, remove_unused, (folder, True), exitpriority=0)  # `atexit` does nothing in a process of another
 
 
 T = TypeVar("T")

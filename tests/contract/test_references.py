@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any
@@ -537,14 +536,33 @@ def test_what_a_stopped_server_left_expires(tmp_path: Path) -> None:
     assert not stored.path.exists()
 
 
-def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_exit: list[Callable[[], None]] = []
-    monkeypatch.setattr("atexit.register", lambda *args, **named: at_exit.append(partial(*args, **named)))
-    store = plugin.store_of(Namespace(port=f"test-{os.getpid()}"))
+ENDING = """
+import multiprocessing
+import sys
+from argparse import Namespace
+import numpy as np
+from routed_experts.server.http.plugin import store_of
+
+def serve():
+    store = store_of(Namespace(port=sys.argv[1]), {})
     store.put(np.zeros((2, 2, 2)))
-    (end,) = at_exit
-    end()
-    assert not store.folder.exists()
+    print(store.folder, flush=True)
+
+multiprocessing.set_start_method("fork")
+for _ in range(int(sys.argv[2])):
+    multiprocessing.Process(target=serve).start()
+if sys.argv[2] == "0":
+    serve()
+"""
+
+
+@pytest.mark.parametrize("num_processes", [0, 1, 2])
+def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(num_processes: int) -> None:
+    """Also where that starts API processes, which end in another way than the first process of a program."""
+    command = [sys.executable, "-c", ENDING, f"test-{os.getpid()}-{num_processes}", str(num_processes)]
+    folders = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(folders) == max(num_processes, 1)
+    assert not Path(folders[0]).exists()
 
 
 OTHER_SERVER = """

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ import numpy as np
 import pytest
 from vllm.envs import disable_envs_cache
 
+from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.protocol.models import FieldError
 from routed_experts.server.inprocess.engine_hooks import _beam_search_online
+from routed_experts.server.outputs.array_store import StoreError
 from tests.contract.engine import K, L
 from tests.contract.served import DECODER_LAYERS, every_layer_of, rows_of, serving, vllms
 from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, same
@@ -138,6 +141,39 @@ def test_server_wide_defaults(tiny_model: Path) -> None:
     ):
         wrong = stock(tiny_model, "routed_experts", *defaults(**fields))
         with pytest.raises(FieldError, match=message), wrong:
+            pass
+
+
+def test_the_stores_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -> None:
+    def settings(**about: Any) -> tuple[str, str]:
+        return "--additional-config", json.dumps(
+            {f"routed_experts_store{name}": value for name, value in about.items()}
+        )
+
+    folder, fields = tmp_path / "store", {"return_routed_experts": True, "routed_experts_delivery": "reference"}
+    given = {"": str(folder), "_bytes": 100_000, "_seconds": 50, "_paths": True}
+    with stock(tiny_model, "routed_experts", *settings(**given)) as server:
+        began = time.time()
+        answer = server.complete(prompt=prompt_of(9, 3), max_tokens=3, return_token_ids=True, **fields)
+        reference = answer["choices"][0]["routed_experts"]
+        assert began + 49 < reference["expires"] < time.time() + 51
+        assert Path(reference["path"]).parent == folder
+        rows = rows_of([*answer["choices"][0]["prompt_token_ids"], *answer["choices"][0]["token_ids"]][:-1])
+        assert np.array_equal(np.load(reference["path"]), rows[9:].swapaxes(0, 1))
+        with server.client() as client:
+            body = {"model": "tiny", "prompt": prompt_of(900, 3), "max_tokens": 3, **fields}
+            assert client.post("/v1/completions", json=body).status_code == 507
+    assert folder.exists()
+    (tmp_path / "file").write_text("")
+    for about, message in (
+        ({"": str(tmp_path / "file")}, "file"),
+        ({"_bytes": "much"}, "routed_experts_store_bytes in additional_config must be a positive integer"),
+        ({"_paths": "yes"}, "routed_experts_store_paths in additional_config must be true or false"),
+    ):
+        with (
+            pytest.raises((StoreError, UnsupportedConfig), match=message),
+            stock(tiny_model, "routed_experts", *settings(**about)),
+        ):
             pass
 
 
