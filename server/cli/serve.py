@@ -39,6 +39,7 @@ from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.outputs.array_store import (
     DEFAULT_LIFETIME_S,
+    LONGEST_LIFETIME_S,
     ArrayStore,
     StoreError,
     default_folder,
@@ -49,7 +50,6 @@ from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 logger = get_logger(__name__)
 
 TINY_MODEL_NAME = "tiny-moe"
-_LONGEST_S = 1e9
 _TINY_KV_CACHE_BYTES = 64 << 20
 RECORD_FLAG = "--routed-experts-record"
 _RECORD_BYTES = 10 << 30
@@ -256,7 +256,7 @@ def _positive_seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0
-    if not 0 < seconds < _LONGEST_S:
+    if not 0 < seconds <= LONGEST_LIFETIME_S:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return seconds
 

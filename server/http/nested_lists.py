@@ -20,9 +20,14 @@ _BYTE_IDS, _TWO_BYTE_IDS = 128, 256
 
 def json_rows(ids: Ids, num_experts: int) -> bytes:
     """`ids` ([n, L, K], from -1 to `num_experts` - 1) as JSON lists with commas between the n rows, but no brackets
-    around them."""
+    around them.
+
+    Raises:
+        IndexError: an id is out of range.
+    """
     if not len(ids):
         return b""
+    _check(ids, num_experts)
     numbers = _json_cells(num_experts)
     cells = np.empty((*ids.shape[:2], ids.shape[2] + 1), dtype=numbers.dtype)
     cells[..., :-1] = numbers[ids]
@@ -44,7 +49,12 @@ def _cells(texts: list[bytes], size: int) -> NDArray[Any]:
 
 
 def msgpack_rows(ids: Ids, num_experts: int) -> bytes:
-    """The same as MessagePack arrays. All ids of a model take the same number of bytes."""
+    """The same as MessagePack arrays. All ids of a model take the same number of bytes.
+
+    Raises:
+        IndexError: an id is out of range.
+    """
+    _check(ids, num_experts)
     num_rows, num_layers, top_k = ids.shape
     row, layer = _array_header(num_layers), _array_header(top_k)
     packed = np.empty((num_rows, num_layers, len(layer) + top_k * _packed(num_experts).itemsize), dtype=np.uint8)
@@ -65,6 +75,12 @@ def _packed(num_experts: int) -> NDArray[np.void]:
     else:
         packed = [b"\xcd" + number.to_bytes(2, "big") for number in ids] + [b"\xd1\xff\xff"]
     return np.frombuffer(b"".join(packed), dtype=f"V{len(packed[-1])}")
+
+
+def _check(ids: Ids, num_experts: int) -> None:
+    """Tables would give other ids."""
+    if ids.min(initial=0) < -1 or ids.max(initial=0) >= num_experts:
+        raise IndexError(f"ids outside -1 to {num_experts - 1}")
 
 
 def _array_header(size: int) -> bytes:

@@ -144,7 +144,7 @@ def store_of(args: Namespace, settings: Mapping[str, Any]) -> ArrayStore:
     folder = default_folder(str(args.port)) if named is None else Path(named)
     if named is None and not hasattr(args, "routed_experts_store"):
         remove_at_exit(folder)
-    lifetime_s = float(settings.get("routed_experts_store_seconds", DEFAULT_LIFETIME_S))
+    lifetime_s = float(settings.get("routed_experts_store_seconds") or DEFAULT_LIFETIME_S)
     store = ArrayStore(folder, settings.get("routed_experts_store_bytes"), lifetime_s)
     if named is not None:
         store.sweep()

@@ -12,6 +12,7 @@ from routed_experts.capture.seams.arguments import say_that_it_returns, withdraw
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.patching import replace_once
+from routed_experts.server.outputs.array_store import LONGEST_LIFETIME_S
 from routed_experts.server.outputs.arrays import DELIVERY, VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
 from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.vllm_api import (
@@ -27,9 +28,12 @@ logger = get_logger(__name__)
 
 _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     DELIVERY: (lambda value: value in ("inline", "reference"), "inline or reference"),
-    "routed_experts_store": (lambda value: isinstance(value, str | Path), "a path"),
+    "routed_experts_store": (lambda value: str(value) != "" and isinstance(value, str | Path), "a path"),
     "routed_experts_store_bytes": (lambda value: type(value) is int and value > 0, "a positive integer"),
-    "routed_experts_store_seconds": (lambda value: type(value) in (int, float) and value > 0, "a positive number"),
+    "routed_experts_store_seconds": (
+        lambda value: type(value) in (int, float) and 0 < value <= LONGEST_LIFETIME_S,
+        f"a positive number up to {LONGEST_LIFETIME_S:,.0f}",
+    ),
     "routed_experts_store_paths": (lambda value: type(value) is bool, "true or false"),
 }
 """Keys of `additional_config`: what is valid, in code and in words."""
@@ -53,7 +57,8 @@ def take_over(args: Any) -> None:
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
     except UnsupportedConfig as error:
         raise UnsupportedConfig(f"{error} {GO_BACK}") from None
-    args.additional_config = {**args.additional_config, VLLM_FLAG_ENABLED: True}
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
+    args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     withdraw(args)
     _follow_engines()
 

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -26,10 +27,13 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-DEFAULT_LIFETIME_S = 3600.0
+DEFAULT_LIFETIME_S, LONGEST_LIFETIME_S = 3600.0, 1e9
 
 _SUFFIX, _UNFINISHED = ".npy", ".tmp"
 _ID_BYTES, _PROOF_BYTES = 16, 8
+_OWN_NAME = re.compile(rf"[0-9a-f]{{{2 * (_ID_BYTES + _PROOF_BYTES)}}}({re.escape(_SUFFIX)}|{re.escape(_UNFINISHED)})")
+_TRIES = 10
+"""Attempts to open a folder that another process may be removing."""
 _COUNTER_BYTES = 8
 _CLOSED = -1
 _BLOCK_BYTES = 4096
@@ -56,7 +60,7 @@ def remove_unused(folder: Path, ends: bool = False) -> None:
         ends: whether this process ends, so that its own stores do not count.
     """
     for store in [store for store in _open_stores if ends and store.folder == folder]:
-        store.close()
+        store.end()
     with suppress(OSError):
         descriptor = os.open(folder, _FOLDER)
         try:
@@ -154,11 +158,14 @@ class ArrayStore:
         if self._is_locked or self._is_there():
             return
         with self._thread_lock:
-            if not self._is_there():
+            for attempt in range(_TRIES):
+                if self._is_there():
+                    return
                 try:
                     self._open_folder()
                 except OSError as error:
-                    raise StoreError(f"{self.folder} cannot be used: {error.strerror}") from error
+                    if not isinstance(error, FileNotFoundError) or attempt == _TRIES - 1:
+                        raise StoreError(f"{self.folder} cannot be used: {error.strerror}") from error
 
     def _is_there(self) -> bool:
         return self.is_open and os.fstat(self._lock_file).st_nlink > 0
@@ -173,6 +180,8 @@ class ArrayStore:
             opened.callback(os.close, folder_file := os.open(folder, _FOLDER))
             with suppress(OSError):  # some file systems have no locks of folders
                 fcntl.flock(folder_file, fcntl.LOCK_SH)
+            if not os.path.samestat(os.fstat(folder_file), folder.stat()):  # it was removed
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             opened.callback(os.close, lock_file := self._private_file(".lock"))
             fcntl.flock(lock_file, fcntl.LOCK_EX)
             with open(self._private_file(".key"), "r+b") as file:
@@ -191,6 +200,11 @@ class ArrayStore:
 
     def _private_file(self, name: str) -> int:
         return os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def end(self) -> None:
+        """Closes the store when its thread has done what it is at."""
+        self._writer.shutdown(cancel_futures=True)
+        self.close()
 
     def close(self) -> None:
         """Gives up the lock of the folder. No other method may run."""
@@ -380,7 +394,7 @@ class ArrayStore:
         now, used = time.time(), 0
         with os.scandir(self.folder) as files:
             for file in files:
-                if not file.name.endswith((_SUFFIX, _UNFINISHED)):
+                if not _OWN_NAME.fullmatch(file.name):  # of the user's, if this is the name of another folder
                     continue
                 try:
                     found = file.stat(follow_symlinks=False)

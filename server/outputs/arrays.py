@@ -184,7 +184,7 @@ def _store_of(config: dict[str, Any]) -> ArrayStore:
     """The store of a program's engines; `config` is its `additional_config`."""
     given = config.get("routed_experts_store")
     folder = default_folder(_PROGRAM + str(os.getpid())) if given is None else Path(given)
-    lifetime_s = float(config.get("routed_experts_store_seconds", DEFAULT_LIFETIME_S))
+    lifetime_s = float(config.get("routed_experts_store_seconds") or DEFAULT_LIFETIME_S)
     store = ArrayStore(folder, config.get("routed_experts_store_bytes"), lifetime_s)
     if given is None:
         remove_at_exit(folder)

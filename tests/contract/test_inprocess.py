@@ -551,7 +551,10 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
         ({"additional_config": {"routed_experts_delivery": "by mail"}}, "must be inline or reference, not 'by mail'"),
         ({"additional_config": {"routed_experts_store": 5}}, "must be a path, not 5"),
         ({"additional_config": {"routed_experts_store_bytes": "1GB"}}, "must be a positive integer, not '1GB'"),
-        ({"additional_config": {"routed_experts_store_seconds": 0}}, "must be a positive number, not 0"),
+        (
+            {"additional_config": {"routed_experts_store_seconds": 0}},
+            "must be a positive number up to 1,000,000,000, not 0",
+        ),
     ],
 )
 def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, Any], message: str) -> None:
@@ -561,6 +564,14 @@ def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, A
 
 
 # ---- what it changes ----
+
+
+def test_paths_can_be_given(tiny_model: Path) -> None:
+    """vLLM makes JSON of the configuration."""
+    additional = {"routed_experts_store": tiny_model / "store"}
+    config = EngineArgs(**arguments(tiny_model, additional_config=additional)).create_engine_config()
+    assert config.additional_config["routed_experts_store"] == str(tiny_model / "store")
+    assert config.compute_hash()
 
 
 def test_arguments_that_were_filled_in_can_be_used_again(tiny_model: Path) -> None:

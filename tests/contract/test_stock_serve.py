@@ -167,6 +167,8 @@ def test_the_stores_settings_come_as_programs_give_them(tiny_model: Path, tmp_pa
     (tmp_path / "file").write_text("")
     for about, message in (
         ({"": str(tmp_path / "file")}, "file"),
+        ({"": ""}, "routed_experts_store in additional_config must be a path"),
+        ({"_seconds": float("inf")}, "routed_experts_store_seconds in additional_config must be a positive number"),
         ({"_bytes": "much"}, "routed_experts_store_bytes in additional_config must be a positive integer"),
         ({"_paths": "yes"}, "routed_experts_store_paths in additional_config must be true or false"),
     ):

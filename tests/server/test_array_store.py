@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from routed_experts.server.outputs.array_store import (
     StoreError,
     StoreFullError,
     UnknownArrayError,
+    remove_at_exit,
     remove_unused,
 )
 
@@ -91,12 +93,24 @@ def test_a_full_store_is_not_searched_for_each_request(tmp_path: Path, monkeypat
 def test_files_that_ended_processes_left_behind_are_deleted(tmp_path: Path) -> None:
     store = ArrayStore(tmp_path / "store", 1 << 20)
     assert store.sweep() == 0
-    old, new = store.folder / "old.tmp", store.folder / "new.tmp"
+    old, new = store.folder / f"{'0' * 48}.tmp", store.folder / f"{'1' * 48}.tmp"
     for path in (old, new):
         path.write_bytes(b"12345")
     os.utime(old, (time.time() - 700,) * 2)
     assert store.sweep() == FILE_BYTES
     assert not old.exists()
+
+
+@pytest.mark.parametrize("name", ["labels.npy", "labels.tmp", f"{'0' * 47}.npy", f"{'0' * 49}.npy", f"{'A' * 48}.npy"])
+def test_files_of_the_user_are_kept(tmp_path: Path, name: str) -> None:
+    """Where the folder that is named has some."""
+    (tmp_path / name).write_bytes(b"12345")
+    os.utime(tmp_path / name, (1, 1))
+    store = ArrayStore(tmp_path, 1 << 20, lifetime_s=0)
+    store.put(ARRAY)
+    time.sleep(2)
+    assert store.sweep() == 0
+    assert [path.name for path in tmp_path.glob("[!.]*")] == [name]
 
 
 def _fill(folder: Path, seed: int) -> int:
@@ -211,3 +225,29 @@ def test_a_process_that_ends_removes_the_folder_that_it_used_itself(tmp_path: Pa
     assert store.folder.exists()
     remove_unused(store.folder, ends=True)
     assert not store.folder.exists()
+
+
+def _put(folder: Path) -> None:
+    remove_at_exit(folder)
+    ArrayStore(folder, 1 << 20).put(ARRAY)
+
+
+def _leave_work_to_the_thread(folder: Path) -> None:
+    remove_at_exit(folder)
+    store = ArrayStore(folder, 1 << 20)
+    for _ in range(20):
+        store.submit(store.put, ARRAY)
+    store.put(ARRAY)
+
+
+@pytest.mark.parametrize("use", [_put, _leave_work_to_the_thread])
+def test_a_process_may_end_while_another_begins(tmp_path: Path, use: Callable[[Path], None]) -> None:
+    folder, context = tmp_path / "store", multiprocessing.get_context("fork")
+    for _ in range(40):
+        processes = [context.Process(target=use, args=(folder,)) for _ in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0, 0]
+        assert not folder.exists()

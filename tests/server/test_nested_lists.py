@@ -17,5 +17,8 @@ def test_every_id(num_experts: int) -> None:
         assert b"[" + json_rows(ids, num_experts) + b"]" == msgspec.json.encode(ids.tolist())
         packed = b"\xdd" + num_rows.to_bytes(4, "big") + msgpack_rows(ids, num_experts)
         assert msgspec.msgpack.decode(packed) == ids.tolist()
+    for encode, wrong in itertools.product((json_rows, msgpack_rows), (-2, num_experts)):
+        with pytest.raises(IndexError, match="outside"):
+            encode(np.array([[[0, wrong]]], dtype=np.int16), num_experts)
     every = np.arange(-1, num_experts, dtype=np.int16).reshape(-1, 1, 1)
     assert json_rows(every, num_experts) == msgspec.json.encode(every.tolist())[1:-1]
