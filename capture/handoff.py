@@ -104,8 +104,10 @@ def has_weights(value: Any) -> bool:
     return isinstance(value, dict) and value.get("dtype") == WORDS
 
 
-def has_all(handed: dict[str, Any], weights: bool) -> bool:
-    """Whether what `encode` gave has all of a prompt that a request asks for. Weights may be too large to go too."""
+def has_all(params: dict[str, Any] | None, weights: bool) -> bool:
+    """Whether `kv_transfer_params` have all of a prompt that a request asks for. Weights may be too large to go too."""
+    if params is None or (handed := params.get(PARAM)) is None:
+        return False
     return len(handed["data"]) > 0 and (has_weights(handed) or not weights)
 
 

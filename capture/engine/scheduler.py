@@ -165,7 +165,8 @@ class SchedulerConnector(ConnectorSlot):
         self._loads: ExternalKVTracker | None = None
         self.left: dict[str, PlacedRows] = {}  # held rows of requests that just ended without an output
         self._to_export: dict[str, bool] = {}  # requests whose rows go with their KV, and whether with it alone
-        self._unsent: dict[str, Callable[[], None]] = {}  # sends the prompt of a request that ends in this step
+        # Of requests that end in this step: whether they ask for weights, and what sends their prompt.
+        self._unsent: dict[str, tuple[bool, Callable[[], None]]] = {}
         self._unknown: deque[tuple[int, UnknownRows]] = deque()  # to be reported, and to which API process
         self.output_queue = OutputQueue()
         self.at_once_bytes = self._at_once_left = _AT_ONCE_BYTES
@@ -404,12 +405,12 @@ class SchedulerConnector(ConnectorSlot):
         Called while the request still has its blocks. Aborted requests get none: some rows may not have arrived.
         """
         is_wanted = self._to_export.pop(request.request_id, None) is not None
-        send = self._unsent.pop(request.request_id, None)
-        handed = self._rows_to_hand_over(request) if is_wanted and params and params.get("do_remote_prefill") else None
-        opt_in = opt_in_of(request)
-        if send is not None and (handed is None or opt_in is None or not handoff.has_all(handed, opt_in.weights)):
+        if is_wanted and params and params.get("do_remote_prefill") and (handed := self._rows_to_hand_over(request)):
+            params = {**params, handoff.PARAM: handed}
+        weights, send = self._unsent.pop(request.request_id, (False, None))
+        if send is not None and not handoff.has_all(params, weights):
             send()
-        return params if handed is None or params is None else {**params, handoff.PARAM: handed}
+        return params
 
     def _rows_to_hand_over(self, request: Request) -> dict[str, Any] | None:
         if self._cache is None or self._handed is None:
@@ -459,7 +460,7 @@ class SchedulerConnector(ConnectorSlot):
         if state.next_row < request.num_prompt_tokens:
             send = partial(self._send_prompt, request, state, part, state.next_row)
             if is_last and self._to_export.get(req_id):
-                self._unsent[req_id] = send  # `export_rows` comes next
+                self._unsent[req_id] = state.opt_in.weights, send  # `export_rows` comes next
             else:
                 send()
             state.next_row = request.num_prompt_tokens

@@ -56,11 +56,11 @@ def msgpack_rows(ids: Ids, num_experts: int) -> bytes:
     """
     _check(ids, num_experts)
     num_rows, num_layers, top_k = ids.shape
-    row, layer = _array_header(num_layers), _array_header(top_k)
-    packed = np.empty((num_rows, num_layers, len(layer) + top_k * _packed(num_experts).itemsize), dtype=np.uint8)
+    numbers, row, layer = _packed(num_experts), _array_header(num_layers), _array_header(top_k)
+    packed = np.empty((num_rows, num_layers, len(layer) + top_k * numbers.itemsize), dtype=np.uint8)
     packed[..., : len(layer)] = np.frombuffer(layer, dtype=np.uint8)
     own = packed[..., len(layer) :]
-    own[:] = _packed(num_experts)[ids].view(np.uint8).reshape(own.shape)
+    own[:] = numbers[ids].view(np.uint8).reshape(own.shape)
     return b"".join(row + each.tobytes() for each in packed)
 
 

@@ -34,11 +34,11 @@ from routed_experts.server.http.serving import (
     rebind_class,
 )
 from routed_experts.server.outputs.array_store import (
-    DEFAULT_LIFETIME_S,
     ArrayStore,
     StoreError,
     default_folder,
     remove_at_exit,
+    store_with,
 )
 from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.page import PAGE_PATH
@@ -96,10 +96,8 @@ class RoutedExpertsPlugin:
         if captured is not None:
             await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults
-        state.array_store = store = None
         settings = store_settings(args, captured)
-        if captured is not None:
-            state.array_store = store = store_of(args, settings)
+        state.array_store = store = store_of(args, settings) if captured is not None else None
         state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
         rebind_classes(state, captured, max_bytes, store, bool(settings.get("routed_experts_store_paths")))
@@ -130,23 +128,27 @@ def store_settings(args: Namespace, captured: CapturedEngine | None) -> Mapping[
     `--additional-config` that programs have."""
     if hasattr(args, "routed_experts_store"):
         return vars(args)
-    additional = captured.engine.vllm_config.additional_config if captured is not None else None
-    return additional if isinstance(additional, dict) else {}
+    return additional_config(captured)
+
+
+def additional_config(captured: CapturedEngine | None) -> dict[str, Any]:
+    given = captured.engine.vllm_config.additional_config if captured is not None else None
+    return given if isinstance(given, dict) else {}
 
 
 def store_of(args: Namespace, settings: Mapping[str, Any]) -> ArrayStore:
-    """The store of arrays that responses refer to. vLLM's own command does not remove its folder, so this does.
+    """The store of arrays that responses refer to. vLLM's own command neither removes its folder nor checks one that is
+    named, so this does.
 
     Raises:
         StoreError: the folder that is named cannot be used.
     """
-    named = settings.get("routed_experts_store")
-    folder = default_folder(str(args.port)) if named is None else Path(named)
-    if named is None and not hasattr(args, "routed_experts_store"):
-        remove_at_exit(folder)
-    lifetime_s = float(settings.get("routed_experts_store_seconds") or DEFAULT_LIFETIME_S)
-    store = ArrayStore(folder, settings.get("routed_experts_store_bytes"), lifetime_s)
-    if named is not None:
+    store = store_with(settings, default_folder(str(args.port)))
+    if hasattr(args, "routed_experts_store"):
+        return store
+    if settings.get("routed_experts_store") is None:
+        remove_at_exit(store.folder)
+    else:
         store.sweep()
     return store
 
@@ -175,9 +177,8 @@ def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, A
     if captured is None:
         return {}
     defaults: dict[str, Any] = getattr(args, "routed_experts_default", None) or {}
-    additional = captured.engine.vllm_config.additional_config
-    if isinstance(additional, dict) and not defaults:
-        defaults = check_defaults(additional.get("routed_experts_default", {}))
+    if not defaults:
+        defaults = check_defaults(additional_config(captured).get("routed_experts_default", {}))
     try:
         resolve_dtype(defaults.get("routed_experts_dtype", "auto"), captured.num_experts)
     except CodecError as error:

@@ -14,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 
-from routed_experts.capture.handoff import PARAM, has_all
+from routed_experts.capture.handoff import has_all
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram
@@ -65,7 +65,7 @@ class CollectedRows:
     def collect(self, output: RequestOutput) -> None:
         """Collects the rows of a finished prompt."""
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
-        if self.prompt_alone and hands_all_over(output.kv_transfer_params, self.options):
+        if self.prompt_alone and has_all(output.kv_transfer_params, self.options.weights):
             start = prompt_len
         prompts: list[tuple[int, list[Rows]]] = []
         buffers: list[RowBuffer] = []
@@ -123,11 +123,6 @@ class CollectedRows:
         return [*map(encoder.histogram, self.prompts)], [encoder.histogram(arrays) for _, arrays in self.choices]
 
 
-def hands_all_over(params: dict[str, Any] | None, options: RoutingOptions) -> bool:
-    """Whether `kv_transfer_params` have all rows of a prompt."""
-    return params is not None and PARAM in params and has_all(params[PARAM], options.weights)
-
-
 def _count(arrays: list[Rows]) -> int:
     return sum(map(len, arrays))
 
@@ -168,7 +163,7 @@ class RoutedResponse:
     @property
     def _hands_prompt_over(self) -> bool:
         """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
-        return len(self.rows.prompts) == 1 and hands_all_over(self.response.kv_transfer_params, self.rows.options)
+        return len(self.rows.prompts) == 1 and has_all(self.response.kv_transfer_params, self.rows.options.weights)
 
     def prepare(self, packed: bool) -> tuple[list[bytes], list[Marked]]:
         """The texts of the response body, as JSON or MessagePack (`packed`), and the arrays between them. Stores the

@@ -301,7 +301,6 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return await make(request, results, *args)
-        assert self.captured is not None
         rows = self.rows_of(request, options)
         response = await make(request, rows.collect_from(results), *args)
         return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)

@@ -28,7 +28,7 @@ logger = get_logger(__name__)
 
 _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
     DELIVERY: (lambda value: value in ("inline", "reference"), "inline or reference"),
-    "routed_experts_store": (lambda value: str(value) != "" and isinstance(value, str | Path), "a path"),
+    "routed_experts_store": (lambda value: isinstance(value, str | Path) and value != "", "a path"),
     "routed_experts_store_bytes": (lambda value: type(value) is int and value > 0, "a positive integer"),
     "routed_experts_store_seconds": (
         lambda value: type(value) in (int, float) and 0 < value <= LONGEST_LIFETIME_S,

@@ -13,7 +13,7 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -68,6 +68,12 @@ def remove_unused(folder: Path, ends: bool = False) -> None:
             shutil.rmtree(folder)
         finally:
             os.close(descriptor)
+
+
+def store_with(settings: Mapping[str, Any], default: Path) -> "ArrayStore":
+    """A store as flags, or the keys of `additional_config`, say; in the folder `default` if they name none."""
+    folder, max_bytes, lifetime_s = (settings.get(f"routed_experts_store{of}") for of in ("", "_bytes", "_seconds"))
+    return ArrayStore(default if folder is None else Path(folder), max_bytes, float(lifetime_s or DEFAULT_LIFETIME_S))
 
 
 def remove_at_exit(folder: Path) -> None:

@@ -17,12 +17,12 @@ from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.server.outputs.array_store import (
-    DEFAULT_LIFETIME_S,
     ArrayStore,
     StoreError,
     default_folder,
     remove_at_exit,
     remove_unused,
+    store_with,
 )
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
 from routed_experts.server.vllm_api import (
@@ -182,13 +182,10 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
 
 def _store_of(config: dict[str, Any]) -> ArrayStore:
     """The store of a program's engines; `config` is its `additional_config`."""
-    given = config.get("routed_experts_store")
-    folder = default_folder(_PROGRAM + str(os.getpid())) if given is None else Path(given)
-    lifetime_s = float(config.get("routed_experts_store_seconds") or DEFAULT_LIFETIME_S)
-    store = ArrayStore(folder, config.get("routed_experts_store_bytes"), lifetime_s)
-    if given is None:
-        remove_at_exit(folder)
-        store.submit(_remove_left, folder)
+    store = store_with(config, default_folder(_PROGRAM + str(os.getpid())))
+    if config.get("routed_experts_store") is None:
+        remove_at_exit(store.folder)
+        store.submit(_remove_left, store.folder)
     return store
 
 
