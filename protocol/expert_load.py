@@ -122,7 +122,7 @@ def expert_load(counts: ArrayLike) -> ExpertLoad:
     ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
     """
     given = arguments.array("counts", counts, "iuf", "LE")
-    if not given.shape[1] or not ((given >= 0) & (given < 2**53) & (given % 1 == 0)).all():
+    if not given.shape[1] or not ((given >= 0) & (given < 2**53) & (given == np.floor(given))).all():
         raise ValueError("counts must be whole numbers that are not negative, of one expert or more")
     whole = given.astype(np.int64)
     totals = whole.sum(axis=1, keepdims=True)
