@@ -9,13 +9,16 @@ import io
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol import arguments
+
 Format = Literal["object", "npy", "raw", "list"]
 WireDtype = Literal["int16", "uint8", "int32", "auto"]
+_INTEGER_DTYPES = ("int16", "uint8", "int32", "uint16")
 
 Rows = NDArray[np.int16]
 """[n, L, K]: the logical ids of the K experts that each of L MoE layers chose for each of n tokens."""
@@ -27,6 +30,7 @@ UNKNOWN_WEIGHT = np.array(UNKNOWN, dtype=np.int32).view(np.float32)
 """Fills unknown weights: NaN with all bits set, as -1 has them."""
 
 _MAX_ID = np.iinfo(np.int16).max  # rows are int16 in the server
+MAX_EXPERTS = int(_MAX_ID) + 1
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int16": np.dtype("<i2"),
@@ -44,6 +48,8 @@ _NPY_HEADERS = threading.Lock()
 
 def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
     """The array of a `.npy` file, which is read where it is used."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str or a path, not {arguments.shown(path)}")
     with _NPY_HEADERS:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         return array
@@ -71,6 +77,8 @@ def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
     Raises:
         CodecError: the dtype cannot hold the highest expert id.
     """
+    num_experts = arguments.integer("num_experts", num_experts, least=1)
+    arguments.one_of("name", name, (*_INTEGER_DTYPES, "auto", "vllm"))
     if name in ("auto", "vllm"):
         return "uint8" if num_experts <= 256 else "int16" if name == "auto" else "uint16"
     if np.iinfo(NUMPY_DTYPES[name]).max < num_experts - 1:
@@ -80,7 +88,10 @@ def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
 
 def count_missing(rows: NDArray[Any]) -> int:
     """Number of rows in `rows` ([n, L, K]) with an unknown id, or unknown weight (NaN with all bits set, as -1 has)."""
+    rows = arguments.array("rows", rows, "iuf", "nLK")
     if rows.dtype.kind == "f":
+        if rows.dtype != np.float32:
+            raise TypeError(f"weights among rows must be float32, not {rows.dtype}")
         rows = rows.view(np.int32)
     if rows.min(initial=0) > UNKNOWN:  # the usual case, and much faster
         return 0
@@ -99,6 +110,9 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
     Raises:
         CodecError: `dtype` cannot hold an id, or cannot hold the -1 of an unknown row.
     """
+    arguments.one_of("fmt", fmt, get_args(Format))
+    arguments.one_of("dtype", dtype, _INTEGER_DTYPES)
+    start, rows = arguments.integer("start", start), arguments.array("rows", rows, "iu", "nLK")
     limits, low, high = np.iinfo(NUMPY_DTYPES[dtype]), rows.min(initial=0), rows.max(initial=0)
     if low < limits.min or high > limits.max:
         raise CodecError(f"{dtype} cannot hold ids from {low} to {high}: use int16")
@@ -131,6 +145,7 @@ def decode(
     Raises:
         CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of `raw` is missing.
     """
+    _check_form(dtype, num_layers, top_k)
     try:
         if not isinstance(value, list):
             return _ids(_array(value, dtype, num_layers, top_k))
@@ -149,6 +164,7 @@ def decode_weights(
     Raises:
         CodecError: `value` has none of the forms or its contents are not float32, or the shape of `raw` is missing.
     """
+    _check_form("float32", num_layers, top_k)
     try:
         if not isinstance(value, list):
             weights = _array(value, "float32", num_layers, top_k)
@@ -179,6 +195,13 @@ def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.fl
         return ids, np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
     except (LookupError, TypeError, ValueError) as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of pairs: {error}") from error
+
+
+def _check_form(dtype: str, num_layers: int | None, top_k: int | None) -> None:
+    arguments.one_of("dtype", dtype, NUMPY_DTYPES)
+    for name, size in (("num_layers", num_layers), ("top_k", top_k)):
+        if size is not None:
+            arguments.integer(name, size, least=1)
 
 
 def _array(

@@ -28,7 +28,8 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import Rows, count_missing, decode, decode_weights
+from routed_experts.protocol import arguments
+from routed_experts.protocol.codec import NUMPY_DTYPES, Rows, count_missing, decode, decode_weights
 from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.sse import EventError, EventReader
 
@@ -59,6 +60,8 @@ class Routing:
             for a token without one (the first of a prompt).
         prompt_histogram, histogram: counts of the rows of the prompt and of the generated tokens, if the response has
             them (`routed_experts_histogram`).
+        media: the hash of each picture, sound and block of embeddings of the prompt, in their order, or other names
+            that differ where what the model sees differs; () if the prompt has none, None if nobody said.
     """
 
     rows: Rows
@@ -72,6 +75,19 @@ class Routing:
     logprobs: NDArray[np.float64] | None = None
     prompt_histogram: Histogram | None = None
     histogram: Histogram | None = None
+    media: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", arguments.array("rows", self.rows, "iu", "nLK"))
+        arguments.integer("start", self.start)
+        if self.prompt_len is not None:
+            arguments.integer("prompt_len", self.prompt_len)
+        if self.media is not None:
+            arguments.each("media", self.media, str)
+        if self.weights is not None:
+            object.__setattr__(self, "weights", arguments.array("weights", self.weights, "f", "nLK"))
+            if self.weights.shape != self.rows.shape:
+                raise ValueError(f"weights must have the shape of rows {self.rows.shape}, not {self.weights.shape}")
 
     @property
     def end(self) -> int:
@@ -111,6 +127,7 @@ class Asked(TypedDict, total=False):
             ids, and from `/inference/v1/generate`.
         n: choices per prompt. Needed for a stream of several prompts that was cut off, and to notice absent choices.
         dtype, num_layers, top_k: needed for the form `raw`, which is bare bytes.
+        media: of the prompt (of each prompt, if there are several), as in `Routing`.
     """
 
     prompt_start: int
@@ -119,6 +136,19 @@ class Asked(TypedDict, total=False):
     dtype: str
     num_layers: int
     top_k: int
+    media: Sequence[str]
+
+
+def _check_asked(asked: Mapping[str, Any]) -> None:
+    for name, value in asked.items():
+        if name == "media":
+            arguments.each(name, value, str)
+        elif name == "dtype":
+            arguments.one_of(name, value, NUMPY_DTYPES)
+        elif name not in Asked.__annotations__:
+            raise TypeError(f"{name} is none of {', '.join(Asked.__annotations__)}")
+        elif name != "prompt_start" or value is not None:
+            arguments.integer(name, value, least=0 if name.startswith("prompt") else 1)
 
 
 def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
@@ -137,7 +167,7 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
         source = bytes(source)
     if isinstance(source, bytes | str):
         source = [source] if source.lstrip()[:1] not in ("{", b"{") else _parsed(source)
-    for item in [source] if _is_answer(source) else source:
+    for item in [source] if _is_answer(source) else arguments.instance("source", source, Iterable):
         collector.take(item)
     return collector.finish()
 
@@ -145,7 +175,7 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
 async def collect_async(source: AsyncIterable[Any], **asked: Unpack[Asked]) -> list[Routing]:
     """`collect` for an asynchronous iterator over a stream's chunks, lines or bytes."""
     collector = Collector(**asked)
-    async for item in source:
+    async for item in arguments.instance("source", source, AsyncIterable):
         collector.take(item)
     return collector.finish()
 
@@ -154,6 +184,7 @@ class Collector:
     """Collects a response chunk by chunk, for programs that also use the chunks themselves."""
 
     def __init__(self, **asked: Unpack[Asked]) -> None:
+        _check_asked(asked)
         self._asked = asked
         self._form: dict[str, Any] = {k: v for k, v in asked.items() if k in ("dtype", "num_layers", "top_k")}
         self._shape: tuple[int, ...] | None = None
@@ -345,6 +376,7 @@ class Collector:
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
             prompt_histogram=counted,
             histogram=choice.histogram,
+            media=None if (media := self._asked.get("media")) is None else tuple(media),
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import NUMPY_DTYPES, map_npy
 
 Range = tuple[int, int]
@@ -45,13 +46,12 @@ class ArrayReference:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(n, L, K)"""
-        num_rows, num_layers, top_k = self.reference["shape"]
-        return num_rows, num_layers, top_k
+        return _described(self.reference)[0]
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the elements."""
-        return NUMPY_DTYPES[self.reference["dtype"]]
+        return _described(self.reference)[1]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -92,10 +92,13 @@ def fetch(
         FetchError: the server does not return the array.
         ValueError: a range is outside of the array.
     """
-    num_rows, num_layers, top_k = reference["shape"]
+    (num_rows, num_layers, top_k), dtype = _described(reference)
+    for name, text in (("base_url", base_url), ("api_key", api_key)):
+        if text is not None:
+            arguments.instance(name, text, str)
+    arguments.number("timeout_s", timeout_s)
     chosen_layers = _checked(layers, num_layers, "layers")
     chosen_tokens = _checked(tokens, num_rows, "tokens")
-    dtype = NUMPY_DTYPES[reference["dtype"]]
     shape = (chosen_layers[1] - chosen_layers[0], chosen_tokens[1] - chosen_tokens[0], top_k)
     if (mapped := _mapped(reference, dtype)) is not None:
         return mapped[slice(*chosen_layers), slice(*chosen_tokens)]
@@ -110,9 +113,17 @@ def fetch(
     return array
 
 
+def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
+    """The shape ([n, L, K]) and dtype of the array."""
+    arguments.instance("reference", reference, Mapping)
+    num_rows, num_layers, top_k = arguments.integers("shape of reference", reference.get("shape"), 3)
+    dtype = arguments.one_of("dtype of reference", reference.get("dtype"), NUMPY_DTYPES)
+    return (num_rows, num_layers, top_k), NUMPY_DTYPES[dtype]
+
+
 def _checked(chosen: Range | None, size: int, name: str) -> Range:
-    first, end = (0, size) if chosen is None else chosen
-    if not 0 <= first <= end <= size:
+    first, end = (0, size) if chosen is None else arguments.integers(name, chosen, 2)
+    if not first <= end <= size:
         raise ValueError(f"{name} must be within 0 and {size}, not {first} to {end}")
     return first, end
 
