@@ -391,9 +391,7 @@ class SchedulerConnector(ConnectorSlot):
     def fail_late_pulls(self, output: KVConnectorOutput) -> None:
         """Marks pulls that ended after the lease as failed, before vLLM processes the step's output."""
         if self._handed is not None:
-            late = {
-                request_id for request_id in output.finished_recving or () if self._handed.came_too_late(request_id)
-            }
+            late = {request_id for request_id in output.finished_recving or () if self._handed.end(request_id)}
             for request_id in late - output.failed_recving:
                 logger.warning("Request %r: its pull outlived the lease of the KV, and counts as failed.", request_id)
             output.failed_recving |= late
@@ -486,7 +484,7 @@ class SchedulerConnector(ConnectorSlot):
         start = state.next_row
         rows = take_rows(state, part, request.num_tokens - 1, self._cache)
         if start < part.start:
-            self._report_unknown(request, part, start, rows)
+            self._report_unknown(request, state, part, start, rows)
         return self._asked_for(state, rows)
 
     def _hold_cached(self, request: Request, state: RequestRows, part: StepPart | None = None) -> None:
@@ -530,7 +528,7 @@ class SchedulerConnector(ConnectorSlot):
             assert self._cache is not None
             rows = rows_between(part, first, end, self._cache)
             if first < part.start:
-                self._report_unknown(request, part, first, rows)
+                self._report_unknown(request, state, part, first, rows)
             return np.ascontiguousarray(self._asked_for(state, rows))
 
         num_bytes = (end - first) * part.rows.itemsize * part.rows.shape[1] * part.rows.shape[2]
@@ -569,7 +567,7 @@ class SchedulerConnector(ConnectorSlot):
             output = EngineCoreOutput(CAUSES_OUTPUT_ID, [], kv_transfer_params={"causes": found})
             messages.setdefault(client, EngineCoreOutputs()).outputs.insert(0, output)
 
-    def _report_unknown(self, request: Request, part: StepPart, first: int, rows: Rows) -> None:
+    def _report_unknown(self, request: Request, state: RequestRows, part: StepPart, first: int, rows: Rows) -> None:
         """Reports why some of `rows`, which begin at position `first`, are unknown."""
         unknown = np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first
         if not len(unknown):
@@ -581,6 +579,8 @@ class SchedulerConnector(ConnectorSlot):
         if part.block_ids is None:
             return
         causes = self._cache.causes(part.block_ids(), unknown[unknown < part.start])
+        if state.opt_in.best_effort:
+            causes[causes == Cause.COMPUTED_IF_ASKED] = Cause.KV_STORE
         is_prompt = first < request.num_prompt_tokens
         for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
             if num_rows := int(np.count_nonzero(causes == cause)):

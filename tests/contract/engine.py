@@ -451,6 +451,7 @@ class Client:
         self.messages: list[list[str]] = []  # the ids of the outputs in each, but for that with the engine's numbers
         self.stats: list[EngineStats] = []
         self.causes: Counter[Cause] = Counter()  # why rows are unknown
+        self.explained: Counter[str] = Counter()  # by request, how many that has been said of
         self.index = index
         self._unpackers = [Unpacker() for _ in engines]
         self._weighed: set[str] = set()  # requests that ask for weights
@@ -566,6 +567,10 @@ class Client:
         """How many rows came as unknown."""
         return sum(len(request.missing) for request in self.received.values())
 
+    def faults(self) -> int:
+        """How many rows came as unknown without a cause; each prompt has one choice."""
+        return sum(len(request.missing) - self.explained[name] for name, request in self.received.items())
+
     def times_sent(self, *request_ids: str) -> int:
         """How often the prompt of these requests was sent."""
         (prompt_id,) = {self.received[request_id].prompt_id for request_id in request_ids}
@@ -578,6 +583,7 @@ class Client:
         if message.outputs and message.outputs[0].request_id == CAUSES_OUTPUT_ID:
             for unknown in itertools.starmap(UnknownRows, message.outputs.pop(0).kv_transfer_params["causes"]):
                 self.causes[Cause(unknown.cause)] += unknown.num_rows
+                self.explained[unknown.request_id] += unknown.num_rows
         unpacked = list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp))
         for output, start, rows in unpacked:
             output.routed_experts = start, self._ids(output.request_id, rows)

@@ -71,6 +71,7 @@ class Sent:
 class Store:
     """What is kept outside the engines, and how a connector to it behaves."""
 
+    policy: str = "recompute"  # what is done about its KV
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)  # by the prefix that they end
     sent: dict[str, Sent] = field(default_factory=dict)  # KV of prompts that may be pulled, by request
     clock: Clock = field(default_factory=Clock)  # what leases go by
@@ -356,7 +357,7 @@ class TracingExecutor(around.ArithmeticExecutor):
 def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     """An empty store that behaves like that, and what is done about its KV."""
     global STORE
-    STORE = Store(**about)
+    STORE = Store(policy, **about)
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER), (PULL, Kind.TRANSFER)):
             lease_s = LEASE_S if name == PULL else None

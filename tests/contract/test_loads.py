@@ -39,6 +39,7 @@ def test_at_random(
         client = mix(engine_with_store(is_async=is_async, **FEW, **about), seed)
         assert kept_outside.num_loaded > 1
     assert "fetches_hits" in kept or (client.missing() == 0) == (policy == "recompute")
+    assert client.faults() == 0, "E2"
 
 
 @pytest.mark.parametrize(("start", "policy"), [(0, "recompute"), (0, "missing"), (None, "recompute")])
@@ -134,6 +135,7 @@ def test_for_the_servers_own_record_nothing_is_computed_again(warm: Warm) -> Non
     assert client.answer("hits", PROMPT, best_effort=True).missing == LOADED
     assert client.answer("asks", PROMPT).missing == []
     client.finish(missing=2 * len(LOADED))
+    assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}, "E2: no fault"
 
 
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
@@ -233,3 +235,17 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
         assert kept.num_loaded == 1
         client.finish(missing=BLOCK)
+        assert client.causes == {Cause.KV_STORE: BLOCK}, "E2: no fault"
+
+
+def test_a_load_over_a_prompt_that_is_being_computed(is_async: bool) -> None:
+    """E2: what its first steps computed is lost, as the connector overwrites what it finds in the prefix cache."""
+    with store(fetches_hits=True) as kept:
+        client = computed_before(engine_with_store(is_async=is_async, chunk=2 * BLOCK), long := tokens(9 * BLOCK))
+        client.add("running", long[: 5 * BLOCK + 3])
+        client.steps(2)
+        client.add("loads", long, start=None)
+        client.finish(missing=None)
+        assert kept.num_loaded == 1
+        assert client.missing() >= BLOCK
+        assert client.faults() == 0

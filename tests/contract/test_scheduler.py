@@ -2,10 +2,12 @@
 
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -14,7 +16,22 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine import output_queue, scheduler
 from routed_experts.capture.message import prompt_output_id
-from tests.contract.engine import BLOCK, PART_BYTES, Client, Core, K, L, Received, engine, requests_at_random, tokens
+from tests.contract.engine import (
+    BLOCK,
+    PART_BYTES,
+    ArithmeticExecutor,
+    Client,
+    Core,
+    K,
+    L,
+    Received,
+    Rows,
+    Sequence,
+    Tokens,
+    engine,
+    requests_at_random,
+    tokens,
+)
 
 
 def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
@@ -323,6 +340,56 @@ def test_rows_that_are_gone_are_an_error_in_the_log(
     warm.core.capture._cache._written[:] = False
     warm.run()
     assert errors == [("asks",)]
+
+
+# ---- a known token that is computed again ----
+
+
+class FirstReceived(Received):
+    """Checks that rows are of the first time that a token was computed, with which the next was sampled."""
+
+    def check(self, rows: Rows, first: int, end: int) -> None:
+        expected = self.sequence.rows(first, end).copy()
+        expected[:, 0, -1] = 0
+        assert np.array_equal(rows, expected)
+
+
+class RepeatingExecutor(ArithmeticExecutor):
+    """Says in a token's row how often it was computed before."""
+
+    received = FirstReceived
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        self.times: Counter[bytes] = Counter()  # by prefix
+
+    def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
+        rows = super().compute(request_id, sequence, tokens, start, end).copy()
+        for row, prefix in zip(rows, tokens.prefixes()[start:end], strict=True):
+            row[0, -1] = self.times[prefix]
+            self.times[prefix] += 1
+        return rows
+
+
+@pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
+def test_a_known_token_that_is_computed_again(at_end: bool) -> None:
+    """E3: with drafts a step may begin at a token whose row is known, as if one more draft had been rejected. The next
+    token was not sampled with the row of that time, which stands in the host cache since."""
+    core = engine(is_async=False, drafts=3, executor=RepeatingExecutor)
+    schedule = core.scheduler.schedule
+
+    def one_back(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        for request in core.scheduler.running:
+            if request.num_output_tokens > 1:
+                request.num_computed_tokens -= 1
+        return schedule(*args, **kwargs)
+
+    core.scheduler.schedule = one_back
+    client = Client(core)
+    client.add("asks", tokens(20), max_tokens=150, at_end=at_end)
+    client.finish()
+    assert core.model_executor.rejected > 10
+    assert sum(times > 1 for times in core.model_executor.times.values()) > 30
 
 
 # ---- blocks that vLLM copies ----

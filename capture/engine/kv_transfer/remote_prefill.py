@@ -11,6 +11,7 @@ at least another third after the pull begins. A pull that ends later counts as a
 heartbeats may have come too late.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -35,7 +36,8 @@ class _Pull:
 
     Attributes:
         rows: of the KV, from position 0 on; None once the pull has begun.
-        kept_until: end of the lease without heartbeats; once the pull has begun, the time by which it must end.
+        kept_until: end of the lease without heartbeats; once the pull has begun, the time by which it must end; no
+            limit once it has ended.
         is_lost: True if the blocks may hold another prompt's KV by now.
     """
 
@@ -132,10 +134,17 @@ class RemotePrefillRows:
         rows, pull.rows = pull.rows, None
         return rows
 
-    def came_too_late(self, request_id: str) -> bool:
-        """Called when a pull has ended. True if it may have read the blocks after the lease."""
+    def end(self, request_id: str) -> bool:
+        """Called when a load has ended. Returns whether it is a pull that may have read the blocks after the lease.
+
+        A request pulls once: what it loads later, perhaps in place of a late pull, has no lease.
+        """
         pull = self._pulls.get(request_id)
-        return pull is not None and pull.rows is None and time.monotonic() > pull.kept_until
+        if pull is None or pull.rows is not None:
+            return False
+        is_late = time.monotonic() > pull.kept_until
+        pull.kept_until = math.inf
+        return is_late
 
     def forget(self, request_id: str) -> None:
         """Called if a request pulls nothing, and when it ends."""

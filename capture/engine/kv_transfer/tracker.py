@@ -102,7 +102,8 @@ class ExternalKVTracker:
         needs_weights = self._needs_weights if has_weights else None
         is_hybrid = len(kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
         # Otherwise no request that asks for rows gets KV of a store without them: see `truncate_prefix_hit` and `_ask`.
-        self._store_cause = cause = Cause.KV_STORE if policy != RECOMPUTE or is_hybrid else Cause.FAULT
+        recomputes = policy == RECOMPUTE and not is_hybrid
+        self._store_cause = cause = Cause.COMPUTED_IF_ASKED if recomputes else Cause.KV_STORE
         self._offloaded = [
             OffloadedRows.of(child, kv_group, block_size, self._needs_rows_before, needs_weights, cause, forgot)
             for child in children
@@ -281,9 +282,11 @@ class ExternalKVTracker:
             unknown = KVLoad(self._slots(table, 0, capacity), None, Cause.FAULT, ends_late=True)
             self._add(unknown, np.zeros(capacity, dtype=np.bool_))
             return
-        cause = Cause.KV_TRANSFER if self._kind(request) is Kind.TRANSFER else self._store_cause
-        if not self.writes_behind_hit:
-            hit = KVLoad(self._slots(table, 0, num_local), None, cause, ends_late=self._is_async)
+        is_transfer = self._kind(request) is Kind.TRANSFER
+        cause = Cause.KV_TRANSFER if is_transfer else self._store_cause
+        if not self.writes_behind_hit:  # running requests that asked for these rows lose them, whatever the policy
+            overwrites = Cause.KV_TRANSFER if is_transfer else Cause.KV_STORE
+            hit = KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=self._is_async)
             self._add(hit, np.zeros(num_local, dtype=np.bool_))
         slots = self._slots(table, num_local, num_local + count)
         offloaded = self._offloaded[child]
