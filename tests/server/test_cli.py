@@ -19,6 +19,7 @@ from routed_experts.capture.engine.kv_transfer import connectors
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli import main, serve, signals
 from routed_experts.server.cli.console import CommandError
+from tests.e2e.harness import free_port
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -46,7 +47,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main.main(list(argv))
+    flags = ("--port", str(free_port())) if argv[:1] == ("serve",) else ()
+    code = main.main([*argv, *flags])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
