@@ -199,9 +199,10 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         await asyncio.sleep(0.1)
     captured: CapturedEngine | None = state.captured_engine
     base = address(args)
-    note_address(base)
+    if not args.uds:
+        note_address(base)
     if captured is None:
-        logger.info("Serving %s at %s without capturing routed experts.", model, base)
+        logger.info("Serving %s at %s without capturing routed experts.", model, args.uds or base)
         return
     shape = (*captured.shape, captured.num_experts)
     logger.info("Serving %s: %d MoE layers, top %d of %d experts.\n%s", model, *shape, what_to_do(args, base, model))
@@ -218,16 +219,19 @@ def note_address(base: str) -> None:
 
 
 def address(args: Namespace) -> str:
-    """Where a browser on this machine finds the server."""
+    """Where a browser on this machine finds the server; with `--uds`, a client of that socket."""
     scheme = "https" if args.ssl_certfile else "http"
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
+    listens = "localhost" if args.uds else f"{f'[{host}]' if ':' in host else host}:{args.port}"
+    return f"{scheme}://{listens}{(args.root_path or '').rstrip('/')}"
 
 
 def what_to_do(args: Namespace, base: str, model: str) -> str:
     """What to open and what to paste."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
-    curl = f"curl -N {base}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
-    open_page = f"  open   {base}{PAGE_PATH}\n" if getattr(args, "routed_experts_page", True) else ""
+    to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base
+    curl = f"curl -N {to}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    has_page = getattr(args, "routed_experts_page", True) and not args.uds  # which no browser can open
+    open_page = f"  open   {base}{PAGE_PATH}\n" if has_page else ""
     return f"{open_page}  paste  {curl}"
