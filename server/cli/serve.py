@@ -37,6 +37,7 @@ from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_socket, check_weights, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
+from routed_experts.server.inprocess.api_processes import close_port_after_the_last
 from routed_experts.server.outputs.array_store import (
     DEFAULT_LIFETIME_S,
     LONGEST_LIFETIME_S,
@@ -440,6 +441,7 @@ def run(args: argparse.Namespace) -> None:
     except Exception as error:  # vLLM raises its own classes
         raise CommandError(sentence_of(error, args.model)) from error
     engine_utils.zmq_socket_ctx = _socket_until_stopped
+    close_port_after_the_last()
     try:
         command.cmd(args)
     except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers
