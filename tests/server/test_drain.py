@@ -1,8 +1,16 @@
 """What is answered while the server stops."""
 
 import asyncio
+import socket
+from argparse import Namespace
+from multiprocessing import get_context
+from multiprocessing.synchronize import Event
+from typing import Any
 
+from routed_experts.server import DRAINED
 from routed_experts.server.http.drain import _in_event_loop, _only_reads
+from routed_experts.server.inprocess.api_processes import _start
+from tests.e2e.harness import wait_until
 
 
 def test_health_is_refused_wherever_the_server_is_mounted() -> None:
@@ -23,3 +31,41 @@ def test_only_the_thread_of_the_event_loop_must_not_wait_for_requests() -> None:
         return _in_event_loop(), await asyncio.to_thread(_in_event_loop)
 
     assert asyncio.run(in_both_threads()) == (True, False)
+
+
+def test_the_port_closes_with_the_last_of_several_processes() -> None:
+    """H6. Though all of them, and the first one, hold the socket still: `tests/e2e/test_stopping.py` has real ones."""
+    context = get_context("fork")
+    over, drained = context.Event(), [context.Event() for _ in range(2)]
+
+    def serve(args: Namespace, has_drained: Event) -> None:
+        has_drained.wait()
+        getattr(args, DRAINED).close()
+        over.wait()
+
+    def start(manager: list[Any], args: Namespace, sock: socket.socket) -> None:
+        for each in drained:
+            manager.append(context.Process(target=serve, args=(args, each), daemon=True))
+            manager[-1].start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address, processes = listening.getsockname(), list[Any]()
+        _start(start, processes, args=(args := Namespace()), sock=listening)
+        assert not vars(args), "the first process keeps its end of the pipe"
+        drained[0].set()
+        for _ in range(50):
+            socket.create_connection(address).close()
+        drained[1].set()
+        wait_until(lambda: not is_open(address), "clients wait for nobody")
+        assert all(process.is_alive() for process in processes)
+        over.set()
+        for process in processes:
+            process.join()
+
+
+def is_open(address: Any) -> bool:
+    try:
+        socket.create_connection(address).close()
+    except ConnectionRefusedError:
+        return False
+    return True
