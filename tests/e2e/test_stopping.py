@@ -4,7 +4,6 @@ process is left."""
 import asyncio
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Awaitable, Iterator
@@ -226,20 +225,6 @@ def test_a_process_of_the_engine_is_killed(tiny_model: Path, tmp_path: Path, vic
         server.process.wait(LIMIT_S)
         wait_until_gone(server)
         assert "EngineDeadError" in server.log.read_text()
-
-
-def test_a_client_that_does_not_read_an_end_holds_nobody(tiny_model: Path, tmp_path: Path) -> None:
-    """H6. Its response is done, but for what the client would have to read: the server waited for that without end."""
-    body = {"model": "tiny", "prompt": prompt_of(8000, 1), "max_tokens": 1, "prompt_logprobs": 20}
-    content = orjson.dumps(body)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    with serving(tiny_model, tmp_path / "log", *FLAGS, "--shutdown-timeout", "5") as server, socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", httpx.URL(server.url).port))
-        client.sendall(f"{head}\r\n\r\n".encode() + content)
-        assert client.recv(12) == b"HTTP/1.1 200"
-        server.process.send_signal(signal.SIGTERM)
-        check_end(server)
 
 
 def test_what_does_not_finish_in_time_ends_with_an_error(tiny_model: Path, tmp_path: Path) -> None:

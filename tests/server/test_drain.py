@@ -5,10 +5,14 @@ import socket
 from argparse import Namespace
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
+from types import SimpleNamespace
 from typing import Any
 
+import uvicorn
+from starlette.responses import PlainTextResponse
+
 from routed_experts.server import DRAINED
-from routed_experts.server.http.drain import _in_event_loop, _only_reads
+from routed_experts.server.http.drain import Drain, DrainMiddleware, _in_event_loop, _only_reads
 from routed_experts.server.inprocess.api_processes import _start
 from tests.e2e.harness import wait_until
 
@@ -61,6 +65,32 @@ def test_the_port_closes_with_the_last_of_several_processes() -> None:
         over.set()
         for process in processes:
             process.join()
+
+
+def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
+    """H6. The response is done but for what the client would have to read; the server waited for that without end."""
+    drain = Drain()
+    app = DrainMiddleware(PlainTextResponse("x" * 20_000_000), drain)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
+
+    async def stop(listening: socket.socket, client: socket.socket) -> None:
+        await server.startup(sockets=[listening])
+        await asyncio.get_running_loop().sock_sendall(client, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        await asyncio.get_running_loop().sock_recv(client, 12)
+        while drain.under_way:
+            await asyncio.sleep(0.01)
+        assert server.server_state.connections, "the client has read everything"
+        await drain._run(SimpleNamespace(output_handler=None), server, 1)  # type: ignore[arg-type]
+        async with asyncio.timeout(60):
+            await server.shutdown()
+
+    server.config.load()
+    server.lifespan = server.config.lifespan_class(server.config)
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(listening.getsockname())
+        client.setblocking(False)
+        asyncio.run(stop(listening, client))
 
 
 def is_open(address: Any) -> bool:
