@@ -15,7 +15,7 @@ ARGS ?=
 # Files of tests at once.
 JOBS ?= 3
 # The same on GPUs; their engines are small, and what they wait for is their start.
-GPU_JOBS ?= 6
+GPU_JOBS ?= 8
 
 BIN := $(VENV)/bin
 # pip shows its own progress on a terminal; elsewhere the stages alone are said.
@@ -96,7 +96,7 @@ test-release: setup
 # For another version: make test-gpu VLLM=0.29.0 VENV=.venv-0.29
 test-gpu: export ROUTED_EXPERTS_ALLOW_UNTESTED = 1
 test-gpu: setup
-	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) $(ARGS)
+	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) --dist loadgroup $(ARGS)
 	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)
 
 # VLLM="0.27.1 0.30.0" names versions; all with a build for CPUs otherwise.

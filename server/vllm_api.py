@@ -19,6 +19,7 @@ from vllm.v1.engine.output_processor import (
     RequestOutputCollector,
     RequestState,
 )
+from vllm.v1.utils import APIServerProcessManager
 from vllm.version import __version__ as VLLM_VERSION
 
 

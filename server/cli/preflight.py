@@ -1,6 +1,7 @@
 """Checks model, weights and port before the engine starts, and reports errors in one sentence."""
 
 import errno
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -102,6 +103,22 @@ def check_port(host: str | None, port: int) -> None:
         ) from None
     except OSError as error:
         raise CommandError(_why_not(error, host, port)) from None
+
+
+def check_socket(path: str) -> None:
+    """Checks that the server can listen on a Unix socket, whose file it makes itself.
+
+    Raises:
+        CommandError: the file exists or cannot be made.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(path)
+        os.unlink(path)
+    except OSError as error:
+        exists = error.errno == errno.EADDRINUSE
+        why = "it exists; remove it if no server uses it" if exists else error.strerror or error
+        raise CommandError(f"--uds {path} cannot be used: {why}.") from None
 
 
 def _why_not(error: OSError, host: str | None, port: int) -> str:

@@ -34,9 +34,10 @@ from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, say
-from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
+from routed_experts.server.cli.preflight import check_model_folder, check_port, check_socket, check_weights, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
+from routed_experts.server.inprocess.api_processes import close_port_after_the_last
 from routed_experts.server.outputs.array_store import (
     DEFAULT_LIFETIME_S,
     LONGEST_LIFETIME_S,
@@ -81,7 +82,9 @@ def main(argv: list[str]) -> int:
     """
     args = parse(take_version_flag(argv))
     logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
-    if not args.headless:
+    if args.uds and not args.headless:
+        check_socket(args.uds)
+    elif not args.headless:
         check_port(args.host, args.port)
     if args.model_tag is None:
         use_tiny_model(args, tiny_model_dir())
@@ -438,6 +441,7 @@ def run(args: argparse.Namespace) -> None:
     except Exception as error:  # vLLM raises its own classes
         raise CommandError(sentence_of(error, args.model)) from error
     engine_utils.zmq_socket_ctx = _socket_until_stopped
+    close_port_after_the_last()
     try:
         command.cmd(args)
     except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers

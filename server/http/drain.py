@@ -4,6 +4,7 @@ import asyncio
 import math
 import time
 from http import HTTPStatus
+from multiprocessing.connection import Connection
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
@@ -39,10 +40,13 @@ class Drain:
         self.under_way = 0
         self.until: float | None = None
 
-    def guard(self, engine: AsyncLLM, state: State) -> None:
+    def guard(self, engine: AsyncLLM, state: State, drained: Connection | None) -> None:
         """Makes `engine.shutdown` wait for requests. Call it in the event loop of the server.
 
         vLLM's signal handlers call `shutdown` in a thread. Other callers have no requests to wait for.
+
+        Args:
+            drained: what to close then: with several API processes, the port stays open until all have closed theirs.
         """
         loop, shutdown = asyncio.get_running_loop(), engine.shutdown
 
@@ -53,6 +57,8 @@ class Drain:
                     asyncio.run_coroutine_threadsafe(self._run(engine, server, timeout or 0), loop).result()
                 except Exception:
                     logger.exception("Stopping: waiting for running requests failed.")
+                if drained is not None:
+                    drained.close()
                 if self.until is not None:
                     timeout = timeout and max(self.until - time.monotonic(), 1.0)
             shutdown(timeout=timeout)
@@ -68,6 +74,8 @@ class Drain:
         if not await self._finished(begun + limit):
             logger.warning("Stopping: %d requests did not finish in %.0f s and end with 503.", self.under_way, limit)
             await self._end_requests(engine, server)
+        # A client that does not read the end of a response would hold the server for ever.
+        server.config.timeout_graceful_shutdown = max(begun + limit - time.monotonic(), 1.0)
         if (handler := engine.output_handler) is not None:
             handler.cancel()  # vLLM cancels it last, and it logs a traceback when its sockets close before
 

@@ -18,7 +18,7 @@ from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
-from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME
+from routed_experts.server import DRAINED, MAX_RESPONSE_BYTES, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine
@@ -106,7 +106,7 @@ class RoutedExpertsPlugin:
         if captured is not None and getattr(args, "routed_experts_record", None) is not None:
             start_recording(captured, args)  # before the drain, which is to come first at the end
         if isinstance(engine_client, AsyncLLM):
-            state.drain.guard(engine_client, state)
+            state.drain.guard(engine_client, state, getattr(args, DRAINED, None))
         state.announcement = asyncio.create_task(announce(state, args, model))
 
 
@@ -199,9 +199,10 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         await asyncio.sleep(0.1)
     captured: CapturedEngine | None = state.captured_engine
     base = address(args)
-    note_address(base)
+    if not args.uds:
+        note_address(base)
     if captured is None:
-        logger.info("Serving %s at %s without capturing routed experts.", model, base)
+        logger.info("Serving %s at %s without capturing routed experts.", model, args.uds or base)
         return
     shape = (*captured.shape, captured.num_experts)
     logger.info("Serving %s: %d MoE layers, top %d of %d experts.\n%s", model, *shape, what_to_do(args, base, model))
@@ -218,16 +219,19 @@ def note_address(base: str) -> None:
 
 
 def address(args: Namespace) -> str:
-    """Where a browser on this machine finds the server."""
+    """Where a browser on this machine finds the server; with `--uds`, a client of that socket."""
     scheme = "https" if args.ssl_certfile else "http"
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
+    listens = "localhost" if args.uds else f"{f'[{host}]' if ':' in host else host}:{args.port}"
+    return f"{scheme}://{listens}{(args.root_path or '').rstrip('/')}"
 
 
 def what_to_do(args: Namespace, base: str, model: str) -> str:
     """What to open and what to paste."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
-    curl = f"curl -N {base}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
-    open_page = f"  open   {base}{PAGE_PATH}\n" if getattr(args, "routed_experts_page", True) else ""
+    to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base
+    curl = f"curl -N {to}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    has_page = getattr(args, "routed_experts_page", True) and not args.uds  # which no browser can open
+    open_page = f"  open   {base}{PAGE_PATH}\n" if has_page else ""
     return f"{open_page}  paste  {curl}"

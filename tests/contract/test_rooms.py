@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "server/openapi": {"capture", "server/http"},
     "server/cli": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
-        *("server", "server/http", "server/outputs", "server/page"),
+        *("server", "server/http", "server/inprocess", "server/outputs", "server/page"),
     },
 }
 MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")

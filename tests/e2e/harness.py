@@ -203,6 +203,7 @@ def start(
     python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
     """`routed-experts serve`, or that of another `module`, in a process group of its own."""
+    assert {"--port", "--uds", "--headless"} & {*flags}, "on vLLM's default port may be a server that is no test's"
     command = [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags]
     every = {**os.environ, **FULL_PRECISION, **(env or {})}
     with log.open("wb") as out:

@@ -15,6 +15,15 @@ from routed_experts.capture.engine.config import REFUSALS
 NEW_FUNCTIONS = ("ncclCommSuspend", "ncclCommResume", "ncclCommMemStats")
 """What vLLM's binding looks for, for its sleep mode alone, and NCCL before 2.29 does not have."""
 
+LIMIT_S = 300
+"""For one test, with the start of its server beside others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(LIMIT_S))
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import torch
 
 from routed_experts.server.cli.main import main
 from tests.clients.test_compare import G, P, answer_of
+from tests.e2e.harness import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -55,12 +57,14 @@ def words(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Words:
     (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
     (folder / "empty").touch()
     (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
-    return lambda command: command.replace("FILES", str(folder)).replace("MODEL", str(tiny_model)).split()
+    names = {"FILES": str(folder), "MODEL": str(tiny_model), "PORT": str(free_port())}
+    return lambda command: re.sub("|".join(names), lambda name: names[name[0]], command).split()
 
 
 COMPARE = "compare MODEL --answers FILES/answer"
 NO_CUDA = "--device cuda cannot be used"
-REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODEL --chat-template /nowhere.jinja"]
+NO_TEMPLATE = "serve MODEL --port PORT --chat-template /nowhere.jinja"
+REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", NO_TEMPLATE]
 """These run as processes too, one for each set of libraries that a command loads."""
 
 
@@ -75,8 +79,8 @@ REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODE
         ("view FILES/none --no-browser", "none cannot be read: No such file"),
         ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
         ("export FILES/none -o FILES/out.csv", "none cannot be read: No such file"),
-        ("export -o FILES/out.csv --url 127.0.0.1:9 --prompts FILES/empty", "empty has no prompts: write one per line"),
-        ("export -o FILES/out.csv --url 127.0.0.1:9 --prompts FILES/none", "none cannot be read: No such file"),
+        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty", "empty has no prompts: write one per"),
+        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/none", "none cannot be read: No such file"),
         ("tiny-model FILES/empty", "File exists"),
         ("compare /nowhere/model --answers FILES/answer", "The folder /nowhere/model does not exist"),
         ("compare FILES --answers FILES/answer", "has no config.json"),
@@ -87,11 +91,11 @@ REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODE
             f"{COMPARE} --device cuda", NO_CUDA, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
         ),
         ("compare some/model --answers FILES/answer --json /proc/none", "--json /proc/none cannot be written"),
-        ("compare MODEL --url 127.0.0.1:9", "http://127.0.0.1:9 cannot be reached: "),
+        ("compare MODEL --url 127.0.0.1:PORT", " cannot be reached: "),
         ("compare MODEL --url ftp://host", "is not the URL of a server"),
-        ("serve /nowhere/model", "The folder /nowhere/model does not exist"),
-        ("serve some/model", "the Hugging Face hub cannot be reached"),
-        ("serve MODEL --chat-template /nowhere.jinja", "/nowhere.jinja"),
+        ("serve /nowhere/model --port PORT", "The folder /nowhere/model does not exist"),
+        ("serve some/model --port PORT", "the Hugging Face hub cannot be reached"),
+        (NO_TEMPLATE, "/nowhere.jinja"),
     ],
 )
 def test_an_error_is_one_sentence(
@@ -136,7 +140,7 @@ def test_a_disk_that_is_full(words: Words) -> None:
         ("view FILES/answer --no-browser", "numpy"),
         ("tiny-model FILES/model", "torch.nn"),
         ("compare MODEL --answers FILES/answer", "transformers.modeling_utils"),
-        ("serve MODEL", "vllm.config"),
+        ("serve MODEL --port PORT", "vllm.config"),
     ],
 )
 def test_an_interrupt_while_imports_run(words: Words, command: str, module: str) -> None:

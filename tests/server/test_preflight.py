@@ -62,6 +62,21 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> 
         )
 
 
+def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """F5. The socket is checked instead, and left for vLLM to make."""
+    path = tmp_path / "socket"
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        flags = ("./nowhere", "--port", str(listening.getsockname()[1]), "--uds")
+        assert "The folder ./nowhere does not exist" in refused(capsys, *flags, str(path))
+        assert not path.exists()
+        path.touch()
+        exists = f"--uds {path} cannot be used: it exists; remove it if no server uses it."
+        assert refused(capsys, *flags, str(path)) == exists
+        assert path.exists()
+        assert "cannot be used: No such file" in refused(capsys, *flags, str(tmp_path / "none" / "socket"))
+        assert "cannot be used: AF_UNIX path too long." in refused(capsys, *flags, "x" * 200)
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
