@@ -108,7 +108,8 @@ class Hostile:
         fields = {name: schema for name, schema in fields_of(path).items() if name not in self.left_out}
         ours = sorted(name for name in fields if name.startswith(PREFIXES))
         # Names that mean something elsewhere, and names that are nearly ours.
-        fields |= dict.fromkeys(("extra_body", "sampling_params", "routing", "routed_experts_top"), {"type": "object"})
+        for name in ("extra_body", "sampling_params", "routing", "routed_experts_top"):
+            fields.setdefault(name, {"type": "object"})
         transfer = mostly(self._transfer())
         extra_args = mostly(self._extra_args(transfer))
         # Mostly in one place: what is refused first hides what comes after it.
