@@ -1,6 +1,7 @@
 """The request and response fields of the HTTP contract, as pydantic models."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
@@ -19,8 +20,8 @@ Layout = Literal["split", "joined"]
 Layers = Literal["moe", "all"]
 Delivery = Literal["inline", "reference"]
 StreamTime = Literal["with_tokens", "at_end"]
-Paired = Literal["paired"]
-"""The form of prime-rl's trainer: ids and weights in one array."""
+RequestFormat = Literal[Format, "paired"]
+"""`paired` is the form of prime-rl's trainer: ids and weights in one array."""
 VllmDtype = Literal["vllm"]
 """The dtype of vLLM's own capture: `uint8` up to 256 experts, else `uint16`."""
 
@@ -32,7 +33,7 @@ LAYERS = "routed_experts_layers"
 WEIGHTS = "return_routed_expert_weights"
 DELIVERY = "routed_experts_delivery"
 _START_LEN = "routed_experts_start_len"
-_PREFIXES = ("return_routed", "routed_expert")
+PREFIXES = ("return_routed", "routed_expert")
 """Unknown fields with these prefixes are rejected. vLLM ignores other unknown fields."""
 _LONGEST_NAME = 64  # characters that are compared and shown: the comparison takes quadratic time
 
@@ -63,7 +64,7 @@ class RoutingFields(BaseModel):
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
     )
-    routed_experts_format: Format | Paired = Field(
+    routed_experts_format: RequestFormat = Field(
         default="object",
         description="Form of an array: `object`, `npy` (base64 of a .npy file), `raw` (base64 of the bare "
         "little-endian array) or `list` (nested lists). `paired`: an `object` of int32 with ids and weights, "
@@ -127,7 +128,7 @@ class RoutingOptions:
     weights: bool = False
     prompt_start: int = 0
     prompt_start_param: str = PROMPT_START
-    format: Format | Paired = "object"
+    format: RequestFormat = "object"
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
@@ -210,15 +211,22 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
 def check_names(names: Iterable[str]) -> None:
     """Raises `FieldError` for a name that has the prefix of routing fields but is unknown."""
     for name in arguments.each("names", names, str):
-        if name.startswith(_PREFIXES) and name not in RoutingFields.model_fields:
+        if name.startswith(PREFIXES) and name not in RoutingFields.model_fields:
             _refuse_unknown(name)
 
 
 def _refuse_unknown(name: str) -> NoReturn:
     name = name.encode("utf-8", "replace").decode()  # without lone surrogates, which JSON allows and responses do not
     shown = name[:_LONGEST_NAME]
-    (nearest,) = difflib.get_close_matches(shown, RoutingFields.model_fields, n=1, cutoff=0)
-    raise FieldError(name, f"{shown} is not a routing field: did you mean {nearest}?")
+    fields = {_own_part(each): each for each in RoutingFields.model_fields}
+    near = difflib.get_close_matches(_own_part(shown), fields, n=1)
+    meant = f"did you mean {fields[near[0]]}?" if near else f"the fields are {', '.join(fields.values())}"
+    raise FieldError(name, f"{shown} is not a routing field: {meant}")
+
+
+def _own_part(name: str) -> str:
+    """What sets a field's name apart from the others'; all look alike with what they share."""
+    return re.sub(r"^(return_)?(routed_?)?(experts?)?_?", "", name)
 
 
 def check_defaults(defaults: object) -> dict[str, Any]:

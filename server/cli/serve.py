@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -81,6 +82,7 @@ def main(argv: list[str]) -> int:
         CommandError: the arguments or the installation are invalid.
     """
     args = parse(take_version_flag(argv))
+    check_front_end(args)
     logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
     if args.uds and not args.headless:
         check_socket(args.uds)
@@ -132,6 +134,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     except (RuntimeError, ValueError, OSError) as error:
         raise CommandError(f"The log's configuration cannot be read: {error}.") from error
     return args
+
+
+def check_front_end(args: argparse.Namespace) -> None:
+    """Raises `CommandError` for front ends that load no plugins: they would take routing fields in silence."""
+    for is_chosen, how in ((args.grpc, "--grpc"), (envs.VLLM_USE_RUST_FRONTEND, "VLLM_USE_RUST_FRONTEND")):
+        if is_chosen:
+            raise CommandError(f"{how} chooses a front end of vLLM that cannot return routed experts: remove it.")
 
 
 def take_version_flag(argv: list[str]) -> list[str]:

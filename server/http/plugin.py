@@ -93,6 +93,7 @@ class RoutedExpertsPlugin:
         state.captured_engine = captured
         defaults = defaults_of(args, captured)
         rebind_classes(state, captured, MAX_RESPONSE_BYTES)
+        unsupported_routes.refuse_on_other_routes(self._app)  # here, as other plugins' routes have been attached
         if captured is not None:
             await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults

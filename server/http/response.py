@@ -32,7 +32,7 @@ from routed_experts.server.http.vllm_http import (
 )
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
-from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of
+from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -75,7 +75,7 @@ class CollectedRows:
                 buffer = RowBuffer(output.request_id)
             buffers.append(buffer)
             end = max(prompt_len + len(choice.token_ids) - 1, start)
-            shape = self.shape if choice.finish_reason not in ("abort", "error") else None
+            shape = self.shape if is_complete(choice.finish_reason) else None
             prompt = buffer.take(start, min(prompt_len, end), shape)
             lost = sum(map(count_missing, map(self._ids, prompt))) if buffer.num_lost else 0
             prompts.append((_count(prompt) - lost, prompt))

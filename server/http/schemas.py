@@ -112,6 +112,7 @@ class RoutedGenerateResponse(_Response, GenerateTokensResponse):
     """vLLM's token-in, token-out response, with routing."""
 
     choices: list[RoutedGenerateChoice]
+    output_mode: Literal["tokens", "text"] = "tokens"  # vLLM has a model for each
 
 
 class HandedRows(BaseModel):

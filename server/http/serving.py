@@ -19,7 +19,7 @@ from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEn
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.http.references import ReferenceMaker, address_of, cannot_store
-from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
+from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
 from routed_experts.server.http.vllm_http import (
@@ -118,8 +118,8 @@ class RoutedServing:
 
     def _move_params(self, request: Any) -> None:
         """Moves `kv_transfer_params` from vLLM's extra arguments to the field of that name."""
-        sampling, name = getattr(request, "sampling_params", None), "vllm_xargs"
-        extra = getattr(request, name, None)
+        sampling, name = field_of(request, "sampling_params"), "vllm_xargs"
+        extra = field_of(request, name)
         if sampling is not None:
             extra, name = sampling.extra_args, "sampling_params.extra_args"
         if not isinstance(extra, dict) or extra.get(kv_handoff.PARAMS) is None:
@@ -142,7 +142,7 @@ class RoutedServing:
                 "This server does not capture routed experts: start it without --no-enable-return-routed-experts.",
                 asked,
             )
-        if getattr(request, "use_beam_search", False):
+        if field_of(request, "use_beam_search"):
             _cannot(request, options, "Routed experts cannot be returned with beam search.", asked)
         if options.weights and not self.captured.info.weights:
             message = f"This server does not capture the routers' weights: start it with {WEIGHTS_FLAG}."
@@ -185,12 +185,13 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return
-        for length in prompt_lens:
+        for index, length in enumerate(prompt_lens):
             if options.prompt_start > length:
+                which = f"prompt {index} (the first is 0)" if len(prompt_lens) > 1 else "the prompt"
                 _cannot(
                     request,
                     options,
-                    f"{options.prompt_start_param} is {options.prompt_start}, but the prompt has {length} tokens",
+                    f"{options.prompt_start_param} is {options.prompt_start}, but {which} has {length} tokens",
                     options.prompt_start_param,
                 )
                 return
@@ -446,7 +447,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     async def _serve_tokens(self, request: GenerateRequest, raw_request: Any) -> Any:
         self.check(request)
         # vLLM puts the tokens of images into the prompt later. Older versions have no such field.
-        expands = bool(getattr(request, "content_parts", None))
+        expands = bool(field_of(request, "content_parts"))
         await self.check_handover(request, [self.model_config.max_model_len if expands else len(request.token_ids)])
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params

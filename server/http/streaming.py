@@ -17,7 +17,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, own, split
+from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -33,8 +33,6 @@ _INDEX = '"index":'
 """First field of a choice."""
 _UNFINISHED = '"finish_reason":null'
 """In each chunk of a choice but the last."""
-_COMPLETE = ("stop", "length", "repetition")
-"""Finish reasons after which every token but the last has a row."""
 
 
 class StreamLimitError(Exception):
@@ -67,7 +65,7 @@ class _Choice:
     @property
     def is_complete(self) -> bool:
         """Whether the choice has finished and all its rows are due."""
-        return self.finish in _COMPLETE
+        return is_complete(self.finish)
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from routed_experts.server.outputs.array_store import (
     remove_unused,
     store_with,
 )
-from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
+from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     CompletionOutput,
@@ -54,9 +54,6 @@ DELIVERY = "routed_experts_delivery"
 
 _PROGRAM = "process-"
 """Begin of the name of a program's store."""
-
-_ENDED = ("stop", "length", "repetition")
-"""Finish reasons after which every token but the last has a row."""
 
 
 def asks_for_every_request(config: Any) -> bool:
@@ -146,7 +143,7 @@ class ArrayBuffer(RowBuffer):
         if choice.finish_reason is None and (self._store is not None or not is_delta):
             return None, None
         end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
-        arrays = self.take(self._next_row, end, self._form.shape if choice.finish_reason in _ENDED else None)
+        arrays = self.take(self._next_row, end, self._form.shape if is_complete(choice.finish_reason) else None)
         if self.end < 0 and not arrays:
             return None, None
         first, self._next_row = self._next_row, self._next_row + sum(map(len, arrays))

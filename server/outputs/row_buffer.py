@@ -295,12 +295,14 @@ class RowBuffers:
         on_stats: receives the counters.
         every_request: None if requests opt in one by one.
         recorder: None if the server keeps no record.
+        num_failed_reports: counters and causes of unknown rows that could not be read.
     """
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None
         self.every_request: AllRequests | None = None
         self.recorder: Recorder | None = None
+        self.num_failed_reports = 0
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
@@ -346,12 +348,9 @@ class RowBuffers:
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, after the rows are taken off."""
-        if engine_core_outputs and engine_core_outputs[0].request_id == STATS_OUTPUT_ID:  # always the first
-            stats = engine_core_outputs.pop(0).kv_transfer_params
-            if self.on_stats is not None:
-                self.on_stats(EngineStats.decode(stats))
-        if engine_core_outputs and engine_core_outputs[0].request_id == CAUSES_OUTPUT_ID:
-            self._take_causes(engine_core_outputs.pop(0))
+        for request_id, take in ((STATS_OUTPUT_ID, self._take_stats), (CAUSES_OUTPUT_ID, self._take_causes)):
+            if engine_core_outputs and engine_core_outputs[0].request_id == request_id:  # always the first
+                self._take_report(take, engine_core_outputs.pop(0).kv_transfer_params)
         states = self._processor.request_states
         for output, start, rows in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
             if (state := states.get(output.request_id)) is not None:
@@ -363,6 +362,19 @@ class RowBuffers:
         if self.every_request is not None:  # LLMEngine returns its outputs
             self.every_request.fill(processed.request_outputs)
         return processed
+
+    def _take_report(self, take: Callable[[Any], None], report: Any) -> None:
+        """Hands a report to `take`. What that raises must not end vLLM's output handler, and with it the server."""
+        try:
+            take(report)
+        except Exception:
+            if self.num_failed_reports == 0:
+                logger.exception("A report of the engine cannot be read. Further ones are counted only.")
+            self.num_failed_reports += 1
+
+    def _take_stats(self, stats: Any) -> None:
+        if self.on_stats is not None:
+            self.on_stats(EngineStats.decode(stats))
 
     def _take_prompt(self, sender: str, start: int, rows: Rows) -> None:
         """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt. They share one array.
@@ -384,8 +396,8 @@ class RowBuffers:
                 for buffer in _buffers_of(state):
                     yield each, buffer
 
-    def _take_causes(self, output: EngineCoreOutput) -> None:
-        for unknown in itertools.starmap(UnknownRows, output.kv_transfer_params["causes"]):
+    def _take_causes(self, report: Any) -> None:
+        for unknown in itertools.starmap(UnknownRows, report["causes"]):
             causes = Counter({Cause(unknown.cause): unknown.num_rows})
             if unknown.is_prompt:  # with data parallelism, each engine sends it
                 for _, buffer in self._buffers_of_prompt(unknown.request_id):
@@ -404,6 +416,15 @@ def _buffers_of(state: RequestState) -> tuple[RowBuffer, ...]:
         BufferedRequestState.give(state, RowBuffer(state.external_req_id))
     buffers: tuple[RowBuffer, ...] = state.buffers
     return buffers
+
+
+_CUT_SHORT = (None, "abort", "error")
+
+
+def is_complete(finish_reason: str | None) -> bool:
+    """Whether every token of a choice but the last has a row, so that one which has not arrived is sent as -1. Reasons
+    that vLLM may add count as well: a row too many is one that is counted as missing, a row too few is silence."""
+    return finish_reason not in _CUT_SHORT
 
 
 def own(rows: Rows) -> Rows:

@@ -1,5 +1,6 @@
 """Commands that cannot do what they should: one sentence and an exit status, no traceback."""
 
+import ast
 import io
 import json
 import logging
@@ -18,6 +19,8 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 import torch
+import vllm.entrypoints.cli.serve as vllms_command
+from vllm.envs import disable_envs_cache
 
 from routed_experts.server.cli.main import main
 from tests.clients.test_compare import G, P, answer_of
@@ -96,6 +99,7 @@ REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", NO_TEMPLATE
         ("serve /nowhere/model --port PORT", "The folder /nowhere/model does not exist"),
         ("serve some/model --port PORT", "the Hugging Face hub cannot be reached"),
         (NO_TEMPLATE, "/nowhere.jinja"),
+        ("serve MODEL --port PORT --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),  # H2
     ],
 )
 def test_an_error_is_one_sentence(
@@ -114,6 +118,28 @@ def test_an_error_is_one_sentence(
         out, err = capsys.readouterr()
     assert (status, "Traceback" in out + err) == (2, False), err
     assert sentence in next(line for line in reversed(err.splitlines()) if line.startswith("routed-experts: "))
+
+
+def test_h2_the_front_end_in_rust_is_refused(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H2. It takes the port from the process that has the self-test and our routes."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/bin/true")
+    disable_envs_cache()  # what a server before keeps
+    for flags in ([], ["--no-enable-return-routed-experts"]):
+        assert main(["serve", str(tiny_model), *flags]) == 2
+        assert "VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that cannot" in capsys.readouterr().err
+
+
+def test_h2_vllms_command_has_no_other_front_ends() -> None:
+    """H2. What can have the port is the server in Python, which tests itself, or one of those that are refused."""
+    tree = ast.parse(Path(vllms_command.__file__).read_text())
+    called = {getattr(node.func, "id", "") for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {name for name in called if re.match("(run|serve)_|.*ProcessManager$", name)}
+    in_python = {"run_dp_supervisor", "run_headless", "run_multi_api_server", "run_server", "APIServerProcessManager"}
+    engines = {"CoreEngineProcManager"}
+    assert names - engines - in_python == {"serve_grpc", "RustFrontendProcessManager"}
 
 
 @pytest.mark.parametrize("command", ["stats FILES/answer", "--help"])
