@@ -21,7 +21,7 @@ from routed_experts.capture.seams.engine import v2_batch
 def v1_batch(runner: GPUModelRunner, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
     """KV slots of a step's tokens (on the device), and the offset of each request's tokens."""
     batch = runner.input_batch
-    # What the runner itself went by. With drafts found on the GPU it runs fewer tokens than the scheduler has asked for.
+    # The runner's own: of drafts that the GPU has found, it may run fewer than the scheduler has counted.
     offsets = runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
     return batch.block_table[kv_group].slot_mapping.gpu, offsets
 

@@ -99,7 +99,7 @@ REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", NO_TEMPLATE
         ("serve /nowhere/model --port PORT", "The folder /nowhere/model does not exist"),
         ("serve some/model --port PORT", "the Hugging Face hub cannot be reached"),
         (NO_TEMPLATE, "/nowhere.jinja"),
-        ("serve MODEL --port PORT --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),  # H2
+        ("serve MODEL --port PORT --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),
     ],
 )
 def test_an_error_is_one_sentence(
