@@ -37,14 +37,8 @@ from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.outputs.array_store import (
-    DEFAULT_LIFETIME_S,
-    LONGEST_LIFETIME_S,
-    ArrayStore,
-    StoreError,
-    default_folder,
-    remove_unused,
-)
+from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, LONGEST_LIFETIME_S, remove_unused
+from routed_experts.server.outputs.folders import default_folder, private_folder
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 logger = get_logger(__name__)
@@ -399,9 +393,10 @@ def store_of(args: argparse.Namespace) -> Iterator[None]:
     """
     if args.routed_experts_store is not None:
         try:
-            ArrayStore(args.routed_experts_store).sweep()
-        except StoreError as error:
-            raise CommandError(f"--routed-experts-store: {error}.") from None
+            private_folder(args.routed_experts_store)
+        except OSError as error:
+            folder = args.routed_experts_store
+            raise CommandError(f"--routed-experts-store: {folder} cannot be used: {error.strerror}.") from None
         yield
         return
     folder = default_folder(str(args.port))
@@ -409,7 +404,7 @@ def store_of(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     finally:
-        remove_unused(folder, ends=True)
+        remove_unused(folder)
 
 
 def memory_bytes(config: VllmConfig) -> int | None:

@@ -2,7 +2,7 @@
 
 import secrets
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -90,7 +90,7 @@ class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
-    _rows_address: str = PrivateAttr(default="")
+    _has_left: Callable[[], Awaitable[bool]] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -124,13 +124,13 @@ class RoutedRequest(RoutingFields):
         self._routing = options
 
     @property
-    def rows_address(self) -> str:
-        """Where the client finds arrays that are returned by reference."""
-        return self._rows_address
+    def has_left(self) -> Callable[[], Awaitable[bool]]:
+        """Says whether the client has closed its connection."""
+        return self._has_left
 
-    @rows_address.setter
-    def rows_address(self, address: str) -> None:
-        self._rows_address = address
+    @has_left.setter
+    def has_left(self, has_left: Callable[[], Awaitable[bool]]) -> None:
+        self._has_left = has_left
 
     def opt_in(self, params: SamplingParams) -> SamplingParams:
         """Adds the opt-in for the engine to `params` if the request asks for routing."""

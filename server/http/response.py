@@ -210,10 +210,8 @@ class RoutedResponse:
         inline = (rows for references, (*_, rows) in zip(made, arrays, strict=True) if not references)
         if failure is not None and (num_inline := sum(map(_count, inline))):
             if self.encoder.text_bytes(num_inline) > self.max_bytes:
-                for references in made:
-                    self.references.take_back(self.encoder, references)
                 raise failure
-            logger.warning("Routed experts of %d tokens are returned inline: %s", num_inline, failure)
+            self.references.warn_of_inline(failure)
         return made
 
     def _one_or_list(self, items: list[Any]) -> Any:
@@ -287,6 +285,7 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
     if answer.references is not None:
         texts, marked = await answer.references.run(answer.num_arrays, answer.nbytes, answer.prepare, packed)
+        await answer.references.told()
     elif is_small:
         texts, marked = answer.prepare(packed)
     else:

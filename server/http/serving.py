@@ -18,7 +18,7 @@ from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS,
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_stored
-from routed_experts.server.http.references import ReferenceMaker, address_of, cannot_store
+from routed_experts.server.http.references import ReferenceMaker, cannot_store
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -85,7 +85,7 @@ class RoutedServing:
         """
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
-            request.rows_address = address_of(raw_request)
+            request.has_left = raw_request.is_disconnected
         self.take_handover(request)
 
     def take_handover(self, request: Any) -> None:
@@ -241,7 +241,7 @@ class RoutedServing:
         """What stores the arrays of a request that asks for references."""
         if not options.by_reference or self.store is None:
             return None
-        return ReferenceMaker(self.store, request.rows_address, self.tells_paths)
+        return ReferenceMaker(self.store, request.has_left, self.tells_paths)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None and self.captured.buffers.recorder is not None:
