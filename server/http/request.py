@@ -2,7 +2,7 @@
 
 import secrets
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
@@ -90,7 +90,7 @@ class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
-    _has_left: Callable[[], Awaitable[bool]] = PrivateAttr()
+    _has_left: Callable[[], bool] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
@@ -124,12 +124,12 @@ class RoutedRequest(RoutingFields):
         self._routing = options
 
     @property
-    def has_left(self) -> Callable[[], Awaitable[bool]]:
+    def has_left(self) -> Callable[[], bool]:
         """Says whether the client has closed its connection."""
         return self._has_left
 
     @has_left.setter
-    def has_left(self, has_left: Callable[[], Awaitable[bool]]) -> None:
+    def has_left(self, has_left: Callable[[], bool]) -> None:
         self._has_left = has_left
 
     def opt_in(self, params: SamplingParams) -> SamplingParams:

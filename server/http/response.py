@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from routed_experts.capture.handoff import has_all
 from routed_experts.capture.rows import ids_of
@@ -285,7 +286,6 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
     if answer.references is not None:
         texts, marked = await answer.references.run(answer.num_arrays, answer.nbytes, answer.prepare, packed)
-        await answer.references.told()
     elif is_small:
         texts, marked = answer.prepare(packed)
     else:
@@ -294,12 +294,27 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     if is_small or not marked:
         body = b"".join(parts)
         count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
-        return Response(body, media_type=media_type, headers=headers)
+        return _Response(answer.references, body, media_type=media_type, headers=headers)
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
+
+
+class _Response(Response):
+    """Keeps stored arrays only if the client is there when it is sent."""
+
+    def __init__(self, references: ReferenceMaker | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._references = references
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._references is not None:
+            self._references.told()
+        await super().__call__(scope, receive, send)
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     try:
+        if answer.references is not None:
+            answer.references.told()
         for part in parts:
             yield part
             await asyncio.sleep(0)

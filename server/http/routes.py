@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, HTTPException, Path, Query, Request
+from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
@@ -19,7 +19,7 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
-from routed_experts.server.http.stored_arrays import delete_array, stored_array
+from routed_experts.server.http.stored_arrays import delete_array, no_such_method, stored_array
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
@@ -114,9 +114,9 @@ def delete_rows(raw_request: Request, key: ArrayId) -> Response:
 
 
 @router.api_route(ROWS_PATH + "/{id}", methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"], include_in_schema=False)
-def other_methods() -> None:
-    """Names all methods that there are: each route knows its own only."""
-    raise HTTPException(405, "Method Not Allowed", {"Allow": "GET, HEAD, DELETE"})
+def other_methods() -> Response:
+    """Names all methods that there are, as each of the routes knows its own only."""
+    return no_such_method("GET, HEAD, DELETE")
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:

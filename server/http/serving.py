@@ -18,7 +18,7 @@ from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS,
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_stored
-from routed_experts.server.http.references import ReferenceMaker, cannot_store
+from routed_experts.server.http.references import ReferenceMaker, cannot_store, has_left
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -85,7 +85,7 @@ class RoutedServing:
         """
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
-            request.has_left = raw_request.is_disconnected
+            request.has_left = partial(has_left, raw_request)
         self.take_handover(request)
 
     def take_handover(self, request: Any) -> None:

@@ -106,7 +106,8 @@ async def stored_array(
         if is_get and request.headers.get("if-range", part.tag) == part.tag and (span := _byte_range(asked, end)):
             first, end, status = *span, 206
             if first >= end:
-                return _unsatisfiable(part.nbytes)
+                message, status = "The range begins behind the end.", HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+                return _error(message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range")
             headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
         headers["Content-Length"] = str(end - first)
         if not is_get:
@@ -189,7 +190,11 @@ def _byte_range(text: str, size: int) -> tuple[int, int] | None:
     return (first, min(last + 1, size)) if first <= last or not found[2] else None
 
 
-def _unsatisfiable(size: int) -> Response:
-    status = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-    error = create_error_response("The range begins behind the end.", status.phrase, status, param="Range")
-    return JSONResponse(error.model_dump(), status, headers={"Content-Range": f"bytes */{size}"})
+def no_such_method(allowed: str) -> Response:
+    """The response to methods other than those that are `allowed`."""
+    return _error("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": allowed})
+
+
+def _error(message: str, status: HTTPStatus, headers: dict[str, str], param: str | None = None) -> Response:
+    """As FastAPI's errors, whose headers vLLM leaves out."""
+    return JSONResponse(create_error_response(message, status.phrase, status, param).model_dump(), status, headers)

@@ -404,7 +404,7 @@ def test_a_prompt_that_fits_where_its_answer_does_not(tiny_model: Path, tmp_path
         chunks = [chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)]
         (reference,) = [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk]
         time.sleep(0.2)
-        assert fetch(reference).shape == (L, 1, K)
+        assert get(server, reference).shape == (L, 1, K)
     assert (len(chunks) > 1) == (max_tokens == 300)
     assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == max_tokens - 1
 
@@ -428,7 +428,7 @@ def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_pat
         assert len(stored_in(tmp_path / "store")) == 2
 
 
-async def never() -> bool:
+def never() -> bool:
     return False
 
 
