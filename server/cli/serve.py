@@ -37,8 +37,8 @@ from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, LONGEST_LIFETIME_S, remove_unused
-from routed_experts.server.outputs.folders import default_folder, private_folder
+from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, LONGEST_LIFETIME_S
+from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 logger = get_logger(__name__)

@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from routed_experts.server.http.serving import (
     RoutedServingTokens,
     rebind_class,
 )
-from routed_experts.server.outputs.array_store import ArrayStore, remove_unused, store_with
+from routed_experts.server.outputs.array_store import ArrayStore, store_with
 from routed_experts.server.outputs.arrays import asks_for_every_request
-from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
@@ -91,11 +90,10 @@ class RoutedExpertsPlugin:
         if captured is not None:
             await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults
-        settings = store_settings(args, captured)
-        state.array_store = store = store_of(args, settings, captured) if captured is not None else None
+        state.array_store = store = store_of(args, captured) if captured is not None else None
         state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
-        rebind_classes(state, captured, max_bytes, store, bool(settings.get("routed_experts_store_paths")))
+        rebind_classes(state, captured, max_bytes, store)
         if store is not None:
             state.store_sweep = asyncio.create_task(sweep_forever(store))
         if captured is not None and getattr(args, "routed_experts_record", None) is not None:
@@ -106,24 +104,12 @@ class RoutedExpertsPlugin:
 
 
 def rebind_classes(
-    state: State,
-    captured: CapturedEngine | None,
-    max_bytes: int,
-    store: ArrayStore | None = None,
-    tells_paths: bool = False,
+    state: State, captured: CapturedEngine | None, max_bytes: int, store: ArrayStore | None = None
 ) -> None:
     """Puts our behavior on vLLM's serving objects; safe to repeat."""
     for name, cls in REBOUND_CLASSES.items():
         if (serving := getattr(state, name, None)) is not None:
-            rebind_class(serving, cls, captured, max_bytes, store, tells_paths)
-
-
-def store_settings(args: Namespace, captured: CapturedEngine | None) -> Mapping[str, Any]:
-    """The flags of `routed-experts serve` about the store, or, where vLLM's own command serves, the keys of
-    `--additional-config` that programs have."""
-    if hasattr(args, "routed_experts_store"):
-        return vars(args)
-    return additional_config(captured)
+            rebind_class(serving, cls, captured, max_bytes, store)
 
 
 def additional_config(captured: CapturedEngine | None) -> dict[str, Any]:
@@ -131,12 +117,10 @@ def additional_config(captured: CapturedEngine | None) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-def store_of(args: Namespace, settings: Mapping[str, Any], captured: CapturedEngine) -> ArrayStore:
-    """The store of arrays that responses refer to.
-
-    Raises:
-        StoreError: the folder that is named cannot be used.
-    """
+def store_of(args: Namespace, captured: CapturedEngine) -> ArrayStore:
+    """The store of arrays that responses refer to, as flags of `routed-experts serve` say, or, where vLLM's own command
+    serves, the keys of `--additional-config` that programs have. Raises `StoreError`."""
+    settings = vars(args) if hasattr(args, "routed_experts_store") else additional_config(captured)
     parallel, default = captured.engine.vllm_config.parallel_config, default_folder(str(args.port))
     store = store_with(settings, default, max(parallel._api_process_rank, 0), parallel._api_process_count)
     if store.folder == default:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
@@ -16,12 +17,10 @@ from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)
 
-_BASE, _ROWS = "/v1/", "routed_experts/rows"
-ROWS_PATH = _BASE + _ROWS
+_ROWS = "routed_experts/rows"
+ROWS_PATH = f"/v1/{_ROWS}"
 
-_QUICK_ARRAYS, _QUICK_BYTES = 16, 512 << 10
-"""Rows that are stored within the event loop, in less than 2 ms."""
-_INSUFFICIENT_STORAGE = 507
+_QUICK_ARRAYS, _QUICK_BYTES = 16, 512 << 10  # stored within the event loop, in less than 2 ms
 
 T = TypeVar("T")
 
@@ -32,7 +31,6 @@ class ReferenceMaker:
 
     store: ArrayStore
     has_left: Callable[[], bool]  # whether the client has closed its connection
-    tells_paths: bool = False  # of the files
     untold: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
 
     async def run(self, num_arrays: int, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
@@ -43,7 +41,7 @@ class ReferenceMaker:
             is_small = num_arrays <= _QUICK_ARRAYS and num_bytes <= _QUICK_BYTES
             if is_small and self.store.is_in_memory and self.store.has_room(room):
                 return function(*args)
-            return await asyncio.wrap_future(self.store.submit(function, *args))
+            return await asyncio.wrap_future(self.store.writer.submit(function, *args))
         except BaseException:
             self.delete_untold()
             raise
@@ -57,7 +55,7 @@ class ReferenceMaker:
 
     def delete_untold(self) -> None:
         """Deletes the arrays that are untold when the store's thread comes to it."""
-        self.store.submit(lambda: self._delete(self.untold))
+        self.store.writer.submit(lambda: self._delete(self.untold))
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -72,15 +70,8 @@ class ReferenceMaker:
     def references(
         self, encoder: Encoder, arrays: Iterable[tuple[str, int, list[Rows]]]
     ) -> tuple[list[dict[str, Any]], StoreError | None]:
-        """Stores `arrays` (name, first position, rows) and their weights.
-
-        Returns:
-            The references of each by name, and the last error. An array that cannot be stored with its weights has no
-            references.
-
-        Raises:
-            LostRowsError: a row is unknown, and the dtype cannot hold -1.
-        """
+        """Stores `arrays` (name, first position, rows) and their weights. Returns the references of each by name, none
+        for an array that cannot be stored with its weights, and the last error. Raises `LostRowsError`."""
         made: list[dict[str, Any]] = []
         failure: StoreError | None = None
         for name, start, rows in arrays:
@@ -115,7 +106,7 @@ class ReferenceMaker:
             "bytes": array.nbytes,
             "expires": stored.expires,
         }
-        return {**reference, "path": str(stored.path)} if self.tells_paths else reference
+        return {**reference, "path": str(stored.path)} if self.store.tells_paths else reference
 
 
 def has_left(request: Request) -> bool:
@@ -132,7 +123,7 @@ def has_left(request: Request) -> bool:
 def cannot_store(error: StoreError) -> HTTPException:
     """The error for a request whose arrays cannot be stored."""
     return HTTPException(
-        _INSUFFICIENT_STORAGE,
+        HTTPStatus.INSUFFICIENT_STORAGE,
         f"The routed experts cannot be stored: {error}. Delete arrays that were fetched, raise "
         "--routed-experts-store-bytes, or set routed_experts_delivery to inline.",
     )

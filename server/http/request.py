@@ -90,7 +90,7 @@ class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
-    _has_left: Callable[[], bool] = PrivateAttr()
+    _has_left: Callable[[], bool] = PrivateAttr()  # whether the client has closed its connection
 
     @model_validator(mode="wrap")
     @classmethod
@@ -122,15 +122,6 @@ class RoutedRequest(RoutingFields):
     @routing.setter
     def routing(self, options: RoutingOptions | None) -> None:
         self._routing = options
-
-    @property
-    def has_left(self) -> Callable[[], bool]:
-        """Says whether the client has closed its connection."""
-        return self._has_left
-
-    @has_left.setter
-    def has_left(self, has_left: Callable[[], bool]) -> None:
-        self._has_left = has_left
 
     def opt_in(self, params: SamplingParams) -> SamplingParams:
         """Adds the opt-in for the engine to `params` if the request asks for routing."""

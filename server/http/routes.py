@@ -1,5 +1,6 @@
 """The routes: three replace vLLM's routes of the same path, `/v1/routed_experts` is new."""
 
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -19,7 +20,7 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
-from routed_experts.server.http.stored_arrays import delete_array, no_such_method, stored_array
+from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
@@ -116,7 +117,7 @@ def delete_rows(raw_request: Request, key: ArrayId) -> Response:
 @router.api_route(ROWS_PATH + "/{id}", methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"], include_in_schema=False)
 def other_methods() -> Response:
     """Names all methods that there are, as each of the routes knows its own only."""
-    return no_such_method("GET, HEAD, DELETE")
+    return error_response("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"})
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:

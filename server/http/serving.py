@@ -69,13 +69,11 @@ class RoutedServing:
         captured: None if the capture is off.
         max_bytes: maximum bytes of routing in one response.
         store: arrays that are returned by reference; None if there are none.
-        tells_paths: whether references name the files of arrays.
     """
 
     captured: CapturedEngine | None
     max_bytes: int
     store: ArrayStore | None
-    tells_paths: bool
 
     def begin(self, request: Any, raw_request: Request | None) -> None:
         """Prepares a request for vLLM's own handling.
@@ -85,7 +83,7 @@ class RoutedServing:
         """
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
-            request.has_left = partial(has_left, raw_request)
+            request._has_left = partial(has_left, raw_request)
         self.take_handover(request)
 
     def take_handover(self, request: Any) -> None:
@@ -241,7 +239,7 @@ class RoutedServing:
         """What stores the arrays of a request that asks for references."""
         if not options.by_reference or self.store is None:
             return None
-        return ReferenceMaker(self.store, request.has_left, self.tells_paths)
+        return ReferenceMaker(self.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None and self.captured.buffers.recorder is not None:
@@ -494,7 +492,6 @@ def rebind_class(
     captured: CapturedEngine | None,
     max_bytes: int,
     store: ArrayStore | None = None,
-    tells_paths: bool = False,
 ) -> None:
     """Changes the class of vLLM's `serving` to its stateless subclass `cls`. Safe to repeat.
 
@@ -508,4 +505,3 @@ def rebind_class(
     serving.captured = captured
     serving.max_bytes = max_bytes
     serving.store = store
-    serving.tells_paths = tells_paths

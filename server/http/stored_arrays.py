@@ -80,8 +80,9 @@ class _ArrayResponse(StreamingResponse):
             try:
                 await super().stream_response(send_in_time)
             except TimeoutError:
-                for connection in list(self.request.app.state.server.server_state.connections):
-                    if getattr(connection.cycle, "scope", None) is self.request.scope:
+                server = getattr(self.request.app.state, "server", None)
+                for connection in list(server.server_state.connections) if server is not None else []:
+                    if getattr(getattr(connection, "cycle", None), "scope", None) is self.request.scope:
                         connection.transport.abort()
                 await asyncio.sleep(STALLED_S)  # cancelled by the end of the connection
 
@@ -89,13 +90,8 @@ class _ArrayResponse(StreamingResponse):
 async def stored_array(
     request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
 ) -> Response:
-    """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it.
-
-    Raises:
-        VLLMNotFoundError: there never was such an array.
-        HTTPException: it is gone, or a condition of the request does not hold.
-        VLLMValidationError: `layers` or `tokens` is invalid.
-    """
+    """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it. Raises errors
+    that become 400, 404, 410, 412 and 500."""
     with ExitStack() as opened:
         file = opened.enter_context(await _run(store, _opened, store, key))
         part = await _run(store, _Part, file, key, layers, tokens)
@@ -107,7 +103,7 @@ async def stored_array(
             first, end, status = *span, 206
             if first >= end:
                 message, status = "The range begins behind the end.", HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
-                return _error(message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range")
+                return error_response(message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range")
             headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
         headers["Content-Length"] = str(end - first)
         if not is_get:
@@ -127,8 +123,8 @@ def delete_array(request: Request, store: ArrayStore | None, key: str) -> Respon
     """The response for `DELETE` of an array. Raises as `stored_array` does."""
     with _opened(store, key):
         _is_wanted(request, f'"{key}"')
+    assert store is not None
     with _as_responses():
-        assert store is not None
         store.delete(key)
     return Response(status_code=204)
 
@@ -190,11 +186,6 @@ def _byte_range(text: str, size: int) -> tuple[int, int] | None:
     return (first, min(last + 1, size)) if first <= last or not found[2] else None
 
 
-def no_such_method(allowed: str) -> Response:
-    """The response to methods other than those that are `allowed`."""
-    return _error("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": allowed})
-
-
-def _error(message: str, status: HTTPStatus, headers: dict[str, str], param: str | None = None) -> Response:
+def error_response(message: str, status: HTTPStatus, headers: dict[str, str], param: str | None = None) -> Response:
     """As FastAPI's errors, whose headers vLLM leaves out."""
     return JSONResponse(create_error_response(message, status.phrase, status, param).model_dump(), status, headers)

@@ -200,14 +200,12 @@ class SSERewriter:
                     yield _insert(chunk, begin, self._fields("routed_experts", rows.pop(), start))
                 elif prompt_rows is None and not rows:
                     yield chunk
-                    if self._references is not None:
-                        self._references.told()
                 else:
                     for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
                         yield line
                         await asyncio.sleep(0)  # lets other tasks run between the lines of a long prompt
-                    if self._references is not None:
-                        self._references.told()
+                if self._references is not None:
+                    self._references.told()
         except Exception as error:
             logger.error(
                 "The stream ended with an error: %s",

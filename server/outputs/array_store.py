@@ -13,16 +13,15 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from io import BytesIO, FileIO
 from math import ceil
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +30,11 @@ from routed_experts.server.outputs import folders
 
 DEFAULT_LIFETIME_S, LONGEST_LIFETIME_S = 3600.0, 1e9
 
-_ID, _FILE = re.compile(r"[0-9a-f]{48}"), re.compile(r"[0-9a-f]{32}\.(npy|tmp)")
+_ID = re.compile("[0-9a-f]{48}")
 _BLOCK_BYTES = 4096  # files take whole blocks
 _TRIES = 10  # to use a folder that others may be removing
 _WARNING_S = 60.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-T = TypeVar("T")
 
 
 class StoreError(Exception):
@@ -56,8 +53,7 @@ class ArrayGoneError(LookupError):
     """The array has expired or was deleted."""
 
 
-@dataclass(frozen=True)
-class StoredArray:
+class StoredArray(NamedTuple):
     """A stored array."""
 
     id: str
@@ -88,21 +84,19 @@ class ArrayStore:
         count: int = 1,
     ) -> None:
         self.folder, self.lifetime_s = folder, lifetime_s
+        self.is_in_memory = folders.MEMORY in folder.resolve().parents  # nobody who reads a file waits for a disk
         self.max_bytes = None if max_bytes is None else max_bytes // count  # of this process
         self.used_bytes = 0  # also of files that are being written, or are gone and still read
+        self.tells_paths = False  # whether references name the files
         self._keeps, self._rank, self._count = keeps, rank, count
         self._name = ""  # of the subfolder
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
         self._held: OrderedDict[str, tuple[float, int]] = OrderedDict()  # expiry, bytes; by id, in the order of expiry
         self._read: dict[str, tuple[float, int]] = {}  # gone, but somebody reads them
         self._counting, self._opening = threading.Lock(), threading.RLock()
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
+        # Several threads would take twice the CPU time, and keep the event loop waiting for Python's lock.
+        self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
         self._next_warning = 0.0
-
-    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Runs what stores arrays in the store's own thread: several would take twice the CPU time, and would keep the
-        event loop waiting for Python's lock."""
-        return self._writer.submit(function, *args)
 
     def is_time_to_warn(self) -> bool:
         """True once a minute: a full store is a reason for each array."""
@@ -110,17 +104,9 @@ class ArrayStore:
             self._next_warning = time.monotonic() + _WARNING_S
         return is_time
 
-    @cached_property
-    def is_in_memory(self) -> bool:
-        """Whether nobody who reads a file waits for a disk."""
-        return folders.MEMORY in self.folder.resolve().parents
-
     def open(self, lost: str = "") -> str:
         """The name of this process's subfolder. Makes one if there is none, or only the one called `lost`.
-
-        Raises:
-            StoreError: the folder cannot be used.
-        """
+        Raises `StoreError`."""
         with self._opening:
             for attempt in range(_TRIES):
                 if self._name != lost:
@@ -140,14 +126,15 @@ class ArrayStore:
         left = []
         for name, owner in folders.without_process(self.folder):
             is_mine = name != lost and (not self._keeps or int(name[:2], 16) % self._count == self._rank)
-            if is_mine and (arrays := _tidy(self.folder / name, self._keeps)):
+            if is_mine and (files := folders.tidy(self.folder / name, self._keeps)):
                 self._owned[name] = owner
-                left += arrays
+                left += [(about.st_mtime, name + stem, _blocks(about.st_size)) for stem, about in files]
             else:
                 owner.close()
         with self._counting:
-            self._held.update((key, (expires, size)) for expires, key, size in sorted(left))
-            self.used_bytes += sum(size for *_, size in left)
+            for expires, key, size in sorted(left):
+                self._held[key] = expires, size
+                self.used_bytes += size
         name, self._owned[name] = folders.new_subfolder(self.folder, self._rank)
         if self.max_bytes is None:
             disk = os.statvfs(self.folder)
@@ -165,10 +152,10 @@ class ArrayStore:
 
     def close(self) -> None:
         """Gives up the subfolder; with its arrays, if they are not kept. No other method may run."""
-        self._writer.shutdown(cancel_futures=True)
+        self.writer.shutdown(cancel_futures=True)
         self._give_up()
         if not self._keeps:
-            remove_unused(self.folder)
+            folders.remove_unused(self.folder)
 
     def has_room(self, num_bytes: int) -> bool:
         """Whether `num_bytes` more surely fit."""
@@ -187,8 +174,7 @@ class ArrayStore:
         """Stores `array`, which must be C-contiguous.
 
         Raises:
-            StoreFullError: it does not fit, or the disk is full.
-            StoreError: it cannot be written.
+            StoreFullError, StoreError: it does not fit, or cannot be written.
         """
         header = _header(array.dtype.str, array.shape)
         size = _blocks(len(header) + array.nbytes)
@@ -238,12 +224,10 @@ class ArrayStore:
         return self.folder / key[: folders.NAME_LENGTH] / f"{key[folders.NAME_LENGTH :]}.npy"
 
     def read(self, key: str) -> FileIO:
-        """The file of an array of any process. Its bytes count until it is closed.
+        """The file of an array of any process, whose bytes count until it is closed.
 
         Raises:
-            UnknownArrayError: there never was such an array.
-            ArrayGoneError: the array has expired or was deleted.
-            StoreError: it cannot be read.
+            UnknownArrayError, ArrayGoneError, StoreError: see there.
         """
         path = self._path(key)
         try:
@@ -270,7 +254,7 @@ class ArrayStore:
                 self._remove(key)
             else:
                 folders.tell(path.parent, key)  # if that is lost, its bytes count until it expires
-                _remove_unread(path)
+                folders.remove_unread(path)
         except FileNotFoundError:
             raise ArrayGoneError(key) from None
         except OSError as error:
@@ -299,7 +283,7 @@ class ArrayStore:
             return
         is_removed = False
         with suppress(OSError):  # tried again too
-            is_removed = _remove_unread(self._path(key))
+            is_removed = folders.remove_unread(self._path(key))
         with self._counting:
             if is_removed:
                 self.used_bytes -= held[1]
@@ -311,45 +295,9 @@ def store_with(settings: Mapping[str, Any], default: Path, rank: int = 0, count:
     """Creates the store from settings: flags, or keys of `additional_config`; `default` is the folder if unset."""
     folder, max_bytes, lifetime_s = (settings.get(f"routed_experts_store{of}") for of in ("", "_bytes", "_seconds"))
     about = max_bytes, float(lifetime_s or DEFAULT_LIFETIME_S), folder is not None
-    return ArrayStore(default if folder is None else Path(folder), *about, rank, count)
-
-
-def remove_unused(folder: Path) -> None:
-    """Removes what ended processes left in a folder, and the folder if that was all."""
-    with suppress(OSError):
-        if folder.is_dir():
-            folders.private_folder(folder)
-            for name, owner in folders.without_process(folder):
-                _tidy(folder / name, keeps=False)
-                owner.close()
-            folder.rmdir()
-
-
-def _tidy(subfolder: Path, keeps: bool) -> list[tuple[float, str, int]]:
-    """Removes arrays that expired, or all if they are not kept, and the subfolder if that was all that it had.
-    Returns the others: expiry, id and bytes."""
-    left = []
-    for file in os.scandir(subfolder):
-        if _FILE.fullmatch(file.name):
-            about = file.stat(follow_symlinks=False)
-            if keeps and about.st_mtime >= time.time() and file.name.endswith(".npy"):
-                left.append((about.st_mtime, subfolder.name + file.name.partition(".")[0], _blocks(about.st_size)))
-            else:
-                _remove_unread(Path(file.path))
-    if not left:
-        folders.remove_empty(subfolder)
-    return left
-
-
-def _remove_unread(path: Path) -> bool:
-    """Removes a file unless somebody reads it; False then."""
-    with suppress(FileNotFoundError), FileIO(path, "r+", opener=folders.open_private) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        path.unlink()
-    return True
+    store = ArrayStore(default if folder is None else Path(folder), *about, rank, count)
+    store.tells_paths = bool(settings.get("routed_experts_store_paths"))
+    return store
 
 
 def _blocks(size: int) -> int:

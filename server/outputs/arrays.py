@@ -326,7 +326,7 @@ class EveryRequest:
             self.fill([output])
             return output
 
-        return asyncio.wrap_future(self._store.submit(fill))
+        return asyncio.wrap_future(self._store.writer.submit(fill))
 
     def fill(self, outputs: Iterable[Any]) -> None:
         """Replaces the buffers on `outputs` by arrays."""

@@ -10,6 +10,7 @@ import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from io import FileIO
@@ -19,6 +20,7 @@ NAME_LENGTH = 16
 """Of a subfolder's name, in hexadecimal; its first two digits are the rank of its process."""
 MEMORY = Path("/dev/shm")
 _NAME = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}")
+_FILE = re.compile(r"[0-9a-f]{32}\.(npy|tmp)")
 _OWNER, _OWNER_BYTES = ".owner", 1 << 20
 
 
@@ -46,11 +48,8 @@ def open_private(path: str, flags: int) -> int:
 
 
 def new_subfolder(folder: Path, rank: int) -> tuple[str, FileIO]:
-    """The name of a subfolder for the process of this rank, and the file that it keeps open while it lives.
-
-    Raises:
-        OSError: it cannot be made; `FileNotFoundError` if somebody just removed it, or `folder`.
-    """
+    """The name of a new subfolder, and the file that this process keeps open while it lives. Raises `FileNotFoundError`
+    if somebody just removed it, or `folder`."""
     name = f"{rank % 256:02x}{secrets.token_hex(NAME_LENGTH // 2 - 1)}"
     (folder / name).mkdir(mode=0o700)
     if (owner := _own(folder / name)) is None:
@@ -95,8 +94,41 @@ def told(owner: FileIO) -> list[str]:
     return words
 
 
-def remove_empty(subfolder: Path) -> None:
-    """Removes a subfolder without files of others; this process must own it."""
+def remove_unused(folder: Path) -> None:
+    """Removes what ended processes left in a folder, and the folder if that was all."""
     with suppress(OSError):
-        (subfolder / _OWNER).unlink()
-        subfolder.rmdir()
+        if folder.is_dir():
+            private_folder(folder)
+            for name, owner in without_process(folder):
+                tidy(folder / name, keeps=False)
+                owner.close()
+            folder.rmdir()
+
+
+def tidy(subfolder: Path, keeps: bool) -> list[tuple[str, os.stat_result]]:
+    """Removes the arrays that expired, or all if they are not kept, and the subfolder if that was all that it had. This
+    process must own it. Returns the others."""
+    left = []
+    for file in os.scandir(subfolder):
+        if _FILE.fullmatch(file.name):
+            about = file.stat(follow_symlinks=False)
+            if keeps and about.st_mtime >= time.time() and file.name.endswith(".npy"):
+                left.append((file.name.removesuffix(".npy"), about))
+            else:
+                remove_unread(Path(file.path))
+    if not left:
+        with suppress(OSError):  # the user may have files there
+            (subfolder / _OWNER).unlink()
+            subfolder.rmdir()
+    return left
+
+
+def remove_unread(path: Path) -> bool:
+    """Removes a file unless somebody reads it; False then."""
+    with suppress(FileNotFoundError), FileIO(path, "r+", opener=open_private) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        path.unlink()
+    return True

@@ -451,7 +451,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
         goes_on.set()
 
     asyncio.run(leave())
-    store.submit(lambda: None).result(60)
+    store.writer.submit(lambda: None).result(60)
     assert len(maker.untold) == 2
     wait_until_empty(tmp_path / "store")
 

@@ -157,7 +157,7 @@ def test_s5_clients_that_leave_around_the_end_leave_nothing(rows: int, stream: b
         for moment in range(500):
             client = Client(message=moment) if stream else Client(step=moment)
             asyncio.run(client.ask(edge.app(), stream=stream))
-            edge._store.submit(lambda: None).result(60)
+            edge._store.writer.submit(lambda: None).result(60)
             files = [*folder.rglob("*.npy")]
             assert client.is_told == bool(files), f"{moment}: {client.taken[-1:]}"
             if client.has_all:

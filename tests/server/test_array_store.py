@@ -21,8 +21,8 @@ from routed_experts.server.outputs.array_store import (
     StoreError,
     StoreFullError,
     UnknownArrayError,
-    remove_unused,
 )
+from routed_experts.server.outputs.folders import remove_unused
 
 ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
 FILE_BYTES = 4096  # a block
@@ -370,7 +370,7 @@ def _put(folder: Path) -> None:
 def _leave_work_to_the_thread(folder: Path) -> None:
     store = ArrayStore(folder, 1 << 20, keeps=False)
     for _ in range(20):
-        store.submit(store.put, ARRAY)
+        store.writer.submit(store.put, ARRAY)
     store.put(ARRAY)
 
 
