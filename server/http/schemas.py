@@ -210,9 +210,8 @@ def deletion_responses() -> dict[int | str, dict[str, Any]]:
 
 
 def _part_errors(*codes: int) -> dict[int | str, dict[str, Any]]:
-    content = {"application/json": {"example": {"error": "Unauthorized"}}}
-    errors: dict[int | str, dict[str, Any]] = {401: {"description": "The server's key is missing.", "content": content}}
-    return errors | {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
+    keyless: dict[int | str, dict[str, Any]] = {401: {"description": "The server has a key, and the request does not."}}
+    return keyless | {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
 
 
 def rows_responses() -> dict[int | str, dict[str, Any]]:

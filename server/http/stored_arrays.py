@@ -21,7 +21,7 @@ from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationErro
 
 STALLED_S = 30.0
 """A response whose client has taken nothing for so long ends."""
-_CHUNK_BYTES = 256 << 10
+_CHUNK_BYTES = 64 << 10
 """Read and sent at once, so that other requests run in between, and little is held for a client that takes nothing."""
 _BYTES = "application/octet-stream"
 _NUMBER = "[0-9]{0,18}"  # Python refuses to read numbers of thousands of digits

@@ -148,7 +148,9 @@ class ArrayStore:
             self._held.clear()
             self._read.clear()
         while self._owned:
-            self._owned.popitem()[1].close()
+            _, owner = self._owned.popitem()
+            fcntl.flock(owner, fcntl.LOCK_UN)  # processes that were forked may have the file open
+            owner.close()
 
     def close(self) -> None:
         """Gives up the subfolder; with its arrays, if they are not kept. No other method may run."""

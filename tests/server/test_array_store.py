@@ -363,6 +363,18 @@ def test_a_folder_in_use_is_not_removed(tmp_path: Path) -> None:
     remove_unused(store.folder)
 
 
+def test_the_end_of_a_process_whose_child_goes_on(tmp_path: Path) -> None:
+    """The child has its files open."""
+    store = ArrayStore(tmp_path / "store", 1 << 20, keeps=False)
+    store.put(ARRAY)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    store.close()
+    child.kill()
+    child.join()
+    assert not store.folder.exists()
+
+
 def _put(folder: Path) -> None:
     ArrayStore(folder, 1 << 20, keeps=False).put(ARRAY)
 
