@@ -173,11 +173,8 @@ class ArrayStore:
         return None if self.has_room(num_bytes) else f"{self.used_bytes} of {self.max_bytes} bytes are used"
 
     def put(self, array: NDArray[Any]) -> StoredArray:
-        """Stores `array`, which must be C-contiguous.
-
-        Raises:
-            StoreFullError, StoreError: it does not fit, or cannot be written.
-        """
+        """Stores `array`, which must be C-contiguous. Raises `StoreFullError` if it does not fit, `StoreError` if it
+        cannot be written."""
         header = _header(array.dtype.str, array.shape)
         size = _blocks(len(header) + array.nbytes)
         while not self._take(size):
@@ -226,11 +223,8 @@ class ArrayStore:
         return self.folder / key[: folders.NAME_LENGTH] / f"{key[folders.NAME_LENGTH :]}.npy"
 
     def read(self, key: str) -> FileIO:
-        """The file of an array of any process, whose bytes count until it is closed.
-
-        Raises:
-            UnknownArrayError, ArrayGoneError, StoreError: see there.
-        """
+        """The file of an array of any process, whose bytes count until it is closed. Raises `UnknownArrayError`,
+        `ArrayGoneError`, `StoreError`."""
         path = self._path(key)
         try:
             file = FileIO(path, opener=folders.open_private)
