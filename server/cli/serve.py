@@ -386,8 +386,8 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
 
 @contextmanager
 def store_of(args: argparse.Namespace) -> Iterator[None]:
-    """Raises `CommandError` if the folder of stored arrays cannot be used. One of the port's own is removed at the start
-    and at the end if it is unused."""
+    """Raises `CommandError` if the folder of stored arrays cannot be used. One of the port's own is removed at the
+    start and at the end if it is unused."""
     if args.routed_experts_store is not None:
         try:
             private_folder(args.routed_experts_store)
