@@ -9,7 +9,7 @@ import io
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, get_args
+from typing import IO, Any, Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,14 @@ def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
     with _NPY_HEADERS:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         return array
+
+
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of the array in a `.npy` file, which is read up to its data."""
+    with _NPY_HEADERS:
+        np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+        return shape, dtype
 
 
 class RowsObject(TypedDict):

@@ -313,7 +313,7 @@ class RoutedExpertsReference(BaseModel):
         json_schema_extra={
             "example": {
                 "id": "2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
-                "url": "http://localhost:8000/v1/routed_experts/rows/2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
+                "url": "routed_experts/rows/2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
                 "shape": [2, 5, 4],
                 "dtype": "int16",
                 "start": 2,
@@ -325,7 +325,9 @@ class RoutedExpertsReference(BaseModel):
     )
 
     id: str
-    url: str = Field(description="`GET` returns the little-endian array [layers, rows, experts per token]")
+    url: str = Field(
+        description="`GET` returns the little-endian array [layers, rows, experts per token]; relative to `/v1`"
+    )
     shape: list[int] = Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)
     dtype: Literal["int16", "uint8", "int32", "float32"]
     start: int = Field(description="absolute position of the first row", ge=0)

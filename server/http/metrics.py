@@ -36,7 +36,7 @@ REPORTS_FAILED = Gauge(
 )
 
 STORED_ARRAYS = Counter("routed_experts_stored_arrays", "Arrays to be returned by reference.", [_MODEL, "result"])
-STORE_BYTES = Gauge("routed_experts_store_bytes", "Size of stored arrays.", [_MODEL], multiprocess_mode="mostrecent")
+STORE_BYTES = Gauge("routed_experts_store_bytes", "Size of stored arrays.", [_MODEL], multiprocess_mode="livesum")
 
 ROWS_CAPTURED = Counter("routed_experts_rows_captured", "Tokens whose routing was captured.", [_MODEL, _ENGINE])
 ROWS_FORGOTTEN = Counter(

@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,9 @@ from routed_experts.server.http.serving import (
     RoutedServingTokens,
     rebind_class,
 )
-from routed_experts.server.outputs.array_store import (
-    ArrayStore,
-    StoreError,
-    default_folder,
-    remove_at_exit,
-    store_with,
-)
+from routed_experts.server.outputs.array_store import ArrayStore, store_with
 from routed_experts.server.outputs.arrays import asks_for_every_request
+from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
@@ -97,11 +91,10 @@ class RoutedExpertsPlugin:
         if captured is not None:
             await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults
-        settings = store_settings(args, captured)
-        state.array_store = store = store_of(args, settings) if captured is not None else None
+        state.array_store = store = store_of(args, captured) if captured is not None else None
         state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
-        rebind_classes(state, captured, max_bytes, store, bool(settings.get("routed_experts_store_paths")))
+        rebind_classes(state, captured, max_bytes, store)
         if store is not None:
             state.store_sweep = asyncio.create_task(sweep_forever(store))
         if captured is not None and getattr(args, "routed_experts_record", None) is not None:
@@ -112,24 +105,12 @@ class RoutedExpertsPlugin:
 
 
 def rebind_classes(
-    state: State,
-    captured: CapturedEngine | None,
-    max_bytes: int,
-    store: ArrayStore | None = None,
-    tells_paths: bool = False,
+    state: State, captured: CapturedEngine | None, max_bytes: int, store: ArrayStore | None = None
 ) -> None:
     """Puts our behavior on vLLM's serving objects; safe to repeat."""
     for name, cls in REBOUND_CLASSES.items():
         if (serving := getattr(state, name, None)) is not None:
-            rebind_class(serving, cls, captured, max_bytes, store, tells_paths)
-
-
-def store_settings(args: Namespace, captured: CapturedEngine | None) -> Mapping[str, Any]:
-    """The flags of `routed-experts serve` about the store, or, where vLLM's own command serves, the keys of
-    `--additional-config` that programs have."""
-    if hasattr(args, "routed_experts_store"):
-        return vars(args)
-    return additional_config(captured)
+            rebind_class(serving, cls, captured, max_bytes, store)
 
 
 def additional_config(captured: CapturedEngine | None) -> dict[str, Any]:
@@ -137,20 +118,16 @@ def additional_config(captured: CapturedEngine | None) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-def store_of(args: Namespace, settings: Mapping[str, Any]) -> ArrayStore:
-    """The store of arrays that responses refer to. vLLM's own command neither removes its folder nor checks one that is
-    named, so this does.
-
-    Raises:
-        StoreError: the folder that is named cannot be used.
-    """
-    store = store_with(settings, default_folder(str(args.port)))
-    if hasattr(args, "routed_experts_store"):
-        return store
-    if settings.get("routed_experts_store") is None:
-        remove_at_exit(store.folder)
+def store_of(args: Namespace, captured: CapturedEngine) -> ArrayStore:
+    """The store of arrays that responses refer to, as flags of `routed-experts serve` say, or, where vLLM's own command
+    serves, the keys of `--additional-config` that programs have. Raises `StoreError`."""
+    settings = vars(args) if hasattr(args, "routed_experts_store") else additional_config(captured)
+    parallel, default = captured.engine.vllm_config.parallel_config, default_folder(str(args.port))
+    store = store_with(settings, default, max(parallel._api_process_rank, 0), parallel._api_process_count)
+    if store.folder == default:
+        remove_unused(default)  # of a process that was killed
     else:
-        store.sweep()
+        store.open()
     return store
 
 
@@ -158,11 +135,7 @@ async def sweep_forever(store: ArrayStore) -> None:
     """Deletes expired arrays while no new ones need their room."""
     while True:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
-        if store.is_open or os.path.isdir(store.folder):  # what a server left that was stopped expires too
-            try:
-                show_store(await run_in_threadpool(store.sweep))
-            except StoreError as error:
-                logger.warning("Expired arrays are not deleted: %s", error)
+        show_store(await run_in_threadpool(store.sweep))
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:

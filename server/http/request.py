@@ -90,7 +90,7 @@ class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
-    _rows_address: str = PrivateAttr(default="")
+    _has_left: Callable[[], bool] = PrivateAttr()  # whether the client has closed its connection
 
     @model_validator(mode="wrap")
     @classmethod
@@ -122,15 +122,6 @@ class RoutedRequest(RoutingFields):
     @routing.setter
     def routing(self, options: RoutingOptions | None) -> None:
         self._routing = options
-
-    @property
-    def rows_address(self) -> str:
-        """Where the client finds arrays that are returned by reference."""
-        return self._rows_address
-
-    @rows_address.setter
-    def rows_address(self, address: str) -> None:
-        self._rows_address = address
 
     def opt_in(self, params: SamplingParams) -> SamplingParams:
         """Adds the opt-in for the engine to `params` if the request asks for routing."""

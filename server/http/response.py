@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from routed_experts.capture.handoff import has_all
 from routed_experts.capture.rows import ids_of
@@ -210,10 +211,8 @@ class RoutedResponse:
         inline = (rows for references, (*_, rows) in zip(made, arrays, strict=True) if not references)
         if failure is not None and (num_inline := sum(map(_count, inline))):
             if self.encoder.text_bytes(num_inline) > self.max_bytes:
-                for references in made:
-                    self.references.take_back(self.encoder, references)
                 raise failure
-            logger.warning("Routed experts of %d tokens are returned inline: %s", num_inline, failure)
+            self.references.warn_of_inline(failure)
         return made
 
     def _one_or_list(self, items: list[Any]) -> Any:
@@ -295,12 +294,27 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     if is_small or not marked:
         body = b"".join(parts)
         count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
-        return Response(body, media_type=media_type, headers=headers)
+        return _Response(answer.references, body, media_type=media_type, headers=headers)
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
+
+
+class _Response(Response):
+    """Keeps stored arrays only if the client is there when it is sent."""
+
+    def __init__(self, references: ReferenceMaker | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._references = references
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._references is not None:
+            self._references.told()
+        await super().__call__(scope, receive, send)
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     try:
+        if answer.references is not None:
+            answer.references.told()
         for part in parts:
             yield part
             await asyncio.sleep(0)

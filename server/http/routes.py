@@ -1,5 +1,6 @@
 """The routes: three replace vLLM's routes of the same path, `/v1/routed_experts` is new."""
 
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
@@ -8,7 +9,7 @@ from fastapi.responses import Response
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
 from routed_experts.server.http import examples, schemas
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.references import ROWS_PATH, delete_array, stored_array
+from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.request import (
     PackedRoute,
     RoutedChatRequest,
@@ -19,6 +20,7 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
+from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
@@ -109,7 +111,13 @@ async def stored_rows(
 @router.delete(ROWS_PATH + "/{id}", responses=schemas.deletion_responses(), status_code=204)
 def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     """Deletes an array that a response refers to, before it expires."""
-    return delete_array(raw_request.app.state.array_store, key)
+    return delete_array(raw_request, raw_request.app.state.array_store, key)
+
+
+@router.api_route(ROWS_PATH + "/{id}", methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"], include_in_schema=False)
+def other_methods() -> Response:
+    """Names all methods that there are, as each of the routes knows its own only."""
+    return error_response("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"})
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:

@@ -170,7 +170,7 @@ _PART_ERRORS = {
     400: "`layers` or `tokens` is invalid.",
     404: "There never was such an array.",
     410: "The array has expired or was deleted.",
-    416: "The `Range` begins behind the end.",
+    412: "It is not the array that `If-Match` or `If-None-Match` names.",
 }
 
 
@@ -207,11 +207,12 @@ def info_responses() -> dict[int | str, dict[str, Any]]:
 
 def deletion_responses() -> dict[int | str, dict[str, Any]]:
     """The responses of `DELETE /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
-    return {204: {"description": "The array is deleted."}, **_part_errors(404, 410)}
+    return {204: {"description": "The array is deleted."}, **_part_errors(404, 410, 412)}
 
 
 def _part_errors(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
+    keyless: dict[int | str, dict[str, Any]] = {401: {"description": "The server has a key, and the request does not."}}
+    return keyless | {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
 
 
 def rows_responses() -> dict[int | str, dict[str, Any]]:
@@ -220,10 +221,13 @@ def rows_responses() -> dict[int | str, dict[str, Any]]:
     ok: dict[str, Any] = {
         "description": "The array, or the part that is asked for: little-endian, C order, [layers, rows, experts per "
         "token]. `X-Routed-Experts-Shape` has its shape, such as `12,8192,8`, `X-Routed-Experts-Dtype` its dtype. "
-        "Takes `Range` with one range (206), `If-None-Match` (304) and `HEAD`.",
+        "Takes `Range` with one range, `If-Range`, `If-Match`, `If-None-Match` and `HEAD`.",
         "content": content,
     }
-    return {200: ok, **_part_errors(*_PART_ERRORS)}
+    part = {"description": "The bytes that `Range` asks for.", "content": content}
+    known = {"description": "`If-None-Match` names the array."}
+    behind = {"model": ErrorResponse, "description": "The `Range` begins behind the end."}
+    return {200: ok, 206: part, 304: known, **_part_errors(*_PART_ERRORS), 416: behind}
 
 
 def request_example(example: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS,
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_stored
-from routed_experts.server.http.references import ReferenceMaker, address_of, cannot_store
+from routed_experts.server.http.references import ReferenceMaker, cannot_store, has_left
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -69,13 +69,11 @@ class RoutedServing:
         captured: None if the capture is off.
         max_bytes: maximum bytes of routing in one response.
         store: arrays that are returned by reference; None if there are none.
-        tells_paths: whether references name the files of arrays.
     """
 
     captured: CapturedEngine | None
     max_bytes: int
     store: ArrayStore | None
-    tells_paths: bool
 
     def begin(self, request: Any, raw_request: Request | None) -> None:
         """Prepares a request for vLLM's own handling.
@@ -85,7 +83,7 @@ class RoutedServing:
         """
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
-            request.rows_address = address_of(raw_request)
+            request._has_left = partial(has_left, raw_request)
         self.take_handover(request)
 
     def take_handover(self, request: Any) -> None:
@@ -242,7 +240,7 @@ class RoutedServing:
         """What stores the arrays of a request that asks for references."""
         if not options.by_reference or self.store is None:
             return None
-        return ReferenceMaker(self.store, request.rows_address, self.tells_paths)
+        return ReferenceMaker(self.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None and self.captured.buffers.recorder is not None:
@@ -495,7 +493,6 @@ def rebind_class(
     captured: CapturedEngine | None,
     max_bytes: int,
     store: ArrayStore | None = None,
-    tells_paths: bool = False,
 ) -> None:
     """Changes the class of vLLM's `serving` to its stateless subclass `cls`. Safe to repeat.
 
@@ -509,4 +506,3 @@ def rebind_class(
     serving.captured = captured
     serving.max_bytes = max_bytes
     serving.store = store
-    serving.tells_paths = tells_paths

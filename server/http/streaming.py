@@ -197,13 +197,13 @@ class SSERewriter:
                     start = state.next_row - len(rows[0])
                     yield _insert(chunk, begin, self._fields("routed_experts", rows.pop(), start))
                 elif prompt_rows is None and not rows:
-                    if self._references is not None:
-                        self._references.untold.clear()
                     yield chunk
                 else:
                     for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
                         yield line
                         await asyncio.sleep(0)  # lets other tasks run between the lines of a long prompt
+                if self._references is not None:
+                    self._references.told()
         except Exception as error:
             logger.error(
                 "The stream ended with an error: %s",
@@ -292,7 +292,7 @@ class SSERewriter:
             else:
                 chunk, prompt_rows = _insert(chunk, _BEGIN_OF_CHUNK, _json_fields(by_name)), None
         if failure is not None:
-            logger.warning("Routed experts are sent inline: %s", failure)
+            references.warn_of_inline(failure)
         return chunk, prompt_rows, rows
 
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
@@ -327,8 +327,6 @@ class SSERewriter:
                 array = _joined(piece, self._encoder.row_shape)
                 of_choice = self._fields("routed_experts", array, first)
                 first += len(array)
-            if self._references is not None and line == count - 1:
-                self._references.untold.clear()
             begin = _begin_of_choice(text)
             yield f"{text[:_BEGIN_OF_CHUNK]}{of_prompt}{text[_BEGIN_OF_CHUNK:begin]}{of_choice}{text[begin:]}"
 

@@ -5,7 +5,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,14 +15,8 @@ from routed_experts.capture.rows import captures_weights, ids_of, row_shape, wei
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
-from routed_experts.server.outputs.array_store import (
-    ArrayStore,
-    StoreError,
-    default_folder,
-    remove_at_exit,
-    remove_unused,
-    store_with,
-)
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
+from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -51,9 +44,6 @@ VLLM_FLAG_ENABLED = "routed_experts.every_request"
 
 DELIVERY = "routed_experts_delivery"
 """Key in `SamplingParams.extra_args`, and in `additional_config` for all requests: `inline` or `reference`."""
-
-_PROGRAM = "process-"
-"""Begin of the name of a program's store."""
 
 
 def asks_for_every_request(config: Any) -> bool:
@@ -161,7 +151,8 @@ class ArrayBuffer(RowBuffer):
             stored = _stored(self._store, array, first)
             return stored, None if weights is None else _stored(self._store, weights, first)
         except StoreError as error:
-            logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
+            if self._store.is_time_to_warn():
+                logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
             if stored is not None:
                 with suppress(StoreError, LookupError):
                     self._store.delete(stored.reference["id"])
@@ -175,22 +166,6 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
     about = {"shape": [*array.shape], "dtype": array.dtype.name, "start": start, "missing": missing}
     about |= {"bytes": array.nbytes, "expires": stored.expires, "path": str(stored.path)}
     return ArrayReference({"id": stored.id, **about})
-
-
-def _store_of(config: dict[str, Any]) -> ArrayStore:
-    """The store of a program's engines; `config` is its `additional_config`."""
-    store = store_with(config, default_folder(_PROGRAM + str(os.getpid())))
-    if config.get("routed_experts_store") is None:
-        remove_at_exit(store.folder)
-        store.submit(_remove_left, store.folder)
-    return store
-
-
-def _remove_left(folder: Path) -> None:
-    """Removes the folders of programs that were killed, but not this program's."""
-    for left in folder.parent.glob(default_folder(_PROGRAM + "*").name):
-        if left != folder:
-            remove_unused(left)
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -332,7 +307,7 @@ class EveryRequest:
         if asked not in ("inline", "reference"):
             raise VLLMValidationError(f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY)
         if asked == "reference" and self._store is None:
-            self._store = _store_of(self._config)
+            self._store = store_with(self._config, default_folder("programs"))
         return self._store if asked == "reference" else None
 
     def store(self, output: Any) -> asyncio.Future[Any] | None:
@@ -348,7 +323,7 @@ class EveryRequest:
             self.fill([output])
             return output
 
-        return asyncio.wrap_future(self._store.submit(fill))
+        return asyncio.wrap_future(self._store.writer.submit(fill))
 
     def fill(self, outputs: Iterable[Any]) -> None:
         """Replaces the buffers on `outputs` by arrays."""

@@ -523,8 +523,18 @@ def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
 
 
 def rows_in(array: dict[str, Any]) -> np.ndarray:
-    """The rows of an array in the default form, or by reference."""
-    return fetch(array).swapaxes(0, 1) if "url" in array else decode(array)
+    """The rows of an array in the default form, or by reference in an answer that is `located`."""
+    return fetch(array, base_url=array["base_url"]).swapaxes(0, 1) if "url" in array else decode(array)
+
+
+def located(value: Any, base_url: str) -> Any:
+    """An answer in which references also say where their server is."""
+    if isinstance(value, list):
+        return [located(each, base_url) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: located(each, base_url) for name, each in value.items()}
+    return {**found, "base_url": base_url} if "url" in found and "expires" in found else found
 
 
 def answers_of_stream(
