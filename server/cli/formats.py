@@ -1,4 +1,4 @@
-"""Writes rows, or the load of experts, in the formats of other programs. Needs numpy only, and pyarrow for Parquet."""
+"""Writes rows as tables and arrays. Needs numpy only, and pyarrow for Parquet."""
 
 import csv
 import json
@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -16,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN, Rows
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import ModelInfo
 
 NO_PYARROW = "Parquet needs pyarrow: pip install 'routed-experts-server[export]', or choose --format csv or npz."
 _CUT = 1 << 16  # rows of a table that are converted at once
@@ -29,6 +28,7 @@ class Span:
     """Rows of consecutive positions of a choice.
 
     Attributes:
+        source: file that has the response, or the prompt that was sent.
         request: number of the response, counted from 0.
         id: the response's own; None if it has none.
         start: position of the first row.
@@ -38,6 +38,7 @@ class Span:
         token_ids, texts: of the n tokens; None if unknown, as any text may be.
     """
 
+    source: str
     request: int
     id: str | None
     choice: int
@@ -48,6 +49,11 @@ class Span:
     token_ids: Sequence[int] | None
     texts: Sequence[str | None] | None
     info: ModelInfo
+
+    @property
+    def group(self) -> str | None:
+        """The folder of the file; None if the command named the file alone."""
+        return self.source.rpartition("/")[0] or None
 
     @property
     def positions(self) -> NDArray[np.int32]:
@@ -89,7 +95,19 @@ def _cut(spans: Iterator[Span]) -> Iterator[Span]:
 def write_csv(path: Path, spans: Iterator[Span], first: Span) -> None:
     """One row per token and layer, with a header. Unknown experts are -1, unknown weights nan, other values empty."""
     places = range(first.rows.shape[2])
-    head = ["request", "id", "choice", "position", "is_prompt", "token_id", "token", "layer", "layer_id"]
+    head = [
+        "source",
+        "group",
+        "request",
+        "id",
+        "choice",
+        "position",
+        "is_prompt",
+        "token_id",
+        "token",
+        "layer",
+        "layer_id",
+    ]
     head += [f"expert_{place}" for place in places]
     head += [] if first.weights is None else [f"weight_{place}" for place in places]
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -104,7 +122,7 @@ def _lines(span: Span) -> Iterator[list[Any]]:
     nothing = [None] * len(span.rows)
     columns = (span.positions.tolist(), span.is_prompt, span.token_ids or nothing, span.texts or nothing)
     for place, about in enumerate(zip(*columns, strict=True)):
-        token = [span.request, span.id, span.choice, *about]
+        token = [span.source, span.group, span.request, span.id, span.choice, *about]
         experts = span.rows[place].tolist()
         weights: list[list[float]] = [[]] * len(layers) if span.weights is None else span.weights[place].tolist()
         for (layer, layer_id), chosen, weighed in zip(layers, experts, weights, strict=True):
@@ -132,7 +150,8 @@ def write_parquet(path: Path, spans: Iterator[Span], first: Span, per_token: boo
 
 def _schema(pa: Any, first: Span, per_token: bool) -> Any:
     experts, weights = pa.list_(pa.int16()), pa.list_(pa.float32())
-    fields = [("request", pa.int32()), ("id", pa.string()), ("choice", pa.int32()), ("position", pa.int32())]
+    fields = [("source", pa.string()), ("group", pa.string()), ("request", pa.int32()), ("id", pa.string())]
+    fields += [("choice", pa.int32()), ("position", pa.int32())]
     fields += [("is_prompt", pa.bool_()), ("token_id", pa.int32()), ("token", pa.string())]
     if per_token:
         experts, weights = pa.list_(experts), pa.list_(weights)
@@ -153,8 +172,10 @@ def _columns(pa: Any, span: Span, per_token: bool) -> list[Any]:
         """A value for each token."""
         return pa.array(values, kind).take(pa.array(np.repeat(np.arange(count), each)))
 
-    columns = [repeated([value] * count, kind) for value, kind in ((span.request, pa.int32()), (span.id, pa.string()))]
-    columns += [repeated([span.choice] * count, pa.int32()), repeated(span.positions, pa.int32())]
+    about = [span.source, span.group, span.request, span.id, span.choice]
+    kinds = [pa.string(), pa.string(), pa.int32(), pa.string(), pa.int32()]
+    columns = [repeated([value] * count, kind) for value, kind in zip(about, kinds, strict=True)]
+    columns += [repeated(span.positions, pa.int32())]
     columns += [repeated(span.is_prompt, pa.bool_()), repeated(span.token_ids or nothing, pa.int32())]
     columns += [repeated(span.texts or nothing, pa.string())]
     if not per_token:
@@ -176,9 +197,14 @@ def _lists(pa: Any, values: NDArray[Any], per_token: bool) -> Any:
 
 
 def write_npz(path: Path, spans: Iterator[Span], first: Span) -> None:
-    """One array per column, with an element per token: `experts` and `weights` are [N, L, K]. Unknown values are -1."""
+    """One array per column, with an element per token: `experts` and `weights` are [N, L, K]. Unknown values are -1.
+
+    `source` has places in `sources`, the names of files.
+    """
     info, (_, layers, top_k) = first.info, first.rows.shape
+    sources: dict[str, int] = {}
     columns: dict[str, tuple[str, tuple[int, ...], Callable[[Span], Any]]] = {
+        "source": ("<i4", (), lambda span: np.full(len(span.rows), sources.setdefault(span.source, len(sources)))),
         "request": ("<i4", (), lambda span: np.full(len(span.rows), span.request)),
         "choice": ("<i4", (), lambda span: np.full(len(span.rows), span.choice)),
         "position": ("<i4", (), lambda span: span.positions),
@@ -202,89 +228,8 @@ def write_npz(path: Path, spans: Iterator[Span], first: Span) -> None:
                 np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
                 files[name].seek(0)
                 shutil.copyfileobj(files[name], member)
-        for name, value in (("num_experts", info.num_experts), ("layer_ids", info.layer_ids)):
+        about = {"num_experts": info.num_experts, "layer_ids": info.layer_ids, "sources": list(sources)}
+        for name, value in about.items():
             if value is not None:
                 with archive.open(f"{name}.npy", "w") as member:
                     np.save(member, np.asarray(value))
-
-
-# ---- llama.cpp ----
-
-
-def write_moe_trace(path: Path, spans: Iterator[Span], first: Span) -> None:
-    """The trace of llama-moe-trace: `step,decoder layer,expert,...` without a header.
-
-    Tokens of a prompt have the steps -P to -1, generated ones of all choices are counted from 0. Unknown rows are left
-    out.
-    """
-    step = 0
-    with path.open("w", encoding="ascii", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        for _, choice in groupby(_cut(spans), lambda span: (span.request, span.choice)):
-            end = step
-            for span in choice:
-                if span.prompt_len is None:
-                    raise CommandError(PROMPT_NEED)
-                places = span.positions - span.prompt_len
-                steps = np.where(places < 0, places, places + step).tolist()
-                end = max(end, steps[-1] + 1)
-                for at, layers in zip(steps, span.rows.tolist(), strict=True):
-                    pairs = zip(span.layer_ids, layers, strict=True)
-                    writer.writerows([at, layer_id, *ids] for layer_id, ids in pairs if min(ids) >= 0)
-            step = end
-
-
-PROMPT_NEED = (
-    "A response does not show where its prompt ends, which moe-trace needs: set return_token_ids in the request, or "
-    "request the split layout."
-)
-
-# ---- the load of experts ----
-
-
-def write_eplb(path: Path, counts: NDArray[np.int64], layer_ids: Sequence[int]) -> None:
-    """[L, E] of the MoE layers, which EPLB calls `weight`."""
-    with path.open("wb") as file:
-        np.save(file, counts)
-
-
-def write_sglang_json(path: Path, counts: NDArray[np.int64], layer_ids: Sequence[int]) -> None:
-    """SGLang's `logical_count` as JSON."""
-    path.write_text(json.dumps({"logical_count": decoder_layers(counts, layer_ids).tolist()}), encoding="ascii")
-
-
-def write_sglang_pt(path: Path, counts: NDArray[np.int64], layer_ids: Sequence[int]) -> None:
-    """SGLang's `logical_count` as `torch.save` writes a dict with a tensor, without torch."""
-    every = decoder_layers(counts, layer_ids)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", _pickled_tensor("logical_count", every.shape))
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/data/0", every.astype("<i8").tobytes())
-        archive.writestr("archive/version", "3\n")
-
-
-def decoder_layers(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> NDArray[np.int64]:
-    """[decoder layers up to the last with experts, E] of [L, E], with zeros in dense layers."""
-    every = np.zeros((max(layer_ids) + 1, counts.shape[1]), np.int64)
-    every[list(layer_ids)] = counts
-    return every
-
-
-def _pickled_tensor(name: str, shape: tuple[int, ...]) -> bytes:
-    """The pickle of `{name: tensor}` for a contiguous int64 tensor [rows, columns] with the storage `data/0`."""
-
-    def text(value: str) -> bytes:
-        return b"X" + len(value).to_bytes(4, "little") + value.encode()
-
-    def number(value: int) -> bytes:
-        return b"J" + value.to_bytes(4, "little")
-
-    def values(*parts: bytes) -> bytes:
-        return b"(" + b"".join(parts) + b"t"
-
-    rows, columns = shape
-    storage = values(text("storage"), b"ctorch\nLongStorage\n", text("0"), text("cpu"), number(rows * columns)) + b"Q"
-    sizes, strides = values(number(rows), number(columns)), values(number(columns), number(1))
-    hooks = b"ccollections\nOrderedDict\n)R"
-    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n" + values(storage, number(0), sizes, strides, b"\x89", hooks) + b"R"
-    return b"\x80\x02}" + text(name) + tensor + b"s."

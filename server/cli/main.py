@@ -69,8 +69,26 @@ def tiny_model(argv: list[str]) -> int:
 
 
 def _main_of(module: str) -> Callable[[list[str]], int]:
-    """`main` of a module in this package, which is imported when the command runs."""
-    return lambda argv: import_module(f"routed_experts.server.cli.{module}").main(argv)
+    """`main` of a module in this package, which is imported when the command runs.
+
+    Files come from anywhere: what is wrong with one is an error with its place.
+    """
+
+    def command(argv: list[str]) -> int:
+        import numpy as np
+
+        from routed_experts.protocol.collect import RoutingError
+
+        try:
+            with np.errstate(all="ignore"):  # numbers that no router has
+                status: int = import_module(f"routed_experts.server.cli.{module}").main(argv)
+                return status
+        except RoutingError as error:
+            raise CommandError(f"{error}.") from error
+        except MemoryError as error:
+            raise CommandError("There is not enough memory for this file.") from error
+
+    return command
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

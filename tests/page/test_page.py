@@ -12,7 +12,8 @@ import pytest
 
 from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import collect
-from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.protocol.saved import ModelInfo, read
+from routed_experts.server.cli.saved import opened
 from routed_experts.server.cli.tiny_model import make_tokenizer
 from tests.contract.engine import weights_for
 from tests.contract.served import serving

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.collect import RoutingError
+from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.server.cli.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
@@ -131,33 +132,33 @@ CUT_OFF = "the stream that starts here was cut off"
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        *((text, " has no responses.") for text in ("", "\n\n", "[]", json.dumps(INFO))),
+        *((text, " has no responses") for text in ("", "\n\n", "[]", json.dumps(INFO))),
         ("{]", f", line 1 {NOT_JSON}: Expecting property name"),
         (f'{body(ONE)}\n{{"a": 1,\n\n "b', f", line 2 {NOT_JSON}: Unterminated string"),
         ("[" * 100_000, f", line 1 {NOT_JSON}"),
-        ("3", ", line 1 is not a response of the server: it must be a JSON object."),
-        (f"{body(ONE)}\n[[]]", ", line 2 is not a response of the server"),
-        ("data: [1]\n\ndata: [DONE]\n", ", line 1 is not a response of the server"),
+        ("3", ", line 1: not a response of the server: it must be a JSON object"),
+        (f"{body(ONE)}\n[[]]", ", line 2: not a response of the server"),
+        ("data: [1]\n\ndata: [DONE]\n", ", line 1: not a response of the server"),
         ("data: {]\n", ", line 1: an event is not JSON"),
         (f"\n{sse(*stream(ONE))[:-14]}", f", line 2: {CUT_OFF}"),
         (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", f", line 1: {CUT_OFF}"),
-        (info(num_experts="many"), ", line 1: num_experts must be a positive integer, not 'many'."),
-        (info(layer_ids=[2, 1, 0]), ", line 1: layer_ids must be ascending layer indices, not [2, 1, 0]."),
-        (info(num_layers=4), ", line 1: num_layers is 4, but layer_ids are [1, 2, 4]."),
+        (info(num_experts="many"), ", line 1: num_experts must be a positive integer up to 32768, not 'many'"),
+        (info(layer_ids=[2, 1, 0]), ", line 1: layer_ids must be ascending layer indices below 4096, not [2, 1, 0]"),
+        (info(num_layers=4), ", line 1: num_layers is 4, but layer_ids are [1, 2, 4]"),
         (
             json.dumps({"choices": [], "routed_experts_info": [1]}),
-            ", line 1: routed_experts_info must be an object, not [1].",
+            ", line 1: routed_experts_info must be an object, not [1]",
         ),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(CommandError) as error:
+    with pytest.raises(RoutingError) as error:
         found(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path}/0.jsonl{sentence}")
 
 
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"1\.jsonl has no responses"):
+    with pytest.raises(RoutingError, match=r"1\.jsonl has no responses"):
         found(tmp_path, body(ONE), "", body(OTHER))
 
 
@@ -175,5 +176,5 @@ def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
         assert np.array_equal(one.routings()[0].rows, rows)
         assert one.info.layer_ids == (1, 2, 4)
     (tmp_path / "none").mkdir()
-    with pytest.raises(CommandError, match=r"none has no files \*\.jsonl with responses"):
+    with pytest.raises(CommandError, match=r"none has no files \*\.json or \*\.jsonl with responses"):
         list(read(opened([str(tmp_path / "none")]), ModelInfo()))

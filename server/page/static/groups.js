@@ -4,14 +4,15 @@ import { join } from "./saved.js";
 
 /**
  * [{name, members}] of entries {answer, file}; a group has several members, of one model, and other ones than the groups
- * before it.
+ * before it. A folder is a group whatever it has, if there are several: they are there to be compared.
  */
 export function groupsOf(entries) {
   const opened = entries.filter(({ file }) => file);
   const groups = new Map();
-  const add = (name, entry) => groups.set(name, [...(groups.get(name) ?? []), entry]);
+  const add = (name, entry) => groups.has(name) ? groups.get(name).push(entry) : groups.set(name, [entry]);
+  for (const entry of opened) if (entry.file.includes("/")) add(folderOf(entry), entry);
+  const isOneOfSeveral = groups.size > 1 ? (name) => name.endsWith("/") : () => false;
   for (const entry of opened) add(entry.file, entry);
-  for (const entry of opened) if (entry.file.includes("/")) add(entry.file.slice(0, entry.file.lastIndexOf("/") + 1), entry);
   for (const entry of opened) add("all opened responses", entry);
   const known = new Set();
   const isNew = (members) => {
@@ -19,8 +20,10 @@ export function groupsOf(entries) {
     return !known.has(key) && known.add(key);
   };
   const isOfOneModel = (members) => new Set(members.map(({ answer }) => [answer.layers, answer.topK, answer.layerIds].join())).size === 1;
-  return [...groups].filter(([, members]) => members.length > 1 && isNew(members) && isOfOneModel(members)).map(([name, members]) => ({ name, members }));
+  return [...groups].filter(([name, members]) => (members.length > 1 || isOneOfSeveral(name)) && isNew(members) && isOfOneModel(members)).map(([name, members]) => ({ name, members }));
 }
+
+const folderOf = ({ file }) => file.slice(0, file.lastIndexOf("/") + 1);
 
 /**
  * The whole answer of a group, without the tokens that have no rows. Its `parts` say where each response begins:
