@@ -570,7 +570,9 @@ def _listed(value: Any, name: str) -> Sequence[Any]:
 
 
 def _index(choice: Any) -> int:
-    value = _get(choice, "index") or 0
+    value = _get(choice, "index")
+    if value is None:
+        return 0
     if type(value) is not int or not 0 <= value <= _LARGEST:
         raise RoutingError(f"not the index of a choice: {shown(value)}")
     return value

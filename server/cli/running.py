@@ -141,20 +141,20 @@ def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tup
     Raises:
         CommandError: a file cannot be read or has no prompts.
     """
-    sampling = {"max_tokens": args.max_tokens, "temperature": args.temperature}
-    sampling |= {} if args.seed is None else {"seed": args.seed}
     prompts: Iterable[tuple[Place, str | Body]] = [((args.url, 0), prompt) for prompt in default]
     if args.prompts:
         prompts = chain.from_iterable(map(_prompts_in, _prompt_files(args.prompts)))
-    return [
-        (place, {**sampling, **(_asked(value, args.chat) if isinstance(value, str) else value)})
-        for place, value in prompts
-    ]
+    return [(place, _body_of(value, args)) for place, value in prompts]
 
 
-def _asked(prompt: str, is_chat: bool) -> Body:
-    """The fields of a request that have its prompt."""
-    return {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
+def _body_of(value: str | Body, args: argparse.Namespace) -> Body:
+    if isinstance(value, str):
+        value = {"messages": [{"role": "user", "content": value}]} if args.chat else {"prompt": value}
+    temperature = args.temperature
+    if temperature is None and value.get("n", 1) == 1:  # vLLM refuses several likeliest choices
+        temperature = 0.0
+    sampling = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": args.seed}
+    return {**{name: given for name, given in sampling.items() if given is not None}, **value}
 
 
 def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
@@ -206,7 +206,9 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=64, help="with --url: maximum tokens per response (default 64)"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="with --url: 0 (default) takes the likeliest token"
+        "--temperature",
+        type=float,
+        help="with --url: 0 takes the likeliest tokens (default, but for requests of several choices)",
     )
     parser.add_argument("--seed", type=int, help="with --url: seed of the sampling at a higher temperature")
     parser.add_argument("--api-key", help="with --url: API key of the server")

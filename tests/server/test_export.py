@@ -17,6 +17,7 @@ import torch
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli import export, formats
 from routed_experts.server.cli.main import INTERRUPTED, main
+from routed_experts.server.cli.running import bodies_of
 from routed_experts.server.cli.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
 
@@ -277,6 +278,28 @@ def test_f6_responses(exported: Export, tmp_path: Path) -> None:
     assert again[1].routings()[0].texts == (*[None] * 7, *"xxxx")
     assert main(["export", str(tmp_path / "out.jsonl"), "-o", str(tmp_path / "again.jsonl")]) == 0
     assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "out.jsonl").read_text()
+
+
+# ---- requests ----
+
+
+def test_f6_how_prompts_are_sent(tmp_path: Path) -> None:
+    """F6: greedily, so that the same command gives the same rows; what a request says takes precedence."""
+    lines = ["one", {"prompt": "two", "temperature": 0.5, "max_tokens": 9}, {"prompt": "three", "n": 2}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    command = ["--url", "host", "--prompts", str(file), "-o", "out.csv", "--max-tokens", "4"]
+    (place, one), (_, two), (_, three) = bodies_of(export.parse(command))
+    assert place == (str(file), 1)
+    assert one == {"prompt": "one", "max_tokens": 4, "temperature": 0}
+    assert two == {"prompt": "two", "max_tokens": 9, "temperature": 0.5}
+    assert three == {"prompt": "three", "max_tokens": 4, "n": 2}, "vLLM refuses two likeliest choices"
+    flags = ["--temperature", "0.7", "--seed", "3", "--chat"]
+    (_, one), (_, two), (_, three) = bodies_of(export.parse([*command, *flags]))
+    sampling = {"max_tokens": 4, "temperature": 0.7, "seed": 3}
+    assert one == {"messages": [{"role": "user", "content": "one"}], **sampling}
+    assert two == {"prompt": "two", "max_tokens": 9, "temperature": 0.5, "seed": 3}
+    assert three == {"prompt": "three", "n": 2, **sampling}
 
 
 # ---- long and interrupted exports ----
