@@ -297,7 +297,7 @@ class Collector:
         try:
             rows = decode(value, **self._form)
         except ValueError as error:
-            raise RoutingError(f"{pieces.name}: not an array of expert ids: {error}") from error
+            raise RoutingError(f"{pieces.name}: {error}") from error
         if len(rows) or rows.shape[1:] != (0, 0):  # an empty list has no shape
             if rows.ndim != 3 or self._shape not in (None, rows.shape[1:]):
                 raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, not {self._shape}")

@@ -123,7 +123,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "file",
         nargs="*",
-        help="responses to requests with return_routed_experts, or folders with files *.jsonl; - for standard input",
+        help="responses to requests with return_routed_experts, or folders of them; - for standard input",
     )
     parser.add_argument("--url", help="URL of a running server; sends the requests of --prompts to it")
     add_server_flags(parser)

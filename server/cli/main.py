@@ -34,11 +34,10 @@ compare     Compare the experts in responses with a Hugging Face forward pass of
             Exit status: 0 if equal or near-ties only, 1 if different, 2 on error.
 stats       Report how evenly the experts of each layer are used in saved responses. --help lists its flags.
 view        Show saved responses in a browser, with the page that a running server has at /routed_experts.
-export      Write the experts in responses as Parquet, CSV or npz, or for SGLang, EPLB or llama.cpp. --help lists its
-            flags.
+export      Write the experts in responses as Parquet, CSV, npz or JSON Lines. --help lists its flags.
 
-FILE contains JSON (one response per line or pretty-printed) or streams as printed by curl, or is a
-folder with files *.jsonl; - is standard input.
+FILE contains JSON (one response per line or pretty-printed), streams as printed by curl or the output of a batch, or is
+a folder with files *.json and *.jsonl; - is standard input.
 """
 INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
 NO_READER = 128 + 13  # and for SIGPIPE
