@@ -1,5 +1,6 @@
 """The reader of saved answers, on every kind of file: what it finds is what was written."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.collect import RoutingError
-from routed_experts.protocol.saved import ModelInfo, read
+from routed_experts.protocol.saved import ModelInfo, normalised, read
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
@@ -24,8 +25,8 @@ def sse(*chunks: Any, end: str = "\n\n") -> str:
     return "".join(f"data: {text}{end}" for text in (*map(json.dumps, chunks), "[DONE]"))
 
 
-def body(told: Told) -> str:
-    return json.dumps(answer(told))
+def body(*told: Told) -> str:
+    return json.dumps(answer(*told))
 
 
 FILES = {
@@ -39,6 +40,11 @@ FILES = {
     "streams with carriage returns": sse(*stream(ONE), end="\r\n\r\n") + sse(*stream(OTHER), end="\r\n\r\n"),
     "a stream with comments": ": ping\n\nevent: x\n" + sse(*stream(ONE)) + ": ping\n" + sse(*stream(OTHER)),
     "a stream, then a body": sse(*stream(ONE)) + "\n" + body(OTHER),
+    "a batch's output (F4)": "".join(
+        json.dumps({"custom_id": str(place), "response": {"status_code": 200, "body": answer(told)}, "error": None})
+        + "\n"
+        for place, told in enumerate((ONE, OTHER))
+    ),
     "a body over lines, then a stream": json.dumps(answer(ONE), indent=2) + "\n" + sse(*stream(OTHER)),
 }
 
@@ -178,3 +184,28 @@ def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(CommandError, match=r"none has no files \*\.json or \*\.jsonl with responses"):
         list(read(opened([str(tmp_path / "none")]), ModelInfo()))
+
+
+def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
+    """F3: only a value that may go on beyond the line needs more of the file, which may be larger than the memory."""
+    rest = f"{body(ONE)}\n" * 50
+    for text, most in ((f"{{]\n{rest}", 10), (f'{{"a": 1,\n "b": ]\n{rest}', 2 * len(body(ONE)))):
+        file = io.StringIO(text)
+        with pytest.raises(RoutingError, match="is not valid JSON"):
+            list(read([("file", file)], ModelInfo()))
+        assert file.tell() <= most
+
+
+def test_several_prompts_become_a_body_each() -> None:
+    """And are read again as they were, also where their rows are equal."""
+    prompts = [Told(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first) for first in (100, 500)]
+    (one,) = read([("file", io.StringIO(body(*prompts)))], ModelInfo(n=2))
+    lines = [json.dumps(each) for each in normalised(one, one.routings())]
+    assert len(lines) == 2
+    again = [
+        routing for each in read([("again", io.StringIO("\n".join(lines)))], ModelInfo()) for routing in each.routings()
+    ]
+    for before, after in zip(one.routings(), again, strict=True):
+        assert np.array_equal(before.rows, after.rows)
+        for name in ("index", "start", "prompt_len", "prompt_token_ids", "token_ids", "finish_reason"):
+            assert getattr(before, name) == getattr(after, name)
