@@ -4,7 +4,7 @@ import csv
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,9 @@ from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
 
 NO_PYARROW = "Parquet needs pyarrow: pip install 'routed-experts-server[export]', or choose --format csv or npz."
+KINDS = {"source": "string", "group": "string", "request": "int32", "id": "string", "choice": "int32"}
+KINDS |= {"position": "int32", "is_prompt": "bool_", "token_id": "int32", "token": "string"}
+"""The columns of tables that say which token it is, and their types in pyarrow."""
 _CUT = 1 << 16  # rows of a table that are converted at once
 _GROUP = 1 << 18  # rows of a table in a row group of Parquet
 
@@ -51,19 +54,18 @@ class Span:
     info: ModelInfo
 
     @property
-    def group(self) -> str | None:
-        """The folder of the file; None if the command named the file alone."""
-        return self.source.rpartition("/")[0] or None
-
-    @property
-    def positions(self) -> NDArray[np.int32]:
-        return np.arange(self.start, self.start + len(self.rows), dtype=np.int32)
-
-    @property
-    def is_prompt(self) -> list[bool | None]:
-        if self.prompt_len is None:
-            return [None] * len(self.rows)
-        return (self.positions < self.prompt_len).tolist()
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What tables say of each of the n tokens, by the names in `KINDS`."""
+        group = self.source.rpartition("/")[0] or None  # the folder of the file, if the command named it
+        positions, nothing = range(self.start, self.start + len(self.rows)), [None] * len(self.rows)
+        values = (self.source, group, self.request, self.id, self.choice)
+        return {
+            **{name: [value] * len(self.rows) for name, value in zip(KINDS, values, strict=False)},
+            "position": positions,
+            "is_prompt": nothing if self.prompt_len is None else [at < self.prompt_len for at in positions],
+            "token_id": self.token_ids or nothing,
+            "token": self.texts or nothing,
+        }
 
     @property
     def layer_ids(self) -> list[int | None]:
@@ -95,19 +97,7 @@ def _cut(spans: Iterator[Span]) -> Iterator[Span]:
 def write_csv(path: Path, spans: Iterator[Span], first: Span) -> None:
     """One row per token and layer, with a header. Unknown experts are -1, unknown weights nan, other values empty."""
     places = range(first.rows.shape[2])
-    head = [
-        "source",
-        "group",
-        "request",
-        "id",
-        "choice",
-        "position",
-        "is_prompt",
-        "token_id",
-        "token",
-        "layer",
-        "layer_id",
-    ]
+    head = [*KINDS, "layer", "layer_id"]
     head += [f"expert_{place}" for place in places]
     head += [] if first.weights is None else [f"weight_{place}" for place in places]
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -119,10 +109,7 @@ def write_csv(path: Path, spans: Iterator[Span], first: Span) -> None:
 
 def _lines(span: Span) -> Iterator[list[Any]]:
     layers = list(enumerate(span.layer_ids))
-    nothing = [None] * len(span.rows)
-    columns = (span.positions.tolist(), span.is_prompt, span.token_ids or nothing, span.texts or nothing)
-    for place, about in enumerate(zip(*columns, strict=True)):
-        token = [span.source, span.group, span.request, span.id, span.choice, *about]
+    for place, token in enumerate(zip(*span.columns.values(), strict=True)):
         experts = span.rows[place].tolist()
         weights: list[list[float]] = [[]] * len(layers) if span.weights is None else span.weights[place].tolist()
         for (layer, layer_id), chosen, weighed in zip(layers, experts, weights, strict=True):
@@ -150,9 +137,7 @@ def write_parquet(path: Path, spans: Iterator[Span], first: Span, per_token: boo
 
 def _schema(pa: Any, first: Span, per_token: bool) -> Any:
     experts, weights = pa.list_(pa.int16()), pa.list_(pa.float32())
-    fields = [("source", pa.string()), ("group", pa.string()), ("request", pa.int32()), ("id", pa.string())]
-    fields += [("choice", pa.int32()), ("position", pa.int32())]
-    fields += [("is_prompt", pa.bool_()), ("token_id", pa.int32()), ("token", pa.string())]
+    fields = [(name, getattr(pa, kind)()) for name, kind in KINDS.items()]
     if per_token:
         experts, weights = pa.list_(experts), pa.list_(weights)
     else:
@@ -165,19 +150,8 @@ def _schema(pa: Any, first: Span, per_token: bool) -> Any:
 
 def _columns(pa: Any, span: Span, per_token: bool) -> list[Any]:
     count, layers, _ = span.rows.shape
-    each = 1 if per_token else layers
-    nothing = [None] * count
-
-    def repeated(values: Any, kind: Any) -> Any:
-        """A value for each token."""
-        return pa.array(values, kind).take(pa.array(np.repeat(np.arange(count), each)))
-
-    about = [span.source, span.group, span.request, span.id, span.choice]
-    kinds = [pa.string(), pa.string(), pa.int32(), pa.string(), pa.int32()]
-    columns = [repeated([value] * count, kind) for value, kind in zip(about, kinds, strict=True)]
-    columns += [repeated(span.positions, pa.int32())]
-    columns += [repeated(span.is_prompt, pa.bool_()), repeated(span.token_ids or nothing, pa.int32())]
-    columns += [repeated(span.texts or nothing, pa.string())]
+    repeats = pa.array(np.repeat(np.arange(count), 1 if per_token else layers))
+    columns = [pa.array(values, getattr(pa, KINDS[name])()).take(repeats) for name, values in span.columns.items()]
     if not per_token:
         columns += [pa.array(np.tile(np.arange(layers, dtype=np.int16), count))]
         columns += [pa.array(span.layer_ids * count, pa.int16())]
@@ -203,33 +177,29 @@ def write_npz(path: Path, spans: Iterator[Span], first: Span) -> None:
     """
     info, (_, layers, top_k) = first.info, first.rows.shape
     sources: dict[str, int] = {}
-    columns: dict[str, tuple[str, tuple[int, ...], Callable[[Span], Any]]] = {
-        "source": ("<i4", (), lambda span: np.full(len(span.rows), sources.setdefault(span.source, len(sources)))),
-        "request": ("<i4", (), lambda span: np.full(len(span.rows), span.request)),
-        "choice": ("<i4", (), lambda span: np.full(len(span.rows), span.choice)),
-        "position": ("<i4", (), lambda span: span.positions),
-        "is_prompt": ("|i1", (), lambda span: [UNKNOWN if one is None else one for one in span.is_prompt]),
-        "token_id": ("<i4", (), lambda span: span.token_ids or np.full(len(span.rows), UNKNOWN)),
-        "experts": ("<i2", (layers, top_k), lambda span: span.rows),
-    }
-    if first.weights is not None:
-        columns["weights"] = ("<f4", (layers, top_k), lambda span: span.weights)
+    columns: dict[str, tuple[str, tuple[int, ...]]] = {"source": ("<i4", ())}
+    columns |= {name: ("<i4", ()) for name, kind in KINDS.items() if kind in ("int32", "bool_")}
+    columns |= {"is_prompt": ("|i1", ()), "experts": ("<i2", (layers, top_k))}
+    columns |= {} if first.weights is None else {"weights": ("<f4", (layers, top_k))}
     count = 0
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {name: stack.enter_context(TemporaryFile(dir=path.parent)) for name in columns}
         for span in _cut(spans):
             count += len(span.rows)
-            for name, (dtype, _, values) in columns.items():
-                files[name].write(np.asarray(values(span), dtype).tobytes())
+            source = sources.setdefault(span.source, len(sources))
+            about = span.columns | {"source": [source] * len(span.rows), "experts": span.rows, "weights": span.weights}
+            for name, (dtype, shape) in columns.items():
+                values = about[name] if shape else [UNKNOWN if one is None else one for one in about[name]]
+                files[name].write(np.asarray(values, dtype).tobytes())
         archive = stack.enter_context(zipfile.ZipFile(path, "w"))
-        for name, (dtype, shape, _) in columns.items():
+        for name, (dtype, shape) in columns.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 header = {"descr": dtype, "fortran_order": False, "shape": (count, *shape)}
                 np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
                 files[name].seek(0)
                 shutil.copyfileobj(files[name], member)
-        about = {"num_experts": info.num_experts, "layer_ids": info.layer_ids, "sources": list(sources)}
-        for name, value in about.items():
+        whole = {"num_experts": info.num_experts, "layer_ids": info.layer_ids, "sources": list(sources)}
+        for name, value in whole.items():
             if value is not None:
                 with archive.open(f"{name}.npy", "w") as member:
                     np.save(member, np.asarray(value))
