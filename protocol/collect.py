@@ -24,6 +24,7 @@ import json
 import operator
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from reprlib import repr as shown
 from typing import Any, TypedDict, Unpack
 
@@ -177,6 +178,7 @@ class Collector:
         self._prompt_histograms: dict[int, Histogram] = {}  # likewise
         self._choices: dict[int, _Choice] = {}
         self._prompt_token_ids: tuple[int, ...] | None = None
+        self._prompt_texts: list[str | None] = []
         self._events: EventReader | None = None
 
     def take(self, item: Any) -> None:
@@ -251,6 +253,8 @@ class Collector:
             raise RoutingError(f"the server answered with an error: {_get_message(error)}")
         choices = _listed(_get(chunk, "choices"), "choices")
         self._prompt_token_ids = _ids(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
+        if (page := _get(chunk, "routed_experts_page")) is not None:  # our page saves the texts of the prompt
+            self._prompt_texts = _texts(_get(page, "prompt_tokens"))
         for choice in choices:
             self._take_choice(choice)
         counted = _get(chunk, "prompt_routed_experts_histogram")
@@ -354,6 +358,7 @@ class Collector:
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         rows = _joined(arrays, self._shape or (0, 0))
+        texts = () if prompt_len is None else choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
             start=start,
@@ -364,7 +369,7 @@ class Collector:
             finish_reason=choice.finish_reason,
             weights=None if weights is None else _joined_weights(weights, self._shape or (0, 0)),
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
-            texts=choice.texts_of_all(prompt_len, start + len(rows) + 1),
+            texts=texts if any(texts) else None,
             prompt_histogram=counted,
             histogram=choice.histogram,
         )
@@ -435,13 +440,13 @@ class _Choice:
             self.is_one_by_one = self.is_one_by_one and len(token_ids) == 1 and text is not None
             self.texts += [text] if self.is_one_by_one else [None] * len(token_ids)
 
-    def texts_of_all(self, prompt_len: int | None, num_tokens: int) -> tuple[str | None, ...] | None:
+    def texts_of_all(self, prompt: Sequence[str | None], prompt_len: int, num_tokens: int) -> tuple[str | None, ...]:
         """The texts of the prompt's tokens and of those generated; with `echo`, log-probabilities have both."""
-        if prompt_len is None or not any(self.texts):
-            return None
         num_generated = num_tokens - prompt_len if self.token_ids is None else len(self.token_ids)
-        before = {num_generated: prompt_len, prompt_len + num_generated: 0}.get(len(self.texts))
-        return None if before is None else (*(None,) * before, *self.texts)
+        if len(self.texts) == prompt_len + num_generated:
+            return tuple(self.texts)
+        parts = ((prompt, prompt_len), (self.texts, num_generated))
+        return tuple(chain.from_iterable(texts if len(texts) == size else [None] * size for texts, size in parts))
 
 
 def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
@@ -517,7 +522,11 @@ def _logprobs(value: Any) -> tuple[list[float | None], list[str | None]]:
         numbers, texts = ([_get(token, name) for token in tokens] for name in ("logprob", "token"))
     if not all(one is None or is_number(one) for one in numbers):
         raise RoutingError("not log-probabilities")
-    return list(numbers), [one if isinstance(one, str) else None for one in texts]
+    return list(numbers), _texts(texts)
+
+
+def _texts(value: Any) -> list[str | None]:
+    return [one if isinstance(one, str) else None for one in _listed(value, "texts")]
 
 
 def parsed(body: str | bytes) -> Any:

@@ -129,27 +129,11 @@ class SavedAnswer:
             return [_checked(_moe_layers(routing, info), info) for routing in self._collected(asked, unfinished)]
 
     def _collected(self, asked: Asked, unfinished: bool) -> list[Routing]:
-        """The rows of each choice; the page, which saves one choice, also saves the texts of its tokens."""
         collector = Collector(**asked)
         for part in self.parts:
             collector.take(part)
         is_cut = unfinished and any(each.finish_reason is None for each in collector.so_far())
-        routings = collector.so_far() if is_cut else collector.finish()
-        page = self.parts[0].get("routed_experts_page")
-        if not isinstance(page, Mapping):
-            return routings
-        prompt, own = (page.get(name) or [] for name in ("prompt_tokens", "tokens"))
-        if not all(isinstance(each, list) and all(isinstance(t, str | None) for t in each) for each in (prompt, own)):
-            raise RoutingError("routed_experts_page must have lists of texts")
-        return [_with_texts(routing, prompt, own) for routing in routings]
-
-
-def _with_texts(routing: Routing, prompt: list[str | None], own: list[str | None]) -> Routing:
-    if routing.prompt_len is None:
-        return routing
-    known = routing.texts or (None,) * (routing.end + 1)
-    texts = [*(prompt or known[: routing.prompt_len]), *(own or known[routing.prompt_len :])]
-    return replace(routing, texts=tuple(texts)) if len(texts) == len(known) else routing
+        return collector.so_far() if is_cut else collector.finish()
 
 
 def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dict[str, Any]]:
@@ -167,14 +151,17 @@ def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dic
     for routing in routings:
         if routing.histogram is not None and not len(routing.rows):
             raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
+        end = 0 if routing.prompt_len is None else len(routing.prompt_rows)
         body = next((body for first, body in bodies if _have_same_prompt(routing, first)), None)
         if body is None:
             body = {name: value for name, value in head.items() if isinstance(value, str | int)}
-            body |= {INFO: known, **_arrays(routing, True), "choices": []}
+            body |= {INFO: known, "choices": []}
+            body |= {} if routing.prompt_len is None else _arrays(routing, 0, end, "prompt_")
             if routing.texts is not None:
                 body["routed_experts_page"] = {"prompt_tokens": routing.texts[: routing.prompt_len]}
             bodies.append((routing, body))
-        choice = {"index": routing.index, "finish_reason": routing.finish_reason, **_arrays(routing, False)}
+        choice = {"index": routing.index, "finish_reason": routing.finish_reason}
+        choice |= _arrays(routing, end, len(routing.rows))
         for name in ("prompt_token_ids", "token_ids"):
             choice |= {name: value} if (value := getattr(routing, name)) is not None else {}
         if routing.texts is not None:
@@ -186,19 +173,13 @@ def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dic
 _INFO_FIELDS = ("num_layers", "top_k", "num_experts", "layer_ids", "weights_scale")
 
 
-def _arrays(routing: Routing, of_prompt: bool) -> dict[str, Any]:
-    """The fields of a prompt's rows, or of a choice's, which are all rows where the prompt's end is unknown."""
-    end = 0 if routing.prompt_len is None else len(routing.prompt_rows)
-    part, first = (slice(0, end), routing.start) if of_prompt else (slice(end, None), routing.start + end)
-    if of_prompt and routing.prompt_len is None:
-        return {}
-    prefix = "prompt_" if of_prompt else ""
-    rows = encode(routing.rows[part], fmt="object", dtype="int16", start=first)
-    return {f"{prefix}routed_experts": rows} | (
-        {}
-        if routing.weights is None
-        else {f"{prefix}routed_expert_weights": encode_weights(routing.weights[part], start=first)}
-    )
+def _arrays(routing: Routing, first: int, end: int, prefix: str = "") -> dict[str, Any]:
+    """The fields of some rows, which are counted from the first of `routing`."""
+    start = routing.start + first
+    arrays = {f"{prefix}routed_experts": encode(routing.rows[first:end], fmt="object", dtype="int16", start=start)}
+    if routing.weights is not None:
+        arrays[f"{prefix}routed_expert_weights"] = encode_weights(routing.weights[first:end], start=start)
+    return arrays
 
 
 def once(routings: Iterable[Routing]) -> Iterator[Routing]:

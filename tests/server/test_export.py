@@ -198,7 +198,8 @@ def test_texts_and_what_is_unknown(tmp_path: Path) -> None:
     one = Told(rows_of(2, 1), [rows_of(2, 2)])
     body = answer(one)
     body["choices"][0]["logprobs"] = {"tokens": ['"a",\n', "\ud800", "c"]}
-    page = {**answer(one), "routed_experts_page": {"prompt_tokens": ["p", "q"], "tokens": ["r", None, "s"]}}
+    page = {**answer(one), "routed_experts_page": {"prompt_tokens": ["p", "q"]}}
+    page["choices"][0]["logprobs"] = {"tokens": ["r", None, "s"]}
     joined = answer(Told(rows_of(2, 1), [rows_of(2, 2)], layout="joined"))
     for name in ("prompt_token_ids", "token_ids"):
         del joined["choices"][0][name]

@@ -211,7 +211,8 @@ export function line(answer) {
     Object.assign(choice, { prompt_token_ids: idsOf(before), token_ids: idsOf(after) });
     body.prompt_routed_experts = part(0, split);
     if (answer.weights) body.prompt_routed_expert_weights = part(0, split, answer.weights);
-    body.routed_experts_page = { prompt_tokens: texts(before), tokens: texts(after) };
+    body.routed_experts_page = { prompt_tokens: texts(before) };
+    choice.logprobs = { tokens: texts(after) };
   }
   return `${JSON.stringify(body)}\n`;
 }
