@@ -160,7 +160,7 @@ def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dic
             if routing.texts is not None:
                 body["routed_experts_page"] = {"prompt_tokens": routing.texts[: routing.prompt_len]}
             bodies.append((routing, body))
-        choice = {"index": routing.index, "finish_reason": routing.finish_reason}
+        choice: dict[str, Any] = {"index": routing.index, "finish_reason": routing.finish_reason}
         choice |= _arrays(routing, end, len(routing.rows))
         for name in ("prompt_token_ids", "token_ids"):
             choice |= {name: value} if (value := getattr(routing, name)) is not None else {}

@@ -187,7 +187,11 @@ def write_npz(path: Path, spans: Iterator[Span], first: Span) -> None:
         for span in _cut(spans):
             count += len(span.rows)
             source = sources.setdefault(span.source, len(sources))
-            about = span.columns | {"source": [source] * len(span.rows), "experts": span.rows, "weights": span.weights}
+            about: dict[str, Any] = span.columns | {
+                "source": [source] * len(span.rows),
+                "experts": span.rows,
+                "weights": span.weights,
+            }
             for name, (dtype, shape) in columns.items():
                 values = about[name] if shape else [UNKNOWN if one is None else one for one in about[name]]
                 files[name].write(np.asarray(values, dtype).tobytes())
