@@ -10,9 +10,11 @@ export function groupsOf(entries) {
   const opened = entries.filter(({ file }) => file);
   const groups = new Map();
   const add = (name, entry) => groups.has(name) ? groups.get(name).push(entry) : groups.set(name, [entry]);
-  for (const entry of opened) if (entry.file.includes("/")) add(folderOf(entry), entry);
-  const isOneOfSeveral = groups.size > 1 ? (name) => name.endsWith("/") : () => false;
-  for (const entry of opened) add(entry.file, entry);
+  const folders = new Set(opened.map(folderOf).filter(Boolean));
+  const isOneOfSeveral = (name) => folders.size > 1 && folders.has(name);
+  const names = [({ file }) => file, folderOf];
+  if (folders.size > 1) names.reverse(); // of one file in a folder, the folder's name is the group's
+  for (const nameOf of names) for (const entry of opened) if (nameOf(entry)) add(nameOf(entry), entry);
   for (const entry of opened) add("all opened responses", entry);
   const known = new Set();
   const isNew = (members) => {
