@@ -7,8 +7,10 @@ import base64
 import binascii
 import io
 import os
+import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import IO, Any, Literal, TypedDict, get_args
 
 import numpy as np
@@ -40,6 +42,12 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),  # weights
 }
 """Element types on the wire, by their names."""
+
+_NPY_HEADER = re.compile(
+    rb"{'descr': '([<>|][iuf][1248])', 'fortran_order': (False|True), "
+    rb"'shape': \((\d{1,15}), (\d{1,15}), (\d{1,15})\),? ?} *\n"
+)
+"""What numpy writes of an array of three dimensions. Its own parser takes any Python literal."""
 
 _NPY_HEADERS = threading.Lock()
 """Serialises numpy's header parsing, because Python 3.11's parser is not thread-safe
@@ -75,6 +83,15 @@ class RowsObject(TypedDict):
 
 class CodecError(ValueError):
     """Rows do not fit the requested dtype, or a value is not an array of expert ids."""
+
+
+RAW_NEEDS = (
+    "the raw form does not carry its shape: pass num_layers and top_k; for files, set --num-layers, --top-k and "
+    "--rows-dtype"
+)
+
+_INVALID = (LookupError, TypeError, ValueError, OverflowError)
+"""What reading the forms raises if a value has none of them."""
 
 
 def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
@@ -138,6 +155,13 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
     return {"data": data, "shape": list(array.shape), "dtype": dtype, "start": start, "missing": count_missing(rows)}
 
 
+def encode_weights(weights: NDArray[np.float32], *, start: int) -> RowsObject:
+    """`weights` ([n, L, K]; NaN where unknown) in the form `object`."""
+    data = base64.b64encode(np.ascontiguousarray(weights, dtype="<f4").tobytes()).decode()
+    about = {"shape": list(weights.shape), "dtype": "float32", "start": start, "missing": count_missing(weights)}
+    return {"data": data, **about}  # type: ignore[typeddict-item]
+
+
 def decode(
     value: RowsObject | Mapping[str, Any] | str | bytes | list[Any],
     *,
@@ -159,8 +183,9 @@ def decode(
             return _ids(_array(value, dtype, num_layers, top_k))
         if not value:
             return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
+        _check_nested(value, {int})
         return _ids(np.asarray(value)).astype(np.int16, casting="same_kind")
-    except (LookupError, TypeError, ValueError, EOFError) as error:
+    except _INVALID as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of expert ids: {error}") from error
 
 
@@ -179,9 +204,11 @@ def decode_weights(
         elif not value:
             weights = np.empty((0, num_layers or 0, top_k or 0), dtype=np.float32)
         else:
-            weights = np.array(value, dtype=np.float64).astype(np.float32)  # null becomes NaN
+            _check_nested(value, {int, float, type(None)})
+            with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, which `batch.verify` finds
+                weights = np.array(value, dtype=np.float64).astype(np.float32)  # null becomes NaN
             weights[np.isnan(weights)] = UNKNOWN_WEIGHT
-    except (LookupError, TypeError, ValueError, EOFError) as error:
+    except _INVALID as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of weights: {error}") from error
     if weights.dtype != np.float32 or weights.ndim != 3:
         raise CodecError(f"not an array of weights: {weights.dtype} in {weights.ndim} dimensions")
@@ -201,7 +228,7 @@ def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.fl
         top_k = pairs.shape[2] // 2
         ids = _ids(pairs[:, :, :top_k]).astype(np.int16)
         return ids, np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
-    except (LookupError, TypeError, ValueError) as error:
+    except _INVALID as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of pairs: {error}") from error
 
 
@@ -215,20 +242,47 @@ def _check_form(dtype: str, num_layers: int | None, top_k: int | None) -> None:
 def _array(
     value: Mapping[str, Any] | str | bytes, dtype: str, num_layers: int | None, top_k: int | None
 ) -> NDArray[Any]:
-    """The array in one of the binary forms, unchecked."""
+    """The array in one of the binary forms. Nothing is allocated but what the value itself holds."""
     if isinstance(value, Mapping):
-        raw = np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]])
-        return raw.reshape(value["shape"])
+        return _shaped(np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]]), value["shape"])
     if not isinstance(value, str | bytes):
         raise TypeError(type(value).__name__)
     data = _binary(value)
     if data.startswith(b"\x93NUMPY"):
-        with _NPY_HEADERS:
-            array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
-            return array
+        return _from_npy(data)
     if num_layers is None or top_k is None:
-        raise CodecError("the raw form does not carry its shape: pass num_layers and top_k")
+        raise CodecError(RAW_NEEDS)
     return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+
+
+def _from_npy(data: bytes) -> NDArray[Any]:
+    begin = 10 if data[6:7] == b"\x01" else 12  # the header's size has two bytes in version 1, then four
+    end = begin + int.from_bytes(data[8:begin], "little")
+    header = _NPY_HEADER.fullmatch(data, begin, min(end, len(data)))
+    if header is None:
+        raise CodecError("not a .npy file of rows")
+    descr, is_fortran, *shape = (each.decode() for each in header.groups())
+    order: Literal["F", "C"] = "F" if is_fortran == "True" else "C"
+    return _shaped(np.frombuffer(data, dtype=descr, offset=end), [int(each) for each in shape], order)
+
+
+def _shaped(flat: NDArray[Any], shape: Sequence[int], order: Literal["F", "C"] = "C") -> NDArray[Any]:
+    if not isinstance(shape, Sequence) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CodecError("a shape must be a list of integers")
+    array = flat.reshape(shape, order=order)
+    if len(shape) and len(array) and not array.size:  # numpy makes any number of rows of nothing
+        raise CodecError(f"{len(array)} rows without experts")
+    return array
+
+
+def _check_nested(value: list[Any], kinds: set[type]) -> None:
+    """Checks for lists of three levels, as numpy also takes what needs far more memory: texts, objects."""
+    for _ in range(2):
+        if not set(map(type, value)) <= {list}:
+            raise CodecError("not lists of three levels")
+        value = list(chain.from_iterable(value))
+    if not set(map(type, value)) <= kinds:
+        raise CodecError("other values than numbers in a list")
 
 
 def _ids(array: NDArray[Any]) -> NDArray[np.integer[Any]]:

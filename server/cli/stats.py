@@ -4,17 +4,19 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol.codec import count_missing
 from routed_experts.protocol.collect import RoutingError
-from routed_experts.protocol.expert_load import ExpertLoad, count_experts, expert_load, sum_weights
-from routed_experts.server.cli.console import CommandError, aligned
-from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, once, opened, read
+from routed_experts.protocol.expert_load import ExpertLoad, Histogram, count_experts, expert_load, sum_weights
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer, once, read
+from routed_experts.server.cli.console import aligned
+from routed_experts.server.cli.saved import add_flags, info_of, opened
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
@@ -22,6 +24,7 @@ TOP = 4  # load of a full bar, in multiples of the even share
 WITHOUT_LAYER_IDS = (
     "MoE layers are counted from 0. For decoder layers, put the response of GET /v1/routed_experts into the file."
 )
+_MAX_CELLS = 1 << 22  # layers times experts, of which real models have some 20,000
 _WIDTH = 100  # of the table if the output is not a terminal
 
 Counts = NDArray[np.int64]
@@ -51,24 +54,31 @@ class Tally:
         """Counts the rows of a response, or its histograms if it has no rows.
 
         Raises:
-            ValueError, KeyError, TypeError: it has neither, or belongs to another model than earlier ones.
+            RoutingError: it has neither, or belongs to another model than earlier ones.
         """
-        info = answer.info
-        histograms = list(_histograms(answer))
-        if histograms and not _has_rows(answer):
-            for histogram in histograms:
-                counts = np.asarray(histogram["counts"], dtype=np.int64)
-                self._add(counts, histogram["rows"], histogram["missing"], info)
-                if "weights" in histogram:
-                    self._add_weights(np.asarray(histogram["weights"], dtype=np.float64))
-        else:
-            for routing in once(answer.routings()):
+        info, counted = answer.info, set()
+        routings = list(once(answer.routings()))
+        with answer.located():
+            for routing in routings:
+                if not len(routing.rows) and routing.histogram is not None:
+                    for histogram in (routing.prompt_histogram, routing.histogram):
+                        if histogram is not None and id(histogram) not in counted:  # choices share their prompt's
+                            counted.add(id(histogram))
+                            self._add_histogram(histogram, info)
+                    continue
                 rows, weights = routing.rows, routing.weights
                 experts = info.num_experts or int(rows.max(initial=-1)) + 1
-                self._add(count_experts(rows, experts), len(rows), int((rows < 0).any(axis=(1, 2)).sum()), info)
+                _check_size(rows.shape[1], experts)
+                self._add(count_experts(rows, experts), len(rows), count_missing(rows), info)
                 if weights is not None:
                     self._add_weights(sum_weights(rows, weights, experts))
         self.answers += 1
+
+    def _add_histogram(self, histogram: Histogram, info: ModelInfo) -> None:
+        counts = np.asarray(histogram["counts"], dtype=np.int64)
+        self._add(counts, histogram["rows"], histogram["missing"], info)
+        if "weights" in histogram:
+            self._add_weights(np.asarray(histogram["weights"], dtype=np.float64))
 
     def _add_weights(self, sums: Sums) -> None:
         assert self.counts is not None
@@ -83,6 +93,7 @@ class Tally:
             raise RoutingError(f"decoder layers {info.layer_ids} after {self.layer_ids}: count one model at a time")
         self.layer_ids = self.layer_ids or info.layer_ids
         experts = max(before.shape[1], counts.shape[1], info.num_experts or 0)
+        _check_size(len(counts), experts)
         self.counts = _widened(before, experts) + _widened(counts, experts)
         self.rows += rows
         self.missing += missing
@@ -92,31 +103,20 @@ def _widened(counts: NDArray[Number], experts: int) -> NDArray[Number]:
     return np.pad(counts, ((0, 0), (0, experts - counts.shape[1])))
 
 
-def _has_rows(answer: SavedAnswer) -> bool:
-    return any("routed_experts" in choice for part in answer.parts for choice in choices_of(part))
-
-
-def _histograms(answer: SavedAnswer) -> Iterator[Mapping[str, Any]]:
-    for part in answer.parts:
-        prompts = part.get("prompt_routed_experts_histogram")
-        yield from prompts if isinstance(prompts, list) else [prompts] if prompts else []
-        for choice in choices_of(part):
-            if "routed_experts_histogram" in choice:
-                yield choice["routed_experts_histogram"]
+def _check_size(layers: int, experts: int) -> None:
+    if layers * experts > _MAX_CELLS:
+        raise RoutingError(f"{layers} layers of {experts} experts are more than any model has")
 
 
 def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
     """The sums over the responses in files.
 
     Raises:
-        CommandError: a file cannot be read, or has other contents.
+        CommandError, RoutingError: a file cannot be read, or has other contents.
     """
     found = Tally()
     for answer in read(opened(paths), given):
-        try:
-            found.add(answer)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"{answer.where}: {error}.") from error
+        found.add(answer)
     return found
 
 

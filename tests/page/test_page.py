@@ -12,13 +12,16 @@ import pytest
 
 from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import collect
-from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.protocol.saved import ModelInfo, read
+from routed_experts.server.cli.saved import opened
 from routed_experts.server.cli.tiny_model import make_tokenizer
+from routed_experts.server.cli.view import ViewServer
 from tests.contract.engine import weights_for
 from tests.contract.served import serving
 from tests.e2e.harness import ASK, Server, answers_of, wait_until
 from tests.page.answers import answer, array, rows_of, two_that_part, weights_of
 from tests.page.browser import Tab
+from tests.page.conftest import viewing_files
 
 pytestmark = pytest.mark.e2e
 
@@ -364,8 +367,8 @@ def test_weights_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path, is_list: bo
     assert saved.info.weights_scale == (1.0, 2.5, 1.0)
 
 
-def test_weights_that_are_not_of_their_ids(tab: Tab, viewed: Viewed) -> None:
-    rows = rows_of(9, 2, 2, 8)
+def test_weights_that_are_not_of_their_ids(tab: Tab, tmp_path: Path) -> None:
+    rows, file = rows_of(9, 2, 2, 8), tmp_path / "answers.jsonl"
     whole = answer(rows, 3, weights=weights_of(rows))
     partial = {name: value for name, value in whole.items() if name != "prompt_routed_expert_weights"}
     (choice,) = whole["choices"]
@@ -377,8 +380,11 @@ def test_weights_that_are_not_of_their_ids(tab: Tab, viewed: Viewed) -> None:
         (short, "An array of weights does not match the ids beside it."),
         ({"choices": [{"routed_experts": pairs}]}, "An array has values that are not expert ids."),
     ):
-        tab.open(viewed(body))
-        assert sentence in error_in(tab)
+        file.write_text(json.dumps(body))
+        with viewing_files({}) as url:
+            tab.open(url)
+            tab.give_file("#file", file)
+            assert sentence in error_in(tab)
 
 
 def save(tab: Tab, folder: Path) -> Path:
@@ -528,7 +534,7 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
         ("", "answers.jsonl contains no responses."),
         ("no json", "answers.jsonl, line 1: invalid or truncated JSON."),
         ('{"a": 1}', "answers.jsonl, line 1: not a response: it has no choices."),
-        ('{"error": {"message": "too long"}}', "answers.jsonl, line 1: too long"),
+        ('{"error": {"message": "too long"}}', "too long"),
         ('{"choices": [{}]}', "no routed_experts: the request needs return_routed_experts."),
         ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw format has no shape"),
         (
@@ -537,9 +543,12 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, text: str, sentence: str) -> None:
-    tab.open(viewed(text=text))
-    assert sentence in error_in(tab)
+def test_a_file_that_cannot_be_read_is_said(tab: Tab, tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "answers.jsonl").write_text(text)
+    with viewing_files({}) as url:
+        tab.open(url)
+        tab.give_file("#file", tmp_path / "answers.jsonl")
+        assert sentence in error_in(tab)
     assert tab.js("$('#error').getAttribute('role')") == "alert"
 
 
@@ -695,3 +704,37 @@ def script_seconds(tab: Tab) -> float:
     """Processor time that the page's scripts have taken."""
     metrics = {metric["name"]: metric["value"] for metric in tab.call("Performance.getMetrics")["metrics"]}
     return float(metrics["ScriptDuration"])
+
+
+def test_f3_files_that_are_opened_when_they_are_picked(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: of a folder that is larger than a browser should hold, the first file, and others on demand."""
+    rows = [rows_of(29, 3, 2, 32, seed) for seed in range(3)]
+    texts = {f"recorded/{place}.jsonl": json.dumps(answer(each, 12)) for place, each in enumerate(rows)}
+    real = ViewServer.__init__
+
+    def of_large_files(self: ViewServer, *args: Any) -> None:
+        real(self, *args)
+        self.page_config["saved"] = json.dumps([[name, 40 << 20] for name, _ in json.loads(self.page_config["saved"])])
+
+    monkeypatch.setattr(ViewServer, "__init__", of_large_files)
+    with viewing_files(texts) as url:
+        show(tab, url)
+        assert tab.texts("#pick-a > option")[1:] == ["recorded/0.jsonl, line 1"]
+        unopened = "[label='Not opened yet'] option"
+        assert tab.texts(f"#pick-a {unopened}") == ["recorded/1.jsonl", "recorded/2.jsonl"]
+        tab.choose("#pick-a", tab.js(f'$("#pick-a {unopened}:last-child").value'))
+        tab.wait("$$('#pick-a > option').length === 3")
+        assert tab.texts(f"#pick-a {unopened}") == ["recorded/1.jsonl"]
+        ended(tab)
+        choose(tab, 20)
+        shows(tab, rows[2][20])
+
+
+def test_f3_a_file_in_each_folder_is_a_group(tab: Tab) -> None:
+    """F3: as folders with several files are."""
+    rows = {name: rows_of(29, 3, 2, 32, seed) for seed, name in enumerate(("code", "prose"))}
+    with viewing_files({f"{name}/a.jsonl": json.dumps(answer(each, 12)) for name, each in rows.items()}) as url:
+        tab.open(url)
+        tab.wait_for_text("#summary", "B: 1 responses, 29 rows")
+        groups = ["code/ (1 responses)", "prose/ (1 responses)", "all opened responses (2 responses)"]
+        assert tab.texts("#pick-a optgroup option") == groups

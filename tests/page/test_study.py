@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from routed_experts.protocol.collect import collect
-from routed_experts.server.cli.saved import ModelInfo
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.page import page_files
 from tests.e2e.harness import Oracle, Server, wait_until
 from tests.page.answers import answer, rows_of, two_that_part, weights_of, words_of

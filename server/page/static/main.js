@@ -52,6 +52,7 @@ const view = {
 let info = null; // what the server says of its rows; null without a server
 let running = null; // the AbortController of the request under way
 let asked = 0;
+let unopened = []; // files of `routed-experts view` that are opened when they are picked: {name, place}
 let isPinned = false; // whether a token was selected by hand while the answer grows
 
 const map = new TokenMap($("map"), view, select);
@@ -295,7 +296,10 @@ function add(...added) {
     const among = document.createElement("optgroup");
     among.label = "Groups";
     among.append(...options.splice(responses.length));
-    pick.replaceChildren(pick.options[0], ...options, ...(groups.length ? [among] : []));
+    const rest = document.createElement("optgroup");
+    rest.label = "Not opened yet";
+    rest.append(...unopened.map(({ name, place }) => new Option(name, `${UNOPENED}${place}`)));
+    pick.replaceChildren(pick.options[0], ...options, ...[among, rest].filter((group) => group.children.length));
   }
   $("pick-a").options[0].hidden = true;
 }
@@ -372,20 +376,23 @@ function recolour() {
   changed();
 }
 
+const UNOPENED = "unopened "; // before the place of such a file, as an option's value
 const chosen = (pick) => (pick.value === "" ? null : view.entries[pick.value]);
 
 function pick() {
+  const file = unopened.find(({ place }) => [$("pick-a"), $("pick-b")].some(({ value }) => value === `${UNOPENED}${place}`));
+  if (file) return openUnopened([file]);
   if (!chosen($("pick-a"))) return;
   link = null;
   show(chosen($("pick-a")), chosen($("pick-b")));
 }
 
 /** Shows the answers in the texts of files: [{name, text}]. */
-function open(files, given) {
+function open(files) {
   const added = [];
   let about = {};
   for (const { name, text } of files) {
-    const found = read(text, name, about, given);
+    const found = read(text, name, about);
     about = found.about;
     added.push(...found.answers.map((whole) => ({ ...player(whole), file: name })));
   }
@@ -581,7 +588,7 @@ function hideError() {
 /** Starts with what the server told the page: that it has a file to show, wants a key, or captures nothing. */
 async function start() {
   const told = document.documentElement.dataset;
-  if (told.saved) return openSaved(JSON.parse(told.saved), JSON.parse(told.given));
+  if (told.saved) return openSaved(JSON.parse(told.saved));
   followLink();
   if (told.capture === "off") {
     $("notice").textContent = "This server does not capture routed experts. You can still open saved responses.";
@@ -610,14 +617,27 @@ async function connect() {
   if (matchMedia("(min-width: 700px)").matches) $("prompt").focus();
 }
 
-async function openSaved(names, given) {
-  $("model").textContent = names.join(", ");
+const AT_FIRST = 32 << 20; // bytes of files that are opened at once
+
+/** Opens the files of `routed-experts view`, [[name, bytes]], as many as are small; the others when they are picked. */
+async function openSaved(files) {
+  $("model").textContent = files.length > 5 ? `${files.length} files` : files.map(([name]) => name).join(", ");
   $("empty-how").textContent = "Open saved responses, or drop files or folders here.";
-  if (!names.length) return followLink();
+  let bytes = 0;
+  const all = files.map(([name, size], place) => ({ name, place, end: (bytes += size) }));
+  const first = all.filter(({ end, place }) => !place || end <= AT_FIRST);
+  unopened = all.slice(first.length);
+  if (first.length) await openUnopened(first);
+  else followLink();
+}
+
+async function openUnopened(files) {
+  hideError();
   try {
-    const text = async (_, i) => (await fetch(`routed_experts/saved/${i}`)).text();
-    const texts = await Promise.all(names.map(text));
-    open(texts.map((text, i) => ({ name: names[i], text })), given);
+    const text = async ({ name, place }) => ({ name, text: await (await fetch(`routed_experts/saved/${place}`)).text() });
+    const texts = await Promise.all(files.map(text));
+    unopened = unopened.filter((file) => !files.includes(file));
+    open(texts);
   } catch (error) {
     showError(error);
   }

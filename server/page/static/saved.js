@@ -1,14 +1,15 @@
-// Answers from files: JSON bodies (on a line each, over lines, in arrays) and streams as curl prints them.
+// Answers from files that are opened here: JSON bodies (on a line each, over lines, in arrays) and streams as curl prints
+// them. `routed-experts view` reads files itself, and hands over lines in the one form that it makes of them.
 
 import { decode, encode } from "./arrays.js";
 
 /**
  * The choices in a file: [{name, model, tokens, promptLength, rows, weights, shape: [L, K], start, finished, info}].
  *
- * `about` is what the file before says about its model; `given` what somebody says who knows better. `info` is what is
- * known: some of num_layers, top_k, num_experts, layer_ids, weights_scale.
+ * `about` is what the file before says about its model. `info` is what is known: some of num_layers, top_k, num_experts,
+ * layer_ids, weights_scale.
  */
-export function read(text, file, about = {}, given = {}) {
+export function read(text, file, about = {}) {
   const answers = [];
   let own = {}; // what the file's last response with information about its model has
   for (const { parts, where } of documents(text, file)) {
@@ -18,9 +19,10 @@ export function read(text, file, about = {}, given = {}) {
       continue;
     }
     own = first?.routed_experts_info ?? own;
-    if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(`${where}: ${first?.error?.message ?? "not a response: it has no choices."}`);
+    if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(first?.error?.message ?? `${where}: not a response: it has no choices.`);
+    const place = first.routed_experts_page?.where; // in the file that `view` has read
     try {
-      answers.push(...choicesOf(parts, where, { ...about, ...own, ...given }));
+      answers.push(...choicesOf(parts, place ? `${file}, ${place}` : where, { ...about, ...own }));
     } catch (error) {
       throw new Error(`${where}: ${error.message}`);
     }
@@ -209,7 +211,8 @@ export function line(answer) {
     Object.assign(choice, { prompt_token_ids: idsOf(before), token_ids: idsOf(after) });
     body.prompt_routed_experts = part(0, split);
     if (answer.weights) body.prompt_routed_expert_weights = part(0, split, answer.weights);
-    body.routed_experts_page = { prompt_tokens: texts(before), tokens: texts(after) };
+    body.routed_experts_page = { prompt_tokens: texts(before) };
+    choice.logprobs = { tokens: texts(after) };
   }
   return `${JSON.stringify(body)}\n`;
 }
