@@ -19,6 +19,7 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
+from routed_experts.server.http.texts import TEXTS_PATH, TokenIds, TokenTexts, texts_of
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
@@ -90,10 +91,19 @@ async def generate(request: RoutedGenerateRequest, raw_request: Request, routing
 @router.get("/v1/routed_experts", responses=schemas.info_responses())
 async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     """Dimensions of the arrays for the served model: layers, experts per token, number of experts."""
-    captured: CapturedEngine | None = raw_request.app.state.captured_engine
-    if captured is None:
-        raise VLLMNotFoundError("This server does not capture routed experts.")
-    return captured.info
+    return _captured(raw_request).info
+
+
+@router.post(
+    TEXTS_PATH,
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.texts_responses(),
+    openapi_extra=schemas.request_body(TokenIds, examples.TEXTS_REQUEST),
+)
+async def token_texts(raw_request: Request) -> TokenTexts:
+    """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text, for whoever shows
+    rows beside tokens."""
+    return await texts_of(raw_request, _captured(raw_request).engine)
 
 
 @router.get(ROWS_PATH + "/{id}", responses=schemas.rows_responses())
@@ -110,6 +120,13 @@ async def stored_rows(
 def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     """Deletes an array that a response refers to, before it expires."""
     return delete_array(raw_request.app.state.array_store, key)
+
+
+def _captured(raw_request: Request) -> CapturedEngine:
+    captured: CapturedEngine | None = raw_request.app.state.captured_engine
+    if captured is None:
+        raise VLLMNotFoundError("This server does not capture routed experts.")
+    return captured
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:
