@@ -139,6 +139,16 @@ NO_CAPTURE_ERROR: dict[str, Any] = {
         "code": 404,
     }
 }
+TEXTS_REQUEST: dict[str, Any] = {"token_ids": [39, 72]}
+TEXTS_RESPONSE: dict[str, Any] = {"texts": ["H", "i"]}
+TEXTS_ERROR: dict[str, Any] = {
+    "error": {
+        "message": "token_ids: 4000000000 is not a token of the model (parameter=token_ids)",
+        "type": "BadRequestError",
+        "param": "token_ids",
+        "code": 400,
+    }
+}
 GENERATE_REQUEST: dict[str, Any] = {
     "model": "tiny-moe",
     "token_ids": [39, 72],

@@ -21,6 +21,7 @@ from routed_experts.server.http.request import (
 )
 from routed_experts.server.http.response import respond
 from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
+from routed_experts.server.http.texts import TEXTS_PATH, TokenIds, TokenTexts, texts_of
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
@@ -92,10 +93,19 @@ async def generate(request: RoutedGenerateRequest, raw_request: Request, routing
 @router.get("/v1/routed_experts", responses=schemas.info_responses())
 async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     """Dimensions of the arrays for the served model: layers, experts per token, number of experts."""
-    captured: CapturedEngine | None = raw_request.app.state.captured_engine
-    if captured is None:
-        raise VLLMNotFoundError("This server does not capture routed experts.")
-    return captured.info
+    return _captured(raw_request).info
+
+
+@router.post(
+    TEXTS_PATH,
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.texts_responses(),
+    openapi_extra=schemas.request_body(TokenIds, examples.TEXTS_REQUEST),
+)
+async def token_texts(raw_request: Request) -> TokenTexts:
+    """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text, for whoever shows
+    rows beside tokens."""
+    return await texts_of(raw_request, _captured(raw_request).engine)
 
 
 @router.get(ROWS_PATH + "/{id}", responses=schemas.rows_responses())
@@ -118,6 +128,13 @@ def delete_rows(raw_request: Request, key: ArrayId) -> Response:
 def other_methods() -> Response:
     """Names all methods that there are, as each of the routes knows its own only."""
     return error_response("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"})
+
+
+def _captured(raw_request: Request) -> CapturedEngine:
+    captured: CapturedEngine | None = raw_request.app.state.captured_engine
+    if captured is None:
+        raise VLLMNotFoundError("This server does not capture routed experts.")
+    return captured
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:

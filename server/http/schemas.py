@@ -205,6 +205,15 @@ def info_responses() -> dict[int | str, dict[str, Any]]:
     return {200: ok, **errors}
 
 
+def texts_responses() -> dict[int | str, dict[str, Any]]:
+    """The responses of `POST /v1/routed_experts/texts`, for FastAPI's `responses`."""
+    ok = {"content": {"application/json": {"example": examples.TEXTS_RESPONSE}}}
+    errors = error_responses(400, 404, 501, example=examples.TEXTS_ERROR)
+    errors[404]["description"] = "The server does not capture routed experts."
+    errors[501]["description"] = "The server has no tokenizer."
+    return {200: ok, **errors}
+
+
 def deletion_responses() -> dict[int | str, dict[str, Any]]:
     """The responses of `DELETE /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
     return {204: {"description": "The array is deleted."}, **_part_errors(404, 410, 412)}
@@ -233,3 +242,9 @@ def rows_responses() -> dict[int | str, dict[str, Any]]:
 def request_example(example: dict[str, Any]) -> dict[str, Any]:
     """The example request of a route, for FastAPI's `openapi_extra`."""
     return {"requestBody": {"content": {"application/json": {"example": example}}}}
+
+
+def request_body(model: type[BaseModel], example: dict[str, Any]) -> dict[str, Any]:
+    """The request of a route that reads the body itself, for FastAPI's `openapi_extra`."""
+    content = {"application/json": {"schema": model.model_json_schema(), "example": example}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -120,7 +120,7 @@ def test_our_routes_are_in_the_file_and_nothing_else(spec: dict[str, Any], serve
     assert found.keys() == {(route.path, method.lower()) for route in routes for method in route.methods}
     rows = found["/v1/routed_experts/rows/{id}", "get"]["responses"]  # H5
     assert {"200", "206", "304", "400", "401", "404", "410", "412", "416"} <= rows.keys()
-    assert len(found) == 6
+    assert len(found) == 7
     assert all(served["paths"][path][method] == operation for (path, method), operation in found.items())
     # Names only: where vLLM has two models of one name, the references of the two descriptions differ.
     names = [name for name in spec["components"]["schemas"] if name.startswith(("Routed", "Capture", "Error"))]
@@ -152,7 +152,7 @@ def test_every_example_of_json_is_valid(spec: dict[str, Any]) -> None:
     for body in examples:
         schema = {**body["schema"], "components": spec["components"]}
         jsonschema.Draft202012Validator(schema).validate(body["example"])
-    assert len(examples) == 3 + 4 + 4  # requests, answers, errors
+    assert len(examples) == 4 + 5 + 5  # requests, answers, errors
     reference = spec["components"]["schemas"]["RoutedExpertsReference"]["example"]
     assert RoutedExpertsReference.model_validate(reference).model_dump(exclude_none=True) == reference
     info = info_of(spec)

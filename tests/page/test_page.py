@@ -49,6 +49,13 @@ def show(tab: Tab, url: str, **window: Any) -> None:
     ended(tab)
 
 
+def compare(tab: Tab, url: str, **window: Any) -> None:
+    """Opens a file of two responses and compares them."""
+    show(tab, url, **window)
+    tab.choose("#pick-b", "1")
+    tab.wait_for("#side-b")
+
+
 def error_in(tab: Tab) -> str:
     tab.wait_for("#error")
     return tab.text("#error")
@@ -76,7 +83,7 @@ def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> None:
 
 
 def shows_weights(tab: Tab, weights: np.ndarray, column: int = 1) -> None:
-    """The same for its weights [L, K], to three decimals, or one digit where they are less."""
+    """The same for its weights [L, K], to three decimals, or with fewer digits where they are small or large."""
     cells = f"$$('#detail tbody tr').map(row => [...row.children[{column}].querySelectorAll('.chip small')])"
 
     @np.errstate(invalid="ignore")  # some tests have any bits as weights
@@ -84,7 +91,7 @@ def shows_weights(tab: Tab, weights: np.ndarray, column: int = 1) -> None:
         shown = tab.js(f"{cells}.map(row => row.map(c => c.textContent.trim()))")
         found = np.array([["nan" if text == "?" else text for text in row] for row in shown], dtype=np.float64)
         size = np.abs(weights)
-        room = np.where(size < 0.001, 0.51 * size, 0.00051 * np.maximum(size, 1))
+        room = np.where(size < 0.001, 0.51 * size, np.where(size < 1e6, 0.00051, 0.051) * np.maximum(size, 1))
         isnan = np.isnan(weights)
         return found.shape == weights.shape and bool(
             np.where(isnan, np.isnan(found), abs(found - weights) <= room).all()
@@ -220,7 +227,7 @@ def test_balance(tab: Tab, viewed: Viewed) -> None:
 def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     bodies = two_that_part(119, 20, at=70)
     one, other = (collect(body)[0].rows for body in bodies)
-    tab.open(viewed(*bodies))
+    compare(tab, viewed(*bodies))
     tab.wait_for_text("#parting", "119")
     differ = (one != other) & ~(one[..., None] == other[..., None, :]).any(-1)
     sentence = tab.text("#parting-text")
@@ -235,7 +242,8 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     assert f"({differ[70, 2].sum()} differ)" in tab.text("#map-status")
     assert tab.js("$('#tokens-b .selected').dataset.i") == "70"
     assert tab.js("$('#tokens-b .parts').dataset.i") == "71"
-    tab.open(viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
+    show(tab, viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
+    tab.choose("#pick-b", "1")
     assert "from different models" in error_in(tab)
     assert tab.is_hidden("#side-b")
 
@@ -313,7 +321,7 @@ def test_weights_of_saved_answers(tab: Tab, viewed: Viewed) -> None:
     choose(tab, 14)
     shows_weights(tab, weights[14])
     one, other = rows_of(9, 6, 4, 32), rows_of(9, 6, 4, 32, seed=1)
-    tab.open(viewed(answer(one, 3, weights=weights_of(one)), answer(other, 3)))
+    compare(tab, viewed(answer(one, 3, weights=weights_of(one)), answer(other, 3)))
     tab.wait_for_text("#parting", "9")
     shows(tab, other[3], column=2)
     shows_weights(tab, weights_of(one)[3])
@@ -414,6 +422,7 @@ def test_what_is_saved_can_be_read(tab: Tab, api: Server, tmp_path: Path) -> Non
     assert saved.info == ModelInfo(*about, tuple(info["layer_ids"]), weights_scale=scale)
     tab.give_file("#file", file)
     tab.wait("$$('#pick-a option').length === 3")
+    tab.choose("#pick-b", "0")
     tab.wait_for_text("#parting-text", "Experts are equal")
 
 
@@ -631,7 +640,7 @@ def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
-    show(tab, viewed(*two_that_part(39, 10, 20)))
+    compare(tab, viewed(*two_that_part(39, 10, 20)))
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
     found = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]}
     assert {
@@ -651,7 +660,7 @@ def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
 @pytest.mark.parametrize("width", [1440, 420])
 def test_light_dark_and_both_sizes(tab: Tab, viewed: Viewed, width: int) -> None:
     """As the system has it, unless the switch says otherwise; nothing is wider than the window."""
-    show(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
+    compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
     background, pixel = "getComputedStyle(document.body).backgroundColor", "$('#legend').toDataURL()"
     dark, dark_pixel = tab.js(background), tab.js(pixel)
     tab.prefer("light")

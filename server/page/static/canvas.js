@@ -66,15 +66,31 @@ export class Texture {
     this.tiles[tile].getContext("2d").putImageData(image, from - tile * TILE, 0);
   }
 
-  /** Draws positions `from` to `to` (fractions allowed), each `cell` wide, with the first at x. */
-  draw(context, from, to, x, y, cell, height) {
-    context.imageSmoothingEnabled = cell < 1;
-    context.imageSmoothingQuality = "high";
+  /**
+   * Draws positions `from` to `to` (fractions allowed), each `cell` wide, with the first at x. Where several share a pixel,
+   * it has their mean if `blends`, else the colour of one of them; layers never mix.
+   */
+  draw(context, from, to, x, y, cell, height, blends) {
+    context.imageSmoothingEnabled = false;
     for (let tile = Math.floor(from / TILE); tile < this.tiles.length && tile * TILE < to; tile++) {
       const first = Math.max(from, tile * TILE);
       const last = Math.min(to, this.covered, (tile + 1) * TILE);
       if (last <= first) continue;
-      context.drawImage(this.tiles[tile], first - tile * TILE, 0, last - first, this.layers, x + (first - from) * cell, y, (last - first) * cell, height);
+      const { picture, share } = blends ? this.#narrowed(this.tiles[tile], cell) : { picture: this.tiles[tile], share: 1 };
+      const left = (first - tile * TILE) * share;
+      context.drawImage(picture, left, 0, (last - first) * share, this.layers, x + (first - from) * cell, y, (last - first) * cell, height);
     }
+  }
+
+  /** A tile with half as many columns, until they are as wide as a pixel: each is the mean of two neighbours. */
+  #narrowed(tile, cell) {
+    let [picture, share] = [tile, 1];
+    for (; cell / share < 1 && share > 1 / TILE; share /= 2) {
+      const half = document.createElement("canvas");
+      Object.assign(half, { width: picture.width / 2, height: this.layers });
+      half.getContext("2d").drawImage(picture, 0, 0, half.width, half.height);
+      picture = half;
+    }
+    return { picture, share };
   }
 }

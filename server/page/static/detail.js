@@ -23,8 +23,6 @@ export class Detail {
     this.layer = null;
     this.table.style.setProperty("--digits", String(a.experts - 1).length);
     const head = this.table.createTHead().insertRow();
-    const most = b || a.weights ? 4 : 8; // in a line
-    this.table.style.setProperty("--columns", Math.ceil(a.topK / Math.ceil(a.topK / most)));
     for (const title of [a.knowsLayers ? "Decoder layer" : "MoE layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
       const cell = document.createElement("th");
       cell.scope = "col";

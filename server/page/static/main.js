@@ -31,7 +31,8 @@ const view = {
   entryB: null,
   a: null, // their answers
   b: null,
-  comparison: null,
+  comparison: null, // by position, of answers to one prompt; else loads are compared
+  parting: "", // why not by position
   balanceA: null,
   balanceB: null,
   token: 0,
@@ -53,6 +54,7 @@ let info = null; // what the server says of its rows; null without a server
 let running = null; // the AbortController of the request under way
 let asked = 0;
 let unopened = []; // files of `routed-experts view` that are opened when they are picked: {name, place}
+let picked = null; // the entry that was chosen to compare with
 let isPinned = false; // whether a token was selected by hand while the answer grows
 
 const map = new TokenMap($("map"), view, select);
@@ -60,7 +62,11 @@ const load = new LoadMap($("load"), view, select);
 const chart = new BalanceChart($("balance"), view, select);
 const detail = new Detail($("detail"), select);
 const table = new MapTable($("table"), view);
-const lists = new Lists($("lists"), view, select, (place) => place !== view.entries.indexOf(view.entryA) && show(view.entryA, view.entries[place]));
+const lists = new Lists($("lists"), view, select, (place) => {
+  if (place === view.entries.indexOf(view.entryA)) return;
+  $("pick-b").value = String(place);
+  pick();
+});
 const expertTokens = new ExpertTokens($("expert-tokens"), view, select);
 const matrix = new Matrix($("matrix"), $("pairs-table"), view, select);
 const texts = [new TokenText($("tokens-a"), "a", select), new TokenText($("tokens-b"), "b", select)];
@@ -88,6 +94,7 @@ function frame(now) {
   try {
     for (const player of players()) more = player.step(now) || more;
     if (view.comparison) more = view.comparison.extend() || more;
+    if (view.comparison?.hasOtherPrompts) compareByLoad(`The prompts differ from position ${view.comparison.firstToken}. `);
   } catch (error) {
     showError(error);
   }
@@ -127,7 +134,7 @@ function draw(now) {
   write("summary", summary(a, b ? "A: " : "") + (b ? ` ${summary(b, "B: ")}` : ""));
   $("parting").hidden = !b;
   if (b) {
-    write("parting-text", comparison ? comparison.sentence() : loadsInWords(a, b));
+    write("parting-text", comparison ? comparison.sentence() : view.parting + loadsInWords(a, b));
     $("go").hidden = !comparison?.first;
   }
   write("detail-token", describe(a, token));
@@ -325,7 +332,7 @@ const nameOf = ({ name, members, answer }) => (members ? `${name} (${members.len
 function show(entryA, entryB) {
   try {
     const a = entryA.answer;
-    Object.assign(view, { a, b: null, comparison: null, entryA, entryB: null, expert: null, other: null });
+    Object.assign(view, { a, b: null, comparison: null, parting: "", entryA, entryB: null, expert: null, other: null });
     if (entryB) {
       if (a.parts || entryB.answer.parts) checkSameModel(a, entryB.answer);
       else view.comparison = new Comparison(a, entryB.answer);
@@ -352,8 +359,16 @@ function show(entryA, entryB) {
   $("empty").hidden = true;
   $("save").disabled = $("play").disabled = Boolean(view.a.parts);
   $("link").disabled = false;
+  notify();
   recolour();
   table.show(view.token);
+}
+
+/** Leaves positions alone where they do not have the same tokens. */
+function compareByLoad(parting) {
+  Object.assign(view, { comparison: null, parting });
+  detail.build({ ...view, b: null });
+  recolour();
 }
 
 /** Measures the balance anew. */
@@ -379,12 +394,20 @@ function recolour() {
 const UNOPENED = "unopened "; // before the place of such a file, as an option's value
 const chosen = (pick) => (pick.value === "" ? null : view.entries[pick.value]);
 
-function pick() {
-  const file = unopened.find(({ place }) => [$("pick-a"), $("pick-b")].some(({ value }) => value === `${UNOPENED}${place}`));
-  if (file) return openUnopened([file]);
+async function pick() {
+  const fileOf = ({ value }) => unopened.find(({ place }) => value === `${UNOPENED}${place}`);
+  const [a, b] = [fileOf($("pick-a")), fileOf($("pick-b"))];
+  if (a) return openUnopened([a]);
+  if (b) {
+    const before = view.entryA;
+    await openUnopened([b]);
+    picked = view.entryA === before ? null : view.entryA;
+    return show(before, picked);
+  }
   if (!chosen($("pick-a"))) return;
   link = null;
-  show(chosen($("pick-a")), chosen($("pick-b")));
+  picked = chosen($("pick-b"));
+  show(chosen($("pick-a")), picked);
 }
 
 /** Shows the answers in the texts of files: [{name, text}]. */
@@ -397,10 +420,9 @@ function open(files) {
     added.push(...found.answers.map((whole) => ({ ...player(whole), file: name })));
   }
   if (!added.length) throw new Error(`${files.map(({ name }) => name).join(", ")} contains no responses.`);
-  const before = view.entries.findLast(({ members }) => !members);
   add(...added);
   const folders = view.entries.filter(({ name, members }) => name?.endsWith("/") && members.some((entry) => added.includes(entry)));
-  const [a, b] = folders.length > 1 ? folders : [added[0], added[1] ?? before ?? null];
+  const [a, b] = folders.length > 1 ? folders : [added[0], null];
   view.token = a.members ? 0 : (a.answer.promptLength ?? 0);
   isPinned = true;
   show(a, b);
@@ -481,11 +503,13 @@ let link = readLink(); // until what it names is open
 const CONTROLS = ["colour", "rank", "by", "window", "list", "scope", "pairs", "shade"];
 const initial = (control) => (control.options ? control.options[0].value : control.defaultValue);
 
+const UNSAVED = "a response that was not saved";
+
 /** The view in words of a link; only responses from files can be named. */
 function linkFields() {
   if (link) return { ...link };
   const { entryA, entryB, a, layer, token, expert, other, list, sorts } = view;
-  const name = (entry) => (entry?.members ? entry.name : entry?.file && entry.answer.name);
+  const name = (entry) => entry && (entry.name ?? (entry.file ? entry.answer.name : UNSAVED));
   const controls = CONTROLS.map((id) => [id, $(id).value === initial($(id)) ? null : $(id).value]);
   const fields = { a: name(entryA), b: name(entryB), token, layer: a.layerIds[layer], expert, other, ...Object.fromEntries(controls) };
   return { ...fields, sort: sorts[list], sort_expert: sorts.expert, sort_pairs: sorts.pairs, zoom: map.zoom };
@@ -497,9 +521,12 @@ function followLink() {
   const fields = link;
   const find = (name) => view.entries.find((entry) => name && (entry.name ?? entry.answer.name) === name);
   const absent = [fields.a, fields.b].filter((name) => name && !find(name));
+  if (absent.includes(UNSAVED)) {
+    link = null;
+    return notify(`This link shows ${UNSAVED}: links carry no responses.`);
+  }
   if (absent.some((name) => name.startsWith(EXAMPLE)) && !view.entries.some(({ file }) => file === EXAMPLE)) return openExample();
-  $("notice").textContent = `This link shows ${absent.join(" and ")}: open ${absent.length > 1 ? "these files" : "this file"} to see it.`;
-  $("notice").hidden = !absent.length;
+  notify(absent.length && `This link shows ${absent.join(" and ")}: open ${absent.length > 1 ? "these files" : "this file"} to see it.`);
   if (absent.length || !view.a) return;
   link = null;
   Object.assign(view.sorts, { [fields.list ?? "layers"]: fields.sort, expert: fields.sort_expert, pairs: fields.sort_pairs });
@@ -518,7 +545,9 @@ function followLink() {
 }
 
 async function copyLink() {
-  putLink(linkFields());
+  const fields = linkFields();
+  putLink(fields);
+  if ([fields.a, fields.b].includes(UNSAVED)) notify("The link carries the view, not the response, which is not saved: save it, and open the file.");
   try {
     await navigator.clipboard.writeText(location.href);
     say("Copied the link.");
@@ -544,21 +573,25 @@ async function send() {
   const { num_layers: layers, top_k: topK, num_experts: experts, layer_ids: layerIds, model, weights_scale: weightsScale } = info;
   const shape = { layers, topK, experts, layerIds, knowsLayers: true, knowsExperts: true, model, hasWeights: Boolean(info.weights), weightsScale };
   const answer = new Answer(`${++asked}: ${shortened(question.prompt)}`, shape);
-  const entry = { answer, player: null };
-  link = null;
-  add(entry);
-  view.token = 0;
-  isPinned = false;
-  show(entry, view.entryB);
-  say("Generating.");
+  const begun = () => {
+    const entry = { answer, player: null };
+    link = null;
+    add(entry);
+    view.token = 0;
+    isPinned = false;
+    show(entry, view.entryB === picked ? picked : null);
+    say("Generating.");
+  };
+  $("stop").disabled = false;
   try {
-    await ask(question, info.model, answer, request.signal, changed);
+    await ask(question, info.model, answer, request.signal, begun, changed);
     say(`Response complete: ${summary(answer, "")}`);
   } catch (error) {
     answer.finished ??= error.name === "AbortError" ? "abort" : UNFINISHED;
     if (error.name !== "AbortError") showError(error);
   } finally {
     if (running === request) running = null;
+    $("stop").disabled = !running && !players().length;
     changed();
   }
 }
@@ -569,6 +602,11 @@ function stop() {
   running?.abort();
   for (const player of players()) player.perSecond = Infinity;
   changed();
+}
+
+function notify(words) {
+  $("notice").textContent = words || "";
+  $("notice").hidden = !words;
 }
 
 function showError(error) {
@@ -591,8 +629,7 @@ async function start() {
   if (told.saved) return openSaved(JSON.parse(told.saved));
   followLink();
   if (told.capture === "off") {
-    $("notice").textContent = "This server does not capture routed experts. You can still open saved responses.";
-    $("notice").hidden = false;
+    notify("This server does not capture routed experts. You can still open saved responses.");
   } else if (told.apiKey) askForKey();
   else connect();
 }

@@ -131,7 +131,7 @@ export class TokenMap {
       context.clip();
       context.fillStyle = ink("empty");
       context.fillRect(GUTTER, top, (to - from) * cell, band);
-      texture.draw(context, from, to, GUTTER, top, cell, band);
+      texture.draw(context, from, to, GUTTER, top, cell, band, i === 2 || this.view.colour !== "expert");
       const answer = [a, b, null][i];
       if (answer) this.#boundary(context, answer, from, cell, top, band);
       if (answer && this.view.expert !== null) this.#chosen(context, answer, from, to, cell, top);
@@ -266,7 +266,7 @@ export class TokenMap {
     const { a, comparison, colour } = this.view;
     const ramp = ramps();
     bar(canvas, colour === "expert" ? ramp.experts(Math.min(a.experts, 120)) : ramp.usual);
-    const what = colour === "expert" ? `expert 0 to ${a.experts - 1} of each layer` : "from common to rare in this response";
+    const what = colour === "expert" ? `a colour for each expert of a layer, 0 to ${a.experts - 1}` : "from common to rare in this response";
     text.textContent = `${what}; grey: unknown`;
     differs.hidden = !comparison;
     bar(differs.querySelector("canvas"), ramp.differs(a.topK + 1));

@@ -2,6 +2,7 @@
 // them. `routed-experts view` reads files itself, and hands over lines in the one form that it makes of them.
 
 import { decode, encode } from "./arrays.js";
+import { textOf } from "./tokens.js";
 
 /**
  * The choices in a file: [{name, model, tokens, promptLength, rows, weights, shape: [L, K], start, finished, info}].
@@ -111,7 +112,7 @@ function takePart(part, choices, prompts, info) {
   const list = part.choices ?? [];
   list.forEach((one, place) => {
     const index = one.index ?? place;
-    if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isOneByOne: true });
+    if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isEchoed: false, told: { isOneByOne: true } });
     const choice = choices.get(index);
     if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, one.routed_expert_weights, info));
     choice.promptIds ??= one.prompt_token_ids ?? part.prompt_token_ids ?? null;
@@ -131,20 +132,16 @@ function takePart(part, choices, prompts, info) {
 /** A list has arrays of several prompts, unless it is one array as nested lists. */
 const arraysOf = (value) => (Array.isArray(value) && (!Array.isArray(value[0]) || Array.isArray(value[0]?.[0]?.[0])) ? value : [value]);
 
-/**
- * Tokens with their texts: those of log-probabilities, or a chunk's, where it brings one token and no chunk before it
- * held back some text, whose place would not be known.
- */
+/** Tokens with the texts of their log-probabilities, which with `echo` are those of the prompt as well, or of the stream. */
 function takeTokens(one, choice) {
-  const texts = one.logprobs?.tokens ?? one.logprobs?.content?.map(({ token }) => token) ?? null;
-  const ids = one.token_ids ?? null;
+  const { logprobs, token_ids: ids = null } = one;
+  const texts = logprobs?.tokens ?? logprobs?.content?.map(({ token }) => token) ?? null;
   if (!ids && !texts) return;
-  const { delta } = one;
-  const text = one.text ?? delta?.content ?? delta?.reasoning ?? delta?.reasoning_content ?? "";
-  const count = (ids ?? texts).length;
-  if (count) choice.isOneByOne &&= count === 1 && text !== "";
+  const text = textOf(one, (ids ?? texts).length, choice.told);
+  const echoed = ids && texts ? texts.length - ids.length : 0;
+  choice.isEchoed ||= echoed > 0 || logprobs?.token_logprobs?.[0] === null; // the first of a prompt has none
   choice.tokens ??= [];
-  for (let i = 0; i < count; i++) choice.tokens.push({ id: ids?.[i] ?? null, text: texts?.[i] ?? (choice.isOneByOne ? text : null) });
+  for (let i = 0; i < (texts ?? ids).length; i++) choice.tokens.push({ id: ids?.[i - echoed] ?? null, text: texts ? texts[i] : text });
 }
 
 function choiceOf(choice, prompts, page, info) {
@@ -157,17 +154,27 @@ function choiceOf(choice, prompts, page, info) {
   const { rows, shape } = moeLayers(join(filled.map((array) => array.rows)), all, info.layer_ids);
   const weights = filled[0]?.weights ? moeLayers(join(filled.map((array) => array.weights)), all, info.layer_ids).rows : null;
   const count = shape[0] * shape[1] ? rows.length / (shape[0] * shape[1]) : 0;
-  const tokens = page.tokens ? page.tokens.map((text, i) => ({ id: choice.tokens?.[i]?.id ?? null, text })) : choice.tokens;
+  const { promptIds, tokens, isEchoed } = choice;
   const isWhole = tokens && choice.finish && choice.finish !== "abort"; // then the last token alone has no row
-  const { promptIds } = choice;
-  const start = arrays[0].start ?? (promptIds && isWhole ? Math.max(promptIds.length + tokens.length - 1 - count, 0) : 0);
+  const first = isEchoed ? 0 : (promptIds?.length ?? null); // the position of tokens[0]
+  const start = arrays[0].start ?? (isWhole && first !== null ? Math.max(first + tokens.length - 1 - count, 0) : 0);
   const promptRows = prompts.reduce((sum, array) => sum + array.shape[0], 0);
   const end = start + count;
-  const promptLength = promptIds?.length ?? (prompts.length ? start + promptRows : isWhole ? Math.max(end + 1 - tokens.length, 0) : null);
-  const prompt = Array.from({ length: promptLength ?? 0 }, (_, i) => ({ id: promptIds?.[i] ?? null, text: page.prompt_tokens?.[i] ?? null }));
-  const unnamed = (length) => Array.from({ length: Math.max(length, 0) }, () => ({ id: null, text: null }));
-  const generated = promptLength === null ? unnamed(end + 1) : (tokens ?? unnamed(end + 1 - promptLength));
-  return { tokens: [...prompt, ...generated], promptLength, rows, weights, shape, start, finished: choice.finish ?? UNFINISHED };
+  const guessed = isWhole && !isEchoed ? Math.max(end + 1 - tokens.length, 0) : null;
+  const promptLength = promptIds?.length ?? (prompts.length ? start + promptRows : guessed);
+  const own = page.tokens ?? tokens;
+  const length = own && (isEchoed || promptLength !== null) ? own.length + (isEchoed ? 0 : promptLength) : end + 1;
+  return { tokens: placed(choice, promptLength, length, page), promptLength, rows, weights, shape, start, finished: choice.finish ?? UNFINISHED };
+}
+
+/** The tokens by position: what is known of those of the prompt, and of those after it; with `echo`, `tokens` has all. */
+function placed({ promptIds, tokens, isEchoed }, promptLength, length, page) {
+  const of = (all, first, position) => (all && first !== null ? all[position - first] : undefined);
+  const said = (position) => of(tokens, isEchoed ? 0 : promptLength, position);
+  return Array.from({ length }, (_, i) => ({
+    id: promptIds?.[i] ?? said(i)?.id ?? null,
+    text: page.prompt_tokens?.[i] ?? of(page.tokens, promptLength, i) ?? said(i)?.text ?? null,
+  }));
 }
 
 /** In place of a finish reason. */
