@@ -40,9 +40,6 @@ class Reference:
         """
         import torch
 
-        from routed_experts.server.cli.preflight import check_model_folder
-
-        check_model_folder(model)
         _check_device(device)
         self._model, stored = _load(model, getattr(torch, dtype), device)
         self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))

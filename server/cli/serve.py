@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
-from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.platforms import current_platform
@@ -35,7 +34,7 @@ from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, say
-from routed_experts.server.cli.preflight import check_model_folder, check_port, check_socket, check_weights, sentence_of
+from routed_experts.server.cli.preflight import check_port, check_socket, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.inprocess.api_processes import close_port_after_the_last
@@ -84,7 +83,6 @@ def main(argv: list[str]) -> int:
         check_port(args.host, args.port)
     if args.model_tag is None:
         use_tiny_model(args, tiny_model_dir())
-    check_model_folder(args.model)
     capture = take_capture_flag(args)
     allow_plugin()
     if capture:
@@ -384,8 +382,6 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
         )
     except (ValueError, OSError) as error:
         raise CommandError(sentence_of(error, args.model)) from error
-    whose = "this machine" if current_platform.is_cpu() else "all GPUs that it may use"
-    check_weights(config, memory_bytes(config), whose)
     if not capture:
         return
     try:
@@ -414,20 +410,6 @@ def store_of(args: argparse.Namespace) -> Iterator[None]:
         yield
     finally:
         remove_unused(folder)
-
-
-def memory_bytes(config: VllmConfig) -> int | None:
-    """Memory available for weights; None if unknown, or if weights may be stored elsewhere."""
-    if current_platform.is_cpu():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parallel = config.parallel_config
-    offload = getattr(config, "offload_config", None)
-    if parallel.enable_expert_parallel or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 1):
-        return None
-    try:
-        return int(current_platform.get_device_total_memory()) * parallel.world_size
-    except Exception:  # noqa: BLE001 the engine reports device errors itself
-        return None
 
 
 def run(args: argparse.Namespace) -> None:
