@@ -34,10 +34,6 @@ class Reference:
     """
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
-        """
-        Raises:
-            CommandError: the model or the device cannot be used.
-        """
         import torch
 
         _check_device(device)

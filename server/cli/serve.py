@@ -69,11 +69,7 @@ ENGINE_DID_NOT_START = (
 
 
 def main(argv: list[str]) -> int:
-    """Serves until the server is stopped; returns the command's exit status.
-
-    Raises:
-        CommandError: the arguments or the installation are invalid.
-    """
+    """Serves until the server is stopped; returns the command's exit status."""
     args = parse(take_version_flag(argv))
     check_front_end(args)
     logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
@@ -101,11 +97,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off.
-
-    Raises:
-        CommandError: vLLM's parser refuses the arguments.
-    """
+    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off."""
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="routed-experts")
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
@@ -312,9 +304,6 @@ def allow_plugin() -> None:
     """Names our plugin in `VLLM_PLUGINS`, without which vLLM does not load it.
 
     The variable filters every group of plugins. If it was not set, all installed plugins are named too, to stay loaded.
-
-    Raises:
-        CommandError: the plugin cannot be imported. vLLM would log that and serve without it.
     """
     plugins = entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
     if not plugins:
@@ -325,6 +314,7 @@ def allow_plugin() -> None:
         next(iter(plugins)).load()
         import_module("routed_experts.server.http.plugin")  # imports names of vLLM that the entry point does not
     except Exception as error:
+        # vLLM would log that and serve without it.
         raise CommandError(f"The plugin for vLLM cannot be loaded: {error!r}") from error
     given = os.environ.get("VLLM_PLUGINS")
     names = given.split(",") if given is not None else sorted(_other_plugins())
@@ -339,12 +329,7 @@ def _other_plugins() -> set[str]:
 
 
 def fill_in(args: argparse.Namespace) -> None:
-    """Names our scheduler and worker in vLLM's arguments.
-
-    Raises:
-        CommandError: the capture cannot be mixed into the given classes, or the device is not supported; or the folder
-            for recorded routing cannot be written.
-    """
+    """Names our scheduler and worker in vLLM's arguments."""
     try:
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
@@ -371,11 +356,7 @@ def fill_in(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace, capture: bool = True) -> None:
-    """Refuses invalid arguments with one sentence, before an engine process would fail with a stack trace.
-
-    Raises:
-        CommandError: vLLM refuses the arguments, the model cannot be loaded, or its routing would not be exact.
-    """
+    """Refuses invalid arguments with one sentence, before an engine process would fail with a stack trace."""
     try:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
             usage_context=UsageContext.OPENAI_API_SERVER, headless=args.headless
@@ -413,11 +394,7 @@ def store_of(args: argparse.Namespace) -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs vLLM's `serve` until it stops.
-
-    Raises:
-        CommandError: vLLM refuses the arguments, or its engine did not start.
-    """
+    """Runs vLLM's `serve` until it stops."""
     command = ServeSubcommand()
     try:
         command.validate(args)

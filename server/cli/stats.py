@@ -43,11 +43,7 @@ class Tally:
     missing: int = 0
 
     def add(self, answer: SavedAnswer) -> None:
-        """Counts the rows of a response, or its histograms if it has no rows.
-
-        Raises:
-            RoutingError: it has neither, or belongs to another model than earlier ones.
-        """
+        """Counts the rows of a response, or its histograms if it has no rows."""
         routings = list(once(answer.routings()))
         with answer.located():
             for found in _histograms(routings, answer.info.num_experts):
@@ -99,11 +95,7 @@ def _check_size(layers: int, experts: int) -> None:
 
 
 def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
-    """The sums over the responses in files.
-
-    Raises:
-        CommandError, RoutingError: a file cannot be read, or has other contents.
-    """
+    """The sums over the responses in files."""
     found = Tally()
     for answer in read(opened(paths), given):
         found.add(answer)
@@ -195,11 +187,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts stats`; returns the exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs `routed-experts stats`; returns the exit status."""
     args = parse(argv)
     found = tally(args.file, info_of(args))
     if args.json:
