@@ -79,11 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts compare`; returns the exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs `routed-experts compare`; returns the exit status."""
     args = parse(argv)
     to_stdout = args.json is not None and str(args.json) == "-"
     with _writable(None if to_stdout else args.json):
@@ -114,11 +110,7 @@ def _writable(path: Path | None) -> Iterator[None]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """The results for the command line `args`.
-
-    Raises:
-        CommandError: there is nothing to compare, or the comparison fails.
-    """
+    """The results for the command line `args`."""
     is_file = Path(args.model).is_file()
     if is_file and args.url:
         raise CommandError(f"{args.model} is a file of responses: compare it with --answers.")

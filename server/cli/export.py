@@ -28,27 +28,19 @@ NOTHING = "Nothing to export: the responses have no rows."
 
 @dataclass
 class Exported:
-    """What was read so far.
-
-    Attributes:
-        missing: rows with unknown ids.
-        model: what the responses know about their model.
-    """
+    """What was read so far."""
 
     answers: int = 0
     rows: int = 0
-    missing: int = 0
-    model: ModelInfo = field(default_factory=ModelInfo)
+    missing: int = 0  # rows with unknown ids
+    model: ModelInfo = field(default_factory=ModelInfo)  # what the responses know about their model
 
     def count(self, rows: Rows) -> None:
         self.rows += len(rows)
         self.missing += count_missing(rows)
 
     def check(self, info: ModelInfo) -> None:
-        """
-        Raises:
-            RoutingError: a response of another model than the first.
-        """
+        """Refuses a response of another model than the first."""
         for name in ("num_layers", "top_k", "num_experts", "layer_ids"):
             now, before = getattr(info, name), getattr(self.model, name)
             if None not in (now, before) and now != before:
@@ -60,11 +52,7 @@ class Exported:
 
 
 def routings_of(answer: SavedAnswer, server: RunningServer | None) -> list[Routing]:
-    """The rows of a response, with the texts that the server has for tokens.
-
-    Raises:
-        RoutingError: the response is incomplete, or of another model.
-    """
+    """The rows of a response, with the texts that the server has for tokens."""
     routings = answer.routings()
     if server is None:
         return routings
@@ -74,11 +62,7 @@ def routings_of(answer: SavedAnswer, server: RunningServer | None) -> list[Routi
 
 
 def spans_of(answer: SavedAnswer, routings: Sequence[Routing], with_weights: bool, request: int) -> Iterator[Span]:
-    """The rows of a response. A prompt's come once, with the first of its choices.
-
-    Raises:
-        RoutingError: the response has no weights.
-    """
+    """The rows of a response. A prompt's come once, with the first of its choices."""
     name = answer.parts[0].get("id")
     for routing in once(routings):
         if with_weights and routing.weights is None:
@@ -155,11 +139,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts export`; returns the exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs `routed-experts export`; returns the exit status."""
     args = parse(argv)
     server = RunningServer(args.url, args.api_key) if args.url else None
     bodies = bodies_of(args) if server else []
@@ -174,11 +154,7 @@ def main(argv: Sequence[str]) -> int:
 
 @contextmanager
 def aside(output: Path) -> Iterator[Path]:
-    """A file beside `output`, which takes its name if all goes well.
-
-    Raises:
-        CommandError: `output` cannot be written.
-    """
+    """A file beside `output`, which takes its name if all goes well."""
     path = output.with_name(f".{output.name}.{os.getpid()}.part")
     if output.is_dir():
         raise CommandError(f"--output {output} is a folder.")
@@ -196,11 +172,7 @@ def aside(output: Path) -> Iterator[Path]:
 def write(
     path: Path, answers: Iterable[SavedAnswer], args: argparse.Namespace, server: RunningServer | None
 ) -> Exported:
-    """Writes the rows of responses.
-
-    Raises:
-        CommandError, RoutingError: a response cannot be exported, or none has rows.
-    """
+    """Writes the rows of responses."""
     found = Exported()
 
     def spans() -> Iterator[Span]:
@@ -224,11 +196,7 @@ def write(
 
 
 def write_lines(path: Path, answers: Iterable[SavedAnswer], server: RunningServer | None) -> Exported:
-    """Writes the responses themselves, a line for each prompt.
-
-    Raises:
-        RoutingError: a response cannot be read.
-    """
+    """Writes the responses themselves, a line for each prompt."""
     found = Exported()
     with path.open("w", encoding="ascii") as file:
         for answer in answers:

@@ -28,29 +28,18 @@ _GROUP = 1 << 18  # rows of a table in a row group of Parquet
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of consecutive positions of a choice.
+    """Rows of consecutive positions of a choice."""
 
-    Attributes:
-        source: file that has the response, or the prompt that was sent.
-        request: number of the response, counted from 0.
-        id: the response's own; None if it has none.
-        start: position of the first row.
-        prompt_len: None if unknown.
-        rows: [n, L, K]
-        weights: [n, L, K]; None if they are not written.
-        token_ids, texts: of the n tokens; None if unknown, as any text may be.
-    """
-
-    source: str
-    request: int
-    id: str | None
+    source: str  # file that has the response, or the prompt that was sent
+    request: int  # number of the response, counted from 0
+    id: str | None  # the response's own
     choice: int
-    start: int
+    start: int  # position of the first row
     prompt_len: int | None
-    rows: Rows
-    weights: NDArray[np.float32] | None
-    token_ids: Sequence[int] | None
-    texts: Sequence[str | None] | None
+    rows: Rows  # [n, L, K]
+    weights: NDArray[np.float32] | None  # [n, L, K]; None if they are not written
+    token_ids: Sequence[int] | None  # of the n tokens
+    texts: Sequence[str | None] | None  # likewise
     info: ModelInfo
 
     @property

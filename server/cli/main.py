@@ -136,11 +136,7 @@ def _flush() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Runs a command; returns its exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs a command; returns its exit status."""
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command == "--version":
         print(f"routed-experts-server {VERSION}")

@@ -204,26 +204,17 @@ def _blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 @dataclass(eq=False)
 class Record:
-    """What is recorded of a prompt.
-
-    Attributes:
-        created: Unix time, in seconds.
-        opt_in: the client's, or the recorder's own.
-        num_running: number of choices that have not finished.
-        nbytes: size of the rows so far.
-        finished: choices with tokens, and their rows in a buffer.
-        prompt_token_ids: None if the prompt came as embeddings.
-    """
+    """What is recorded of a prompt."""
 
     request_id: str
-    created: int
-    opt_in: OptIn
-    num_running: int
+    created: int  # Unix time, in seconds
+    opt_in: OptIn  # the client's, or the recorder's own
+    num_running: int  # number of choices that have not finished
     is_dropped: bool = False
-    nbytes: int = 0
-    finished: list[CompletionOutput] = field(default_factory=list)
+    nbytes: int = 0  # size of the rows so far
+    finished: list[CompletionOutput] = field(default_factory=list)  # choices with tokens, and their rows in a buffer
     model: str | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None  # None if the prompt came as embeddings
     prompt_len: int = 0
 
 

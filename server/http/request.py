@@ -99,9 +99,6 @@ class RoutedRequest(RoutingFields):
 
         Some of vLLM's validators run before the type check and assume a type. Integers that are too large for the
         message to the engine fail only when it is sent.
-
-        Raises:
-            VLLMValidationError: `parameter` is the field's name, if known.
         """
         try:
             request = handler(data)
@@ -242,11 +239,7 @@ async def refuse_odd_values(raw_request: Request) -> None:
 
 
 def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
-    """The `sampling_params` of `body`, in which vLLM knows no routing fields but `vllms`.
-
-    Raises:
-        VLLMValidationError: a routing field stands in there, or there is an `extra_body`.
-    """
+    """The `sampling_params` of `body`, in which vLLM knows no routing fields but `vllms`."""
     if isinstance(body.get(_EXTRA_BODY), dict):
         raise VLLMValidationError(
             f"{_EXTRA_BODY} is an argument of OpenAI's Python client: put its fields at the top level",

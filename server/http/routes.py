@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
-from routed_experts.server.http import examples, schemas
+from routed_experts.server.http import schemas
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.request import (
@@ -43,10 +43,8 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 @router.post(
     "/v1/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(
-        schemas.RoutedCompletionResponse, examples.COMPLETION_RESPONSE, examples.COMPLETION_STREAM
-    ),
-    openapi_extra=schemas.request_example(examples.COMPLETION_REQUEST),
+    responses=schemas.generate_responses(schemas.RoutedCompletionResponse, "completion"),
+    openapi_extra=schemas.request_example("completion"),
 )
 @with_cancellation
 @load_aware_call
@@ -60,8 +58,8 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(schemas.RoutedChatResponse, examples.CHAT_RESPONSE, examples.CHAT_STREAM),
-    openapi_extra=schemas.request_example(examples.CHAT_REQUEST),
+    responses=schemas.generate_responses(schemas.RoutedChatResponse, "chat"),
+    openapi_extra=schemas.request_example("chat"),
 )
 @with_cancellation
 @load_aware_call
@@ -75,10 +73,8 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 @generate_router.post(
     "/inference/v1/generate",
     dependencies=[Depends(require_key), Depends(validate_json_request)],
-    responses=schemas.generate_responses(
-        schemas.RoutedGenerateResponse, examples.GENERATE_RESPONSE, examples.GENERATE_STREAM
-    ),
-    openapi_extra=schemas.request_example(examples.GENERATE_REQUEST),
+    responses=schemas.generate_responses(schemas.RoutedGenerateResponse, "generate"),
+    openapi_extra=schemas.request_example("generate"),
 )
 @with_cancellation
 @load_aware_call
@@ -100,7 +96,7 @@ async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     TEXTS_PATH,
     dependencies=[Depends(validate_json_request)],
     responses=schemas.texts_responses(),
-    openapi_extra=schemas.request_body(TokenIds, examples.TEXTS_REQUEST),
+    openapi_extra=schemas.request_body(TokenIds, "texts"),
 )
 async def token_texts(raw_request: Request) -> TokenTexts:
     """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text, for whoever shows

@@ -46,11 +46,7 @@ def _reject(message: str, param: str) -> NoReturn:
 
 
 def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> None:
-    """Rejects a request whose routing cannot be returned. If only the server-wide default asks, drops the routing.
-
-    Raises:
-        VLLMValidationError: the request itself asks for routing.
-    """
+    """Rejects a request whose routing cannot be returned. If only the server-wide default asks, drops the routing."""
     if not options.by_default:
         _reject(message, param)
     logger.info("Server-wide routing default ignored for a request: %s", message)
@@ -63,17 +59,11 @@ def options_of(request: Any) -> RoutingOptions | None:
 
 
 class RoutedServing:
-    """Extension of vLLM's serving classes.
+    """Extension of vLLM's serving classes."""
 
-    Attributes:
-        captured: None if the capture is off.
-        max_bytes: maximum bytes of routing in one response.
-        store: arrays that are returned by reference; None if there are none.
-    """
-
-    captured: CapturedEngine | None
-    max_bytes: int
-    store: ArrayStore | None
+    captured: CapturedEngine | None  # None if the capture is off
+    max_bytes: int  # maximum bytes of routing in one response
+    store: ArrayStore | None  # arrays that are returned by reference; None if there are none
 
     def begin(self, request: Any, raw_request: Request | None) -> None:
         """Prepares a request for vLLM's own handling.

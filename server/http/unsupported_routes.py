@@ -84,11 +84,7 @@ class _RefusingRoute:
 
 
 async def _checked(receive: Receive, media_type: str) -> Receive:
-    """Reads a request's body and returns what gives it again.
-
-    Raises:
-        VLLMValidationError: the body has a routing field.
-    """
+    """Reads a request's body and returns what gives it again."""
     if media_type.lower().startswith("multipart/"):  # files, which are read as they come
         return receive
     messages: list[Message] = []

@@ -56,18 +56,14 @@ class ArrayForm:
 
     Args:
         model: vLLM's `ModelConfig`.
-
-    Attributes:
-        has_weights: whether rows have weights.
-        shape: (L, K) of the workers' rows, (3L, K) with weights; (0, 0) until known.
     """
 
     def __init__(self, model: Any, has_weights: bool = False) -> None:
-        self.has_weights = has_weights
+        self.has_weights = has_weights  # whether rows have weights
         self._dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
         self._num_layers = int(model.get_total_num_hidden_layers())
         self._layer_ids: list[int] | None = None
-        self.shape = (0, 0)
+        self.shape = (0, 0)  # (L, K) of the workers' rows, (3L, K) with weights; (0, 0) until known
 
     @property
     def is_known(self) -> bool:
@@ -210,15 +206,11 @@ class ArrayCollector(RequestOutputCollector):
 
 
 class EveryRequest:
-    """Opts in every request of an engine, and puts arrays on the outputs.
-
-    Attributes:
-        is_on: False over HTTP, where each request opts in by itself.
-    """
+    """Opts in every request of an engine, and puts arrays on the outputs."""
 
     def __init__(self, engine: LLMEngine | AsyncLLM) -> None:
         processor = engine.output_processor
-        self.is_on = True
+        self.is_on = True  # False over HTTP, where each request opts in by itself
         self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
         self._config: dict[str, Any] = engine.vllm_config.additional_config
         self._store: ArrayStore | None = None  # made for the first request that needs it
@@ -298,11 +290,7 @@ class EveryRequest:
             queue.arrays = self
 
     def _store_for(self, params: SamplingParams) -> ArrayStore | None:
-        """The store for a request that asks for references, by itself or by the default of the engine.
-
-        Raises:
-            VLLMValidationError: the request asks for something else.
-        """
+        """The store for a request that asks for references, by itself or by the default of the engine."""
         asked = (params.extra_args or {}).get(DELIVERY, self._config.get(DELIVERY, "inline"))
         if asked not in ("inline", "reference"):
             raise VLLMValidationError(f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY)

@@ -220,13 +220,9 @@ class RowBuffer:
 
 
 class RecordedRows(RowBuffer):
-    """The rows of one choice for the server's own record; see `http.recording`.
+    """The rows of one choice for the server's own record; see `http.recording`."""
 
-    Attributes:
-        client_asks: whether the client asked for rows too, which then also go into a buffer for the response.
-    """
-
-    client_asks = False
+    client_asks = False  # whether the client asked for rows too, which then also go into a buffer for the response
 
     def finish(self, state: RequestState, finish_reason: str) -> None:
         """Called once, when the choice has its last token or is aborted. Does not raise."""
@@ -238,16 +234,11 @@ class BufferedRequestState(RequestState):
 
     vLLM would collect rows until the request finishes, and lose rows when it merges outputs for a slow reader. Can go
     when vLLM streams routed experts.
-
-    Attributes:
-        buffer: for the response; None if the client did not ask for rows.
-        record: for the server's record; None if the request is not recorded.
-        buffers: those of the two that there are.
     """
 
-    buffer: RowBuffer | None
-    record: RecordedRows | None
-    buffers: tuple[RowBuffer, ...]
+    buffer: RowBuffer | None  # for the response; None if the client did not ask for rows
+    record: RecordedRows | None  # for the server's record; None if the request is not recorded
+    buffers: tuple[RowBuffer, ...]  # those of the two that there are
 
     @classmethod
     def give(cls, state: RequestState, buffer: RowBuffer | None, record: RecordedRows | None = None) -> None:
@@ -289,20 +280,13 @@ class Recorder(Protocol):
 
 
 class RowBuffers:
-    """Takes rows and counters off the engine's outputs.
-
-    Attributes:
-        on_stats: receives the counters.
-        every_request: None if requests opt in one by one.
-        recorder: None if the server keeps no record.
-        num_failed_reports: counters and causes of unknown rows that could not be read.
-    """
+    """Takes rows and counters off the engine's outputs."""
 
     def __init__(self, processor: OutputProcessor) -> None:
-        self.on_stats: Callable[[EngineStats], None] | None = None
-        self.every_request: AllRequests | None = None
-        self.recorder: Recorder | None = None
-        self.num_failed_reports = 0
+        self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
+        self.every_request: AllRequests | None = None  # None if requests opt in one by one
+        self.recorder: Recorder | None = None  # None if the server keeps no record
+        self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs

@@ -24,7 +24,6 @@ MAY_IMPORT = {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
         *("server", "server/outputs", "server/page"),
     },
-    "server/openapi": {"capture", "server/http"},
     "server/cli": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
         *("server", "server/http", "server/inprocess", "server/outputs", "server/page"),
