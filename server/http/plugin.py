@@ -17,7 +17,7 @@ from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
-from routed_experts.server import DRAINED, MAX_RESPONSE_BYTES, PLUGIN_NAME
+from routed_experts.server import LISTENS, MAX_RESPONSE_BYTES, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine
@@ -99,8 +99,9 @@ class RoutedExpertsPlugin:
             state.store_sweep = asyncio.create_task(sweep_forever(store))
         if captured is not None and getattr(args, "routed_experts_record", None) is not None:
             start_recording(captured, args)  # before the drain, which is to come first at the end
+        state.drain.listens = getattr(args, LISTENS, None)
         if isinstance(engine_client, AsyncLLM):
-            state.drain.guard(engine_client, state, getattr(args, DRAINED, None))
+            state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))
 
 
