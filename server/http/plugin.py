@@ -37,7 +37,7 @@ from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
-from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
+from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger, rank_of_process
 
 logger = get_logger(__name__)
 
@@ -123,8 +123,8 @@ def store_of(args: Namespace, captured: CapturedEngine) -> ArrayStore:
     """The store of arrays that responses refer to, as flags of `routed-experts serve` say, or, where vLLM's own command
     serves, the keys of `--additional-config` that programs have. Raises `StoreError`."""
     settings = vars(args) if hasattr(args, "routed_experts_store") else additional_config(captured)
-    parallel, default = captured.engine.vllm_config.parallel_config, default_folder(str(args.port))
-    store = store_with(settings, default, max(parallel._api_process_rank, 0), parallel._api_process_count)
+    default = default_folder(str(args.port))
+    store = store_with(settings, default, *rank_of_process(captured.engine.vllm_config))
     if store.folder == default:
         remove_unused(default)  # of a process that was killed
     else:

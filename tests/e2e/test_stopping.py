@@ -177,7 +177,7 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
     with serving(tiny_model, tmp_path / "log", *every) as server:
         if not flags:  # several processes keep vLLM's metrics in files, which nobody can read if the disk was full
             check_full_disk(server)
-        wait_until(lambda: server.log.read_text().count("startup complete") == (2 if flags else 1), "one does not start")
+        wait_until(lambda: server.log.read_text().count("startup complete") == (2 if flags else 1), "one is missing")
         folder = default_folder(str(urlsplit(server.url).port))
         server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
         assert [*folder.iterdir()]
