@@ -9,7 +9,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.server.http.vllm_http import RetryableRequestError, create_error_response
 from routed_experts.server.vllm_api import AsyncLLM, InputStreamError, get_logger
@@ -34,19 +34,18 @@ class Drain:
     Attributes:
         under_way: number of running requests.
         until: deadline on the monotonic clock; None while the server is not stopping.
+        listens: what to close when this process no longer listens: the port of several stays open until all have.
     """
 
     def __init__(self) -> None:
         self.under_way = 0
         self.until: float | None = None
+        self.listens: Connection | None = None
 
-    def guard(self, engine: AsyncLLM, state: State, drained: Connection | None) -> None:
+    def guard(self, engine: AsyncLLM, state: State) -> None:
         """Makes `engine.shutdown` wait for requests. Call it in the event loop of the server.
 
         vLLM's signal handlers call `shutdown` in a thread. Other callers have no requests to wait for.
-
-        Args:
-            drained: what to close then: with several API processes, the port stays open until all have closed theirs.
         """
         loop, shutdown = asyncio.get_running_loop(), engine.shutdown
 
@@ -57,8 +56,6 @@ class Drain:
                     asyncio.run_coroutine_threadsafe(self._run(engine, server, timeout or 0), loop).result()
                 except Exception:
                     logger.exception("Stopping: waiting for running requests failed.")
-                if drained is not None:
-                    drained.close()
                 if self.until is not None:
                     timeout = timeout and max(self.until - time.monotonic(), 1.0)
             shutdown(timeout=timeout)
@@ -97,6 +94,17 @@ class Drain:
             await asyncio.sleep(_POLL_S)
         return True
 
+    def until_shutdown(self, receive: Receive) -> Receive:
+        """`receive` of the server's lifespan, whose shutdown comes when the server has closed its sockets."""
+
+        async def receive_and_tell() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown" and self.listens is not None:
+                self.listens.close()
+            return message
+
+        return receive_and_tell
+
     def refusal(self) -> Response:
         """The response to requests that arrive while the server stops."""
         assert self.until is not None
@@ -119,7 +127,7 @@ class DrainMiddleware:
             await drain.refusal()(scope, receive, send)
             return
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            await self._app(scope, drain.until_shutdown(receive), send)
             return
         drain.under_way += 1
         try:

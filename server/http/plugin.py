@@ -17,7 +17,7 @@ from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
-from routed_experts.server import DRAINED, MAX_RESPONSE_BYTES, PLUGIN_NAME
+from routed_experts.server import LISTENS, MAX_RESPONSE_BYTES, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine
@@ -37,7 +37,7 @@ from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
-from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
+from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger, rank_of_process
 
 logger = get_logger(__name__)
 
@@ -99,8 +99,9 @@ class RoutedExpertsPlugin:
             state.store_sweep = asyncio.create_task(sweep_forever(store))
         if captured is not None and getattr(args, "routed_experts_record", None) is not None:
             start_recording(captured, args)  # before the drain, which is to come first at the end
+        state.drain.listens = getattr(args, LISTENS, None)
         if isinstance(engine_client, AsyncLLM):
-            state.drain.guard(engine_client, state, getattr(args, DRAINED, None))
+            state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))
 
 
@@ -122,8 +123,8 @@ def store_of(args: Namespace, captured: CapturedEngine) -> ArrayStore:
     """The store of arrays that responses refer to, as flags of `routed-experts serve` say, or, where vLLM's own command
     serves, the keys of `--additional-config` that programs have. Raises `StoreError`."""
     settings = vars(args) if hasattr(args, "routed_experts_store") else additional_config(captured)
-    parallel, default = captured.engine.vllm_config.parallel_config, default_folder(str(args.port))
-    store = store_with(settings, default, max(parallel._api_process_rank, 0), parallel._api_process_count)
+    default = default_folder(str(args.port))
+    store = store_with(settings, default, *rank_of_process(captured.engine.vllm_config))
     if store.folder == default:
         remove_unused(default)  # of a process that was killed
     else:

@@ -41,6 +41,7 @@ from routed_experts.server.vllm_api import (
     RequestState,
     SamplingParams,
     get_logger,
+    rank_of_process,
 )
 
 logger = get_logger(__name__)
@@ -464,8 +465,7 @@ class Recorder:
 def start_recording(captured: CapturedEngine, args: Namespace) -> Recorder:
     """Starts to record what the engine is asked, until it is shut down."""
     engine, folder = captured.engine, args.routed_experts_record
-    # Several API processes share the room in equal parts.
-    num_processes = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
+    _, num_processes = rank_of_process(engine.vllm_config)  # which share the room in equal parts
     files = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
     found = sum(entry.stat(follow_symlinks=False).st_size for entry in files)
     room = max(args.routed_experts_record_bytes - found, 0) // num_processes

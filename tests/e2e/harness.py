@@ -117,7 +117,7 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a Prometheus counter or gauge over the labels that are not given."""
         with self.client() as client:
-            lines = client.get("/metrics").text.splitlines()
+            lines = client.get("/metrics").raise_for_status().text.splitlines()
         given = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if line.startswith((name + "{", name + " "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in given))

@@ -9,12 +9,14 @@ import time
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import orjson
 import psutil
 import pytest
 
+from routed_experts.server.outputs.folders import default_folder
 from tests.e2e.harness import (
     ASK,
     CHAT,
@@ -169,11 +171,16 @@ def check_end(server: Server, status: int = 0) -> None:
 def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """On SIGTERM to the first process, as container engines send it; after a disk that was full for a while.
 
-    H6: new clients get 503 until nothing is under way, and then no connection.
+    H6: new clients get 503 until nothing is under way, and then no connection; the store's folder goes.
     """
-    flags = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
-    with serving(tiny_model, tmp_path / "log", *flags) as server:
-        check_full_disk(server)
+    every = (*FLAGS, *flags, "--shutdown-timeout", str(LIMIT_S))
+    with serving(tiny_model, tmp_path / "log", *every) as server:
+        if not flags:  # several processes keep vLLM's metrics in files, which nobody can read if the disk was full
+            check_full_disk(server)
+        wait_until(lambda: server.log.read_text().count("startup complete") == (2 if flags else 1), "one is missing")
+        folder = default_folder(str(urlsplit(server.url).port))
+        server.complete(prompt="abc", max_tokens=2, **ASK, routed_experts_delivery="reference")
+        assert [*folder.iterdir()]
         with under_way(server, 16, max_tokens=MAX_TOKENS) as requests:
             visitors = Visitors(server)
             os.kill(server.process.pid, signal.SIGTERM)
@@ -185,6 +192,7 @@ def test_responses_under_way_are_finished(tiny_model: Path, tmp_path: Path, flag
                 assert client.get("/metrics").status_code == 200
             assert any(request.is_alive() for request in requests), "they ended before anything was tried"
         check_end(server)
+        assert not folder.exists()
         visitors.check()
     oracle = Oracle(tiny_model)
     for request in requests:

@@ -3,15 +3,17 @@
 import asyncio
 import socket
 from argparse import Namespace
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from multiprocessing.synchronize import Event
 from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import State
 from starlette.responses import PlainTextResponse
 
-from routed_experts.server import DRAINED
+from routed_experts.server import LISTENS
 from routed_experts.server.http.drain import Drain, DrainMiddleware, _in_event_loop, _only_reads
 from routed_experts.server.inprocess.api_processes import _start
 from tests.e2e.harness import wait_until
@@ -40,15 +42,15 @@ def test_only_the_thread_of_the_event_loop_must_not_wait_for_requests() -> None:
 def test_the_port_closes_with_the_last_of_several_processes() -> None:
     """H6. Though all of them, and the first one, hold the socket still: `tests/e2e/test_stopping.py` has real ones."""
     context = get_context("fork")
-    over, drained = context.Event(), [context.Event() for _ in range(2)]
+    over, ended = context.Event(), [context.Event() for _ in range(2)]
 
-    def serve(args: Namespace, has_drained: Event) -> None:
-        has_drained.wait()
-        getattr(args, DRAINED).close()
+    def serve(args: Namespace, has_ended: Event) -> None:
+        has_ended.wait()
+        getattr(args, LISTENS).close()
         over.wait()
 
     def start(manager: list[Any], args: Namespace, sock: socket.socket) -> None:
-        for each in drained:
+        for each in ended:
             manager.append(context.Process(target=serve, args=(args, each), daemon=True))
             manager[-1].start()
 
@@ -56,15 +58,38 @@ def test_the_port_closes_with_the_last_of_several_processes() -> None:
         address, processes = listening.getsockname(), list[Any]()
         _start(start, processes, args=(args := Namespace()), sock=listening)
         assert not vars(args), "the first process keeps its end of the pipe"
-        drained[0].set()
+        ended[0].set()
         for _ in range(50):
             socket.create_connection(address).close()
-        drained[1].set()
+        ended[1].set()
         wait_until(lambda: not is_open(address), "clients wait for nobody")
         assert all(process.is_alive() for process in processes)
         over.set()
         for process in processes:
             process.join()
+
+
+def test_a_process_listens_until_its_own_server_has_closed_the_port() -> None:
+    """H6. Who listens on a port that another process has closed logs a traceback for each attempt to accept."""
+    drain = Drain()
+    none_listens, drain.listens = Pipe(duplex=False)
+    server = uvicorn.Server(uvicorn.Config(DrainMiddleware(Starlette(), drain), lifespan="on", log_config=None))
+    engine, state = SimpleNamespace(shutdown=lambda timeout: None, output_handler=None), State({"server": server})
+
+    async def stop(listening: socket.socket) -> None:
+        drain.guard(engine, state)  # type: ignore[arg-type]
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.shutdown, timeout=5)
+        assert is_open(listening.getsockname())
+        assert not none_listens.poll(), "it still listens"
+        server.should_exit = True
+        await serving
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asyncio.run(stop(listening))
+    assert none_listens.poll(), "nobody would close the port"
 
 
 def test_a_client_that_does_not_read_an_end_holds_nobody() -> None:
