@@ -1,11 +1,10 @@
 // The map of tokens and layers: a band for an answer, or three for two of them and where they differ.
 
 import { Rarity } from "./rarity.js";
-import { Texture, sized, ticks } from "./canvas.js";
-import { bar, ink, ramps } from "./colours.js";
+import { GUTTER, Texture, bar, layerNumbers, outline, sized, ticks } from "./canvas.js";
+import { ink, ramps } from "./colours.js";
 import { visible } from "./tokens.js";
 
-const GUTTER = 40;
 const AXIS = 20;
 const GAP = 10;
 
@@ -138,7 +137,7 @@ export class TokenMap {
       this.#cross(context, token, layer, from, cell, top, band, ink("select"), 2);
       if (this.hover) this.#cross(context, this.hover.token, this.hover.layer, from, cell, top, band, ink("muted"), 1);
       context.restore();
-      this.#layers(context, top, tall);
+      layerNumbers(context, a, layer, top, tall);
       if (b) this.#caption(context, ["A", "B", "≠"][i], top);
     });
   }
@@ -228,27 +227,10 @@ export class TokenMap {
   #cross(context, token, layer, from, cell, top, band, colour, width) {
     const x = GUTTER + (token - from) * cell;
     const tall = this.#layerHeight;
-    context.strokeStyle = colour;
-    context.lineWidth = width;
-    context.strokeRect(x - width / 2, top, Math.max(cell, 1) + width, band);
-    context.strokeStyle = ink("surface");
-    context.lineWidth = 3;
-    context.strokeRect(x, top + layer * tall, Math.max(cell, 3), tall);
-    context.strokeStyle = colour;
-    context.lineWidth = 1.5;
-    context.strokeRect(x, top + layer * tall, Math.max(cell, 3), tall);
-  }
-
-  #layers(context, top, tall) {
-    const { a, layer } = this.view;
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    const every = Math.ceil(13 / tall);
-    a.layerIds.forEach((id, i) => {
-      if (i !== layer && (i % every || Math.abs(i - layer) < every)) return;
-      context.fillStyle = i === layer ? ink("select") : ink("muted");
-      context.fillText(String(id), GUTTER - 6, top + (i + 0.5) * tall);
-    });
+    const box = [x, top + layer * tall, Math.max(cell, 3), tall];
+    outline(context, [x - width / 2, top, Math.max(cell, 1) + width, band], colour, width);
+    outline(context, box, ink("surface"), 3);
+    outline(context, box, colour, 1.5);
   }
 
   #caption(context, text, top) {
