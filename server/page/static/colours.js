@@ -47,10 +47,7 @@ export function forgetTheme() {
 }
 
 /** The colours of the theme: ramps `usual` to rare, `load` from none to much, `differs` from none to all; and `experts`. */
-export function ramps() {
-  known ??= makeRamps();
-  return known;
-}
+export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
   const dark = isDark();

@@ -52,10 +52,6 @@ export class TokenMap {
 
   /** The width of a token in pixels. */
   get cellWidth() {
-    return this.#cell;
-  }
-
-  get #cell() {
     const room = this.element.clientWidth - GUTTER - 2;
     if (this.zoom === "fit") return Math.min(room / this.#length, 18);
     return this.zoom ?? Math.min(Math.max(room / this.#length, 2), 18);
@@ -73,16 +69,16 @@ export class TokenMap {
 
   setZoom(width) {
     const middle = this.element.clientWidth / 2;
-    const at = (this.element.scrollLeft + middle - GUTTER) / this.#cell;
+    const at = (this.element.scrollLeft + middle - GUTTER) / this.cellWidth;
     this.zoom = width;
     this.#spread();
-    this.element.scrollLeft = at * this.#cell - middle + GUTTER;
+    this.element.scrollLeft = at * this.cellWidth - middle + GUTTER;
     this.view.changed();
   }
 
   /** Scrolls so that a position can be seen. */
   reveal(position) {
-    const cell = this.#cell;
+    const cell = this.cellWidth;
     const left = position * cell;
     const room = this.element.clientWidth - GUTTER;
     this.#spread();
@@ -91,7 +87,7 @@ export class TokenMap {
   }
 
   #spread() {
-    this.spacer.style.width = `${GUTTER + this.#length * this.#cell + 2}px`;
+    this.spacer.style.width = `${GUTTER + this.#length * this.cellWidth + 2}px`;
     const bands = this.#bands;
     this.spacer.style.height = `${AXIS + bands * (this.view.a.layers * this.#layerHeight) + (bands - 1) * GAP + 4}px`;
   }
@@ -104,7 +100,7 @@ export class TokenMap {
     const band = a.layers * this.#layerHeight;
     const y = event.clientY - box.top - AXIS;
     const within = b ? y % (band + GAP) : y;
-    const token = Math.floor((x + this.element.scrollLeft) / this.#cell);
+    const token = Math.floor((x + this.element.scrollLeft) / this.cellWidth);
     const layer = Math.floor(within / this.#layerHeight);
     if (x < 0 || y < 0 || layer < 0 || layer >= a.layers || token < 0 || token >= this.#length) return null;
     return { token, layer };
@@ -116,7 +112,7 @@ export class TokenMap {
     this.#spread();
     if (this.following && this.view.growing) this.element.scrollLeft = this.element.scrollWidth;
     const width = this.element.clientWidth;
-    const [cell, tall] = [this.#cell, this.#layerHeight];
+    const [cell, tall] = [this.cellWidth, this.#layerHeight];
     const band = a.layers * tall;
     const context = sized(this.canvas, width, parseFloat(this.spacer.style.height));
     const from = this.element.scrollLeft / cell;
