@@ -389,7 +389,7 @@ class Collector:
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         rows = _joined(arrays, self._shape or (0, 0))
-        texts = () if prompt_len is None else choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
+        texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
             start=start,
@@ -472,8 +472,12 @@ class _Choice:
             self.is_one_by_one = self.is_one_by_one and len(token_ids) == 1 and text is not None
             self.texts += [text] if self.is_one_by_one else [None] * len(token_ids)
 
-    def texts_of_all(self, prompt: Sequence[str | None], prompt_len: int, num_tokens: int) -> tuple[str | None, ...]:
+    def texts_of_all(
+        self, prompt: Sequence[str | None], prompt_len: int | None, num_tokens: int
+    ) -> tuple[str | None, ...]:
         """The texts of the prompt's tokens and of those generated; with `echo`, log-probabilities have both."""
+        if prompt_len is None:
+            return next((tuple(texts) for texts in (self.texts, prompt) if len(texts) == num_tokens), ())
         num_generated = num_tokens - prompt_len if self.token_ids is None else len(self.token_ids)
         if len(self.texts) == prompt_len + num_generated:
             return tuple(self.texts)

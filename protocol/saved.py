@@ -164,7 +164,7 @@ def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dic
         choice |= _arrays(routing, end, len(routing.rows))
         for name in ("prompt_token_ids", "token_ids"):
             choice |= {name: value} if (value := getattr(routing, name)) is not None else {}
-        if routing.texts is not None:
+        if routing.texts is not None and routing.prompt_len is not None:
             choice["logprobs"] = {"tokens": routing.texts[routing.prompt_len :]}
         body["choices"].append(choice)
     yield from (body for _, body in bodies)

@@ -57,8 +57,11 @@ def routings_of(answer: SavedAnswer, server: RunningServer | None) -> list[Routi
     if server is None:
         return routings
     tokens = [(*(each.prompt_token_ids or ()), *(each.token_ids or ())) for each in routings]
-    texts = [tuple(map(server.text_of, ids)) for ids in tokens]
-    return [replace(routing, texts=own or None) for routing, own in zip(routings, texts, strict=True)]
+    texts = server.texts_of(chain.from_iterable(tokens))
+    return [
+        replace(routing, texts=tuple(map(texts.get, ids)) if texts and ids else None)
+        for routing, ids in zip(routings, tokens, strict=True)
+    ]
 
 
 def spans_of(answer: SavedAnswer, routings: Sequence[Routing], with_weights: bool, request: int) -> Iterator[Span]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
+from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ from routed_experts.protocol.saved import ModelInfo, SavedAnswer
 from routed_experts.server.cli.console import CommandError
 
 AT_ONCE = 8  # requests
+TEXTS_AT_ONCE = 16_384  # token ids, as many as the server takes
+_TEXTS = "/v1/routed_experts/texts"
+_HAS_NONE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
 # In the form that a reader of saved responses needs no flags for, whatever the server's defaults are.
 _ROWS = {
     "return_routed_experts": True,
@@ -58,7 +62,6 @@ class RunningServer:
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._texts: dict[int, str] = {}
-        self._has_texts = True
 
     @cached_property
     def document(self) -> dict[str, Any]:
@@ -99,17 +102,25 @@ class RunningServer:
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def text_of(self, token: int) -> str | None:
-        """The text of a token; None if the server does not tell."""
-        if token not in self._texts and self._has_texts:
+    def texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
+        """The texts of tokens, and of those before; empty if the server has none.
+
+        Raises:
+            CommandError: the server cannot be reached or returns another error.
+        """
+        unknown = sorted(set(tokens) - self._texts.keys())
+        for first in range(0, len(unknown), TEXTS_AT_ONCE):
+            ids = unknown[first : first + TEXTS_AT_ONCE]
             try:
-                # The second of two equal tokens: many tokenizers drop the space that a text begins with.
-                body = {"model": self.document["model"], "tokens": [token, token]}
-                text = str(self._call("/detokenize", body)["prompt"])
-                self._texts[token] = text[len(text) // 2 :]
-            except (CommandError, KeyError):
-                self._has_texts = False
-        return self._texts.get(token)
+                texts = self._call(_TEXTS, {"token_ids": ids}).get("texts")
+            except CommandError as error:
+                if getattr(error.__cause__, "code", None) not in _HAS_NONE:
+                    raise
+                break
+            if not isinstance(texts, list) or len(texts) != len(ids):
+                raise self._is_other(_TEXTS)
+            self._texts |= zip(ids, map(str, texts), strict=True)
+        return self._texts
 
     def _call(self, path: str, body: Body | None = None, where: str = "") -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()

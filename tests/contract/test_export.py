@@ -4,6 +4,7 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from transformers import AutoTokenizer
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 from routed_experts.protocol.expert_load import count_experts
+from routed_experts.server.cli import running
 from routed_experts.server.cli.main import main
+from routed_experts.server.cli.running import RunningServer
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
 from tests.contract.served import LAYER_IDS, rows_of, serving
 from tests.e2e.harness import Server
@@ -56,6 +59,36 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
     with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(newline="", encoding="utf-8") as file:
         texts = {int(row["token_id"]): row["token"] for row in csv.DictReader(file)}
     assert texts == {token: tokenizer.decode([token]) for token in texts}
+
+
+def test_texts_come_with_one_request_for_many(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """page: below /v1, which every proxy passes; and no id is asked for twice."""
+    asked: list[tuple[str, Any]] = []
+    call = RunningServer._call
+
+    def noted(self: RunningServer, path: str, body: Any = None, where: str = "") -> dict[str, Any]:
+        asked.append((path, body))
+        return call(self, path, body, where)
+
+    monkeypatch.setattr(RunningServer, "_call", noted)
+    monkeypatch.setattr(running, "TEXTS_AT_ONCE", 20)
+    (tmp_path / "prompts.txt").write_text(f"{''.join(map(chr, range(33, 100)))}\nExperts\n")
+    with exported(server, tmp_path, "prompts.txt", "out.csv").open(newline="", encoding="utf-8") as file:
+        assert all(row["token"] for row in csv.DictReader(file))
+    assert {path for path, _ in asked if not path.startswith("/v1/")} == set()
+    ids = [body["token_ids"] for path, body in asked if path == "/v1/routed_experts/texts"]
+    assert 4 <= len(ids) <= 6
+    assert len(sum(ids, [])) == len(set(sum(ids, [])))
+
+
+def test_a_server_without_texts(tiny_model: Path, tmp_path: Path) -> None:
+    """The rows are there all the same."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [40, 50, 60]}')
+    with serving(tiny_model, "--skip-tokenizer-init") as server:
+        with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(newline="", encoding="utf-8") as file:
+            assert {row["token"] for row in csv.DictReader(file)} == {""}
 
 
 def test_plain_prompts_and_a_server_that_refuses_one(

@@ -737,6 +737,12 @@ def test_f3_files_that_are_opened_when_they_are_picked(tab: Tab, monkeypatch: py
         ended(tab)
         choose(tab, 20)
         shows(tab, rows[2][20])
+        tab.choose("#pick-b", tab.js(f'$("#pick-b {unopened}").value'))
+        tab.wait_for("#side-b")
+        names = [tab.text(f"#name-{side}") for side in "ab"]
+        assert names == ["A: recorded/2.jsonl, line 1", "B: recorded/1.jsonl, line 1"]
+        tab.wait(f"!$$('{unopened}').length")
+        shows(tab, rows[1][20], column=2)
 
 
 def test_f3_a_file_in_each_folder_is_a_group(tab: Tab) -> None:

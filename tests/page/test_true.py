@@ -67,6 +67,27 @@ def test_texts_need_no_request_for_each_token(tab: Tab, api: Server) -> None:
     assert len(asked) <= 2 + time.monotonic() - start  # one a second, where chunks bring several tokens
 
 
+def test_opened_files_of_the_served_model_have_texts(tab: Tab, model_api: Server, tmp_path: Path) -> None:
+    """page: as its live responses; those of another model have ids."""
+    body = model_api.complete(prompt="Hello there", max_tokens=6, temperature=0, **ASK)
+    choice = body["choices"][0]
+    for model in (body["model"], "another"):
+        (tmp_path / f"{model}.json").write_text(json.dumps({**body, "model": model}))
+    tab.open(f"{model_api.url}/routed_experts")
+    tab.wait_for("#ask")
+    tab.give_file("#file", tmp_path / "another.json")
+    tab.wait_for_text("#summary", "11 prompt and 6 generated tokens")
+    ended(tab)
+    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
+    assert tab.texts(TOKENS) == [f"#{one}" for one in ids]
+    assert not [url for url in tab.requested if url.endswith("texts")]
+    tab.give_file("#file", tmp_path / f"{body['model']}.json")
+    tab.wait(f"$('#pick-a').selectedOptions[0].text.startsWith('{body['model']}.json')")
+    tab.wait("$$('#tokens-a .token').length === 17 && !$('#tokens-a .number')")
+    assert tab.texts(TOKENS) == texts_of(ids)
+    assert [url for url in tab.requested if url.endswith("texts")] == [f"{model_api.url}/{TEXTS}"]
+
+
 def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
     """page: large ones as far as they matter, whole numbers as such, and none is cut off."""
     rows = rows_of(49, 3, 8, 256)

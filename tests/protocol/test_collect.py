@@ -17,7 +17,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from routed_experts.protocol import expert_load
-from routed_experts.protocol.codec import Format
+from routed_experts.protocol.codec import Format, encode
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
 from routed_experts.protocol.sse import EventReader
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
@@ -451,6 +451,17 @@ def test_texts() -> None:
     chunks = stream(told())
     next(chunk for chunk in chunks if chunk["choices"][0].get("token_ids") == [2])["choices"][0]["text"] = ""
     assert collect(iter(chunks))[0].texts == (*[None] * 9, "x", "x", *[None] * 4), "held back: later places are unknown"
+
+
+def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
+    """Those of a prompt and what follows stand beside their rows all the same; also in a file of the page."""
+    rows, texts = told().whole(), [*"ABCDEFGHIabcdef"]
+    choice = {"index": 0, "finish_reason": "stop", "routed_experts": encode(rows, fmt="npy", dtype="int16", start=0)}
+    (said,) = collect({"choices": [{**choice, "logprobs": {"tokens": texts}}]})
+    assert (said.prompt_len, said.texts) == (None, tuple(texts))
+    assert collect({"choices": [choice], "routed_experts_page": {"prompt_tokens": texts}})[0].texts == tuple(texts)
+    for some in (texts[9:], texts[1:]):
+        assert collect({"choices": [{**choice, "logprobs": {"tokens": some}}]})[0].texts is None
 
 
 JSON = st.recursive(

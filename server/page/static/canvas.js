@@ -1,5 +1,9 @@
 // What the drawings share.
 
+import { css, ink } from "./colours.js";
+
+export const GUTTER = 40; // where the layers' numbers stand
+
 /** Fits a canvas to `width` × `height` CSS pixels at the screen's resolution; its context, cleared. */
 export function sized(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
@@ -25,6 +29,46 @@ export function ticks(from, to, most) {
   const found = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) found.push(at);
   return found;
+}
+
+/** Draws a ramp for a legend. */
+export function bar(canvas, colours) {
+  const context = sized(canvas, 120, 12);
+  const step = 120 / colours.length;
+  colours.forEach((pixel, i) => {
+    context.fillStyle = css(pixel);
+    context.fillRect(i * step, 0, step + 1, 12);
+  });
+}
+
+/** The numbers of layers that are `tall` each, as many as there is room for, and the selected one. */
+export function layerNumbers(context, { layerIds }, selected, top, tall) {
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const every = Math.ceil(13 / tall);
+  layerIds.forEach((id, i) => {
+    if (i !== selected && (i % every || Math.abs(i - selected) < every)) return;
+    context.fillStyle = i === selected ? ink("select") : ink("muted");
+    context.fillText(String(id), GUTTER - 6, top + (i + 0.5) * tall);
+  });
+}
+
+/** A line through points [x, y]. */
+export function line(context, points, colour, width, dash = []) {
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  context.setLineDash(dash);
+  context.beginPath();
+  for (const point of points) context.lineTo(...point);
+  context.stroke();
+  context.setLineDash([]);
+}
+
+/** The outline of a box [x, y, width, height]. */
+export function outline(context, box, colour, width) {
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  context.strokeRect(...box);
 }
 
 const TILE = 1024;

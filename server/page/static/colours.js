@@ -1,7 +1,5 @@
 // Ramps that differ in lightness first, so that they can be told apart however one sees colours.
 
-import { sized } from "./canvas.js";
-
 const BLUES = ["#ffffd9", "#edf8b1", "#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58"];
 const ORANGES = ["#f3f4f6", "#fee6ce", "#fdd0a2", "#fdae6b", "#fd8d3c", "#f16913", "#d94801", "#a63603", "#7f2704"];
 const ORANGES_ON_DARK = ["#1c2330", "#4a2a12", "#7f3f0c", "#b35806", "#e08214", "#fdb863", "#fed9a6", "#fee8c8", "#fff7ec"];
@@ -34,7 +32,7 @@ const pixel = (r, g, b) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
 export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
 
-export const isDark = () => {
+const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 };
@@ -49,10 +47,7 @@ export function forgetTheme() {
 }
 
 /** The colours of the theme: ramps `usual` to rare, `load` from none to much, `differs` from none to all; and `experts`. */
-export function ramps() {
-  known ??= makeRamps();
-  return known;
-}
+export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
   const dark = isDark();
@@ -78,14 +73,4 @@ function remembered(make) {
 export function ink(name) {
   if (!inks.has(name)) inks.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return inks.get(name);
-}
-
-/** Draws a ramp for a legend. */
-export function bar(canvas, colours) {
-  const context = sized(canvas, 120, 12);
-  const step = 120 / colours.length;
-  colours.forEach((pixel, i) => {
-    context.fillStyle = css(pixel);
-    context.fillRect(i * step, 0, step + 1, 12);
-  });
 }

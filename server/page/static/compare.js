@@ -1,5 +1,6 @@
 // Two answers side by side: where they part.
 
+import { grown } from "./arrays.js";
 import { distance } from "./stats.js";
 
 export class Comparison {
@@ -32,7 +33,7 @@ export class Comparison {
     const { a, b, layers = a.layers } = this;
     const end = Math.min(a.end, b.end);
     const upTo = Math.min(this.end + most, end);
-    this.#reserve((upTo - this.start) * layers);
+    this.cells = grown(this.cells, (upTo - this.start) * layers);
     for (let position = this.end; position < upTo; position++) {
       for (let layer = 0; layer < layers; layer++) this.#compare(position, layer);
       this.length++;
@@ -63,13 +64,6 @@ export class Comparison {
       if (same === false) this.firstToken = i;
       this.areKnown &&= same !== null;
     }
-  }
-
-  #reserve(needed) {
-    if (needed <= this.cells.length) return;
-    const larger = new Uint8Array(Math.max(needed, this.cells.length * 2));
-    larger.set(this.cells);
-    this.cells = larger;
   }
 
   /** The findings as a sentence. */

@@ -50,9 +50,11 @@ export function merged(name, wholes) {
 /** The files that were dropped, also those in folders: [{name: with its folders, file}]. Must be called in the event. */
 export async function droppedFiles(transfer) {
   const entries = Array.from(transfer.items, (item) => item.webkitGetAsEntry?.());
-  if (!entries.some((entry) => entry?.isDirectory)) return Array.from(transfer.files, (file) => ({ name: file.name, file }));
-  return (await Promise.all(entries.filter(Boolean).map(filesIn))).flat();
+  if (!entries.some((entry) => entry?.isDirectory)) return inOrder(Array.from(transfer.files, (file) => ({ name: file.name, file })));
+  return inOrder((await Promise.all(entries.filter(Boolean).map(filesIn))).flat());
 }
+
+export const inOrder = (files) => files.sort((one, other) => one.name.localeCompare(other.name));
 
 async function filesIn(entry) {
   if (entry.isFile) return [{ name: entry.fullPath.slice(1), file: await new Promise((done, fail) => entry.file(done, fail)) }];

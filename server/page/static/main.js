@@ -7,14 +7,16 @@ import { forgetTheme } from "./colours.js";
 import { Comparison, checkSameModel, loadsInWords } from "./compare.js";
 import { Detail } from "./detail.js";
 import { balanceTable, loadTable, mapTable, save as saveFile, saveCsv, savePng } from "./download.js";
-import { droppedFiles, groupsOf, merged } from "./groups.js";
+import { droppedFiles, groupsOf, inOrder, merged } from "./groups.js";
 import { numberIn, putLink, readLink, writeLink } from "./link.js";
 import { ExpertTokens, Lists } from "./lists.js";
 import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
 import { Matrix } from "./matrix.js";
+import { name } from "./names.js";
 import { Player } from "./player.js";
 import { UNFINISHED, line, read } from "./saved.js";
+import { made } from "./sorted.js";
 import { ServerError, getJson, useKey } from "./stream.js";
 import { MapTable } from "./table.js";
 import { TokenText, describe } from "./text.js";
@@ -53,7 +55,7 @@ const view = {
 let info = null; // what the server says of its rows; null without a server
 let running = null; // the AbortController of the request under way
 let asked = 0;
-let unopened = []; // files of `routed-experts view` that are opened when they are picked: {name, place}
+let viewed = []; // the files of `routed-experts view`: {name, place}; large ones are opened when they are picked
 let picked = null; // the entry that was chosen to compare with
 let isPinned = false; // whether a token was selected by hand while the answer grows
 
@@ -300,12 +302,9 @@ function add(...added) {
   view.entries = [...responses, ...groups];
   for (const pick of [$("pick-a"), $("pick-b")]) {
     const options = view.entries.map((entry, i) => new Option(nameOf(entry), String(i)));
-    const among = document.createElement("optgroup");
-    among.label = "Groups";
-    among.append(...options.splice(responses.length));
-    const rest = document.createElement("optgroup");
-    rest.label = "Not opened yet";
-    rest.append(...unopened.map(({ name, place }) => new Option(name, `${UNOPENED}${place}`)));
+    const among = made("optgroup", { label: "Groups" }, ...options.splice(responses.length));
+    const unopened = viewed.filter(({ name }) => !responses.some(({ file }) => file === name));
+    const rest = made("optgroup", { label: "Not opened yet" }, ...unopened.map(({ name, place }) => new Option(name, `${UNOPENED}${place}`)));
     pick.replaceChildren(pick.options[0], ...options, ...[among, rest].filter((group) => group.children.length));
   }
   $("pick-a").options[0].hidden = true;
@@ -395,12 +394,12 @@ const UNOPENED = "unopened "; // before the place of such a file, as an option's
 const chosen = (pick) => (pick.value === "" ? null : view.entries[pick.value]);
 
 async function pick() {
-  const fileOf = ({ value }) => unopened.find(({ place }) => value === `${UNOPENED}${place}`);
+  const fileOf = ({ value }) => viewed.find(({ place }) => value === `${UNOPENED}${place}`);
   const [a, b] = [fileOf($("pick-a")), fileOf($("pick-b"))];
-  if (a) return openUnopened([a]);
+  if (a) return openViewed([a]);
   if (b) {
     const before = view.entryA;
-    await openUnopened([b]);
+    await openViewed([b]);
     picked = view.entryA === before ? null : view.entryA;
     return show(before, picked);
   }
@@ -449,16 +448,16 @@ function player(whole) {
   };
   if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows have ${layers} layers, but the model has ${shape.layerIds.length}.`);
   if (highest >= shape.experts) throw new Error(`${whole.name}: expert id ${highest} is out of range: the model has ${shape.experts} experts.`);
-  const made = new Player(whole, shape, changed);
-  return { player: made, answer: made.answer };
+  if (isServed) for (const token of whole.tokens) if (token.text === null && token.id !== null) name(token, changed);
+  const player = new Player(whole, shape);
+  return { player, answer: player.answer };
 }
 
-/** Opens files {name, file}, or a promise of them. */
+/** Opens files or responses {name, file}, or a promise of them. */
 async function openFiles(files) {
   hideError();
   try {
-    const texts = (await files).map(async ({ name, file }) => ({ name, text: await file.text() }));
-    open((await Promise.all(texts)).sort((one, other) => one.name.localeCompare(other.name)));
+    open(await Promise.all((await files).map(async ({ name, file }) => ({ name, text: await (await file).text() }))));
   } catch (error) {
     showError(error);
   }
@@ -467,7 +466,7 @@ async function openFiles(files) {
 /** Shows the selected answer again as it was made: 40 tokens a second, or in ten seconds. */
 function play() {
   const entry = view.entryA;
-  entry.player ??= new Player(wholeOf(entry.answer), entry.answer, changed);
+  entry.player ??= new Player(wholeOf(entry.answer), entry.answer);
   const { length } = entry.player.whole.tokens;
   entry.answer = entry.player.replay(Math.max(40, length / 10));
   isPinned = false;
@@ -661,35 +660,18 @@ async function openSaved(files) {
   $("model").textContent = files.length > 5 ? `${files.length} files` : files.map(([name]) => name).join(", ");
   $("empty-how").textContent = "Open saved responses, or drop files or folders here.";
   let bytes = 0;
-  const all = files.map(([name, size], place) => ({ name, place, end: (bytes += size) }));
-  const first = all.filter(({ end, place }) => !place || end <= AT_FIRST);
-  unopened = all.slice(first.length);
-  if (first.length) await openUnopened(first);
+  viewed = files.map(([name, size], place) => ({ name, place, end: (bytes += size) }));
+  const first = viewed.filter(({ end, place }) => !place || end <= AT_FIRST);
+  if (first.length) await openViewed(first);
   else followLink();
 }
 
-async function openUnopened(files) {
-  hideError();
-  try {
-    const text = async ({ name, place }) => ({ name, text: await (await fetch(`routed_experts/saved/${place}`)).text() });
-    const texts = await Promise.all(files.map(text));
-    unopened = unopened.filter((file) => !files.includes(file));
-    open(texts);
-  } catch (error) {
-    showError(error);
-  }
-}
+const openViewed = (files) => openFiles(files.map(({ name, place }) => ({ name, file: fetch(`routed_experts/saved/${place}`) })));
 
 const EXAMPLE = "example.json";
 
 /** Responses of the tiny model to two prompts. */
-async function openExample() {
-  try {
-    open([{ name: EXAMPLE, text: await (await fetch(`routed_experts/${EXAMPLE}`)).text() }]);
-  } catch (error) {
-    showError(error);
-  }
-}
+const openExample = () => openFiles([{ name: EXAMPLE, file: fetch(`routed_experts/${EXAMPLE}`) }]);
 
 // ---- buttons ----
 
@@ -717,7 +699,7 @@ $("pick-b").addEventListener("change", pick);
 for (const input of [$("file"), $("folder")]) {
   input.addEventListener("change", () => {
     const files = Array.from(input.files, (file) => ({ name: file.webkitRelativePath || file.name, file }));
-    openFiles(files).then(() => (input.value = ""));
+    openFiles(inOrder(files)).then(() => (input.value = ""));
   });
 }
 document.addEventListener("dragover", (event) => event.preventDefault());

@@ -62,28 +62,20 @@ function* documents(text, file) {
 
 /** The place after the JSON value that begins at a place. */
 function endOfValue(text, from) {
-  let depth = 0;
-  for (let at = from; at < text.length; at++) {
-    const character = text[at];
-    if (character === '"') at = endOfString(text, at);
-    else if (character === "{" || character === "[") depth++;
-    else if (character === "}" || character === "]") {
+  const signs = /\\.|["{}[\]\n]/gs;
+  signs.lastIndex = from;
+  let [depth, isInString] = [0, false];
+  for (let found; (found = signs.exec(text)); ) {
+    const [sign] = found;
+    if (sign === '"') isInString = !isInString;
+    else if (isInString) continue;
+    else if (sign === "{" || sign === "[") depth++;
+    else if (sign === "}" || sign === "]") {
       depth--;
-      if (depth <= 0) return at + 1;
-    } else if (!depth && character === "\n") return at;
+      if (depth <= 0) return signs.lastIndex;
+    } else if (!depth && sign === "\n") return found.index;
   }
   return text.length;
-}
-
-/** The place of the quotation mark that ends a string. */
-function endOfString(text, from) {
-  for (let at = from; ; ) {
-    at = text.indexOf('"', at + 1);
-    if (at < 0) return text.length;
-    let before = at;
-    while (text[before - 1] === "\\") before--;
-    if ((at - before) % 2 === 0) return at;
-  }
 }
 
 function parse(text, where) {
@@ -97,7 +89,7 @@ function parse(text, where) {
 function choicesOf(parts, where, info) {
   const choices = new Map(); // by index
   const prompts = new Map(); // arrays of a prompt's rows, by the index of the choice that came with them
-  for (const part of parts) takePart(part, choices, prompts, info);
+  for (const part of parts) takePart(part, choices, prompts);
   const perPrompt = Math.max(Math.floor(choices.size / Math.max(prompts.size, 1)), 1);
   const carriers = [...prompts.keys()].sort((a, b) => a - b);
   const page = parts[0].routed_experts_page ?? {};
@@ -108,13 +100,13 @@ function choicesOf(parts, where, info) {
   });
 }
 
-function takePart(part, choices, prompts, info) {
+function takePart(part, choices, prompts) {
   const list = part.choices ?? [];
   list.forEach((one, place) => {
     const index = one.index ?? place;
     if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isEchoed: false, told: { isOneByOne: true } });
     const choice = choices.get(index);
-    if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, one.routed_expert_weights, info));
+    if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, one.routed_expert_weights));
     choice.promptIds ??= one.prompt_token_ids ?? part.prompt_token_ids ?? null;
     choice.finish = one.finish_reason ?? choice.finish;
     takeTokens(one, choice);
@@ -125,7 +117,7 @@ function takePart(part, choices, prompts, info) {
   arrays.forEach((array, i) => {
     const carrier = list[Math.floor((i * list.length) / arrays.length)]?.index ?? i;
     if (!prompts.has(carrier)) prompts.set(carrier, []);
-    prompts.get(carrier).push(decode(array, weights[i], info));
+    prompts.get(carrier).push(decode(array, weights[i]));
   });
 }
 
@@ -162,18 +154,17 @@ function choiceOf(choice, prompts, page, info) {
   const end = start + count;
   const guessed = isWhole && !isEchoed ? Math.max(end + 1 - tokens.length, 0) : null;
   const promptLength = promptIds?.length ?? (prompts.length ? start + promptRows : guessed);
-  const own = page.tokens ?? tokens;
-  const length = own && (isEchoed || promptLength !== null) ? own.length + (isEchoed ? 0 : promptLength) : end + 1;
+  const length = tokens && (isEchoed || promptLength !== null) ? tokens.length + (isEchoed ? 0 : promptLength) : end + 1;
   return { tokens: placed(choice, promptLength, length, page), promptLength, rows, weights, shape, start, finished: choice.finish ?? UNFINISHED };
 }
 
 /** The tokens by position: what is known of those of the prompt, and of those after it; with `echo`, `tokens` has all. */
 function placed({ promptIds, tokens, isEchoed }, promptLength, length, page) {
-  const of = (all, first, position) => (all && first !== null ? all[position - first] : undefined);
-  const said = (position) => of(tokens, isEchoed ? 0 : promptLength, position);
+  const first = isEchoed ? 0 : promptLength;
+  const said = (position) => (first === null ? undefined : tokens?.[position - first]);
   return Array.from({ length }, (_, i) => ({
     id: promptIds?.[i] ?? said(i)?.id ?? null,
-    text: page.prompt_tokens?.[i] ?? of(page.tokens, promptLength, i) ?? said(i)?.text ?? null,
+    text: page.prompt_tokens?.[i] ?? said(i)?.text ?? null,
   }));
 }
 
@@ -195,11 +186,8 @@ function moeLayers(rows, shape, ids) {
   const [layers, topK] = shape;
   if (!ids || !rows.length || ids.length === layers) return { rows, shape };
   if (Math.max(...ids) >= layers) throw new Error(`rows have ${layers} layers, but the model has ${ids.length} MoE layers.`);
-  const kept = join(
-    Array.from({ length: rows.length / topK }, (_, i) => i)
-      .filter((i) => ids.includes(i % layers))
-      .map((i) => rows.subarray(i * topK, (i + 1) * topK)),
-  );
+  const isKept = new Set(ids);
+  const kept = rows.filter((_, at) => isKept.has(Math.floor(at / topK) % layers));
   return { rows: kept, shape: [ids.length, topK] };
 }
 
