@@ -61,9 +61,7 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
     assert texts == {token: tokenizer.decode([token]) for token in texts}
 
 
-def test_texts_come_with_one_request_for_many(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_texts_come_with_one_request_for_many(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """page: below /v1, which every proxy passes; and no id is asked for twice."""
     asked: list[tuple[str, Any]] = []
     call = RunningServer._call
