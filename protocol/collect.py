@@ -202,9 +202,7 @@ class Collector:
         _check_asked(asked)
         self._asked = asked
         self._form: dict[str, Any] = {k: v for k, v in asked.items() if k in ("dtype", "num_layers", "top_k")}
-        self._shape: tuple[int, ...] | None = None
-        if "num_layers" in asked and "top_k" in asked:
-            self._shape = (asked["num_layers"], asked["top_k"])
+        self._shape: tuple[int, ...] | None = None  # of the rows; what was asked is for bare bytes
         self._prompts: dict[int, _Pieces] = {}  # by the index of the choice that carried them
         self._prompt_histograms: dict[int, Histogram] = {}  # likewise
         self._choices: dict[int, _Choice] = {}
@@ -388,7 +386,8 @@ class Collector:
             start += counted["rows"] + choice.histogram["rows"]  # all rows were left out
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
-        rows = _joined(arrays, self._shape or (0, 0))
+        shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
+        rows = _joined(arrays, shape)
         texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
@@ -398,7 +397,7 @@ class Collector:
             prompt_token_ids=prompt_token_ids,
             token_ids=None if choice.token_ids is None else tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
-            weights=None if weights is None else _joined_weights(weights, self._shape or (0, 0)),
+            weights=None if weights is None else _joined_weights(weights, shape),
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
             texts=texts if any(texts) else None,
             prompt_histogram=counted,
