@@ -209,6 +209,7 @@ NOT_OF_EVERY_REQUEST = {
     "finish_requests": "keeps the order of outputs where a pause ends requests",
     "has_requests": "asks for one more step while a thread reads a prompt's rows and nothing else is left to do",
     "compile_or_warm_up_model": "records CUDA graphs",
+    "wake_up": "called where an engine wakes up",
     # of the connector's place
     "reset": "called when the prefix cache is reset",
     "max_cache_hit": "gives no limit, as it does when dead",
