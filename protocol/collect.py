@@ -70,8 +70,7 @@ class Routing:
         weights: [n, L, K] the router's weights of the ids, if the response has them; NaN where unknown.
         logprobs: log-probabilities of the G generated tokens, with `echo` of all P + G, if the response has them; NaN
             for a token without one (the first of a prompt).
-        texts: of the P + G tokens, None where unknown; if log-probabilities tell them, or a stream with a token in each
-            chunk.
+        texts: of the P + G tokens, None where unknown; if log-probabilities tell them.
         prompt_histogram, histogram: counts of the rows of the prompt and of the generated tokens, if the response has
             them (`routed_experts_histogram`).
         media: the hash of each picture, sound and block of embeddings of the prompt, in their order, or other names
@@ -449,27 +448,14 @@ class _Choice:
     finish_reason: str | None = None
     logprobs: list[float | None] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)  # of tokens, in the order of the chunks
-    is_one_by_one: bool = True  # whether each chunk with tokens had one, and its text
     histogram: Histogram | None = None
 
     def add_tokens(self, choice: Any, token_ids: Sequence[int] | None) -> None:
-        """Takes log-probabilities and texts: those of log-probabilities, else of a chunk with one token.
-
-        A chunk without text was held back, so that the places of later texts are unknown.
-        """
+        """Takes log-probabilities and their texts. A chunk's own text may be that of other tokens than the chunk's: with
+        stop strings, and within characters of several tokens, vLLM holds text back."""
         logprobs, texts = _logprobs(_get(choice, "logprobs"))
         self.logprobs += logprobs
-        if texts:
-            self.texts += texts
-        elif token_ids:
-            message = _get(choice, "delta")
-            own = [
-                _get(choice, "text"),
-                *(_get(message, name) for name in ("content", "reasoning", "reasoning_content")),
-            ]
-            text = next((each for each in own if isinstance(each, str) and each), None)
-            self.is_one_by_one = self.is_one_by_one and len(token_ids) == 1 and text is not None
-            self.texts += [text] if self.is_one_by_one else [None] * len(token_ids)
+        self.texts += texts or [None] * len(token_ids or ())
 
     def texts_of_all(
         self, prompt: Sequence[str | None], prompt_len: int | None, num_tokens: int

@@ -492,13 +492,11 @@ def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path, viewed: Viewed) -
         tab.wait("!$('#tokens-a .number')")
         assert tab.texts(TOKENS) == texts
     show(tab, viewed(text=stream))
-    shown = tab.texts(TOKENS)
-    assert all(one in (text, f"#{i}") for one, text, i in zip(shown, texts, ids, strict=True))
-    assert shown[11] == texts[11], "the first chunk brings one token"
+    assert tab.texts(TOKENS) == [f"#{i}" for i in ids]
 
 
 def test_texts_of_a_saved_stream(tab: Tab, viewed: Viewed) -> None:
-    """A chunk's text is its token's, until some was held back; log-probabilities say them all."""
+    """A chunk's text may be that of other tokens, where some was held back; log-probabilities say them all."""
     rows = rows_of(7, 2, 2, 8)
     parts = [([3], "a"), ([4], "b"), ([5], ""), ([6], "cd"), ([7, 8], "ef")]
     choices: list[dict[str, Any]] = [{"index": 0, "token_ids": ids, "text": text} for ids, text in parts]
@@ -506,7 +504,7 @@ def test_texts_of_a_saved_stream(tab: Tab, viewed: Viewed) -> None:
     choices[-1] |= {"finish_reason": "stop", "routed_experts": encode(rows[2:], fmt="npy", dtype="int16", start=2)}
     chunks: list[dict[str, Any]] = [{"choices": [choice]} for choice in choices]
     chunks[0]["prompt_routed_experts"] = encode(rows[:2], fmt="npy", dtype="int16", start=0)
-    for expected in ("#1 #2 a b #5 #6 #7 #8", "#1 #2 a b c d e f"):
+    for expected in ("#1 #2 #3 #4 #5 #6 #7 #8", "#1 #2 a b c d e f"):
         text = "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n"
         show(tab, viewed(text=text))
         assert tab.texts(TOKENS) == expected.split()

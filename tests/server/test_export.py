@@ -72,8 +72,15 @@ def expected() -> list[dict[str, Any]]:
     return found
 
 
+def with_texts(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`chunks` with the texts of their tokens."""
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        choice["logprobs"] = {"tokens": ["x"] * len(choice.get("token_ids", ()))}
+    return chunks
+
+
 def token_text(token: dict[str, Any]) -> str | None:
-    """Chunks of the stream had a token each."""
+    """Log-probabilities of the stream say those of generated tokens."""
     return "x" if token["request"] and not token["is_prompt"] else None
 
 
@@ -98,7 +105,7 @@ def exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Export:
     several, streamed = told()
     body = {"id": "cmpl-1", **answer(several), "routed_experts_info": INFO}
     (folder / "0.jsonl").write_text(json.dumps(body) + "\n")
-    (folder / "1.jsonl").write_bytes(json.dumps(INFO).encode() + b"\n" + sse(stream(streamed)))
+    (folder / "1.jsonl").write_bytes(json.dumps(INFO).encode() + b"\n" + sse(with_texts(stream(streamed))))
 
     def run(name: str, *flags: str) -> Path:
         assert main(["export", str(folder), "-o", str(tmp_path / name), *flags]) == 0

@@ -2,7 +2,6 @@
 // them. `routed-experts view` reads files itself, and hands over lines in the one form that it makes of them.
 
 import { decode, encode } from "./arrays.js";
-import { textOf } from "./tokens.js";
 
 /**
  * The choices in a file: [{name, model, tokens, promptLength, rows, weights, shape: [L, K], start, finished, info}].
@@ -104,7 +103,7 @@ function takePart(part, choices, prompts) {
   const list = part.choices ?? [];
   list.forEach((one, place) => {
     const index = one.index ?? place;
-    if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isEchoed: false, told: { isOneByOne: true } });
+    if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isEchoed: false });
     const choice = choices.get(index);
     if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, one.routed_expert_weights));
     choice.promptIds ??= one.prompt_token_ids ?? part.prompt_token_ids ?? null;
@@ -124,16 +123,16 @@ function takePart(part, choices, prompts) {
 /** A list has arrays of several prompts, unless it is one array as nested lists. */
 const arraysOf = (value) => (Array.isArray(value) && (!Array.isArray(value[0]) || Array.isArray(value[0]?.[0]?.[0])) ? value : [value]);
 
-/** Tokens with the texts of their log-probabilities, which with `echo` are those of the prompt as well, or of the stream. */
+/** Tokens with the texts of their log-probabilities, which with `echo` are those of the prompt as well. A chunk's own text may be
+ * that of other tokens, as stop strings hold text back. */
 function takeTokens(one, choice) {
   const { logprobs, token_ids: ids = null } = one;
   const texts = logprobs?.tokens ?? logprobs?.content?.map(({ token }) => token) ?? null;
   if (!ids && !texts) return;
-  const text = textOf(one, (ids ?? texts).length, choice.told);
   const echoed = ids && texts ? texts.length - ids.length : 0;
   choice.isEchoed ||= echoed > 0 || logprobs?.token_logprobs?.[0] === null; // the first of a prompt has none
   choice.tokens ??= [];
-  for (let i = 0; i < (texts ?? ids).length; i++) choice.tokens.push({ id: ids?.[i - echoed] ?? null, text: texts ? texts[i] : text });
+  for (let i = 0; i < (texts ?? ids).length; i++) choice.tokens.push({ id: ids?.[i - echoed] ?? null, text: texts?.[i] ?? null });
 }
 
 function choiceOf(choice, prompts, page, info) {
