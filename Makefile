@@ -15,7 +15,7 @@ ARGS ?=
 # Files of tests at once.
 JOBS ?= 3
 # The same on GPUs; their engines are small, and what they wait for is their start.
-GPU_JOBS ?= 6
+GPU_JOBS ?= 8
 
 BIN := $(VENV)/bin
 # pip shows its own progress on a terminal; elsewhere the stages alone are said.
@@ -38,7 +38,7 @@ help:
 	@echo "make test-next     list what moved in the newest vLLM for CUDA (or VLLM=0.33.0), and run the tests that need no engine"
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
-	@echo "make spec          write openapi.yaml and docs/http.md"
+	@echo "make spec          write openapi.yaml"
 	@echo "make bench         measure the cost of the capture on this machine"
 	@echo "make bench-gpu     measure it on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
 	@echo "make bench-http    measure the cost of returning routing over HTTP in the API process"
@@ -96,7 +96,7 @@ test-release: setup
 # For another version: make test-gpu VLLM=0.29.0 VENV=.venv-0.29
 test-gpu: export ROUTED_EXPERTS_ALLOW_UNTESTED = 1
 test-gpu: setup
-	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) $(ARGS)
+	$(BIN)/python -m pytest tests/gpu --ignore=tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run.json -n $(GPU_JOBS) --dist loadgroup $(ARGS)
 	$(BIN)/python -m pytest tests/gpu/test_sleep.py -p tests.gpu_runs --gpu-run=gpu-run-sleep.json $(ARGS)
 
 # VLLM="0.27.1 0.30.0" names versions; all with a build for CPUs otherwise.
@@ -111,14 +111,14 @@ check: setup
 	$(BIN)/ruff check $(CODE)
 	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/__init__.py $(VENV)/src/routed_experts/
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
-	$(BIN)/python -m routed_experts.server.openapi --check openapi.yaml docs/http.md
+	$(BIN)/python -m routed_experts.server.http.openapi --check openapi.yaml
 
 format: setup
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
 spec: setup
-	$(BIN)/python -m routed_experts.server.openapi openapi.yaml docs/http.md
+	$(BIN)/python -m routed_experts.server.http.openapi openapi.yaml
 
 bench: setup
 	$(BIN)/python -m bench.cpu $(ARGS)

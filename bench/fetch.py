@@ -117,7 +117,7 @@ def main() -> None:
         first, size = stored.path.stat().st_size - LAYERS * layer + WANTED[0] * layer, (WANTED[1] - WANTED[0]) * layer
         ours, alone = free_ports(2)
         servers = [
-            multiprocessing.Process(target=serve_http, args=(stored.path.parent, ours)),
+            multiprocessing.Process(target=serve_http, args=(stored.path.parents[1], ours)),
             multiprocessing.Process(target=serve_sendfile, args=(stored.path, alone, first, size), daemon=True),
         ]
         for server in servers:

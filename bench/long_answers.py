@@ -15,6 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ from bench.http_table import commit_and_device, described
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutingOptions, parse_options
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.references import ReferenceMaker
+from routed_experts.server.http.references import ReferenceMaker, has_left
 from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -145,19 +146,22 @@ class Edge:
         options = parse_options({"return_routed_experts": True, **body["fields"]})
         assert options is not None
         if body["stream"]:
-            return await respond(self._stream(options, self._long_outputs(body["generated"])), request)
+            return await respond(self._stream(options, self._long_outputs(body["generated"]), request), request)
         collected = CollectedRows(options, (L, K))
         async for output in collected.collect_from(self._long_outputs(body["generated"], at_once=True)):
             final = output
         assert final.outputs
-        answer = RoutedResponse(_Completion(), collected, encoder_of(options), False, self._references(options))
+        answer = RoutedResponse(
+            _Completion(), collected, encoder_of(options), False, self._references(options, request)
+        )
         return await respond(answer, request)
 
     async def short(self, request: Request) -> Response:
         """A stream of so many tokens, slowly."""
         options = parse_options({"return_routed_experts": True})
         assert options is not None
-        return await respond(self._stream(options, self._short_outputs((await request.json())["tokens"])), request)
+        outputs = self._short_outputs((await request.json())["tokens"])
+        return await respond(self._stream(options, outputs, request), request)
 
     async def figures(self) -> dict[str, float]:
         """Those since this was last asked for: see `Held`; CPU seconds, and the most bytes of memory at once."""
@@ -190,12 +194,14 @@ class Edge:
             buffer.push(16 + token, self._rows[token : token + 1].copy())
             await asyncio.sleep(SHORT_GAP_S)
 
-    def _stream(self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-        aligner = SSERewriter(options, encoder_of(options), 1, str, references=self._references(options))
+    def _stream(
+        self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput], request: Request
+    ) -> AsyncIterator[str]:
+        aligner = SSERewriter(options, encoder_of(options), 1, str, references=self._references(options, request))
         return aligner.rewrite(_chunks(aligner.watch(outputs)))
 
-    def _references(self, options: RoutingOptions) -> ReferenceMaker | None:
-        return ReferenceMaker(self._store, "http://x/rows") if options.by_reference else None
+    def _references(self, options: RoutingOptions, request: Request) -> ReferenceMaker | None:
+        return ReferenceMaker(self._store, partial(has_left, request)) if options.by_reference else None
 
 
 def encoder_of(options: RoutingOptions) -> Encoder:

@@ -30,7 +30,7 @@ async def turn(session: aiohttp.ClientSession, model: str, tokens: list[int], se
     }
     async with session.post("/v1/completions", json=body) as response:
         response.raise_for_status()
-        (routing,) = await collect_async(response.content, prompt_start=seen)
+        (routing,) = await collect_async(response.content, prompt_start=seen, media=())  # text alone
         return routing
 
 

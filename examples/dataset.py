@@ -26,9 +26,13 @@ class RoutingDataset(Dataset[torch.Tensor]):
     Args:
         sequences: for each, the references of its turns. Together they cover its rows from position 0 on.
         layers: the layers of this rank: the first, and the one after the last.
+        base_url: of the server's API.
     """
 
-    def __init__(self, sequences: list[list[Reference]], layers: tuple[int, int], num_tokens: int) -> None:
+    def __init__(
+        self, sequences: list[list[Reference]], layers: tuple[int, int], num_tokens: int, base_url: str
+    ) -> None:
+        self._base_url = base_url
         self._sequences = sequences
         self._layers = layers
         self._num_tokens = num_tokens
@@ -44,7 +48,7 @@ class RoutingDataset(Dataset[torch.Tensor]):
             start = reference["start"]
             count = min(reference["shape"][0], self._num_tokens - start)
             if count > 0:
-                part = fetch(reference, layers=self._layers, tokens=(0, count))
+                part = fetch(reference, layers=self._layers, tokens=(0, count), base_url=self._base_url)
                 ids[:, start : start + count] = torch.from_numpy(part.copy())
         return ids
 
@@ -80,7 +84,7 @@ def main() -> None:
     sequences = [converse(args.url, info["model"])[0] for _ in range(3)]
     bounds = [rank * info["num_layers"] // args.ranks for rank in range(args.ranks + 1)]
     for rank, layers in enumerate(pairwise(bounds)):  # each in a process of its own, in earnest
-        for batch in DataLoader(RoutingDataset(sequences, layers, NUM_TOKENS), batch_size=3):
+        for batch in DataLoader(RoutingDataset(sequences, layers, NUM_TOKENS, f"{args.url}/v1"), batch_size=3):
             print(f"rank {rank}, layers {layers[0]} to {layers[1] - 1}: {list(batch.shape)}")
 
 

@@ -147,6 +147,7 @@ def proxy(ports: list[int]) -> FastAPI:
     @app.get("/{path:path}")
     @app.post("/tokenize")
     @app.post("/detokenize")
+    @app.post("/v1/routed_experts/texts")
     async def others(request: Request) -> Response:
         return await passed_on(request, await request.body())
 

@@ -33,7 +33,7 @@ def main() -> None:
         stream=True,
         extra_body={"return_routed_experts": True, "return_token_ids": True},
     )
-    routings = collect(stream)  # four: two of each prompt
+    routings = collect(stream, n=2)  # four: two of each prompt
     for routing in routings:
         verify(routing, info["num_experts"])
     prompt_columns = max(len(routing.prompt_token_ids or ()) for routing in routings)

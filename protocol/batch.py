@@ -7,10 +7,12 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import UNKNOWN, UNKNOWN_WEIGHT
 from routed_experts.protocol.collect import PROMPT_END_UNKNOWN, Routing, RoutingError
 
 Number = TypeVar("Number", bound=np.generic)
+_Tokens = NDArray[np.int64]
 
 _SUM_TOLERANCE = 0.01
 """What rounding to 16 bits may change in the sum of a token's weights."""
@@ -33,7 +35,10 @@ def verify(routing: Routing, num_experts: int, weights_sum: float | None = None)
         RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as they must be; names
             the first.
     """
-    ids = routing.rows
+    ids = arguments.instance("routing", routing, Routing).rows
+    num_experts = arguments.integer("num_experts", num_experts, least=1)
+    if weights_sum is not None:
+        weights_sum = arguments.number("weights_sum", weights_sum)
     _reject(routing, ids == UNKNOWN, "not known")
     _reject(routing, (ids < 0) | (ids >= num_experts), f"out of the range of {num_experts} experts")
     ordered = np.sort(ids, axis=2)
@@ -63,10 +68,12 @@ def scaled(weights: NDArray[np.float32], info: Mapping[str, Any]) -> NDArray[np.
     Raises:
         ValueError: `weights` do not have the layers of `info`.
     """
-    scale = np.asarray(info["weights_scale"], dtype=np.float32)
+    weights = arguments.array("weights", weights, "f", "...LK")
+    scales = arguments.instance("info", info, Mapping).get("weights_scale", ())
+    scale = arguments.array("weights_scale of info", scales, "iuf", "L")
     if len(scale) != weights.shape[-2]:
-        raise ValueError(f"weights of {weights.shape[-2]} layers, but the scale of {len(scale)}")
-    product: NDArray[np.float32] = weights * scale[:, None]
+        raise ValueError(f"weights of {weights.shape[-2]} layers, but the scale of {len(scale)} in info")
+    product: NDArray[np.float32] = weights * scale.astype(np.float32)[:, None]
     return product
 
 
@@ -94,10 +101,14 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
     Raises:
         RoutingError: the prompts or models differ, or the prompt's length is unknown.
     """
+    arguments.instance("decode", decode, Routing)
+    arguments.instance("prefill", prefill, Routing)
     if decode.prompt_len is None or decode.prompt_len != prefill.prompt_len:
         raise RoutingError(f"legs of {decode.prompt_len} and {prefill.prompt_len} prompt tokens")
     if decode.prompt_token_ids and prefill.prompt_token_ids and decode.prompt_token_ids != prefill.prompt_token_ids:
         raise RoutingError("the legs have different prompts")
+    if None not in (decode.media, prefill.media) and decode.media != prefill.media:
+        raise RoutingError("the legs have different media")
     _same_shape(decode, prefill)
     rows = decode.rows.copy()
     weights = None if decode.weights is None else decode.weights.copy()
@@ -113,7 +124,9 @@ def splice(decode: Routing, prefill: Routing) -> Routing:
     return replace(decode, rows=rows, weights=weights, prompt_histogram=None, histogram=None)
 
 
-def shared_prefix(before: Routing, prompt: Sequence[int]) -> Routing:
+def shared_prefix(
+    before: Routing, prompt: Sequence[int], *, media: Sequence[str] | None = None, end: int | None = None
+) -> Routing:
     """The rows of `before` that hold for a prompt of the tokens `prompt`: those of the tokens that both begin with.
 
     The `end` of the result is the next turn's `routed_experts_prompt_start`, and `join_turns` joins the two. It is the
@@ -125,17 +138,32 @@ def shared_prefix(before: Routing, prompt: Sequence[int]) -> Routing:
     >>> shared_prefix(before, [5, 6, 7, 8, 9]).end, shared_prefix(before, [5, 6, 9]).end
     (3, 2)
 
+    Args:
+        media: those of `prompt`, as in `Routing.media`. Token ids do not tell one picture from another of its size.
+        end: the result ends there at the latest; rows before it hold for `prompt` by the caller's word, whichever media
+            it has. Without `media` the result then has no token ids, so that `join_turns` joins it by positions alone.
+
     Raises:
-        RoutingError: the tokens of `before` are unknown, or differ before its first row.
+        RoutingError: the tokens of `before` are unknown, or differ before its first row; or, without `end`, the media
+            differ, or are not given although a prompt repeats a token, as placeholders of media do.
     """
+    arguments.instance("before", before, Routing)
     if before.prompt_token_ids is None or before.token_ids is None:
         raise RoutingError("the response has no token ids: set return_token_ids in the request")
-    same = _common((*before.prompt_token_ids, *before.token_ids)[: before.end], prompt)
+    tokens, its_media = _tokens("prompt", prompt), None if media is None else tuple(arguments.each("media", media, str))
+    same = _common(_tokens_of(before), tokens)
+    if end is None:
+        _same_media(before, tokens, its_media, same)
+    else:
+        same = min(same, arguments.integer("end", end))
     if same < before.start:
         raise RoutingError(f"the prompt differs at position {same}, but rows before {before.start} were left out")
     kept = same - before.start
     weights = None if before.weights is None else before.weights[:kept]
-    return replace(before, rows=before.rows[:kept], weights=weights, prompt_histogram=None, histogram=None)
+    found = replace(before, rows=before.rows[:kept], weights=weights, prompt_histogram=None, histogram=None)
+    if its_media is None:
+        return found if end is None else replace(found, prompt_token_ids=None, token_ids=None, media=None)
+    return replace(found, media=its_media)
 
 
 def join_turns(turns: Sequence[Routing]) -> Routing:
@@ -151,9 +179,13 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
 
     Raises:
         RoutingError: rows between two turns are missing; only some turns have weights; or the responses have token ids,
-            and a turn's prompt does not begin with the tokens before it (some chat templates drop or rewrite tokens).
+            and a turn's prompt does not begin with the tokens before it (some chat templates drop or rewrite tokens);
+            or media differ or are not given, as for `shared_prefix`.
     """
-    joined = turns[0]
+    turns = arguments.each("turns", turns, Routing)
+    if not turns:
+        raise RoutingError("no turns")
+    joined: Routing = turns[0]
     for turn in turns[1:]:
         if turn.start > joined.end:
             raise RoutingError(f"a gap: rows up to {joined.end}, and a turn that begins at {turn.start}")
@@ -175,17 +207,51 @@ def _joined_weights(before: Routing, turn: Routing) -> NDArray[np.float32] | Non
 
 
 def _same_tokens(before: Routing, turn: Routing) -> None:
-    if before.prompt_token_ids is None or before.token_ids is None or turn.prompt_token_ids is None:
-        return
+    theirs, ours = _tokens_of(before), _tokens("prompt_token_ids", turn.prompt_token_ids or ())
+    are_known = None not in (before.prompt_token_ids, before.token_ids, turn.prompt_token_ids)
+    same = _common(theirs, ours) if are_known else 0
     # The last token of the previous turn has no row, so it may differ.
-    theirs, ours = (*before.prompt_token_ids, *before.token_ids)[: before.end], turn.prompt_token_ids
-    if (same := _common(theirs, ours)) < len(theirs):
+    if are_known and same < len(theirs):
         raise RoutingError(f"the turn's prompt differs from what came before it at position {same}")
+    _same_media(before, ours, turn.media, same)
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _same_media(before: Routing, prompt: _Tokens, media: tuple[str, ...] | None, same: int) -> None:
+    """Raises `RoutingError` if the first `same` tokens, which are the same, may stand for other media in `prompt`.
+
+    Equal media have equally many placeholders. So if one list begins with the other, each placeholder that is the same
+    stands for the same medium. And if a prompt has no media, what it shares with another has none.
+    """
+    if before.media is not None and media is not None:
+        pairs = enumerate(zip(before.media, media, strict=False))
+        if (other := next((at for at, (one, its) in pairs if one != its), None)) is not None:
+            raise RoutingError(f"medium {other} of the prompt is another: give `end`, the position where it begins")
+    elif () not in (before.media, media):
+        sent = _tokens("prompt_token_ids", before.prompt_token_ids or ())
+        for ids in (sent, prompt[: len(sent)]):  # what was generated has no media
+            repeated = np.flatnonzero(ids[:-1][:same] == ids[1:][:same])
+            if len(repeated):
+                raise RoutingError(
+                    f"the prompt repeats token {ids[repeated[0]]} at position {repeated[0] + 1}, as placeholders of "
+                    "pictures, sounds and embeddings do: give the `media` of each prompt, `()` for text, or `end`"
+                )
+
+
+def _tokens_of(routing: Routing) -> _Tokens:
+    """The tokens that have rows."""
+    prompt = _tokens("prompt_token_ids", routing.prompt_token_ids or ())
+    return np.concatenate([prompt, _tokens("token_ids", routing.token_ids or ())])[: routing.end]
+
+
+def _tokens(name: str, ids: Sequence[int]) -> _Tokens:
+    return arguments.array(name, ids, "iu", "n").astype(np.int64)
+
+
+def _common(a: _Tokens, b: _Tokens) -> int:
     """How many tokens both begin with."""
-    return next((at for at, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+    length = min(len(a), len(b))
+    different = np.flatnonzero(a[:length] != b[:length])
+    return int(different[0]) if len(different) else length
 
 
 def _same_shape(a: Routing, b: Routing) -> None:
@@ -210,16 +276,27 @@ def spread_layers(
         layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`.
 
     Raises:
-        ValueError: `rows` do not have one layer for each of `layer_ids`.
+        ValueError: `rows` do not have one layer for each of `layer_ids`, or a decoder layer is named twice or does not
+            exist.
     """
-    if len(layer_ids) != rows.shape[-2]:
-        raise ValueError(f"rows of {rows.shape[-2]} layers, but {len(layer_ids)} layer ids")
-    spread = np.full((*rows.shape[:-2], num_hidden_layers, rows.shape[-1]), fill, dtype=rows.dtype)
+    rows = arguments.array("rows", rows, "iuf", "...LK")
+    num_hidden_layers = arguments.integer("num_hidden_layers", num_hidden_layers)
+    layers = arguments.integers("layer_ids", layer_ids)
+    if len(layers) != rows.shape[-2]:
+        raise ValueError(f"rows of {rows.shape[-2]} layers, but {len(layers)} layer_ids")
+    if max(layers, default=0) >= num_hidden_layers:
+        raise ValueError(
+            f"decoder layer {max(layers)} of layer_ids is missing in num_hidden_layers={num_hidden_layers}"
+        )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"layer_ids must differ, not {layers}")
+    filled = arguments.fitting("fill", fill, rows.dtype)
+    spread = np.full((*rows.shape[:-2], num_hidden_layers, rows.shape[-1]), filled, dtype=rows.dtype)
     if rows.dtype.kind == "f":
         spread[np.isnan(rows).any(axis=(-2, -1))] = np.nan
     elif rows.min(initial=0) == UNKNOWN:
         spread[(rows == UNKNOWN).any(axis=(-2, -1))] = UNKNOWN
-    spread[..., layer_ids, :] = rows
+    spread[..., layers, :] = rows
     return spread
 
 
@@ -249,16 +326,22 @@ def align(
             responses on the right.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
         pad: an id, or ids [K] or [L, K], for padding.
+        dtype: an integer type of numpy or torch.
 
     Raises:
         RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit `dtype`.
     """
+    found = arguments.integer_dtype("dtype", dtype)
+    if not _repeats(last):
+        last = arguments.integer("last", last, -(2**15), 2**15 - 1, instead="'repeat' or ")
+    routings = arguments.each("routings", routings, Routing)
     arrays = [routing.rows for routing in routings]
-    batch = _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.int16)
-    limits = np.iinfo(np.dtype(dtype))
+    wide = np.result_type(np.int16, *arrays)
+    batch = _aligned(routings, arrays, length, last, padding, num_tokens, pad, wide)
+    limits = np.iinfo(found)
     if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
-        raise RoutingError(f"{np.dtype(dtype)} cannot hold all of {batch.min()} to {batch.max()}")
-    return batch.astype(dtype, copy=False)
+        raise RoutingError(f"{found} cannot hold all of {batch.min()} to {batch.max()}")
+    return batch.astype(found, copy=False)
 
 
 def align_weights(
@@ -275,10 +358,13 @@ def align_weights(
     Raises:
         RoutingError: as `align`; a response has no weights.
     """
+    if not _repeats(last):
+        last = arguments.number("last", last, instead="'repeat' or ")
+    routings = arguments.each("routings", routings, Routing)
     arrays = [routing.weights for routing in routings if routing.weights is not None]
     if len(arrays) < len(routings):
         raise RoutingError("a response has no weights: set return_routed_expert_weights in the request")
-    return _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.float32)
+    return _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.dtype(np.float32))
 
 
 def align_values(
@@ -312,26 +398,27 @@ def align_values(
     Raises:
         RoutingError: as `align`; values of another number of tokens.
     """
-    if not routings:
-        raise RoutingError("no answers")
-    arrays = [_flat(place, each) for place, each in enumerate(values)]
-    batch = np.full((len(routings), length), pad, dtype=np.result_type(*arrays, *([pad] if pad else [])))
-    for place, (routing, array) in enumerate(zip(routings, arrays, strict=True)):
+    routings = arguments.each("routings", routings, Routing)
+    places = _places(routings, length, padding, num_tokens)
+    arrays = [_flat(place, each) for place, each in enumerate(arguments.each("values", values, object))]
+    if len(arrays) != len(routings):
+        raise ValueError(f"values must be those of {len(routings)} sequences, not of {len(arrays)}")
+    dtype = np.result_type(*arrays, *([arguments.number("pad", pad)] if pad else []))
+    batch = np.full((len(routings), length), arguments.fitting("pad", pad, dtype), dtype)
+    for place, (routing, array, (count, first)) in enumerate(zip(routings, arrays, places, strict=True)):
         total = routing.end + 1
         if len(array) != total and (routing.prompt_len is None or len(array) != total - routing.prompt_len):
             generated = "unknown" if routing.prompt_len is None else total - routing.prompt_len
             raise RoutingError(f"sequence {place} of {total} tokens ({generated} generated) has {len(array)} values")
-        count, first = _place_of(place, routing, length, padding, num_tokens)
         kept = array[: max(count - (total - len(array)), 0)]
         batch[place, first + count - len(kept) : first + count] = kept
     return batch
 
 
-def _flat(place: int, values: ArrayLike) -> NDArray[Any]:
-    array = np.asarray(values)
-    if array.ndim != 1:
-        raise RoutingError(f"the values of sequence {place} have {array.ndim} dimensions")
-    return array.astype(np.float64) if array.dtype == object else array  # None becomes NaN
+def _flat(place: int, values: Any) -> NDArray[Any]:
+    if isinstance(values, list | tuple) or getattr(values, "dtype", None) == np.dtype(object):
+        values = [np.nan if value is None else value for value in values]
+    return arguments.array(f"values of sequence {place}", values, "biuf", "n")
 
 
 def _aligned(
@@ -342,29 +429,48 @@ def _aligned(
     padding: Literal["left", "right"] | int,
     num_tokens: Sequence[int] | None,
     pad: ArrayLike,
-    dtype: DTypeLike,
+    dtype: np.dtype[Any],
 ) -> NDArray[Any]:
     """The arrays of `routings`, ids or weights, as `align` has them."""
-    if not routings:
-        raise RoutingError("no answers")
-    batch = np.empty((len(routings), length, *routings[0].rows.shape[1:]), dtype=dtype)
-    batch[...] = pad
+    places = _places(routings, length, padding, num_tokens)
+    shape, padded = routings[0].rows.shape[1:], arguments.fitting("pad", pad, dtype)
+    try:
+        padded = np.broadcast_to(padded, shape)
+    except ValueError:
+        raise ValueError(f"pad must be of a shape that fits [L, K] = {[*shape]}, not {[*padded.shape]}") from None
+    batch = np.empty((len(routings), length, *shape), dtype=dtype)
+    batch[...] = padded
     for place, (routing, array) in enumerate(zip(routings, arrays, strict=True)):
         _same_shape(routings[0], routing)
-        count, first = _place_of(place, routing, length, padding, num_tokens)
+        count, first = places[place]
         batch[place, first : first + count] = _rows_of_all(routing, array, count, last)
     return batch
 
 
-def _place_of(
-    place: int,
-    routing: Routing,
+def _places(
+    routings: Sequence[Routing],
     length: int,
     padding: Literal["left", "right"] | int,
     num_tokens: Sequence[int] | None,
-) -> tuple[int, int]:
-    """How many tokens of a sequence are in the batch, and the column of the first."""
-    count = routing.end + 1 if num_tokens is None else num_tokens[place]
+) -> list[tuple[int, int]]:
+    """For each sequence, how many of its tokens are in the batch, and the column of the first."""
+    length = arguments.integer("length", length)
+    if not isinstance(padding, str) or padding not in ("left", "right"):
+        padding = arguments.integer("padding", padding, instead="'left', 'right' or ")
+    counts = [routing.end + 1 for routing in routings]
+    if not counts:
+        raise RoutingError("no answers")
+    if num_tokens is not None:
+        counts = arguments.integers("num_tokens", num_tokens, count=len(counts))
+    return [
+        (count, _first_column(place, routing, count, length, padding))
+        for place, (routing, count) in enumerate(zip(routings, counts, strict=True))
+    ]
+
+
+def _first_column(
+    place: int, routing: Routing, count: int, length: int, padding: Literal["left", "right"] | int
+) -> int:
     if count > routing.end + 1:
         raise RoutingError(f"rows up to {routing.end} for {count} tokens")
     if isinstance(padding, str):
@@ -375,7 +481,11 @@ def _place_of(
         first = padding - routing.prompt_len
     if first < 0 or first + count > length:
         raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
-    return count, first
+    return first
+
+
+def _repeats(last: Any) -> bool:
+    return isinstance(last, str) and last == "repeat"
 
 
 def _rows_of_all(routing: Routing, array: NDArray[Any], count: int, last: Literal["repeat"] | float) -> NDArray[Any]:

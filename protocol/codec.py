@@ -7,15 +7,20 @@ import base64
 import binascii
 import io
 import os
+import re
 import threading
-from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import IO, Any, Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol import arguments
+
 Format = Literal["object", "npy", "raw", "list"]
 WireDtype = Literal["int16", "uint8", "int32", "auto"]
+_INTEGER_DTYPES = ("int16", "uint8", "int32", "uint16")
 
 Rows = NDArray[np.int16]
 """[n, L, K]: the logical ids of the K experts that each of L MoE layers chose for each of n tokens."""
@@ -27,6 +32,7 @@ UNKNOWN_WEIGHT = np.array(UNKNOWN, dtype=np.int32).view(np.float32)
 """Fills unknown weights: NaN with all bits set, as -1 has them."""
 
 _MAX_ID = np.iinfo(np.int16).max  # rows are int16 in the server
+MAX_EXPERTS = int(_MAX_ID) + 1
 
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "int16": np.dtype("<i2"),
@@ -37,6 +43,12 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 """Element types on the wire, by their names."""
 
+_NPY_HEADER = re.compile(
+    rb"{'descr': '([<>|][iuf][1248])', 'fortran_order': (False|True), "
+    rb"'shape': \((\d{1,15}), (\d{1,15}), (\d{1,15})\),? ?} *\n"
+)
+"""What numpy writes of an array of three dimensions. Its own parser takes any Python literal."""
+
 _NPY_HEADERS = threading.Lock()
 """Serialises numpy's header parsing, because Python 3.11's parser is not thread-safe
 (https://github.com/python/cpython/issues/106905). Can go with Python 3.11."""
@@ -44,9 +56,19 @@ _NPY_HEADERS = threading.Lock()
 
 def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
     """The array of a `.npy` file, which is read where it is used."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str or a path, not {arguments.shown(path)}")
     with _NPY_HEADERS:
         array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
         return array
+
+
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype of the array in a `.npy` file, which is read up to its data."""
+    with _NPY_HEADERS:
+        np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
+        return shape, dtype
 
 
 class RowsObject(TypedDict):
@@ -63,6 +85,15 @@ class CodecError(ValueError):
     """Rows do not fit the requested dtype, or a value is not an array of expert ids."""
 
 
+RAW_NEEDS = (
+    "the raw form does not carry its shape: pass num_layers and top_k; for files, set --num-layers, --top-k and "
+    "--rows-dtype"
+)
+
+_INVALID = (LookupError, TypeError, ValueError, OverflowError)
+"""What reading the forms raises if a value has none of them."""
+
+
 def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
     """The wire dtype for a model with `num_experts` logical experts.
 
@@ -71,6 +102,8 @@ def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
     Raises:
         CodecError: the dtype cannot hold the highest expert id.
     """
+    num_experts = arguments.integer("num_experts", num_experts, least=1)
+    arguments.one_of("name", name, (*_INTEGER_DTYPES, "auto", "vllm"))
     if name in ("auto", "vllm"):
         return "uint8" if num_experts <= 256 else "int16" if name == "auto" else "uint16"
     if np.iinfo(NUMPY_DTYPES[name]).max < num_experts - 1:
@@ -80,7 +113,10 @@ def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
 
 def count_missing(rows: NDArray[Any]) -> int:
     """Number of rows in `rows` ([n, L, K]) with an unknown id, or unknown weight (NaN with all bits set, as -1 has)."""
+    rows = arguments.array("rows", rows, "iuf", "nLK")
     if rows.dtype.kind == "f":
+        if rows.dtype != np.float32:
+            raise TypeError(f"weights among rows must be float32, not {rows.dtype}")
         rows = rows.view(np.int32)
     if rows.min(initial=0) > UNKNOWN:  # the usual case, and much faster
         return 0
@@ -99,6 +135,9 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
     Raises:
         CodecError: `dtype` cannot hold an id, or cannot hold the -1 of an unknown row.
     """
+    arguments.one_of("fmt", fmt, get_args(Format))
+    arguments.one_of("dtype", dtype, _INTEGER_DTYPES)
+    start, rows = arguments.integer("start", start), arguments.array("rows", rows, "iu", "nLK")
     limits, low, high = np.iinfo(NUMPY_DTYPES[dtype]), rows.min(initial=0), rows.max(initial=0)
     if low < limits.min or high > limits.max:
         raise CodecError(f"{dtype} cannot hold ids from {low} to {high}: use int16")
@@ -116,6 +155,13 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
     return {"data": data, "shape": list(array.shape), "dtype": dtype, "start": start, "missing": count_missing(rows)}
 
 
+def encode_weights(weights: NDArray[np.float32], *, start: int) -> RowsObject:
+    """`weights` ([n, L, K]; NaN where unknown) in the form `object`."""
+    data = base64.b64encode(np.ascontiguousarray(weights, dtype="<f4").tobytes()).decode()
+    about = {"shape": list(weights.shape), "dtype": "float32", "start": start, "missing": count_missing(weights)}
+    return {"data": data, **about}  # type: ignore[typeddict-item]
+
+
 def decode(
     value: RowsObject | Mapping[str, Any] | str | bytes | list[Any],
     *,
@@ -131,13 +177,15 @@ def decode(
     Raises:
         CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of `raw` is missing.
     """
+    _check_form(dtype, num_layers, top_k)
     try:
         if not isinstance(value, list):
             return _ids(_array(value, dtype, num_layers, top_k))
         if not value:
             return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
+        _check_nested(value, {int})
         return _ids(np.asarray(value)).astype(np.int16, casting="same_kind")
-    except (LookupError, TypeError, ValueError, EOFError) as error:
+    except _INVALID as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of expert ids: {error}") from error
 
 
@@ -149,15 +197,18 @@ def decode_weights(
     Raises:
         CodecError: `value` has none of the forms or its contents are not float32, or the shape of `raw` is missing.
     """
+    _check_form("float32", num_layers, top_k)
     try:
         if not isinstance(value, list):
             weights = _array(value, "float32", num_layers, top_k)
         elif not value:
             weights = np.empty((0, num_layers or 0, top_k or 0), dtype=np.float32)
         else:
-            weights = np.array(value, dtype=np.float64).astype(np.float32)  # null becomes NaN
+            _check_nested(value, {int, float, type(None)})
+            with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, which `batch.verify` finds
+                weights = np.array(value, dtype=np.float64).astype(np.float32)  # null becomes NaN
             weights[np.isnan(weights)] = UNKNOWN_WEIGHT
-    except (LookupError, TypeError, ValueError, EOFError) as error:
+    except _INVALID as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of weights: {error}") from error
     if weights.dtype != np.float32 or weights.ndim != 3:
         raise CodecError(f"not an array of weights: {weights.dtype} in {weights.ndim} dimensions")
@@ -177,27 +228,61 @@ def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.fl
         top_k = pairs.shape[2] // 2
         ids = _ids(pairs[:, :, :top_k]).astype(np.int16)
         return ids, np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
-    except (LookupError, TypeError, ValueError) as error:
+    except _INVALID as error:
         raise error if isinstance(error, CodecError) else CodecError(f"not an array of pairs: {error}") from error
+
+
+def _check_form(dtype: str, num_layers: int | None, top_k: int | None) -> None:
+    arguments.one_of("dtype", dtype, NUMPY_DTYPES)
+    for name, size in (("num_layers", num_layers), ("top_k", top_k)):
+        if size is not None:
+            arguments.integer(name, size, least=1)
 
 
 def _array(
     value: Mapping[str, Any] | str | bytes, dtype: str, num_layers: int | None, top_k: int | None
 ) -> NDArray[Any]:
-    """The array in one of the binary forms, unchecked."""
+    """The array in one of the binary forms. Nothing is allocated but what the value itself holds."""
     if isinstance(value, Mapping):
-        raw = np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]])
-        return raw.reshape(value["shape"])
+        return _shaped(np.frombuffer(_binary(value["data"]), dtype=NUMPY_DTYPES[value["dtype"]]), value["shape"])
     if not isinstance(value, str | bytes):
         raise TypeError(type(value).__name__)
     data = _binary(value)
     if data.startswith(b"\x93NUMPY"):
-        with _NPY_HEADERS:
-            array: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
-            return array
+        return _from_npy(data)
     if num_layers is None or top_k is None:
-        raise CodecError("the raw form does not carry its shape: pass num_layers and top_k")
+        raise CodecError(RAW_NEEDS)
     return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
+
+
+def _from_npy(data: bytes) -> NDArray[Any]:
+    begin = 10 if data[6:7] == b"\x01" else 12  # the header's size has two bytes in version 1, then four
+    end = begin + int.from_bytes(data[8:begin], "little")
+    header = _NPY_HEADER.fullmatch(data, begin, min(end, len(data)))
+    if header is None:
+        raise CodecError("not a .npy file of rows")
+    descr, is_fortran, *shape = (each.decode() for each in header.groups())
+    order: Literal["F", "C"] = "F" if is_fortran == "True" else "C"
+    return _shaped(np.frombuffer(data, dtype=descr, offset=end), [int(each) for each in shape], order)
+
+
+def _shaped(flat: NDArray[Any], shape: Sequence[int], order: Literal["F", "C"] = "C") -> NDArray[Any]:
+    if not isinstance(shape, Sequence) or not all(type(size) is int and size >= 0 for size in shape):
+        raise CodecError("a shape must be a list of integers")
+    array = flat.reshape(shape, order=order)
+    if len(shape) and len(array) and not array.size:  # numpy makes any number of rows of nothing
+        raise CodecError(f"{len(array)} rows without experts")
+    return array
+
+
+def _check_nested(value: list[Any], kinds: set[type]) -> None:
+    """Checks for lists of three levels, as numpy also takes what needs far more memory: texts, objects."""
+    for _ in range(2):
+        if not set(map(type, value)) <= {list}:
+            raise CodecError("not lists of three levels")
+        value = list(chain.from_iterable(value))
+    if not set(map(type, value)) <= kinds:
+        raise CodecError("other values than numbers in a list")
 
 
 def _ids(array: NDArray[Any]) -> NDArray[np.integer[Any]]:

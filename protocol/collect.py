@@ -21,20 +21,33 @@ server-sent events as lines or as bytes cut anywhere.
 """
 
 import json
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+import operator
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from reprlib import repr as shown
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.codec import Rows, count_missing, decode, decode_weights
+from routed_experts.protocol import arguments
+from routed_experts.protocol.codec import NUMPY_DTYPES, Rows, count_missing, decode, decode_weights
 from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.sse import EventError, EventReader
 
 PROMPT_END_UNKNOWN = (
     "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, or for the split layout"
 )
+
+
+_LARGEST = (1 << 31) - 1
+"""Of indices, token ids and positions, none of which are larger in a real response."""
+_LARGEST_COUNT = (1 << 53) - 1
+_LARGEST_NUMBER = float(np.finfo(np.float32).max)
+
+_PLAIN = (str, bytes, int, float, list, tuple)
+"""Values of JSON in place of an object. Python's have attributes that are not fields."""
 
 
 class RoutingError(ValueError):
@@ -57,8 +70,12 @@ class Routing:
         weights: [n, L, K] the router's weights of the ids, if the response has them; NaN where unknown.
         logprobs: log-probabilities of the G generated tokens, with `echo` of all P + G, if the response has them; NaN
             for a token without one (the first of a prompt).
+        texts: of the P + G tokens, None where unknown; if log-probabilities tell them, or a stream with a token in each
+            chunk.
         prompt_histogram, histogram: counts of the rows of the prompt and of the generated tokens, if the response has
             them (`routed_experts_histogram`).
+        media: the hash of each picture, sound and block of embeddings of the prompt, in their order, or other names
+            that differ where what the model sees differs; () if the prompt has none, None if nobody said.
     """
 
     rows: Rows
@@ -70,8 +87,22 @@ class Routing:
     finish_reason: str | None = None
     weights: NDArray[np.float32] | None = None
     logprobs: NDArray[np.float64] | None = None
+    texts: tuple[str | None, ...] | None = None
     prompt_histogram: Histogram | None = None
     histogram: Histogram | None = None
+    media: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", arguments.array("rows", self.rows, "iu", "nLK"))
+        arguments.integer("start", self.start)
+        if self.prompt_len is not None:
+            arguments.integer("prompt_len", self.prompt_len)
+        if self.media is not None:
+            arguments.each("media", self.media, str)
+        if self.weights is not None:
+            object.__setattr__(self, "weights", arguments.array("weights", self.weights, "f", "nLK"))
+            if self.weights.shape != self.rows.shape:
+                raise ValueError(f"weights must have the shape of rows {self.rows.shape}, not {self.weights.shape}")
 
     @property
     def end(self) -> int:
@@ -104,29 +135,43 @@ class Asked(TypedDict, total=False):
     """Values of the request that the response does not repeat.
 
     Attributes:
-        prompt_start: `routed_experts_prompt_start`. The forms `npy`, `raw` and `list` have no positions; the form
-            `object` does, and is checked against it.
+        prompt_start: `routed_experts_prompt_start`, 0 by default. The forms `npy`, `raw` and `list` have no positions;
+            the form `object` does, and is checked against it. None accepts any, for responses whose request is unknown.
         prompt_len: P, tokens of the prompt (of each prompt, if there are several). Needed to tell prompt rows from
             generated ones where the response does not say where the prompt ends: in the joined layout without token
             ids, and from `/inference/v1/generate`.
-        n: choices per prompt. Needed for a stream of several prompts that was cut off, and to notice absent choices.
+        n: choices per prompt. Needed for several prompts with several choices each, and to notice absent choices.
         dtype, num_layers, top_k: needed for the form `raw`, which is bare bytes.
+        media: of the prompt (of each prompt, if there are several), as in `Routing`.
     """
 
-    prompt_start: int
+    prompt_start: int | None
     prompt_len: int
     n: int
     dtype: str
     num_layers: int
     top_k: int
+    media: Sequence[str]
+
+
+def _check_asked(asked: Mapping[str, Any]) -> None:
+    for name, value in asked.items():
+        if name == "media":
+            arguments.each(name, value, str)
+        elif name == "dtype":
+            arguments.one_of(name, value, NUMPY_DTYPES)
+        elif name not in Asked.__annotations__:
+            raise TypeError(f"{name} is none of {', '.join(Asked.__annotations__)}")
+        elif name != "prompt_start" or value is not None:
+            arguments.integer(name, value, least=0 if name.startswith("prompt") else 1)
 
 
 def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
     """The rows of each choice of a response, in the order of their indices.
 
     Args:
-        source: a response (dict, object of the OpenAI client, or JSON body as text or bytes), or an iterator over a
-            stream's chunks, lines or bytes.
+        source: a response (dict, object of the OpenAI client, or JSON body as text or bytes; also a line of a batch's
+            output file), or an iterator over a stream's chunks, lines or bytes.
         asked: see `Asked`.
 
     Raises:
@@ -136,8 +181,8 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
     if isinstance(source, bytearray | memoryview):
         source = bytes(source)
     if isinstance(source, bytes | str):
-        source = [source] if source.lstrip()[:1] not in ("{", b"{") else _parsed(source)
-    for item in [source] if _is_answer(source) else source:
+        source = [source] if source.lstrip()[:1] not in ("{", b"{") else parsed(source)
+    for item in [source] if _is_answer(source) else arguments.instance("source", source, Iterable):
         collector.take(item)
     return collector.finish()
 
@@ -145,7 +190,7 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
 async def collect_async(source: AsyncIterable[Any], **asked: Unpack[Asked]) -> list[Routing]:
     """`collect` for an asynchronous iterator over a stream's chunks, lines or bytes."""
     collector = Collector(**asked)
-    async for item in source:
+    async for item in arguments.instance("source", source, AsyncIterable):
         collector.take(item)
     return collector.finish()
 
@@ -154,6 +199,7 @@ class Collector:
     """Collects a response chunk by chunk, for programs that also use the chunks themselves."""
 
     def __init__(self, **asked: Unpack[Asked]) -> None:
+        _check_asked(asked)
         self._asked = asked
         self._form: dict[str, Any] = {k: v for k, v in asked.items() if k in ("dtype", "num_layers", "top_k")}
         self._shape: tuple[int, ...] | None = None
@@ -163,6 +209,7 @@ class Collector:
         self._prompt_histograms: dict[int, Histogram] = {}  # likewise
         self._choices: dict[int, _Choice] = {}
         self._prompt_token_ids: tuple[int, ...] | None = None
+        self._prompt_texts: list[str | None] = []
         self._events: EventReader | None = None
 
     def take(self, item: Any) -> None:
@@ -181,7 +228,7 @@ class Collector:
         try:
             for event in self._events.feed(item):
                 self._take_chunk(event)
-        except EventError as error:
+        except (EventError, RecursionError) as error:
             raise RoutingError(str(error)) from error
 
     def finish(self) -> list[Routing]:
@@ -194,7 +241,7 @@ class Collector:
             raise RoutingError("the stream ended without [DONE]")
         routings = self.so_far()
         if not routings:
-            raise RoutingError("the answer has no choices")
+            raise RoutingError("the answer has no choices: it is no response of an endpoint that returns routing")
         indices = [routing.index for routing in routings]
         if "n" in self._asked and (indices != list(range(len(indices))) or len(indices) % self._asked["n"]):
             raise RoutingError(f"choices {indices} are not all of the answer's")
@@ -215,7 +262,8 @@ class Collector:
             # Prompts of equal length differ in their token ids only.
             is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
             if is_other or index // per_prompt not in prompts:
-                raise RoutingError(f"choice {index}: the rows of its prompt did not come")
+                several = "" if len(prompts) < 2 or "n" in self._asked else ", or prompts have several choices: give n"
+                raise RoutingError(f"choice {index}: the rows of its prompt did not come{several}")
         counted = {carrier // per_prompt: found for carrier, found in self._prompt_histograms.items()}
         if len(counted) < len(self._prompt_histograms):
             raise RoutingError(f"the histogram of a prompt with {per_prompt} choices came with several of them")
@@ -225,27 +273,25 @@ class Collector:
     def _choices_per_prompt(self) -> int:
         if "n" in self._asked:
             return self._asked["n"]
-        prompts = max(len(self._prompts), len(self._prompt_histograms))
-        if prompts < 2:
+        if max(len(self._prompts), len(self._prompt_histograms)) < 2:
             return max(self._choices, default=0) + 1
-        if any(choice.finish_reason is None for choice in self._choices.values()):
-            raise RoutingError("which prompt a choice belongs to is not known before all are finished: give n")
-        return _choices_per_prompt(len(self._choices), prompts)
+        return 1
 
     def _take_chunk(self, chunk: Any) -> None:
+        chunk = without_envelope(chunk)
         error = _get(chunk, "error")
         if error is not None:
-            raise RoutingError(f"the server answered with an error: {_get(error, 'message') or error}")
-        choices: Sequence[Any] = _get(chunk, "choices") or ()
-        if not isinstance(choices, Sequence) or isinstance(choices, str | bytes):
-            raise RoutingError(f"not an answer: its choices are {type(choices).__name__}")
-        self._prompt_token_ids = _tuple(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
+            raise RoutingError(f"the server answered with an error: {_get_message(error)}")
+        choices = _listed(_get(chunk, "choices"), "choices")
+        self._prompt_token_ids = _ids(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
+        if (page := _get(chunk, "routed_experts_page")) is not None:  # our page saves the texts of the prompt
+            self._prompt_texts = _texts(_get(page, "prompt_tokens"))
         for choice in choices:
             self._take_choice(choice)
         counted = _get(chunk, "prompt_routed_experts_histogram")
         if counted is not None:
             histograms = [_histogram(one) for one in (counted if isinstance(counted, list) else [counted])]
-            self._prompt_histograms |= zip(_carriers(choices, len(histograms)), histograms, strict=True)
+            self._prompt_histograms |= zip(self._carriers(choices, len(histograms)), histograms, strict=True)
         prompts, weights = _get(chunk, "prompt_routed_experts"), _get(chunk, "prompt_routed_expert_weights")
         if prompts is None:
             return
@@ -253,22 +299,31 @@ class Collector:
         weighed = [None] * len(arrays) if weights is None else _arrays_of_prompts(weights)
         if len(weighed) != len(arrays):
             raise RoutingError(f"rows of {len(arrays)} prompts, but weights of {len(weighed)}")
-        for carrier, array, weight in zip(_carriers(choices, len(arrays)), arrays, weighed, strict=True):
+        for carrier, array, weight in zip(self._carriers(choices, len(arrays)), arrays, weighed, strict=True):
             pieces = self._prompts.setdefault(carrier, _Pieces(f"the prompt of choice {carrier}"))
             self._add(pieces, array, weight)
 
+    def _carriers(self, choices: Sequence[Any], prompts: int) -> list[int]:
+        """For each prompt of a chunk, the index of its first choice there."""
+        n = len(choices) if prompts == 1 else self._asked.get("n", 1)
+        if not choices or len(choices) != prompts * n:
+            raise RoutingError(f"{len(choices)} choices for {prompts} prompts: give n, the choices of each prompt")
+        return [_index(choice) for choice in choices[::n]]
+
     def _take_choice(self, choice: Any) -> None:
-        index = _get(choice, "index") or 0
+        index = _index(choice)
         state = self._choices.setdefault(index, _Choice(_Pieces(f"choice {index}")))
-        state.prompt_token_ids = _tuple(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
-        token_ids = _get(choice, "token_ids")
+        state.prompt_token_ids = _ids(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
+        token_ids = _ids(_get(choice, "token_ids"))
         if token_ids is not None:
-            state.token_ids = [] if state.token_ids is None else state.token_ids
-            state.token_ids += token_ids
-        state.finish_reason = _get(choice, "finish_reason") or state.finish_reason
+            state.token_ids = [*(state.token_ids or ()), *token_ids]
+        finish_reason = _get(choice, "finish_reason")
+        if finish_reason is not None and not isinstance(finish_reason, str):
+            raise RoutingError(f"choice {index}: not a finish reason: {shown(finish_reason)}")
+        state.finish_reason = finish_reason or state.finish_reason
         counted = _get(choice, "routed_experts_histogram")
         state.histogram = state.histogram if counted is None else _histogram(counted)
-        state.logprobs += _logprobs(_get(choice, "logprobs"))
+        state.add_tokens(choice, token_ids)
         value = _get(choice, "routed_experts")
         if value is not None:
             self._add(state.pieces, value, _get(choice, "routed_expert_weights"))
@@ -276,8 +331,8 @@ class Collector:
     def _add(self, pieces: "_Pieces", value: Any, weights: Any) -> None:
         try:
             rows = decode(value, **self._form)
-        except (ValueError, KeyError, TypeError) as error:
-            raise RoutingError(f"{pieces.name}: not an array of expert ids: {error}") from error
+        except ValueError as error:
+            raise RoutingError(f"{pieces.name}: {error}") from error
         if len(rows) or rows.shape[1:] != (0, 0):  # an empty list has no shape
             if rows.ndim != 3 or self._shape not in (None, rows.shape[1:]):
                 raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
@@ -306,7 +361,7 @@ class Collector:
     def _routing_of(self, index: int, prompt: "_Pieces | None", counted: Histogram | None) -> Routing:
         choice = self._choices[index]
         prompt_token_ids = choice.prompt_token_ids or self._prompt_token_ids
-        said, asked = (prompt or choice.pieces).start, self._asked.get("prompt_start")
+        said, asked = (prompt or choice.pieces).start, self._asked.get("prompt_start", 0)
         if None not in (said, asked) and said != asked:
             raise RoutingError(f"choice {index}: rows from {said} on, asked for from {asked} on")
         start = said if said is not None else asked or 0
@@ -333,18 +388,22 @@ class Collector:
             start += counted["rows"] + choice.histogram["rows"]  # all rows were left out
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
+        rows = _joined(arrays, self._shape or (0, 0))
+        texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
-            rows=_joined(arrays, self._shape or (0, 0)),
+            rows=rows,
             start=start,
             prompt_len=prompt_len,
             index=index,
             prompt_token_ids=prompt_token_ids,
-            token_ids=_tuple(choice.token_ids),
+            token_ids=None if choice.token_ids is None else tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
             weights=None if weights is None else _joined_weights(weights, self._shape or (0, 0)),
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
+            texts=texts if any(texts) else None,
             prompt_histogram=counted,
             histogram=choice.histogram,
+            media=None if (media := self._asked.get("media")) is None else tuple(media),
         )
 
 
@@ -368,15 +427,17 @@ class _Pieces:
         """Appends `rows`, which were decoded from `value`."""
         if isinstance(value, Mapping):
             start, missing = value.get("start"), value.get("missing")
-            if type(start) is not int:
-                raise RoutingError(f"{self.name}: its first row is at {start!r}")
+            if type(start) is not int or not 0 <= start <= _LARGEST:
+                raise RoutingError(f"{self.name}: its first row is at {shown(start)}")
             if self.start is None:
                 self.start = start
             elif start != self.start + self.length:
                 what = "overlap" if start < self.start + self.length else "a gap"
                 raise RoutingError(f"{self.name}: {what}: rows from {start} on after {self.start + self.length}")
             if missing != count_missing(rows):
-                raise RoutingError(f"{self.name}: {count_missing(rows)} rows are not known, said to be {missing}")
+                raise RoutingError(
+                    f"{self.name}: {count_missing(rows)} rows are not known, said to be {shown(missing)}"
+                )
         self.arrays.append(rows)
         self.length += len(rows)
 
@@ -388,7 +449,40 @@ class _Choice:
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: list[float | None] = field(default_factory=list)
+    texts: list[str | None] = field(default_factory=list)  # of tokens, in the order of the chunks
+    is_one_by_one: bool = True  # whether each chunk with tokens had one, and its text
     histogram: Histogram | None = None
+
+    def add_tokens(self, choice: Any, token_ids: Sequence[int] | None) -> None:
+        """Takes log-probabilities and texts: those of log-probabilities, else of a chunk with one token.
+
+        A chunk without text was held back, so that the places of later texts are unknown.
+        """
+        logprobs, texts = _logprobs(_get(choice, "logprobs"))
+        self.logprobs += logprobs
+        if texts:
+            self.texts += texts
+        elif token_ids:
+            message = _get(choice, "delta")
+            own = [
+                _get(choice, "text"),
+                *(_get(message, name) for name in ("content", "reasoning", "reasoning_content")),
+            ]
+            text = next((each for each in own if isinstance(each, str) and each), None)
+            self.is_one_by_one = self.is_one_by_one and len(token_ids) == 1 and text is not None
+            self.texts += [text] if self.is_one_by_one else [None] * len(token_ids)
+
+    def texts_of_all(
+        self, prompt: Sequence[str | None], prompt_len: int | None, num_tokens: int
+    ) -> tuple[str | None, ...]:
+        """The texts of the prompt's tokens and of those generated; with `echo`, log-probabilities have both."""
+        if prompt_len is None:
+            return next((tuple(texts) for texts in (self.texts, prompt) if len(texts) == num_tokens), ())
+        num_generated = num_tokens - prompt_len if self.token_ids is None else len(self.token_ids)
+        if len(self.texts) == prompt_len + num_generated:
+            return tuple(self.texts)
+        parts = ((prompt, prompt_len), (self.texts, num_generated))
+        return tuple(chain.from_iterable(texts if len(texts) == size else [None] * size for texts, size in parts))
 
 
 def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
@@ -422,35 +516,64 @@ def _check_length(routing: Routing) -> None:
         )
 
 
-def _choices_per_prompt(choices: int, prompts: int) -> int:
-    """Choices for each prompt."""
-    if not choices or not prompts or choices % prompts:
-        raise RoutingError(f"{choices} choices do not share {prompts} prompts evenly")
-    return choices // prompts
-
-
-def _carriers(choices: Sequence[Any], prompts: int) -> list[int]:
-    """For each prompt of a chunk, the index of its first choice there."""
-    return [_get(choice, "index") or 0 for choice in choices[:: _choices_per_prompt(len(choices), prompts)]]
-
-
 def _histogram(value: Any) -> Histogram:
     found: Histogram = value
-    if not isinstance(value, Mapping) or not all(type(value.get(name)) is int for name in ("rows", "missing")):
-        raise RoutingError(f"not a histogram: {str(value)[:100]}")
+    if not isinstance(value, Mapping) or not all(_is_count(value.get(name)) for name in ("rows", "missing")):
+        raise RoutingError(f"not a histogram: {shown(value)}")
+    if not _is_table(value.get("counts"), _is_count):
+        raise RoutingError("not a histogram: its counts are not lists of counts, one for each layer")
+    if "weights" in value and not (
+        _is_table(value["weights"], is_number)
+        and [len(row) for row in value["weights"]] == [len(row) for row in found["counts"]]
+    ):
+        raise RoutingError("not a histogram: its weights are not lists of numbers beside its counts")
     return found
 
 
-def _logprobs(value: Any) -> list[float | None]:
-    """Those of a completion, or of a chat or `/inference/v1/generate`."""
+def _is_table(value: Any, holds: Callable[[Any], bool]) -> bool:
+    """Whether `value` is a list of lists of one length, of such values."""
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(isinstance(row, list) and 0 < len(row) == len(value[0]) and all(map(holds, row)) for row in value)
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST_COUNT
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a number that float32 can hold."""
+    return type(value) in (int, float) and abs(value) <= _LARGEST_NUMBER
+
+
+def _logprobs(value: Any) -> tuple[list[float | None], list[str | None]]:
+    """Numbers and texts of tokens: of a completion, or of a chat or `/inference/v1/generate`."""
     content = _get(value, "content")
-    return list(_get(value, "token_logprobs") or ()) if content is None else [_get(one, "logprob") for one in content]
+    if content is None:
+        numbers, texts = (_listed(_get(value, name), name) for name in ("token_logprobs", "tokens"))
+    else:
+        tokens = _listed(content, "log-probabilities")
+        numbers, texts = ([_get(token, name) for token in tokens] for name in ("logprob", "token"))
+    if not all(one is None or is_number(one) for one in numbers):
+        raise RoutingError("not log-probabilities")
+    return list(numbers), _texts(texts)
 
 
-def _parsed(body: str | bytes) -> Any:
+def _texts(value: Any) -> list[str | None]:
+    return [one if isinstance(one, str) else None for one in _listed(value, "texts")]
+
+
+def parsed(body: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        RoutingError: it is not JSON.
+    """
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RoutingError(f"the answer is not JSON, or was cut short: {error}") from error
 
 
@@ -458,12 +581,59 @@ def _is_answer(source: Any) -> bool:
     return isinstance(source, Mapping) or hasattr(source, "choices")
 
 
+def without_envelope(chunk: Any) -> Any:
+    """The response in a line of a batch's output file, `{"custom_id", "response": {"body"}, "error"}`; else `chunk`."""
+    if isinstance(chunk, _PLAIN) or _get(chunk, "custom_id") is None:
+        return chunk
+    response = _get(chunk, "response")
+    body = None if response is None else _get(response, "body")
+    return chunk if body is None else body
+
+
 def _get(thing: Any, name: str) -> Any:
-    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+    """A field of a JSON object or of an object of the OpenAI client; also one that LiteLLM put aside."""
+    if isinstance(thing, _PLAIN):
+        raise RoutingError(f"{shown(thing)} in place of an object")
+    found, aside = (
+        thing.get(each) if isinstance(thing, Mapping) else getattr(thing, each, None)
+        for each in (name, "provider_specific_fields")
+    )
+    return aside.get(name) if found is None and isinstance(aside, Mapping) else found
 
 
-def _tuple(ids: Iterable[int] | None) -> tuple[int, ...] | None:
-    return None if ids is None else tuple(ids)
+def _get_message(error: Any) -> Any:
+    return error if isinstance(error, str) else shown(error) if isinstance(error, _PLAIN) else _get(error, "message")
+
+
+def _listed(value: Any, name: str) -> Sequence[Any]:
+    """A list that may be absent."""
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise RoutingError(f"not an answer: its {name} are {type(value).__name__}")
+    return value
+
+
+def _index(choice: Any) -> int:
+    value = _get(choice, "index")
+    if value is None:
+        return 0
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise RoutingError(f"not the index of a choice: {shown(value)}")
+    return value
+
+
+def _ids(value: Any) -> tuple[int, ...] | None:
+    """Token ids, which may be absent."""
+    if value is None:
+        return None
+    try:
+        ids = tuple(map(operator.index, value))
+    except TypeError as error:
+        raise RoutingError(f"not token ids: {shown(value)}") from error
+    if ids and not 0 <= min(ids) <= max(ids) <= _LARGEST:
+        raise RoutingError(f"not token ids: from {min(ids)} to {max(ids)}")
+    return ids
 
 
 def _arrays_of_prompts(value: Any) -> list[Any]:

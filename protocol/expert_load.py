@@ -6,7 +6,8 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from routed_experts.protocol.codec import UNKNOWN, CodecError, count_missing
+from routed_experts.protocol import arguments
+from routed_experts.protocol.codec import MAX_EXPERTS, UNKNOWN, CodecError, count_missing
 
 _SLICE = 4096
 """Rows counted at once. Counting widens each id to eight bytes."""
@@ -34,11 +35,10 @@ def count_experts(rows: NDArray[np.integer[Any]], num_experts: int) -> NDArray[n
     Raises:
         CodecError: an id is not an expert's.
     """
+    rows, num_experts = _checked(rows, num_experts)
     layers = rows.shape[1]
     width = num_experts + 1  # one more, for -1
     counts = np.zeros(layers * width, dtype=np.int64)
-    if rows.min(initial=0) < UNKNOWN or rows.max(initial=0) >= num_experts:
-        raise CodecError(f"ids from {rows.min()} to {rows.max()}, and {num_experts} experts")
     offsets = (np.arange(layers) * width + 1)[:, None]
     for first in range(0, len(rows), _SLICE):
         counts += np.bincount((rows[first : first + _SLICE] + offsets).ravel(), minlength=counts.size)
@@ -50,7 +50,14 @@ def sum_weights(rows: NDArray[np.integer[Any]], weights: NDArray[np.float32], nu
 
     >>> sum_weights(np.array([[[0, 2]], [[2, -1]]]), np.array([[[0.5, 0.25]], [[1, np.nan]]], np.float32), 3).tolist()
     [[0.5, 0.0, 1.25]]
+
+    Raises:
+        CodecError: an id is not an expert's.
     """
+    rows, num_experts = _checked(rows, num_experts)
+    weights = arguments.array("weights", weights, "f", "nLK")
+    if weights.shape != rows.shape:
+        raise ValueError(f"weights must have the shape of rows {rows.shape}, not {weights.shape}")
     layers = rows.shape[1]
     known = (rows >= 0) & ~np.isnan(weights)
     flat = (rows + (np.arange(layers) * num_experts)[:, None])[known]
@@ -69,6 +76,14 @@ def histogram(rows: NDArray[np.integer[Any]], num_experts: int) -> Histogram:
         "rows": len(rows),
         "missing": count_missing(rows),
     }
+
+
+def _checked(rows: Any, num_experts: Any) -> tuple[NDArray[np.integer[Any]], int]:
+    num_experts = arguments.integer("num_experts", num_experts, 1, MAX_EXPERTS)
+    rows = arguments.array("rows", rows, "iu", "nLK")
+    if rows.min(initial=0) < UNKNOWN or rows.max(initial=0) >= num_experts:
+        raise CodecError(f"rows have ids from {rows.min()} to {rows.max()}, and {num_experts} experts")
+    return rows, num_experts
 
 
 Floats = NDArray[np.float64]
@@ -106,7 +121,10 @@ def expert_load(counts: ArrayLike) -> ExpertLoad:
     >>> found.entropy.tolist(), found.balance.tolist(), found.imbalance.tolist(), found.unused.tolist()
     ([1.0, 2.0], [0.5, 1.0], [2.0, 1.0], [2, 0])
     """
-    whole = np.asarray(counts, dtype=np.int64)
+    given = arguments.array("counts", counts, "iuf", "LE")
+    if not given.shape[1] or not ((given >= 0) & (given < 2**53) & (given == np.floor(given))).all():
+        raise ValueError("counts must be whole numbers that are not negative, of one expert or more")
+    whole = given.astype(np.int64)
     totals = whole.sum(axis=1, keepdims=True)
     shares = whole / np.maximum(totals, 1)
     entropy = -(shares * np.log2(shares, out=np.zeros_like(shares), where=shares > 0)).sum(axis=1) + 0.0

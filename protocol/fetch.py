@@ -1,6 +1,7 @@
 """Fetches arrays that a response refers to (`routed_experts_delivery: reference`), whole or in part."""
 
 import http.client
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -10,12 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import NUMPY_DTYPES, map_npy
 
 Range = tuple[int, int]
 """First index, and the index after the last."""
 
 TIMEOUT_S = 60.0
+_RELATIVE = re.compile(r"\w[\w/-]*", re.ASCII)
 
 
 class FetchError(Exception):
@@ -45,13 +48,12 @@ class ArrayReference:
     @property
     def shape(self) -> tuple[int, int, int]:
         """(n, L, K)"""
-        num_rows, num_layers, top_k = self.reference["shape"]
-        return num_rows, num_layers, top_k
+        return _described(self.reference)[0]
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the elements."""
-        return NUMPY_DTYPES[self.reference["dtype"]]
+        return _described(self.reference)[1]
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -82,37 +84,53 @@ def fetch(
     threads at once.
 
     Args:
-        reference: with at least `url` or `path`, `shape` ([n, L, K]) and `dtype`.
+        reference: with at least `url` (relative to `base_url`) or `path`, `shape` ([n, L, K]) and `dtype`.
         layers: first layer, and the layer after the last, of the L layers; all by default.
         tokens: first row, and the row after the last, of the n rows of this array; all by default.
-        base_url: the server's address as this process reaches it, if it differs from that in `url`; with the path that
-            a proxy adds, and with or without `/v1`.
+        base_url: that of OpenAI's client, such as `http://localhost:8000/v1`; not needed where the file is read.
+        api_key: is sent to that server only.
 
     Raises:
         FetchError: the server does not return the array.
-        ValueError: a range is outside of the array.
+        ValueError: a range is outside of the array, or `url` is not relative.
     """
-    num_rows, num_layers, top_k = reference["shape"]
+    (num_rows, num_layers, top_k), dtype = _described(reference)
+    for name, text in (("base_url", base_url), ("api_key", api_key)):
+        if text is not None:
+            arguments.instance(name, text, str)
+    arguments.number("timeout_s", timeout_s)
     chosen_layers = _checked(layers, num_layers, "layers")
     chosen_tokens = _checked(tokens, num_rows, "tokens")
-    dtype = NUMPY_DTYPES[reference["dtype"]]
     shape = (chosen_layers[1] - chosen_layers[0], chosen_tokens[1] - chosen_tokens[0], top_k)
     if (mapped := _mapped(reference, dtype)) is not None:
         return mapped[slice(*chosen_layers), slice(*chosen_tokens)]
     if not reference.get("url"):
         raise FetchError(f"{reference.get('path')} has expired, or is on another machine")
-    url = reference["url"] if base_url is None else _moved(reference["url"], base_url)
-    query = f"?layers={chosen_layers[0]}:{chosen_layers[1]}&tokens={chosen_tokens[0]}:{chosen_tokens[1]}"
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    if base_url is None:
+        raise FetchError("base_url is needed: the url of a reference is relative to it")
+    if not _RELATIVE.fullmatch(reference["url"]):
+        raise ValueError(f"The url of a reference must be relative, not {reference['url']!r}")
+    query = f"layers={chosen_layers[0]}:{chosen_layers[1]}&tokens={chosen_tokens[0]}:{chosen_tokens[1]}"
+    request = urllib.request.Request(f"{base_url.rstrip('/')}/{reference['url']}?{query}")
+    if api_key is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # not to where the server redirects
     array = np.empty(shape, dtype)
-    _read_into(urllib.request.Request(url + query, headers=headers), array, timeout_s)
+    _read_into(request, array, timeout_s)
     array.flags.writeable = False
     return array
 
 
+def _described(reference: Mapping[str, Any]) -> tuple[tuple[int, int, int], np.dtype[Any]]:
+    """The shape ([n, L, K]) and dtype of the array."""
+    arguments.instance("reference", reference, Mapping)
+    num_rows, num_layers, top_k = arguments.integers("shape of reference", reference.get("shape"), 3)
+    dtype = arguments.one_of("dtype of reference", reference.get("dtype"), NUMPY_DTYPES)
+    return (num_rows, num_layers, top_k), NUMPY_DTYPES[dtype]
+
+
 def _checked(chosen: Range | None, size: int, name: str) -> Range:
-    first, end = (0, size) if chosen is None else chosen
-    if not 0 <= first <= end <= size:
+    first, end = (0, size) if chosen is None else arguments.integers(name, chosen, 2)
+    if not first <= end <= size:
         raise ValueError(f"{name} must be within 0 and {size}, not {first} to {end}")
     return first, end
 
@@ -127,10 +145,6 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
     except (OSError, ValueError):
         return None
     return array if (array.shape, array.dtype) == ((num_layers, num_rows, top_k), dtype) else None
-
-
-def _moved(url: str, base_url: str) -> str:
-    return base_url.rstrip("/").removesuffix("/v1") + "/v1/" + url.rpartition("/v1/")[2]
 
 
 def _read_into(request: urllib.request.Request, array: NDArray[Any], timeout_s: float) -> None:

@@ -1,6 +1,7 @@
 """The request and response fields of the HTTP contract, as pydantic models."""
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn
@@ -12,14 +13,15 @@ except ModuleNotFoundError as error:
         "routed_experts.protocol.models needs pydantic: pip install 'pydantic>=2'", name=error.name
     ) from None
 
+from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]
 Layers = Literal["moe", "all"]
 Delivery = Literal["inline", "reference"]
 StreamTime = Literal["with_tokens", "at_end"]
-Paired = Literal["paired"]
-"""The form of prime-rl's trainer: ids and weights in one array."""
+RequestFormat = Literal[Format, "paired"]
+"""`paired` is the form of prime-rl's trainer: ids and weights in one array."""
 VllmDtype = Literal["vllm"]
 """The dtype of vLLM's own capture: `uint8` up to 256 experts, else `uint16`."""
 
@@ -31,7 +33,7 @@ LAYERS = "routed_experts_layers"
 WEIGHTS = "return_routed_expert_weights"
 DELIVERY = "routed_experts_delivery"
 _START_LEN = "routed_experts_start_len"
-_PREFIXES = ("return_routed", "routed_expert")
+PREFIXES = ("return_routed", "routed_expert")
 """Unknown fields with these prefixes are rejected. vLLM ignores other unknown fields."""
 _LONGEST_NAME = 64  # characters that are compared and shown: the comparison takes quadratic time
 
@@ -62,7 +64,7 @@ class RoutingFields(BaseModel):
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
     )
-    routed_experts_format: Format | Paired = Field(
+    routed_experts_format: RequestFormat = Field(
         default="object",
         description="Form of an array: `object`, `npy` (base64 of a .npy file), `raw` (base64 of the bare "
         "little-endian array) or `list` (nested lists). `paired`: an `object` of int32 with ids and weights, "
@@ -126,7 +128,7 @@ class RoutingOptions:
     weights: bool = False
     prompt_start: int = 0
     prompt_start_param: str = PROMPT_START
-    format: Format | Paired = "object"
+    format: RequestFormat = "object"
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
@@ -164,7 +166,9 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         FieldError: an invalid value, an unknown routing field, or a field without the opt-in. The last case reveals a
             gateway that removes the opt-in.
     """
-    check_names(body)
+    check_names(arguments.instance("body", body, Mapping))
+    if defaults is not None:
+        arguments.instance("defaults", defaults, Mapping)
     own = given = {name: body[name] for name in RoutingFields.model_fields if name in body}
     if defaults and given.get(OPT_IN) is not False:
         filled = {**_left_out(defaults, given), **given}
@@ -206,16 +210,23 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
 
 def check_names(names: Iterable[str]) -> None:
     """Raises `FieldError` for a name that has the prefix of routing fields but is unknown."""
-    for name in names:
-        if name.startswith(_PREFIXES) and name not in RoutingFields.model_fields:
+    for name in arguments.each("names", names, str):
+        if name.startswith(PREFIXES) and name not in RoutingFields.model_fields:
             _refuse_unknown(name)
 
 
 def _refuse_unknown(name: str) -> NoReturn:
     name = name.encode("utf-8", "replace").decode()  # without lone surrogates, which JSON allows and responses do not
     shown = name[:_LONGEST_NAME]
-    (nearest,) = difflib.get_close_matches(shown, RoutingFields.model_fields, n=1, cutoff=0)
-    raise FieldError(name, f"{shown} is not a routing field: did you mean {nearest}?")
+    fields = {_own_part(each): each for each in RoutingFields.model_fields}
+    near = difflib.get_close_matches(_own_part(shown), fields, n=1)
+    meant = f"did you mean {fields[near[0]]}?" if near else f"the fields are {', '.join(fields.values())}"
+    raise FieldError(name, f"{shown} is not a routing field: {meant}")
+
+
+def _own_part(name: str) -> str:
+    """What sets a field's name apart from the others'; all look alike with what they share."""
+    return re.sub(r"^(return_)?(routed_?)?(experts?)?_?", "", name)
 
 
 def check_defaults(defaults: object) -> dict[str, Any]:
@@ -302,7 +313,7 @@ class RoutedExpertsReference(BaseModel):
         json_schema_extra={
             "example": {
                 "id": "2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
-                "url": "http://localhost:8000/v1/routed_experts/rows/2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
+                "url": "routed_experts/rows/2669a53fbafc6309dc1dfb9f40c6a1e3e9b3f67a663731dd",
                 "shape": [2, 5, 4],
                 "dtype": "int16",
                 "start": 2,
@@ -314,7 +325,9 @@ class RoutedExpertsReference(BaseModel):
     )
 
     id: str
-    url: str = Field(description="`GET` returns the little-endian array [layers, rows, experts per token]")
+    url: str = Field(
+        description="`GET` returns the little-endian array [layers, rows, experts per token]; relative to `/v1`"
+    )
     shape: list[int] = Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)
     dtype: Literal["int16", "uint8", "int32", "float32"]
     start: int = Field(description="absolute position of the first row", ge=0)

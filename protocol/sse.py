@@ -23,6 +23,8 @@ class EventReader:
 
     def feed(self, text: str | bytes) -> Iterator[Any]:
         """The JSON of the events that `text` completes."""
+        if not isinstance(text, str | bytes):
+            raise TypeError(f"text must be str or bytes, not {type(text).__name__}")
         self._rest += text.encode(errors="surrogatepass") if isinstance(text, str) else text
         *lines, self._rest = self._rest.split(b"\n")
         if lines and not self._with_ends:

@@ -3,6 +3,7 @@
 import logging
 
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.generate.beam_search.offline import BeamSearchOfflineMixin
 from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
@@ -19,9 +20,16 @@ from vllm.v1.engine.output_processor import (
     RequestOutputCollector,
     RequestState,
 )
+from vllm.v1.utils import APIServerProcessManager
 from vllm.version import __version__ as VLLM_VERSION
 
 
 def get_logger(name: str) -> logging.Logger:
     """A logger below vLLM's, which is the one that its command configures."""
     return _init_logger(f"vllm.routed_experts.{name}")
+
+
+def rank_of_process(config: VllmConfig) -> tuple[int, int]:
+    """The rank of this API process, and how many there are."""
+    parallel = config.parallel_config
+    return max(parallel._api_process_rank, 0), parallel._api_process_count  # -1 is the rank of engines

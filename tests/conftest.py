@@ -1,8 +1,10 @@
 """What the tiers share: the tiny model, its oracle and one server with the settings that provoke the most."""
 
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,6 +14,7 @@ from routed_experts.capture.seams.http import HAS_SCALE_OUT_FLAG
 from tests.documentation import run_by
 from tests.e2e.harness import ASYNC, SMALL_KV, Oracle, Server, serving
 
+VLLM_PORT = 8000
 BLOCK_SIZE = 32
 CHUNK = 64
 # Chunks and blocks much smaller than the defaults, so that short prompts cross both.
@@ -29,6 +32,18 @@ def environment_of_others() -> Iterator[None]:
     with patch.dict(os.environ):
         yield
     disable_envs_cache()
+
+
+@pytest.fixture(autouse=True)
+def no_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may run beside the tests, on vLLM's default port: they bind only what `free_port` or the system gave."""
+    bind = socket.socket.bind
+
+    def bind_another(sock: socket.socket, address: Any) -> None:
+        assert isinstance(address, str | bytes) or address[1] != VLLM_PORT, f"a test takes port {VLLM_PORT}"
+        bind(sock, address)
+
+    monkeypatch.setattr(socket.socket, "bind", bind_another)
 
 
 @pytest.fixture(scope="session")

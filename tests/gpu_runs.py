@@ -105,7 +105,7 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed or (report.when == "call" and report.passed):  # failed in the test or around it
-            self._outcomes[report.nodeid] = replace(self._run, outcome=report.outcome)
+            self._outcomes[report.nodeid.partition("@")[0]] = replace(self._run, outcome=report.outcome)
         if report.when == "teardown":
             write(self._file, {self._vllm: self._outcomes})
 

@@ -18,12 +18,11 @@ from routed_experts.capture.pipeline import PendingRows
 from routed_experts.capture.seams.engine import v2_batch
 
 
-def v1_batch(runner: GPUModelRunner, kv_group: int, scheduler_output: SchedulerOutput) -> tuple[Any, NDArray[np.int64]]:
+def v1_batch(runner: GPUModelRunner, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
     """KV slots of a step's tokens (on the device), and the offset of each request's tokens."""
     batch = runner.input_batch
-    counts = [scheduler_output.num_scheduled_tokens[req_id] for req_id in batch.req_ids]
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
+    # The runner's own: of drafts that the GPU has found, it may run fewer than the scheduler has counted.
+    offsets = runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
     return batch.block_table[kv_group].slot_mapping.gpu, offsets
 
 
@@ -46,7 +45,7 @@ class V1Adapter:
         if self._runner_is_v2:
             slots, offsets = v2_batch(self._runner, self._kv_group)
         else:
-            slots, offsets = v1_batch(self._runner, self._kv_group, scheduler_output)
+            slots, offsets = v1_batch(self._runner, self._kv_group)
         self._pending = self._capturer.submit(slots, offsets, self._stage.upstream)
 
     def post_sample(

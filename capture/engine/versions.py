@@ -18,7 +18,6 @@ UNTESTED_VLLM = ("0.33.0",)
 ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
 ALLOW_UNTESTED_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED"
 """The flag sets it to 1 for every process of the engine."""
-_FORMER_VARIABLE = "ROUTED_EXPERTS_ALLOW_UNTESTED_VLLM"  # until 0.2 of this package
 
 
 class UnsupportedConfig(ValueError):
@@ -70,7 +69,7 @@ def _installed() -> str:
 
 
 def _is_allowed() -> bool:
-    return "1" in (os.environ.get(ALLOW_UNTESTED_VARIABLE), os.environ.get(_FORMER_VARIABLE))
+    return os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

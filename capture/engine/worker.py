@@ -98,6 +98,10 @@ class WorkerCapture(Worker):
         output = super().sample_tokens(grammar_output)
         return output if self._v1 is None else self._v1.post_sample(output)
 
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        # Until vLLM 0.30, memory wakes up only where its tag is named.
+        super().wake_up(None if tags is None else [*tags, _SLEEP_TAG])
+
     def routed_experts_info(self) -> dict[str, Any]:
         """The row shape of this worker and the memory of the capture; called over vLLM's collective RPC."""
         shape = self._capturer.shape

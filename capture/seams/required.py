@@ -19,6 +19,8 @@ REQUIRED = (
     "vllm.v1.engine:EngineCoreOutput.routed_experts",
     "vllm.v1.engine.output_processor:OutputProcessor.add_request",
     "vllm.v1.engine.output_processor:RequestState._new_completion_output",
+    "vllm.config.parallel:ParallelConfig._api_process_count",
+    "vllm.config.parallel:ParallelConfig._api_process_rank",
     "vllm.engine.arg_utils:EngineArgs.create_engine_config",
     "vllm.sampling_params:SamplingParams.extra_args",
     "vllm.plugins:load_endpoint_plugins",

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from routed_experts.protocol.collect import RoutingError
+from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError, say
 from routed_experts.server.cli.differences import Comparison, table
 from routed_experts.server.cli.reference import Reference
-from routed_experts.server.cli.running import Body, RunningServer, add_server_flags, bodies_of
-from routed_experts.server.cli.saved import ModelInfo, add_flags, info_of, opened, read
+from routed_experts.server.cli.running import Body, Place, RunningServer, add_server_flags, bodies_of
+from routed_experts.server.cli.saved import add_flags, info_of, opened
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")
@@ -78,11 +79,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts compare`; returns the exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs `routed-experts compare`; returns the exit status."""
     args = parse(argv)
     to_stdout = args.json is not None and str(args.json) == "-"
     with _writable(None if to_stdout else args.json):
@@ -113,11 +110,7 @@ def _writable(path: Path | None) -> Iterator[None]:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    """The results for the command line `args`.
-
-    Raises:
-        CommandError: there is nothing to compare, or the comparison fails.
-    """
+    """The results for the command line `args`."""
     is_file = Path(args.model).is_file()
     if is_file and args.url:
         raise CommandError(f"{args.model} is a file of responses: compare it with --answers.")
@@ -143,12 +136,11 @@ def _compare_checkpoint(args: argparse.Namespace) -> tuple[float | None, Compari
     comparison = Comparison(reference.layer_ids, args.weights, args.logprobs)
     for source in tqdm(sources, desc="comparing", unit=" responses", disable=None):
         answer = server.ask(source[0], source[1], args.weights) if server else source
-        try:
+        routings = answer.routings(_info_of(reference))
+        with answer.located():
             _check_layers(answer.info, reference)
-            for routing in answer.routings(_info_of(reference)):
+            for routing in routings:
                 comparison.add(routing, reference, answer.info.weights_scale)
-        except (RoutingError, ValueError) as error:
-            raise CommandError(f"{answer.where}: {error}.") from error
     return reference.epsilon**0.5 if args.near_tie is None else args.near_tie, comparison
 
 
@@ -159,8 +151,8 @@ def _compare_files(args: argparse.Namespace) -> tuple[None, Comparison]:
         raise CommandError(f"--answers has {len(ours)} responses, but {args.model} has {len(theirs)}.")
     comparison: Comparison | None = None
     for mine, other in zip(ours, theirs, strict=True):
-        try:
-            routings = mine.routings(), other.routings()
+        routings = mine.routings(), other.routings()
+        with mine.located():
             if comparison is None:
                 layers = range(routings[0][0].rows.shape[1])
                 layer_ids = mine.info.layer_ids or other.info.layer_ids or layers
@@ -173,8 +165,6 @@ def _compare_files(args: argparse.Namespace) -> tuple[None, Comparison]:
                 raise RoutingError(f"{len(routings[0])} choices, but {len(routings[1])} in {other.where}")
             for pair in zip(*routings, strict=True):
                 comparison.add_pair(*pair, (mine.info.weights_scale, other.info.weights_scale))
-        except (RoutingError, ValueError) as error:
-            raise CommandError(f"{mine.where}: {error}.") from error
     assert comparison is not None
     return None, comparison
 
@@ -190,12 +180,9 @@ def _check_layers(info: ModelInfo, reference: Reference) -> None:
         raise RoutingError(f"its MoE layers are decoder layers {ids}, but the checkpoint has {reference.layer_ids}")
 
 
-def _bodies(args: argparse.Namespace) -> list[tuple[str, Body]]:
+def _bodies(args: argparse.Namespace) -> list[tuple[Place, Body]]:
     """Place and request of each prompt."""
-    default: list[tuple[str, Body]] = [
-        (args.url, {"prompt": prompt, "max_tokens": args.max_tokens}) for prompt in PROMPTS
-    ]
-    bodies = bodies_of(args.prompts, args.max_tokens) if args.prompts else default
+    bodies = bodies_of(args, PROMPTS)
     if not args.logprobs:
         return bodies
-    return [(where, {**body, "logprobs": True if "messages" in body else 0}) for where, body in bodies]
+    return [(place, {**body, "logprobs": True if "messages" in body else 0}) for place, body in bodies]

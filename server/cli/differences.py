@@ -73,13 +73,9 @@ class LayerCount:
 
 @dataclass
 class WeightCount:
-    """Differences between the weights of experts that both sides chose.
+    """Differences between the weights of experts that both sides chose."""
 
-    Attributes:
-        slots: how many weights were compared.
-    """
-
-    slots: int = 0
+    slots: int = 0  # how many weights were compared
     total: float = 0.0
     largest: float = 0.0
 
@@ -112,11 +108,9 @@ class LogprobCount:
     """Absolute differences between two sides' log-probabilities of the same tokens.
 
     The row of a token is that of the position before it, whose forward pass gives the token its probability.
-
-    Attributes:
-        parts: for tokens whose rows are equal in all layers, differ, or are unknown on a side.
     """
 
+    # For tokens whose rows are equal in all layers, differ, or are unknown on a side.
     parts: tuple[list[float], ...] = field(default_factory=lambda: ([], [], []))
 
     def add(self, ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]], rows: NDArray[np.int8]) -> None:
@@ -137,21 +131,15 @@ def _tails(values: list[float]) -> dict[str, Any]:
 
 @dataclass
 class Comparison:
-    """Counts of each layer over all responses.
+    """Counts of each layer over all responses."""
 
-    Attributes:
-        layer_ids: decoder layer of each of the L layers.
-        missing: rows that are unknown on a side, which are not compared.
-        with_weights, with_logprobs: whether weights and log-probabilities are compared too.
-    """
-
-    layer_ids: Sequence[int]
+    layer_ids: Sequence[int]  # decoder layer of each of the L layers
     with_weights: bool = False
     with_logprobs: bool = False
     layers: list[LayerCount] = field(default_factory=list)
     logprobs: LogprobCount = field(default_factory=LogprobCount)
     answers: int = 0
-    missing: int = 0
+    missing: int = 0  # rows that are unknown on a side, which are not compared
 
     def __post_init__(self) -> None:
         self.layers = [LayerCount() for _ in self.layer_ids]
@@ -161,9 +149,6 @@ class Comparison:
 
         Args:
             scale: [L], what the server's weights are to be multiplied by.
-
-        Raises:
-            RoutingError: the response has no token ids, weights or log-probabilities.
         """
         tokens = self._tokens_of(routing)
         logprobs = self._logprobs_of(routing, tokens)
@@ -189,11 +174,7 @@ class Comparison:
         self.logprobs.add(logprobs[first:], theirs, rows[first - 1 :])
 
     def add_pair(self, ours: Routing, theirs: Routing, scales: Sequence[Sequence[float] | None] = (None, None)) -> None:
-        """Compares two responses as far as their tokens are the same.
-
-        Raises:
-            RoutingError: as `add`; the responses have different prompts or are of different models.
-        """
+        """Compares two responses as far as their tokens are the same."""
         tokens = [self._tokens_of(each) for each in (ours, theirs)]
         same = next((at for at, (a, b) in enumerate(zip(*tokens, strict=False)) if a != b), min(map(len, tokens)))
         if same < min(len(each.prompt_token_ids or ()) for each in (ours, theirs)):

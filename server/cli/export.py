@@ -1,9 +1,10 @@
-"""`routed-experts export`: the rows of responses, or the load of their experts, in files of other programs' formats.
+"""`routed-experts export`: the rows of responses in files of other programs' formats.
 
 Reads and writes part by part, so that memory does not grow with the number of responses.
 """
 
 import argparse
+import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,55 +12,35 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from routed_experts.protocol.codec import count_missing
+from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer, normalised, once, read
 from routed_experts.server.cli import formats
 from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.cli.formats import Span
 from routed_experts.server.cli.running import RunningServer, add_server_flags, bodies_of
-from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, once, opened, read
-from routed_experts.server.cli.stats import Tally
+from routed_experts.server.cli.saved import add_flags, info_of, opened
 
-ROWS = {
-    "parquet": formats.write_parquet,
-    "csv": formats.write_csv,
-    "npz": formats.write_npz,
-    "moe-trace": formats.write_moe_trace,
-}
-LOADS = {"sglang": formats.write_sglang_json, "eplb": formats.write_eplb}
-SUFFIXES = {".parquet": "parquet", ".csv": "csv", ".npz": "npz", ".json": "sglang", ".pt": "sglang", ".npy": "eplb"}
-NEEDS_LAYERS = ("moe-trace", "sglang")
+TABLES = {"parquet": formats.write_parquet, "csv": formats.write_csv, "npz": formats.write_npz}
+FORMATS = (*TABLES, "jsonl")
 NOTHING = "Nothing to export: the responses have no rows."
-LAYERS_NEED = (
-    "the decoder layers of its rows are unknown: put the response of GET /v1/routed_experts into a file before it"
-)
-EXPERTS_NEED = (
-    "the number of experts is unknown: put the response of GET /v1/routed_experts into a file before it, or set "
-    "--num-experts"
-)
 
 
 @dataclass
 class Exported:
-    """What was read so far.
-
-    Attributes:
-        missing: rows with unknown ids.
-        model: what the responses know about their model.
-    """
+    """What was read so far."""
 
     answers: int = 0
     rows: int = 0
-    missing: int = 0
-    model: ModelInfo = field(default_factory=ModelInfo)
+    missing: int = 0  # rows with unknown ids
+    model: ModelInfo = field(default_factory=ModelInfo)  # what the responses know about their model
 
-    def check(self, info: ModelInfo, needs_layers: bool) -> None:
-        """
-        Raises:
-            RoutingError: a response of another model than the first, or with unknown layers.
-        """
-        if needs_layers and info.layer_ids is None:
-            raise RoutingError(LAYERS_NEED)
+    def count(self, rows: Rows) -> None:
+        self.rows += len(rows)
+        self.missing += count_missing(rows)
+
+    def check(self, info: ModelInfo) -> None:
+        """Refuses a response of another model than the first."""
         for name in ("num_layers", "top_k", "num_experts", "layer_ids"):
             now, before = getattr(info, name), getattr(self.model, name)
             if None not in (now, before) and now != before:
@@ -70,33 +51,39 @@ class Exported:
 # ---- rows ----
 
 
-def spans_of(answer: SavedAnswer, server: RunningServer | None, with_weights: bool, request: int) -> Iterator[Span]:
-    """The rows of a response. A prompt's come once, with the first of its choices.
+def routings_of(answer: SavedAnswer, server: RunningServer | None) -> list[Routing]:
+    """The rows of a response, with the texts that the server has for tokens."""
+    routings = answer.routings()
+    if server is None:
+        return routings
+    tokens = [(*(each.prompt_token_ids or ()), *(each.token_ids or ())) for each in routings]
+    texts = server.texts_of(chain.from_iterable(tokens))
+    return [
+        replace(routing, texts=tuple(map(texts.get, ids)) if texts and ids else None)
+        for routing, ids in zip(routings, tokens, strict=True)
+    ]
 
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: the response is incomplete, or of another form or model.
-    """
-    texts = _texts(answer)
-    for routing in once(answer.routings()):
+
+def spans_of(answer: SavedAnswer, routings: Sequence[Routing], with_weights: bool, request: int) -> Iterator[Span]:
+    """The rows of a response. A prompt's come once, with the first of its choices."""
+    name = answer.parts[0].get("id")
+    for routing in once(routings):
         if with_weights and routing.weights is None:
             raise RoutingError("the response has no weights: set return_routed_expert_weights in the request")
         tokens = _tokens(routing)
-        if tokens is not None and server is not None:
-            own: list[str | None] | None = [server.text_of(token) for token in tokens]
-        else:
-            own = _own_texts(routing, texts)
-        info = replace(answer.info, num_layers=routing.rows.shape[1], top_k=routing.rows.shape[2])
+        texts = None if routing.texts is None else routing.texts[routing.start : routing.end]
         yield Span(
+            source=_writable(answer.file),
             request=request,
-            id=None if (name := answer.parts[0].get("id")) is None else str(name),
+            id=_writable(name) if isinstance(name, str) else None,
             choice=routing.index,
             start=routing.start,
             prompt_len=routing.prompt_len,
             rows=routing.rows,
             weights=routing.weights if with_weights else None,
             token_ids=tokens,
-            texts=own,
-            info=info,
+            texts=None if texts is None else [None if text is None else _writable(text) for text in texts],
+            info=replace(answer.info, num_layers=routing.rows.shape[1], top_k=routing.rows.shape[2]),
         )
 
 
@@ -107,29 +94,9 @@ def _tokens(routing: Routing) -> tuple[int, ...] | None:
     return (*routing.prompt_token_ids, *routing.token_ids)[routing.start : routing.end]
 
 
-def _texts(answer: SavedAnswer) -> dict[int | None, list[str | None]]:
-    """The texts of tokens: of the prompt (None), and of each choice by its index.
-
-    Log-probabilities have them, and responses that the page saved.
-    """
-    page = answer.parts[0].get("routed_experts_page") or {}
-    found = {None: page.get("prompt_tokens") or [], 0: page.get("tokens") or []}
-    for part in answer.parts:
-        for choice in choices_of(part):
-            logprobs = choice.get("logprobs") or {}
-            tokens = logprobs.get("tokens") or [one["token"] for one in logprobs.get("content") or ()]
-            found.setdefault(choice.get("index") or 0, []).extend(tokens)
-    return found
-
-
-def _own_texts(routing: Routing, texts: dict[int | None, list[str | None]]) -> list[str | None] | None:
-    """The texts of the tokens that the rows belong to."""
-    if routing.prompt_len is None:
-        return None
-    prompt = texts[None] or [None] * routing.prompt_len
-    found = [*prompt, *texts.get(routing.index, ())][routing.start : routing.end]
-    found += [None] * (len(routing.rows) - len(found))
-    return [None if text is None else text.encode(errors="replace").decode() for text in found]
+def _writable(text: str) -> str:
+    """`text` without halves of characters, which UTF-8 cannot have."""
+    return text.encode(errors="replace").decode()
 
 
 # ---- the command ----
@@ -143,15 +110,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "file",
         nargs="*",
-        help="responses to requests with return_routed_experts, or folders with files *.jsonl; - for standard input",
+        help="responses to requests with return_routed_experts, or folders of them; - for standard input",
     )
     parser.add_argument("--url", help="URL of a running server; sends the requests of --prompts to it")
     add_server_flags(parser)
     parser.add_argument("--output", "-o", type=Path, required=True, help="file to write")
     parser.add_argument(
-        "--format",
-        choices=(*ROWS, *LOADS),
-        help=f"format of the file (default: by its name: {', '.join(map(' '.join, SUFFIXES.items()))})",
+        "--format", choices=FORMATS, help="format of the file (default: as its name ends); jsonl: responses"
     )
     parser.add_argument(
         "--per",
@@ -166,45 +131,33 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add_flags(parser)
     args = parser.parse_args(argv)
-    args.format = args.format or SUFFIXES.get(args.output.suffix)
-    if args.format is None:
+    args.format = args.format or args.output.suffix[1:]
+    if args.format not in FORMATS:
         parser.error(f"--output {args.output} names no format: set --format")
-    if args.format == "sglang" and args.output.suffix not in (".json", ".pt"):
-        parser.error("SGLang reads files that end in .json or .pt")
     if args.per == "token" and args.format != "parquet":
         parser.error("--per token is for parquet")
-    if args.weights and args.format not in ("parquet", "csv", "npz"):
-        parser.error(f"--weights is for parquet, csv and npz: {args.format} has no weights")
     if bool(args.file) == bool(args.url) or bool(args.url) != bool(args.prompts):
         parser.error("give files, or --url and --prompts")
     return args
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts export`; returns the exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs `routed-experts export`; returns the exit status."""
     args = parse(argv)
     server = RunningServer(args.url, args.api_key) if args.url else None
-    bodies = bodies_of(args.prompts, args.max_tokens) if server else []
+    bodies = bodies_of(args) if server else []
     answers = server.ask_all(bodies, args.weights) if server else read(opened(args.file), info_of(args))
     total = len(bodies) if server else None
     with aside(args.output) as path:
         shown = progress(answers, desc="exporting", unit=" responses", total=total)
-        found = write_load(path, shown, args) if args.format in LOADS else write_rows(path, shown, args, server)
+        found = write_lines(path, shown, server) if args.format == "jsonl" else write(path, shown, args, server)
     print(f"Wrote {args.output}: {found.answers} responses, {found.rows} rows, {found.missing} of them unknown.")
     return 0
 
 
 @contextmanager
 def aside(output: Path) -> Iterator[Path]:
-    """A file beside `output`, which takes its name if all goes well.
-
-    Raises:
-        CommandError: `output` cannot be written.
-    """
+    """A file beside `output`, which takes its name if all goes well."""
     path = output.with_name(f".{output.name}.{os.getpid()}.part")
     if output.is_dir():
         raise CommandError(f"--output {output} is a folder.")
@@ -219,28 +172,21 @@ def aside(output: Path) -> Iterator[Path]:
         path.unlink(missing_ok=True)
 
 
-def write_rows(
+def write(
     path: Path, answers: Iterable[SavedAnswer], args: argparse.Namespace, server: RunningServer | None
 ) -> Exported:
-    """Writes the rows of responses.
-
-    Raises:
-        CommandError: a response cannot be exported, or none has rows.
-    """
+    """Writes the rows of responses."""
     found = Exported()
 
     def spans() -> Iterator[Span]:
         for answer in answers:
-            try:
-                for span in spans_of(answer, server, args.weights, found.answers):
-                    if not len(span.rows):
-                        continue
-                    found.check(span.info, args.format in NEEDS_LAYERS)
-                    found.rows += len(span.rows)
-                    found.missing += count_missing(span.rows)
-                    yield span
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CommandError(f"{answer.where}: {error}.") from error
+            routings = routings_of(answer, server)
+            with answer.located():
+                for span in spans_of(answer, routings, args.weights, found.answers):
+                    if len(span.rows):
+                        found.check(span.info)
+                        found.count(span.rows)
+                        yield span
             found.answers += 1
 
     rest = spans()
@@ -248,30 +194,20 @@ def write_rows(
     if first is None:
         raise CommandError(NOTHING)
     options = {"per_token": True} if args.per == "token" else {}
-    try:
-        ROWS[args.format](path, chain([first], rest), first, **options)
-    except (ValueError, TypeError, OverflowError) as error:  # a number that no program would have sent
-        raise CommandError(f"Response {found.answers + 1} cannot be written: {error}.") from error
+    TABLES[args.format](path, chain([first], rest), first, **options)
     return found
 
 
-def write_load(path: Path, answers: Iterable[SavedAnswer], args: argparse.Namespace) -> Exported:
-    """Writes how often each expert was chosen.
-
-    Raises:
-        CommandError: a response cannot be counted.
-    """
-    found, tally = Exported(), Tally()
-    for answer in answers:
-        try:
-            if answer.info.num_experts is None:
-                raise RoutingError(EXPERTS_NEED)
-            found.check(answer.info, args.format in NEEDS_LAYERS)
-            tally.add(answer)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"{answer.where}: {error}.") from error
-    if tally.counts is None or not tally.rows:
+def write_lines(path: Path, answers: Iterable[SavedAnswer], server: RunningServer | None) -> Exported:
+    """Writes the responses themselves, a line for each prompt."""
+    found = Exported()
+    with path.open("w", encoding="ascii") as file:
+        for answer in answers:
+            routings = routings_of(answer, server)
+            file.writelines(f"{json.dumps(body)}\n" for body in normalised(answer, routings))
+            for routing in once(routings):
+                found.count(routing.rows)
+            found.answers += 1
+    if not found.answers:
         raise CommandError(NOTHING)
-    write = formats.write_sglang_pt if args.output.suffix == ".pt" else LOADS[args.format]
-    write(path, tally.counts, tally.layer_ids or ())
-    return Exported(tally.answers, tally.rows, tally.missing)
+    return found

@@ -1,13 +1,12 @@
-"""Writes rows, or the load of experts, in the formats of other programs. Needs numpy only, and pyarrow for Parquet."""
+"""Writes rows as tables and arrays. Needs numpy only, and pyarrow for Parquet."""
 
 import csv
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -16,48 +15,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN, Rows
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import ModelInfo
 
 NO_PYARROW = "Parquet needs pyarrow: pip install 'routed-experts-server[export]', or choose --format csv or npz."
+KINDS = {"source": "string", "group": "string", "request": "int32", "id": "string", "choice": "int32"}
+KINDS |= {"position": "int32", "is_prompt": "bool_", "token_id": "int32", "token": "string"}
+"""The columns of tables that say which token it is, and their types in pyarrow."""
 _CUT = 1 << 16  # rows of a table that are converted at once
 _GROUP = 1 << 18  # rows of a table in a row group of Parquet
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows of consecutive positions of a choice.
+    """Rows of consecutive positions of a choice."""
 
-    Attributes:
-        request: number of the response, counted from 0.
-        id: the response's own; None if it has none.
-        start: position of the first row.
-        prompt_len: None if unknown.
-        rows: [n, L, K]
-        weights: [n, L, K]; None if they are not written.
-        token_ids, texts: of the n tokens; None if unknown, as any text may be.
-    """
-
-    request: int
-    id: str | None
+    source: str  # file that has the response, or the prompt that was sent
+    request: int  # number of the response, counted from 0
+    id: str | None  # the response's own
     choice: int
-    start: int
+    start: int  # position of the first row
     prompt_len: int | None
-    rows: Rows
-    weights: NDArray[np.float32] | None
-    token_ids: Sequence[int] | None
-    texts: Sequence[str | None] | None
+    rows: Rows  # [n, L, K]
+    weights: NDArray[np.float32] | None  # [n, L, K]; None if they are not written
+    token_ids: Sequence[int] | None  # of the n tokens
+    texts: Sequence[str | None] | None  # likewise
     info: ModelInfo
 
     @property
-    def positions(self) -> NDArray[np.int32]:
-        return np.arange(self.start, self.start + len(self.rows), dtype=np.int32)
-
-    @property
-    def is_prompt(self) -> list[bool | None]:
-        if self.prompt_len is None:
-            return [None] * len(self.rows)
-        return (self.positions < self.prompt_len).tolist()
+    def columns(self) -> dict[str, Sequence[Any]]:
+        """What tables say of each of the n tokens, by the names in `KINDS`."""
+        group = self.source.rpartition("/")[0] or None  # the folder of the file, if the command named it
+        positions, nothing = range(self.start, self.start + len(self.rows)), [None] * len(self.rows)
+        values = (self.source, group, self.request, self.id, self.choice)
+        return {
+            **{name: [value] * len(self.rows) for name, value in zip(KINDS, values, strict=False)},
+            "position": positions,
+            "is_prompt": nothing if self.prompt_len is None else [at < self.prompt_len for at in positions],
+            "token_id": self.token_ids or nothing,
+            "token": self.texts or nothing,
+        }
 
     @property
     def layer_ids(self) -> list[int | None]:
@@ -89,7 +86,7 @@ def _cut(spans: Iterator[Span]) -> Iterator[Span]:
 def write_csv(path: Path, spans: Iterator[Span], first: Span) -> None:
     """One row per token and layer, with a header. Unknown experts are -1, unknown weights nan, other values empty."""
     places = range(first.rows.shape[2])
-    head = ["request", "id", "choice", "position", "is_prompt", "token_id", "token", "layer", "layer_id"]
+    head = [*KINDS, "layer", "layer_id"]
     head += [f"expert_{place}" for place in places]
     head += [] if first.weights is None else [f"weight_{place}" for place in places]
     with path.open("w", encoding="utf-8", newline="") as file:
@@ -101,10 +98,7 @@ def write_csv(path: Path, spans: Iterator[Span], first: Span) -> None:
 
 def _lines(span: Span) -> Iterator[list[Any]]:
     layers = list(enumerate(span.layer_ids))
-    nothing = [None] * len(span.rows)
-    columns = (span.positions.tolist(), span.is_prompt, span.token_ids or nothing, span.texts or nothing)
-    for place, about in enumerate(zip(*columns, strict=True)):
-        token = [span.request, span.id, span.choice, *about]
+    for place, token in enumerate(zip(*span.columns.values(), strict=True)):
         experts = span.rows[place].tolist()
         weights: list[list[float]] = [[]] * len(layers) if span.weights is None else span.weights[place].tolist()
         for (layer, layer_id), chosen, weighed in zip(layers, experts, weights, strict=True):
@@ -132,8 +126,7 @@ def write_parquet(path: Path, spans: Iterator[Span], first: Span, per_token: boo
 
 def _schema(pa: Any, first: Span, per_token: bool) -> Any:
     experts, weights = pa.list_(pa.int16()), pa.list_(pa.float32())
-    fields = [("request", pa.int32()), ("id", pa.string()), ("choice", pa.int32()), ("position", pa.int32())]
-    fields += [("is_prompt", pa.bool_()), ("token_id", pa.int32()), ("token", pa.string())]
+    fields = [(name, getattr(pa, kind)()) for name, kind in KINDS.items()]
     if per_token:
         experts, weights = pa.list_(experts), pa.list_(weights)
     else:
@@ -146,17 +139,8 @@ def _schema(pa: Any, first: Span, per_token: bool) -> Any:
 
 def _columns(pa: Any, span: Span, per_token: bool) -> list[Any]:
     count, layers, _ = span.rows.shape
-    each = 1 if per_token else layers
-    nothing = [None] * count
-
-    def repeated(values: Any, kind: Any) -> Any:
-        """A value for each token."""
-        return pa.array(values, kind).take(pa.array(np.repeat(np.arange(count), each)))
-
-    columns = [repeated([value] * count, kind) for value, kind in ((span.request, pa.int32()), (span.id, pa.string()))]
-    columns += [repeated([span.choice] * count, pa.int32()), repeated(span.positions, pa.int32())]
-    columns += [repeated(span.is_prompt, pa.bool_()), repeated(span.token_ids or nothing, pa.int32())]
-    columns += [repeated(span.texts or nothing, pa.string())]
+    repeats = pa.array(np.repeat(np.arange(count), 1 if per_token else layers))
+    columns = [pa.array(values, getattr(pa, KINDS[name])()).take(repeats) for name, values in span.columns.items()]
     if not per_token:
         columns += [pa.array(np.tile(np.arange(layers, dtype=np.int16), count))]
         columns += [pa.array(span.layer_ids * count, pa.int16())]
@@ -176,115 +160,39 @@ def _lists(pa: Any, values: NDArray[Any], per_token: bool) -> Any:
 
 
 def write_npz(path: Path, spans: Iterator[Span], first: Span) -> None:
-    """One array per column, with an element per token: `experts` and `weights` are [N, L, K]. Unknown values are -1."""
+    """One array per column, with an element per token: `experts` and `weights` are [N, L, K]. Unknown values are -1.
+
+    `source` has places in `sources`, the names of files.
+    """
     info, (_, layers, top_k) = first.info, first.rows.shape
-    columns: dict[str, tuple[str, tuple[int, ...], Callable[[Span], Any]]] = {
-        "request": ("<i4", (), lambda span: np.full(len(span.rows), span.request)),
-        "choice": ("<i4", (), lambda span: np.full(len(span.rows), span.choice)),
-        "position": ("<i4", (), lambda span: span.positions),
-        "is_prompt": ("|i1", (), lambda span: [UNKNOWN if one is None else one for one in span.is_prompt]),
-        "token_id": ("<i4", (), lambda span: span.token_ids or np.full(len(span.rows), UNKNOWN)),
-        "experts": ("<i2", (layers, top_k), lambda span: span.rows),
-    }
-    if first.weights is not None:
-        columns["weights"] = ("<f4", (layers, top_k), lambda span: span.weights)
+    sources: dict[str, int] = {}
+    columns: dict[str, tuple[str, tuple[int, ...]]] = {"source": ("<i4", ())}
+    columns |= {name: ("<i4", ()) for name, kind in KINDS.items() if kind in ("int32", "bool_")}
+    columns |= {"is_prompt": ("|i1", ()), "experts": ("<i2", (layers, top_k))}
+    columns |= {} if first.weights is None else {"weights": ("<f4", (layers, top_k))}
     count = 0
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {name: stack.enter_context(TemporaryFile(dir=path.parent)) for name in columns}
         for span in _cut(spans):
             count += len(span.rows)
-            for name, (dtype, _, values) in columns.items():
-                files[name].write(np.asarray(values(span), dtype).tobytes())
+            source = sources.setdefault(span.source, len(sources))
+            about: dict[str, Any] = span.columns | {
+                "source": [source] * len(span.rows),
+                "experts": span.rows,
+                "weights": span.weights,
+            }
+            for name, (dtype, shape) in columns.items():
+                values = about[name] if shape else [UNKNOWN if one is None else one for one in about[name]]
+                files[name].write(np.asarray(values, dtype).tobytes())
         archive = stack.enter_context(zipfile.ZipFile(path, "w"))
-        for name, (dtype, shape, _) in columns.items():
+        for name, (dtype, shape) in columns.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 header = {"descr": dtype, "fortran_order": False, "shape": (count, *shape)}
                 np.lib.format.write_array_header_1_0(member, header)  # type: ignore[no-untyped-call]
                 files[name].seek(0)
                 shutil.copyfileobj(files[name], member)
-        for name, value in (("num_experts", info.num_experts), ("layer_ids", info.layer_ids)):
+        whole = {"num_experts": info.num_experts, "layer_ids": info.layer_ids, "sources": list(sources)}
+        for name, value in whole.items():
             if value is not None:
                 with archive.open(f"{name}.npy", "w") as member:
                     np.save(member, np.asarray(value))
-
-
-# ---- llama.cpp ----
-
-
-def write_moe_trace(path: Path, spans: Iterator[Span], first: Span) -> None:
-    """The trace of llama-moe-trace: `step,decoder layer,expert,...` without a header.
-
-    Tokens of a prompt have the steps -P to -1, generated ones of all choices are counted from 0. Unknown rows are left
-    out.
-    """
-    step = 0
-    with path.open("w", encoding="ascii", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        for _, choice in groupby(_cut(spans), lambda span: (span.request, span.choice)):
-            end = step
-            for span in choice:
-                if span.prompt_len is None:
-                    raise CommandError(PROMPT_NEED)
-                places = span.positions - span.prompt_len
-                steps = np.where(places < 0, places, places + step).tolist()
-                end = max(end, steps[-1] + 1)
-                for at, layers in zip(steps, span.rows.tolist(), strict=True):
-                    pairs = zip(span.layer_ids, layers, strict=True)
-                    writer.writerows([at, layer_id, *ids] for layer_id, ids in pairs if min(ids) >= 0)
-            step = end
-
-
-PROMPT_NEED = (
-    "A response does not show where its prompt ends, which moe-trace needs: set return_token_ids in the request, or "
-    "request the split layout."
-)
-
-# ---- the load of experts ----
-
-
-def write_eplb(path: Path, counts: NDArray[np.int64], layer_ids: Sequence[int]) -> None:
-    """[L, E] of the MoE layers, which EPLB calls `weight`."""
-    with path.open("wb") as file:
-        np.save(file, counts)
-
-
-def write_sglang_json(path: Path, counts: NDArray[np.int64], layer_ids: Sequence[int]) -> None:
-    """SGLang's `logical_count` as JSON."""
-    path.write_text(json.dumps({"logical_count": decoder_layers(counts, layer_ids).tolist()}), encoding="ascii")
-
-
-def write_sglang_pt(path: Path, counts: NDArray[np.int64], layer_ids: Sequence[int]) -> None:
-    """SGLang's `logical_count` as `torch.save` writes a dict with a tensor, without torch."""
-    every = decoder_layers(counts, layer_ids)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", _pickled_tensor("logical_count", every.shape))
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/data/0", every.astype("<i8").tobytes())
-        archive.writestr("archive/version", "3\n")
-
-
-def decoder_layers(counts: NDArray[np.int64], layer_ids: Sequence[int]) -> NDArray[np.int64]:
-    """[decoder layers up to the last with experts, E] of [L, E], with zeros in dense layers."""
-    every = np.zeros((max(layer_ids) + 1, counts.shape[1]), np.int64)
-    every[list(layer_ids)] = counts
-    return every
-
-
-def _pickled_tensor(name: str, shape: tuple[int, ...]) -> bytes:
-    """The pickle of `{name: tensor}` for a contiguous int64 tensor [rows, columns] with the storage `data/0`."""
-
-    def text(value: str) -> bytes:
-        return b"X" + len(value).to_bytes(4, "little") + value.encode()
-
-    def number(value: int) -> bytes:
-        return b"J" + value.to_bytes(4, "little")
-
-    def values(*parts: bytes) -> bytes:
-        return b"(" + b"".join(parts) + b"t"
-
-    rows, columns = shape
-    storage = values(text("storage"), b"ctorch\nLongStorage\n", text("0"), text("cpu"), number(rows * columns)) + b"Q"
-    sizes, strides = values(number(rows), number(columns)), values(number(columns), number(1))
-    hooks = b"ccollections\nOrderedDict\n)R"
-    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n" + values(storage, number(0), sizes, strides, b"\x89", hooks) + b"R"
-    return b"\x80\x02}" + text(name) + tensor + b"s."

@@ -34,11 +34,10 @@ compare     Compare the experts in responses with a Hugging Face forward pass of
             Exit status: 0 if equal or near-ties only, 1 if different, 2 on error.
 stats       Report how evenly the experts of each layer are used in saved responses. --help lists its flags.
 view        Show saved responses in a browser, with the page that a running server has at /routed_experts.
-export      Write the experts in responses as Parquet, CSV or npz, or for SGLang, EPLB or llama.cpp. --help lists its
-            flags.
+export      Write the experts in responses as Parquet, CSV, npz or JSON Lines. --help lists its flags.
 
-FILE contains JSON (one response per line or pretty-printed) or streams as printed by curl, or is a
-folder with files *.jsonl; - is standard input.
+FILE contains JSON (one response per line or pretty-printed), streams as printed by curl or the output of a batch, or is
+a folder with files *.json and *.jsonl; - is standard input.
 """
 INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
 NO_READER = 128 + 13  # and for SIGPIPE
@@ -69,8 +68,26 @@ def tiny_model(argv: list[str]) -> int:
 
 
 def _main_of(module: str) -> Callable[[list[str]], int]:
-    """`main` of a module in this package, which is imported when the command runs."""
-    return lambda argv: import_module(f"routed_experts.server.cli.{module}").main(argv)
+    """`main` of a module in this package, which is imported when the command runs.
+
+    Files come from anywhere: what is wrong with one is an error with its place.
+    """
+
+    def command(argv: list[str]) -> int:
+        import numpy as np
+
+        from routed_experts.protocol.collect import RoutingError
+
+        try:
+            with np.errstate(all="ignore"):  # numbers that no router has
+                status: int = import_module(f"routed_experts.server.cli.{module}").main(argv)
+                return status
+        except RoutingError as error:
+            raise CommandError(f"{error}.") from error
+        except MemoryError as error:
+            raise CommandError("There is not enough memory for this file.") from error
+
+    return command
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -119,11 +136,7 @@ def _flush() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Runs a command; returns its exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs a command; returns its exit status."""
     command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
     if command == "--version":
         print(f"routed-experts-server {VERSION}")

@@ -1,94 +1,16 @@
-"""Checks model, weights and port before the engine starts, and reports errors in one sentence."""
+"""Checks the server's address before the engine starts, and words vLLM's errors in one sentence."""
 
 import errno
+import os
 import re
 import socket
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from routed_experts.server.cli.console import CommandError
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-_WITHOUT_FILES = ("dummy", "runai_streamer", "runai_streamer_sharded", "tensorizer", "modelexpress")
-"""Load formats that need no weights in the model folder."""
-
-
-def check_model_folder(model: str) -> None:
-    """Checks a model folder. vLLM checks names on the hub and URLs.
-
-    Raises:
-        CommandError: the folder does not exist or has no checkpoint.
-    """
-    folder = Path(model).expanduser()
-    if folder.is_file() or "://" in model:
-        return
-    if not folder.exists():
-        if model.startswith((".", "~")) or folder.is_absolute() or model.count("/") > 1:
-            raise CommandError(
-                f"The folder {model} does not exist: use the folder of a checkpoint, or the name of a model on the "
-                "Hugging Face hub."
-            )
-        return
-    if not any((folder / name).exists() for name in ("config.json", "params.json")) and not _files(folder, ("*.gguf",)):
-        raise CommandError(f"The folder {model} has no config.json: use the folder of a complete checkpoint.")
-
-
-def check_weights(config: Any, memory: int | None, whose: str) -> None:
-    """Checks that the model folder has weights, and that they fit into memory.
-
-    Args:
-        config: vLLM's `VllmConfig`.
-        memory: total memory in bytes, free or not; None if unknown.
-        whose: name of the device, for the message.
-
-    Raises:
-        CommandError: there are no weights, or they exceed the memory.
-    """
-    model = config.model_config
-    folder = Path(model.model)
-    if not folder.is_dir() or str(config.load_config.load_format) in _WITHOUT_FILES or model.quantization:
-        return
-    files = _files(folder, _WEIGHTS)
-    if not files:
-        raise CommandError(
-            f"The folder {folder} has no weights (*.safetensors or *.bin): download the checkpoint again, or set "
-            "--load-format dummy for random weights."
-        )
-    needed = _loaded_bytes(config, files)
-    if memory is not None and needed > memory:
-        raise CommandError(
-            f"The model's weights take {_gib(needed)}, but the memory of {whose} is {_gib(memory)}: spread them over "
-            "more GPUs with --tensor-parallel-size, or serve a smaller or quantized model."
-        )
-
-
-def _files(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
-    return [file for pattern in patterns for file in folder.glob(pattern)]
-
-
-def _loaded_bytes(config: Any, files: list[Path]) -> int:
-    """Minimum size of the loaded weights. A checkpoint in two file formats counts once."""
-    sizes: dict[str, int] = {}
-    for file in files:
-        sizes[file.suffix] = sizes.get(file.suffix, 0) + file.stat().st_size
-    stored = getattr(config.model_config.hf_config, "dtype", None) or config.model_config.dtype
-    ratio = config.model_config.dtype.itemsize / stored.itemsize if isinstance(stored, torch.dtype) else 1
-    return int(min(sizes.values()) * min(ratio, 1))
-
-
-def _gib(count: int) -> str:
-    return f"{count / (1 << 30):.1f} GiB"
-
 
 def check_port(host: str | None, port: int) -> None:
-    """Checks that the server can listen on the address.
-
-    Raises:
-        CommandError: the port is in use or not allowed, or the host is not an address of this machine.
-    """
+    """Raises `CommandError` if the server cannot listen on the address."""
     try:
         family = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0][0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -102,6 +24,18 @@ def check_port(host: str | None, port: int) -> None:
         ) from None
     except OSError as error:
         raise CommandError(_why_not(error, host, port)) from None
+
+
+def check_socket(path: str) -> None:
+    """Raises `CommandError` if the server cannot listen on a Unix socket, whose file it makes itself."""
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.bind(path)
+        os.unlink(path)
+    except OSError as error:
+        exists = error.errno == errno.EADDRINUSE
+        why = "it exists; remove it if no server uses it" if exists else error.strerror or error
+        raise CommandError(f"--uds {path} cannot be used: {why}.") from None
 
 
 def _why_not(error: OSError, host: str | None, port: int) -> str:

@@ -34,15 +34,8 @@ class Reference:
     """
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
-        """
-        Raises:
-            CommandError: the model or the device cannot be used.
-        """
         import torch
 
-        from routed_experts.server.cli.preflight import check_model_folder
-
-        check_model_folder(model)
         _check_device(device)
         self._model, stored = _load(model, getattr(torch, dtype), device)
         self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))

@@ -6,16 +6,22 @@ import json
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
+from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import ModelInfo, SavedAnswer
 
 AT_ONCE = 8  # requests
+TEXTS_AT_ONCE = 16_384  # token ids, as many as the server takes
+_TEXTS = "/v1/routed_experts/texts"
+_HAS_NONE = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
 # In the form that a reader of saved responses needs no flags for, whatever the server's defaults are.
 _ROWS = {
     "return_routed_experts": True,
@@ -28,6 +34,8 @@ _ROWS = {
 }
 
 Body = Mapping[str, Any]
+Place = tuple[str, int]
+"""File and line of a prompt; the line is 0 if it is in none."""
 
 
 def base_of(url: str) -> str:
@@ -54,7 +62,6 @@ class RunningServer:
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._texts: dict[int, str] = {}
-        self._has_texts = True
 
     @cached_property
     def document(self) -> dict[str, Any]:
@@ -64,11 +71,11 @@ class RunningServer:
             raise self._is_other("/v1/routed_experts")
         return document
 
-    def ask(self, where: str, body: Body, with_weights: bool = False) -> SavedAnswer:
+    def ask(self, place: Place, body: Body, with_weights: bool = False) -> SavedAnswer:
         """The response to a request, which has a prompt or messages.
 
         Args:
-            where: place of the prompt, for messages.
+            place: file and line of the prompt.
 
         Raises:
             CommandError: the server cannot be reached or returns an error.
@@ -77,16 +84,17 @@ class RunningServer:
         asked |= {"return_routed_expert_weights": True} if with_weights else {}
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
         try:
-            return SavedAnswer(where, [self._call(path, asked, where)], ModelInfo.of(self.document))
+            info = replace(ModelInfo.of(self.document), n=body.get("n") or 1)
         except ValueError as error:
             raise self._is_other("/v1/routed_experts") from error
+        return SavedAnswer(*place, [self._call(path, asked, f"{place[0]}, line {place[1]}")], info)
 
-    def ask_all(self, bodies: Iterable[tuple[str, Body]], with_weights: bool) -> Iterator[SavedAnswer]:
+    def ask_all(self, bodies: Iterable[tuple[Place, Body]], with_weights: bool) -> Iterator[SavedAnswer]:
         """The responses to requests and their places, in order. Some are sent ahead."""
         executor, running = ThreadPoolExecutor(AT_ONCE), deque[Future[SavedAnswer]]()
         try:
-            for where, body in bodies:
-                running.append(executor.submit(self.ask, where, body, with_weights))
+            for place, body in bodies:
+                running.append(executor.submit(self.ask, place, body, with_weights))
                 if len(running) > AT_ONCE:
                     yield running.popleft().result()
             while running:
@@ -94,17 +102,25 @@ class RunningServer:
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def text_of(self, token: int) -> str | None:
-        """The text of a token; None if the server does not tell."""
-        if token not in self._texts and self._has_texts:
+    def texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
+        """The texts of tokens, and of those before; empty if the server has none.
+
+        Raises:
+            CommandError: the server cannot be reached or returns another error.
+        """
+        unknown = sorted(set(tokens) - self._texts.keys())
+        for first in range(0, len(unknown), TEXTS_AT_ONCE):
+            ids = unknown[first : first + TEXTS_AT_ONCE]
             try:
-                # The second of two equal tokens: many tokenizers drop the space that a text begins with.
-                body = {"model": self.document["model"], "tokens": [token, token]}
-                text = str(self._call("/detokenize", body)["prompt"])
-                self._texts[token] = text[len(text) // 2 :]
-            except (CommandError, KeyError):
-                self._has_texts = False
-        return self._texts.get(token)
+                texts = self._call(_TEXTS, {"token_ids": ids}).get("texts")
+            except CommandError as error:
+                if getattr(error.__cause__, "code", None) not in _HAS_NONE:
+                    raise
+                break
+            if not isinstance(texts, list) or len(texts) != len(ids):
+                raise self._is_other(_TEXTS)
+            self._texts |= zip(ids, map(str, texts), strict=True)
+        return self._texts
 
     def _call(self, path: str, body: Body | None = None, where: str = "") -> dict[str, Any]:
         data = None if body is None else json.dumps(body).encode()
@@ -125,38 +141,66 @@ class RunningServer:
         return CommandError(f"{self.url} is not a routed-experts server: its response to {path} has another form.")
 
 
-def bodies_of(path: Path, max_tokens: int) -> list[tuple[str, Body]]:
-    """Place and request of each prompt in a file: one per line, or JSON if the file's name ends in `.jsonl`.
+def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tuple[Place, Body]]:
+    """Place and request of each prompt of `--prompts`: one per line, or JSON if a file's name ends in `.jsonl`.
 
-    A JSON line is a prompt or the body of a request, with a prompt or messages.
+    A JSON line is a prompt or the body of a request, with a prompt or messages, whose fields take precedence.
+
+    Args:
+        default: prompts in place of files.
 
     Raises:
-        CommandError: the file cannot be read or has no prompts.
+        CommandError: a file cannot be read or has no prompts.
     """
+    prompts: Iterable[tuple[Place, str | Body]] = [((args.url, 0), prompt) for prompt in default]
+    if args.prompts:
+        prompts = chain.from_iterable(map(_prompts_in, _prompt_files(args.prompts)))
+    return [(place, _body_of(value, args)) for place, value in prompts]
+
+
+def _body_of(value: str | Body, args: argparse.Namespace) -> Body:
+    if isinstance(value, str):
+        value = {"messages": [{"role": "user", "content": value}]} if args.chat else {"prompt": value}
+    temperature = args.temperature
+    if temperature is None and value.get("n", 1) == 1:  # vLLM refuses several likeliest choices
+        temperature = 0.0
+    sampling = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": args.seed}
+    return {**{name: given for name, given in sampling.items() if given is not None}, **value}
+
+
+def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """Files, and in place of a folder its files *.txt and *.jsonl, by name."""
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        found = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".jsonl") and file.is_file()]
+        if not found:
+            raise CommandError(f"{path} has no files *.txt or *.jsonl with prompts.")
+        yield from found
+
+
+def _prompts_in(path: Path) -> list[tuple[Place, str | Body]]:
     try:
-        lines = [
-            (f"{path}, line {number}", line)
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-            if line.strip()
-        ]
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
-    if not lines:
+    places = [((str(path), number), line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not places:
         raise CommandError(f"{path} has no prompts: write one per line.")
-    is_json = path.suffix == ".jsonl"
-    found = [(where, _body(where, line) if is_json else {"prompt": line}) for where, line in lines]
-    return [(where, {"max_tokens": max_tokens, **body}) for where, body in found]
+    return [(place, _value(place, line) if path.suffix == ".jsonl" else line) for place, line in places]
 
 
-def _body(where: str, line: str) -> Body:
+def _value(place: Place, line: str) -> str | Body:
+    where = f"{place[0]}, line {place[1]}"
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandError(f"{where} is not valid JSON: {error}.") from error
-    body = {"prompt": value} if isinstance(value, str) else value
-    if not isinstance(body, dict) or not body.keys() & {"prompt", "messages"}:
-        raise CommandError(f"{where} is not a prompt: write a string, or an object with a prompt or messages.")
-    return body
+    if isinstance(value, str) or (isinstance(value, dict) and value.keys() & {"prompt", "messages"}):
+        found: str | Body = value
+        return found
+    raise CommandError(f"{where} is not a prompt: write a string, or an object with a prompt or messages.")
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
@@ -164,10 +208,18 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompts",
         type=Path,
-        help="with --url: file with one prompt per line; if it ends in .jsonl, each line is a JSON string or the body "
-        "of a request",
+        nargs="+",
+        help="with --url: files with one prompt per line, or folders of them; in *.jsonl, each line is a JSON string "
+        "or the body of a request",
     )
+    parser.add_argument("--chat", action="store_true", help="with --url: send prompts as messages of a user")
     parser.add_argument(
         "--max-tokens", type=int, default=64, help="with --url: maximum tokens per response (default 64)"
     )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="with --url: 0 takes the likeliest tokens (default, but for requests of several choices)",
+    )
+    parser.add_argument("--seed", type=int, help="with --url: seed of the sampling at a higher temperature")
     parser.add_argument("--api-key", help="with --url: API key of the server")

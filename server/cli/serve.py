@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from vllm.config import VllmConfig
+from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.platforms import current_platform
@@ -34,17 +34,12 @@ from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli.console import CommandError, say
-from routed_experts.server.cli.preflight import check_model_folder, check_port, check_weights, sentence_of
+from routed_experts.server.cli.preflight import check_port, check_socket, sentence_of
 from routed_experts.server.http.recording import prepare
 from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.outputs.array_store import (
-    DEFAULT_LIFETIME_S,
-    LONGEST_LIFETIME_S,
-    ArrayStore,
-    StoreError,
-    default_folder,
-    remove_unused,
-)
+from routed_experts.server.inprocess.api_processes import close_port_after_the_last
+from routed_experts.server.outputs.array_store import DEFAULT_LIFETIME_S, LONGEST_LIFETIME_S
+from routed_experts.server.outputs.folders import default_folder, private_folder, remove_unused
 from routed_experts.server.vllm_api import VLLM_VERSION, get_logger
 
 logger = get_logger(__name__)
@@ -74,18 +69,16 @@ ENGINE_DID_NOT_START = (
 
 
 def main(argv: list[str]) -> int:
-    """Serves until the server is stopped; returns the command's exit status.
-
-    Raises:
-        CommandError: the arguments or the installation are invalid.
-    """
+    """Serves until the server is stopped; returns the command's exit status."""
     args = parse(take_version_flag(argv))
+    check_front_end(args)
     logger.info("routed-experts-server %s, vLLM %s", VERSION, VLLM_VERSION)
-    if not args.headless:
+    if args.uds and not args.headless:
+        check_socket(args.uds)
+    elif not args.headless:
         check_port(args.host, args.port)
     if args.model_tag is None:
         use_tiny_model(args, tiny_model_dir())
-    check_model_folder(args.model)
     capture = take_capture_flag(args)
     allow_plugin()
     if capture:
@@ -104,11 +97,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off.
-
-    Raises:
-        CommandError: vLLM's parser refuses the arguments.
-    """
+    """vLLM's parsed `serve` arguments, with the capture on unless it was switched off."""
     cli_env_setup()
     parser = FlexibleArgumentParser(prog="routed-experts")
     serve = ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
@@ -129,6 +118,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     except (RuntimeError, ValueError, OSError) as error:
         raise CommandError(f"The log's configuration cannot be read: {error}.") from error
     return args
+
+
+def check_front_end(args: argparse.Namespace) -> None:
+    """Raises `CommandError` for front ends that load no plugins: they would take routing fields in silence."""
+    for is_chosen, how in ((args.grpc, "--grpc"), (envs.VLLM_USE_RUST_FRONTEND, "VLLM_USE_RUST_FRONTEND")):
+        if is_chosen:
+            raise CommandError(f"{how} chooses a front end of vLLM that cannot return routed experts: remove it.")
 
 
 def take_version_flag(argv: list[str]) -> list[str]:
@@ -308,9 +304,6 @@ def allow_plugin() -> None:
     """Names our plugin in `VLLM_PLUGINS`, without which vLLM does not load it.
 
     The variable filters every group of plugins. If it was not set, all installed plugins are named too, to stay loaded.
-
-    Raises:
-        CommandError: the plugin cannot be imported. vLLM would log that and serve without it.
     """
     plugins = entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
     if not plugins:
@@ -321,6 +314,7 @@ def allow_plugin() -> None:
         next(iter(plugins)).load()
         import_module("routed_experts.server.http.plugin")  # imports names of vLLM that the entry point does not
     except Exception as error:
+        # vLLM would log that and serve without it.
         raise CommandError(f"The plugin for vLLM cannot be loaded: {error!r}") from error
     given = os.environ.get("VLLM_PLUGINS")
     names = given.split(",") if given is not None else sorted(_other_plugins())
@@ -335,12 +329,7 @@ def _other_plugins() -> set[str]:
 
 
 def fill_in(args: argparse.Namespace) -> None:
-    """Names our scheduler and worker in vLLM's arguments.
-
-    Raises:
-        CommandError: the capture cannot be mixed into the given classes, or the device is not supported; or the folder
-            for recorded routing cannot be written.
-    """
+    """Names our scheduler and worker in vLLM's arguments."""
     try:
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
@@ -367,19 +356,13 @@ def fill_in(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace, capture: bool = True) -> None:
-    """Refuses invalid arguments with one sentence, before an engine process would fail with a stack trace.
-
-    Raises:
-        CommandError: vLLM refuses the arguments, the model cannot be loaded, or its routing would not be exact.
-    """
+    """Refuses invalid arguments with one sentence, before an engine process would fail with a stack trace."""
     try:
         config = AsyncEngineArgs.from_cli_args(args).create_engine_config(
             usage_context=UsageContext.OPENAI_API_SERVER, headless=args.headless
         )
     except (ValueError, OSError) as error:
         raise CommandError(sentence_of(error, args.model)) from error
-    whose = "this machine" if current_platform.is_cpu() else "all GPUs that it may use"
-    check_weights(config, memory_bytes(config), whose)
     if not capture:
         return
     try:
@@ -392,16 +375,14 @@ def check(args: argparse.Namespace, capture: bool = True) -> None:
 
 @contextmanager
 def store_of(args: argparse.Namespace) -> Iterator[None]:
-    """Checks the folder of stored arrays. One of the port's own is removed at the start and at the end if it is unused.
-
-    Raises:
-        CommandError: the folder cannot be used.
-    """
+    """Raises `CommandError` if the folder of stored arrays cannot be used. One of the port's own is removed at the
+    start and at the end if it is unused."""
     if args.routed_experts_store is not None:
         try:
-            ArrayStore(args.routed_experts_store).sweep()
-        except StoreError as error:
-            raise CommandError(f"--routed-experts-store: {error}.") from None
+            private_folder(args.routed_experts_store)
+        except OSError as error:
+            folder = args.routed_experts_store
+            raise CommandError(f"--routed-experts-store: {folder} cannot be used: {error.strerror}.") from None
         yield
         return
     folder = default_folder(str(args.port))
@@ -409,35 +390,18 @@ def store_of(args: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     finally:
-        remove_unused(folder, ends=True)
-
-
-def memory_bytes(config: VllmConfig) -> int | None:
-    """Memory available for weights; None if unknown, or if weights may be stored elsewhere."""
-    if current_platform.is_cpu():
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    parallel = config.parallel_config
-    offload = getattr(config, "offload_config", None)
-    if parallel.enable_expert_parallel or getattr(getattr(offload, "uva", None), "cpu_offload_gb", 1):
-        return None
-    try:
-        return int(current_platform.get_device_total_memory()) * parallel.world_size
-    except Exception:  # noqa: BLE001 the engine reports device errors itself
-        return None
+        remove_unused(folder)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs vLLM's `serve` until it stops.
-
-    Raises:
-        CommandError: vLLM refuses the arguments, or its engine did not start.
-    """
+    """Runs vLLM's `serve` until it stops."""
     command = ServeSubcommand()
     try:
         command.validate(args)
     except Exception as error:  # vLLM raises its own classes
         raise CommandError(sentence_of(error, args.model)) from error
     engine_utils.zmq_socket_ctx = _socket_until_stopped
+    close_port_after_the_last()
     try:
         command.cmd(args)
     except KeyboardInterrupt:  # raised on SIGTERM until vLLM's port answers

@@ -4,17 +4,18 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.protocol.collect import RoutingError
-from routed_experts.protocol.expert_load import ExpertLoad, count_experts, expert_load, sum_weights
-from routed_experts.server.cli.console import CommandError, aligned
-from routed_experts.server.cli.saved import ModelInfo, SavedAnswer, add_flags, choices_of, info_of, once, opened, read
+from routed_experts.protocol.collect import Routing, RoutingError
+from routed_experts.protocol.expert_load import ExpertLoad, Histogram, expert_load, histogram, sum_weights
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer, once, read
+from routed_experts.server.cli.console import aligned
+from routed_experts.server.cli.saved import add_flags, info_of, opened
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
@@ -22,6 +23,7 @@ TOP = 4  # load of a full bar, in multiples of the even share
 WITHOUT_LAYER_IDS = (
     "MoE layers are counted from 0. For decoder layers, put the response of GET /v1/routed_experts into the file."
 )
+_MAX_CELLS = 1 << 22  # layers times experts, of which real models have some 20,000
 _WIDTH = 100  # of the table if the output is not a terminal
 
 Counts = NDArray[np.int64]
@@ -31,51 +33,25 @@ Number = TypeVar("Number", bound=np.generic)
 
 @dataclass
 class Tally:
-    """Sums over responses.
+    """Sums over responses."""
 
-    Attributes:
-        counts: [L, E] for the E experts seen or stated so far; None before the first response.
-        layer_ids: decoder layer of each of the L layers; None if unknown.
-        rows: number of rows, including unknown ones.
-        weights: [L, E] sums of the weights that experts were chosen with; None if no response has any.
-    """
-
-    counts: Counts | None = None
-    weights: Sums | None = None
-    layer_ids: tuple[int, ...] | None = None
+    counts: Counts | None = None  # [L, E] for the E experts seen or stated so far; None before the first response
+    weights: Sums | None = None  # [L, E], those that experts were chosen with; None if no response has any
+    layer_ids: tuple[int, ...] | None = None  # decoder layer of each of the L layers; None if unknown
     answers: int = 0
-    rows: int = 0
+    rows: int = 0  # including unknown ones
     missing: int = 0
 
     def add(self, answer: SavedAnswer) -> None:
-        """Counts the rows of a response, or its histograms if it has no rows.
-
-        Raises:
-            ValueError, KeyError, TypeError: it has neither, or belongs to another model than earlier ones.
-        """
-        info = answer.info
-        histograms = list(_histograms(answer))
-        if histograms and not _has_rows(answer):
-            for histogram in histograms:
-                counts = np.asarray(histogram["counts"], dtype=np.int64)
-                self._add(counts, histogram["rows"], histogram["missing"], info)
-                if "weights" in histogram:
-                    self._add_weights(np.asarray(histogram["weights"], dtype=np.float64))
-        else:
-            for routing in once(answer.routings()):
-                rows, weights = routing.rows, routing.weights
-                experts = info.num_experts or int(rows.max(initial=-1)) + 1
-                self._add(count_experts(rows, experts), len(rows), int((rows < 0).any(axis=(1, 2)).sum()), info)
-                if weights is not None:
-                    self._add_weights(sum_weights(rows, weights, experts))
+        """Counts the rows of a response, or its histograms if it has no rows."""
+        routings = list(once(answer.routings()))
+        with answer.located():
+            for found in _histograms(routings, answer.info.num_experts):
+                self._add(found, answer.info)
         self.answers += 1
 
-    def _add_weights(self, sums: Sums) -> None:
-        assert self.counts is not None
-        before = np.zeros((len(sums), 0)) if self.weights is None else self.weights
-        self.weights = _widened(before, self.counts.shape[1]) + _widened(sums, self.counts.shape[1])
-
-    def _add(self, counts: Counts, rows: int, missing: int, info: ModelInfo) -> None:
+    def _add(self, found: Histogram, info: ModelInfo) -> None:
+        counts = np.asarray(found["counts"], dtype=np.int64)
         before = np.zeros((len(counts), 0), dtype=np.int64) if self.counts is None else self.counts
         if len(before) != len(counts):
             raise RoutingError(f"{len(counts)} layers after {len(before)} layers: count one model at a time")
@@ -83,81 +59,82 @@ class Tally:
             raise RoutingError(f"decoder layers {info.layer_ids} after {self.layer_ids}: count one model at a time")
         self.layer_ids = self.layer_ids or info.layer_ids
         experts = max(before.shape[1], counts.shape[1], info.num_experts or 0)
+        _check_size(len(counts), experts)
         self.counts = _widened(before, experts) + _widened(counts, experts)
-        self.rows += rows
-        self.missing += missing
+        if "weights" in found:
+            sums = np.zeros((len(counts), 0)) if self.weights is None else self.weights
+            self.weights = _widened(sums, experts) + _widened(np.asarray(found["weights"], np.float64), experts)
+        self.rows += found["rows"]
+        self.missing += found["missing"]
+
+
+def _histograms(routings: Iterable[Routing], num_experts: int | None) -> Iterator[Histogram]:
+    """Those of the rows, or what the response has in place of rows."""
+    seen: list[Histogram] = []  # choices share their prompt's
+    for routing in routings:
+        rows, weights = routing.rows, routing.weights
+        if len(rows) or routing.histogram is None:
+            experts = num_experts or int(rows.max(initial=-1)) + 1
+            _check_size(rows.shape[1], experts)
+            sums = {} if weights is None else {"weights": sum_weights(rows, weights, experts).tolist()}
+            yield {**histogram(rows, experts), **sums}  # type: ignore[typeddict-item]
+            continue
+        for found in (routing.prompt_histogram, routing.histogram):
+            if found is not None and not any(found is one for one in seen):
+                seen.append(found)
+                yield found
 
 
 def _widened(counts: NDArray[Number], experts: int) -> NDArray[Number]:
     return np.pad(counts, ((0, 0), (0, experts - counts.shape[1])))
 
 
-def _has_rows(answer: SavedAnswer) -> bool:
-    return any("routed_experts" in choice for part in answer.parts for choice in choices_of(part))
-
-
-def _histograms(answer: SavedAnswer) -> Iterator[Mapping[str, Any]]:
-    for part in answer.parts:
-        prompts = part.get("prompt_routed_experts_histogram")
-        yield from prompts if isinstance(prompts, list) else [prompts] if prompts else []
-        for choice in choices_of(part):
-            if "routed_experts_histogram" in choice:
-                yield choice["routed_experts_histogram"]
+def _check_size(layers: int, experts: int) -> None:
+    if layers * experts > _MAX_CELLS:
+        raise RoutingError(f"{layers} layers of {experts} experts are more than any model has")
 
 
 def tally(paths: Sequence[str], given: ModelInfo) -> Tally:
-    """The sums over the responses in files.
-
-    Raises:
-        CommandError: a file cannot be read, or has other contents.
-    """
+    """The sums over the responses in files."""
     found = Tally()
     for answer in read(opened(paths), given):
-        try:
-            found.add(answer)
-        except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"{answer.where}: {error}.") from error
+        found.add(answer)
     return found
 
 
 def table(found: Tally, width: int, bars: str = BARS) -> str:
     """The load of each layer as text, at most `width` characters wide."""
-    load, weighed = _load(found), _weighted_imbalance(found)
-    name = "MoE layer" if found.layer_ids is None else "decoder layer"
-    head = [name, "entropy", "balance", "imbalance", *([] if weighed is None else ["weighted"]), "busiest", "unused"]
-    lines = [
+    load, layers, weighed = _load(found), report(found)["layers"], found.weights is not None
+    columns = {
+        **({"MoE layer": "{layer}"} if found.layer_ids is None else {"decoder layer": "{layer_id}"}),
+        "entropy": "{entropy:.2f}",
+        "balance": "{percent:.1f} %",
+        "imbalance": "{imbalance:.2f}",
+        **({"weighted": "{weighted_imbalance:.2f}"} if weighed else {}),
+        "busiest": "{busiest}",
+        "unused": "{unused}",
+    }
+    cells = aligned(
         [
-            str(_layer_id(found, layer)),
-            f"{load.entropy[layer]:.2f}",
-            f"{100 * load.balance[layer]:.1f} %",
-            f"{load.imbalance[layer]:.2f}",
-            *([] if weighed is None else [f"{weighed[layer]:.2f}"]),
-            str(load.busiest[layer]),
-            str(load.unused[layer]),
+            list(columns),
+            *([form.format(**layer, percent=100 * layer["balance"]) for form in columns.values()] for layer in layers),
         ]
-        for layer in range(len(load.counts))
-    ]
-    cells = aligned([head, *lines])
+    )
     room = max(width - len(cells[0]) - 2, 8)
     pictures = ["load of each expert", *(_picture(row, room, bars) for row in load.load)]
-    rows = [f"{line}  {picture}".rstrip() for line, picture in zip(cells, pictures, strict=True)]
     experts = load.counts.shape[1]
-    columns = -(-experts // -(-experts // room))
-    each = f"a column is {-(-experts // columns)} experts" if columns < experts else "a column is an expert"
+    each = -(-experts // room)
+    column = f"a column is {each} experts" if each > 1 else "a column is an expert"
     return "\n".join(
         [
-            *rows,
+            *(f"{line}  {picture}".rstrip() for line, picture in zip(cells, pictures, strict=True)),
             f"{found.answers} responses, {found.rows} rows, {found.missing} of them unknown.",
             f"Entropy is in bits. Balance is the entropy divided by its maximum for {experts} experts. Imbalance is",
-            f"the load of the busiest expert. Load is in multiples of the even share: {each}, full at {TOP}.",
-            *([] if weighed is None else ["Weighted imbalance: choices count with the router's weights."]),
+            f"the load of the busiest expert. Load is in multiples of the even share: {column}, full at {TOP}.",
+            *(["Weighted imbalance: choices count with the router's weights."] if weighed else []),
             *([] if found.layer_ids else [WITHOUT_LAYER_IDS]),
         ]
     )
-
-
-def _layer_id(found: Tally, layer: int) -> int:
-    return layer if found.layer_ids is None else found.layer_ids[layer]
 
 
 def _picture(load: NDArray[np.float64], room: int, bars: str) -> str:
@@ -173,38 +150,23 @@ def _load(found: Tally) -> ExpertLoad:
     return expert_load(found.counts)
 
 
-def _weighted_imbalance(found: Tally) -> Sums | None:
-    """[L], the largest sum of weights in multiples of the even share; None without weights."""
-    if (sums := found.weights) is None:
-        return None
-    return sums.max(axis=1) / np.maximum(sums.mean(axis=1), np.finfo(np.float64).tiny)
-
-
 def report(found: Tally) -> dict[str, Any]:
     """The results for JSON."""
-    load, weighed = _load(found), _weighted_imbalance(found)
-    weights: list[dict[str, Any]] = [{} for _ in load.counts]
-    if found.weights is not None and weighed is not None:
-        for layer, (sums, imbalance) in enumerate(zip(found.weights, weighed, strict=True)):
-            weights[layer] = {"weights": sums.tolist(), "weighted_imbalance": float(imbalance)}
+    load = _load(found)
+    names = ("entropy", "balance", "imbalance", "busiest", "unused", "counts")
+    columns: dict[str, list[Any]] = {name: getattr(load, name).tolist() for name in names}
+    if (sums := found.weights) is not None:
+        even = np.maximum(sums.mean(axis=1), np.finfo(np.float64).tiny)
+        columns |= {"weights": sums.tolist(), "weighted_imbalance": (sums.max(axis=1) / even).tolist()}
+    ids = found.layer_ids or [None] * len(load.counts)
     return {
         "answers": found.answers,
         "rows": found.rows,
         "missing": found.missing,
         "num_experts": load.counts.shape[1],
         "layers": [
-            {
-                "layer": layer,
-                "layer_id": found.layer_ids[layer] if found.layer_ids else None,
-                "entropy": float(load.entropy[layer]),
-                "balance": float(load.balance[layer]),
-                "imbalance": float(load.imbalance[layer]),
-                "busiest": int(load.busiest[layer]),
-                "unused": int(load.unused[layer]),
-                "counts": load.counts[layer].tolist(),
-                **weights[layer],
-            }
-            for layer in range(len(load.counts))
+            {"layer": layer, "layer_id": layer_id} | {name: values[layer] for name, values in columns.items()}
+            for layer, layer_id in enumerate(ids)
         ],
     }
 
@@ -225,11 +187,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts stats`; returns the exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs `routed-experts stats`; returns the exit status."""
     args = parse(argv)
     found = tally(args.file, info_of(args))
     if args.json:

@@ -1,37 +1,68 @@
 """`routed-experts view`: the page for saved responses. Needs no model and no vLLM."""
 
 import argparse
-import io
 import json
+import shutil
 import webbrowser
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from tempfile import NamedTemporaryFile
+from types import MappingProxyType
 
-from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import ModelInfo, add_flags, info_of, opened, read
+from routed_experts.protocol.collect import RoutingError
+from routed_experts.protocol.saved import ModelInfo, Reader, normalised
+from routed_experts.server.cli.console import CommandError, progress
+from routed_experts.server.cli.saved import STDIN, add_flags, files_in, info_of
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
 HOST = "127.0.0.1"
+_NAMED = 5  # files in the sentence that the command prints
+
+
+@dataclass(frozen=True)
+class ViewedFile:
+    """A file with responses. It is read anew whenever the page asks for it, as it may be larger than the memory.
+
+    Attributes:
+        name: as the page shows it.
+        about: what the files before it say about their model.
+    """
+
+    name: str
+    path: Path
+    about: ModelInfo
+
+    def lines(self, given: ModelInfo) -> Iterator[str]:
+        """The responses in the one form that the page reads; an error ends them."""
+        try:
+            with self.path.open(encoding="utf-8-sig") as file:
+                for answer in Reader(given, self.about).read(self.name, file):
+                    bodies = list(normalised(answer, answer.routings(unfinished=True)))
+                    for place, body in enumerate(bodies):
+                        where = f"line {answer.line}" + (f", prompt {place}" if len(bodies) > 1 else "")
+                        body["routed_experts_page"] = {**body.get("routed_experts_page", {}), "where": where}
+                        yield json.dumps(body) + "\n"
+        except (OSError, RoutingError) as error:
+            yield json.dumps({"error": {"message": str(error)}}) + "\n"
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves the page and the contents of files to browsers on this machine.
+    """Serves the page and the responses in files to browsers on this machine.
 
     Attributes:
-        page_config: names of the files, and facts about the model from the command line.
+        page_config: names and sizes of the files.
     """
 
     daemon_threads = True
 
-    def __init__(self, texts: Mapping[str, str], port: int, given: ModelInfo | None = None) -> None:
-        """`texts` maps file names to contents."""
+    def __init__(self, viewed: Sequence[ViewedFile], port: int, given: ModelInfo | None = None) -> None:
         super().__init__((HOST, port), _Handler)
-        self.texts = [text.encode() for text in texts.values()]
-        known = {name: value for name, value in asdict(given or ModelInfo()).items() if value is not None}
-        self.page_config = {"saved": json.dumps(list(texts)), "given": json.dumps(known)}
+        self.viewed, self.given = viewed, given or ModelInfo()
+        self.page_config = {"saved": json.dumps([[each.name, each.path.stat().st_size] for each in viewed])}
 
     @property
     def url(self) -> str:
@@ -48,8 +79,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path = self.path.partition("?")[0]
         folder, _, place = path.rpartition("/")
-        if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.texts):
-            self._respond(200, self.server.texts[int(place)], "text/plain; charset=utf-8")
+        if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.viewed):
+            self._begin(200, "application/jsonl")
+            for line in self.server.viewed[int(place)].lines(self.server.given):
+                self.wfile.write(line.encode())
             return
         if (found := page_file(path, self.server.page_config)) is None:
             self._respond(404, b"File not found.", "text/plain")
@@ -57,11 +90,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._respond(200, *found)
 
     def _respond(self, status: int, content: bytes, kind: str) -> None:
+        self._begin(status, kind, {"Content-Length": str(len(content))})
+        self.wfile.write(content)
+
+    def _begin(self, status: int, kind: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+        for name, value in {**HEADERS, "Content-Type": kind, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing."""
@@ -92,54 +128,57 @@ def main(argv: Sequence[str]) -> int:
     """
     args = parse(argv)
     given = info_of(args)
-    texts = read_texts(args.file, given)
-    try:
-        server = ViewServer(texts, args.port, given)
-    except (OSError, OverflowError) as error:
-        raise CommandError(
-            f"Port {args.port} cannot be used ({error}): choose another with --port, or omit --port."
-        ) from error
-    try:
-        print(f"Showing {', '.join(texts) or 'the page'} at {server.url} until Ctrl + C.", flush=True)
-        if not args.no_browser:
-            webbrowser.open(server.url)
-        server.serve_forever()
-    except KeyboardInterrupt:  # the normal end
-        print()
+    with ExitStack() as stack:
+        viewed = viewed_files(args.file, given, stack)
+        try:
+            server = ViewServer(viewed, args.port, given)
+        except (OSError, OverflowError) as error:
+            raise CommandError(
+                f"Port {args.port} cannot be used ({error}): choose another with --port, or omit --port."
+            ) from error
+        try:
+            names = ", ".join(each.name for each in viewed[:_NAMED]) or "the page"
+            more = f" and {len(viewed) - _NAMED} more files" if len(viewed) > _NAMED else ""
+            print(f"Showing {names}{more} at {server.url} until Ctrl + C.", flush=True)
+            if not args.no_browser:
+                webbrowser.open(server.url)
+            server.serve_forever()
+        except KeyboardInterrupt:  # the normal end
+            print()
     return 0
 
 
-def read_texts(paths: Sequence[str], given: ModelInfo) -> dict[str, str]:
-    """The contents of files by name, and of the files `*.json` and `*.jsonl` in folders.
+def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> list[ViewedFile]:
+    """The files that have responses. Each is read once, one response at a time.
+
+    Args:
+        stack: keeps a copy of standard input.
 
     Raises:
-        CommandError: a file cannot be read, or has other contents than responses with rows.
+        CommandError, RoutingError: a file cannot be read, or has other contents than responses with rows.
     """
-    texts: dict[str, str] = {}
-    for name, file in opened([file for path in paths for file in files_in(path)]):
+    viewed, about = [], ModelInfo()
+    for path in progress(files_in(paths), desc="reading", unit=" files"):
+        name = "standard input" if path == STDIN else path
+        reader, found = Reader(given, about), 0
         try:
-            texts[name] = file.read()
-        except UnicodeDecodeError as error:
-            raise CommandError(f"{name} cannot be read: it is not UTF-8 text.") from error
-    if not texts:
-        return texts
-    for answer in read(((name, io.StringIO(text)) for name, text in texts.items()), given):
-        try:
-            answer.routings()
-        except (ValueError, KeyError, TypeError) as error:
-            raise CommandError(f"{answer.where}: {error}.") from error
-    return texts
+            file = _kept(stack) if path == STDIN else Path(path)
+            with file.open(encoding="utf-8-sig") as text:
+                for answer in reader.read(name, text):
+                    found += sum(1 for _ in normalised(answer, answer.routings(unfinished=True)))
+        except OSError as error:
+            raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
+        viewed += [ViewedFile(name, file, about)] if found else []
+        about = reader.about
+    if paths and not viewed:
+        raise CommandError(f"{name} has no responses.")
+    return viewed
 
 
-def files_in(path: str) -> list[str]:
-    """The files of a folder and its folders, in order; a file alone.
-
-    Raises:
-        CommandError: a folder without files of responses.
-    """
-    if not Path(path).is_dir():
-        return [path]
-    files = sorted(str(file) for file in Path(path).rglob("*.json*") if file.suffix in (".json", ".jsonl"))
-    if not files:
-        raise CommandError(f"{path} has no files *.json or *.jsonl.")
-    return files
+def _kept(stack: ExitStack) -> Path:
+    """A copy of standard input."""
+    copy = stack.enter_context(NamedTemporaryFile())  # noqa: SIM115
+    with open(0, "rb", closefd=False) as source:
+        shutil.copyfileobj(source, copy)
+    copy.flush()
+    return Path(copy.name)

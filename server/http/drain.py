@@ -4,11 +4,12 @@ import asyncio
 import math
 import time
 from http import HTTPStatus
+from multiprocessing.connection import Connection
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import State
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from routed_experts.server.http.vllm_http import RetryableRequestError, create_error_response
 from routed_experts.server.vllm_api import AsyncLLM, InputStreamError, get_logger
@@ -33,11 +34,13 @@ class Drain:
     Attributes:
         under_way: number of running requests.
         until: deadline on the monotonic clock; None while the server is not stopping.
+        listens: what to close when this process no longer listens: the port of several stays open until all have.
     """
 
     def __init__(self) -> None:
         self.under_way = 0
         self.until: float | None = None
+        self.listens: Connection | None = None
 
     def guard(self, engine: AsyncLLM, state: State) -> None:
         """Makes `engine.shutdown` wait for requests. Call it in the event loop of the server.
@@ -68,6 +71,8 @@ class Drain:
         if not await self._finished(begun + limit):
             logger.warning("Stopping: %d requests did not finish in %.0f s and end with 503.", self.under_way, limit)
             await self._end_requests(engine, server)
+        # A client that does not read the end of a response would hold the server for ever.
+        server.config.timeout_graceful_shutdown = max(begun + limit - time.monotonic(), 1.0)
         if (handler := engine.output_handler) is not None:
             handler.cancel()  # vLLM cancels it last, and it logs a traceback when its sockets close before
 
@@ -88,6 +93,17 @@ class Drain:
                 return False
             await asyncio.sleep(_POLL_S)
         return True
+
+    def until_shutdown(self, receive: Receive) -> Receive:
+        """`receive` of the server's lifespan, whose shutdown comes when the server has closed its sockets."""
+
+        async def receive_and_tell() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.shutdown" and self.listens is not None:
+                self.listens.close()
+            return message
+
+        return receive_and_tell
 
     def refusal(self) -> Response:
         """The response to requests that arrive while the server stops."""
@@ -111,7 +127,7 @@ class DrainMiddleware:
             await drain.refusal()(scope, receive, send)
             return
         if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
+            await self._app(scope, drain.until_shutdown(receive), send)
             return
         drain.under_way += 1
         try:

@@ -15,15 +15,11 @@ _BYTES_PER_WORD = 2
 
 @dataclass(frozen=True)
 class CapturedEngine:
-    """The engine, its row buffers and the dimensions of its rows. A server without capture has none.
-
-    Attributes:
-        info: the response of `GET /v1/routed_experts`.
-    """
+    """The engine, its row buffers and the dimensions of its rows. A server without capture has none."""
 
     engine: AsyncLLM
     buffers: RowBuffers
-    info: RoutedExpertsInfo
+    info: RoutedExpertsInfo  # the response of `GET /v1/routed_experts`
 
     @classmethod
     async def start(cls, engine: AsyncLLM, model: str) -> "CapturedEngine":

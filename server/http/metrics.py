@@ -5,7 +5,7 @@ this is right for the metrics of an engine because only one API process receives
 """
 
 import asyncio
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 
 from prometheus_client import Counter, Gauge
 
@@ -13,7 +13,7 @@ from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.stats import EngineStats
 from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.encoding import Sent
-from routed_experts.server.outputs.row_buffer import Causes
+from routed_experts.server.outputs.row_buffer import Causes, RowBuffers
 from routed_experts.server.vllm_api import VLLM_VERSION
 
 _NOT_CAPTURED, _NOT_ARRIVED = "not_captured", "not_arrived"
@@ -31,9 +31,12 @@ ROWS_MISSING = Counter(
 )
 SENT_BYTES = Counter("routed_experts_sent_bytes", "Encoded bytes of the arrays in responses.", [_MODEL])
 FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Running choices with rows.", [_MODEL], multiprocess_mode="livesum")
+REPORTS_FAILED = Gauge(
+    "routed_experts_reports_failed", "Reports of engines that could not be read.", [_MODEL], multiprocess_mode="livesum"
+)
 
 STORED_ARRAYS = Counter("routed_experts_stored_arrays", "Arrays to be returned by reference.", [_MODEL, "result"])
-STORE_BYTES = Gauge("routed_experts_store_bytes", "Size of stored arrays.", [_MODEL], multiprocess_mode="mostrecent")
+STORE_BYTES = Gauge("routed_experts_store_bytes", "Size of stored arrays.", [_MODEL], multiprocess_mode="livesum")
 
 ROWS_CAPTURED = Counter("routed_experts_rows_captured", "Tokens whose routing was captured.", [_MODEL, _ENGINE])
 ROWS_FORGOTTEN = Counter(
@@ -161,8 +164,9 @@ class EngineMetrics:
             EXPERT_LOAD.labels(*labels, str(layer)).set(busiest * self._num_experts / routed if routed else 0)
 
 
-async def watch_buffers(buffers: Sized, interval_s: float = 1.0) -> None:
-    """Updates the number of open buffers once a second, because vLLM has no hook for the end of a request."""
+async def watch_buffers(buffers: RowBuffers, interval_s: float = 1.0) -> None:
+    """Updates the metrics of buffers once a second, because vLLM has no hook for the end of a request."""
     while True:
         FEEDS_OPEN.labels(_model).set(len(buffers))
+        REPORTS_FAILED.labels(_model).set(buffers.num_failed_reports)
         await asyncio.sleep(interval_s)

@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import replace_routes, scales_out
 from routed_experts.protocol.codec import CodecError, resolve_dtype
 from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
-from routed_experts.server import MAX_RESPONSE_BYTES, PLUGIN_NAME
+from routed_experts.server import LISTENS, MAX_RESPONSE_BYTES, PLUGIN_NAME
 from routed_experts.server.http import unsupported_routes
 from routed_experts.server.http.drain import Drain, DrainMiddleware
 from routed_experts.server.http.engine import CapturedEngine
@@ -33,17 +32,12 @@ from routed_experts.server.http.serving import (
     RoutedServingTokens,
     rebind_class,
 )
-from routed_experts.server.outputs.array_store import (
-    ArrayStore,
-    StoreError,
-    default_folder,
-    remove_at_exit,
-    store_with,
-)
+from routed_experts.server.outputs.array_store import ArrayStore, store_with
 from routed_experts.server.outputs.arrays import asks_for_every_request
+from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import page_router, wants_key
-from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger
+from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger, rank_of_process
 
 logger = get_logger(__name__)
 
@@ -93,42 +87,31 @@ class RoutedExpertsPlugin:
         state.captured_engine = captured
         defaults = defaults_of(args, captured)
         rebind_classes(state, captured, MAX_RESPONSE_BYTES)
+        unsupported_routes.refuse_on_other_routes(self._app)  # here, as other plugins' routes have been attached
         if captured is not None:
             await probe(self._app, captured, args, model)  # before server-wide defaults apply
         state.routed_experts_defaults = defaults
-        settings = store_settings(args, captured)
-        state.array_store = store = store_of(args, settings) if captured is not None else None
+        state.array_store = store = store_of(args, captured) if captured is not None else None
         state.vllm_flag_enabled = captured is not None and asks_for_every_request(captured.engine.vllm_config)
         max_bytes = getattr(args, "routed_experts_max_response_bytes", MAX_RESPONSE_BYTES)
-        rebind_classes(state, captured, max_bytes, store, bool(settings.get("routed_experts_store_paths")))
+        rebind_classes(state, captured, max_bytes, store)
         if store is not None:
             state.store_sweep = asyncio.create_task(sweep_forever(store))
         if captured is not None and getattr(args, "routed_experts_record", None) is not None:
             start_recording(captured, args)  # before the drain, which is to come first at the end
+        state.drain.listens = getattr(args, LISTENS, None)
         if isinstance(engine_client, AsyncLLM):
             state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))
 
 
 def rebind_classes(
-    state: State,
-    captured: CapturedEngine | None,
-    max_bytes: int,
-    store: ArrayStore | None = None,
-    tells_paths: bool = False,
+    state: State, captured: CapturedEngine | None, max_bytes: int, store: ArrayStore | None = None
 ) -> None:
     """Puts our behavior on vLLM's serving objects; safe to repeat."""
     for name, cls in REBOUND_CLASSES.items():
         if (serving := getattr(state, name, None)) is not None:
-            rebind_class(serving, cls, captured, max_bytes, store, tells_paths)
-
-
-def store_settings(args: Namespace, captured: CapturedEngine | None) -> Mapping[str, Any]:
-    """The flags of `routed-experts serve` about the store, or, where vLLM's own command serves, the keys of
-    `--additional-config` that programs have."""
-    if hasattr(args, "routed_experts_store"):
-        return vars(args)
-    return additional_config(captured)
+            rebind_class(serving, cls, captured, max_bytes, store)
 
 
 def additional_config(captured: CapturedEngine | None) -> dict[str, Any]:
@@ -136,20 +119,16 @@ def additional_config(captured: CapturedEngine | None) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-def store_of(args: Namespace, settings: Mapping[str, Any]) -> ArrayStore:
-    """The store of arrays that responses refer to. vLLM's own command neither removes its folder nor checks one that is
-    named, so this does.
-
-    Raises:
-        StoreError: the folder that is named cannot be used.
-    """
-    store = store_with(settings, default_folder(str(args.port)))
-    if hasattr(args, "routed_experts_store"):
-        return store
-    if settings.get("routed_experts_store") is None:
-        remove_at_exit(store.folder)
+def store_of(args: Namespace, captured: CapturedEngine) -> ArrayStore:
+    """The store of arrays that responses refer to, as flags of `routed-experts serve` say, or, where vLLM's own command
+    serves, the keys of `--additional-config` that programs have. Raises `StoreError`."""
+    settings = vars(args) if hasattr(args, "routed_experts_store") else additional_config(captured)
+    default = default_folder(str(args.port))
+    store = store_with(settings, default, *rank_of_process(captured.engine.vllm_config))
+    if store.folder == default:
+        remove_unused(default)  # of a process that was killed
     else:
-        store.sweep()
+        store.open()
     return store
 
 
@@ -157,11 +136,7 @@ async def sweep_forever(store: ArrayStore) -> None:
     """Deletes expired arrays while no new ones need their room."""
     while True:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
-        if store.is_open or os.path.isdir(store.folder):  # what a server left that was stopped expires too
-            try:
-                show_store(await run_in_threadpool(store.sweep))
-            except StoreError as error:
-                logger.warning("Expired arrays are not deleted: %s", error)
+        show_store(await run_in_threadpool(store.sweep))
 
 
 def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, Any]:
@@ -199,9 +174,10 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         await asyncio.sleep(0.1)
     captured: CapturedEngine | None = state.captured_engine
     base = address(args)
-    note_address(base)
+    if not args.uds:
+        note_address(base)
     if captured is None:
-        logger.info("Serving %s at %s without capturing routed experts.", model, base)
+        logger.info("Serving %s at %s without capturing routed experts.", model, args.uds or base)
         return
     shape = (*captured.shape, captured.num_experts)
     logger.info("Serving %s: %d MoE layers, top %d of %d experts.\n%s", model, *shape, what_to_do(args, base, model))
@@ -218,16 +194,19 @@ def note_address(base: str) -> None:
 
 
 def address(args: Namespace) -> str:
-    """Where a browser on this machine finds the server."""
+    """Where a browser on this machine finds the server; with `--uds`, a client of that socket."""
     scheme = "https" if args.ssl_certfile else "http"
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}{(args.root_path or '').rstrip('/')}"
+    listens = "localhost" if args.uds else f"{f'[{host}]' if ':' in host else host}:{args.port}"
+    return f"{scheme}://{listens}{(args.root_path or '').rstrip('/')}"
 
 
 def what_to_do(args: Namespace, base: str, model: str) -> str:
     """What to open and what to paste."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
-    curl = f"curl -N {base}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
-    open_page = f"  open   {base}{PAGE_PATH}\n" if getattr(args, "routed_experts_page", True) else ""
+    to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base
+    curl = f"curl -N {to}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
+    has_page = getattr(args, "routed_experts_page", True) and not args.uds  # which no browser can open
+    open_page = f"  open   {base}{PAGE_PATH}\n" if has_page else ""
     return f"{open_page}  paste  {curl}"

@@ -7,6 +7,7 @@ One that asks is recorded with the rows that it asks for. One thread writes what
 import fcntl
 import mmap
 import os
+import stat
 import tempfile
 import time
 from argparse import Namespace
@@ -14,7 +15,6 @@ from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from io import FileIO
 from itertools import count
 from pathlib import Path
@@ -32,6 +32,7 @@ from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows
+from routed_experts.server.outputs.folders import open_private, private_folder
 from routed_experts.server.outputs.row_buffer import RecordedRows, RowBuffer
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -40,6 +41,7 @@ from routed_experts.server.vllm_api import (
     RequestState,
     SamplingParams,
     get_logger,
+    rank_of_process,
 )
 
 logger = get_logger(__name__)
@@ -74,18 +76,25 @@ def prepare(folder: Path) -> None:
     """Makes the folder, and completes the files of processes that were killed, less a line that was cut off.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be made or written, or others may write to it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
     for path in folder.glob(f"*{PART}"):
-        with path.open("r+b") as file:
+        try:
+            file = open(path, "r+b", buffering=0, opener=open_private)  # noqa: SIM115
+        except OSError:  # a link or a folder: no server made it
+            continue
+        with file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):  # a pipe
+                continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # another server writes it
                 continue
-            size = os.fstat(file.fileno()).st_size
+            size = found.st_size
             if size:
                 with mmap.mmap(file.fileno(), 0) as content:
                     size = content.rfind(b"\n") + 1
@@ -143,7 +152,7 @@ class RecordFiles:
     def _open(self) -> FileIO:
         name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
         path = self._folder / name
-        file = FileIO(path, "x", opener=partial(os.open, mode=0o600))  # they tell texts, whatever the folder allows
+        file = FileIO(path, "x", opener=open_private)  # they tell texts, whatever the folder allows
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # a file system without locks
@@ -196,26 +205,17 @@ def _blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
 
 @dataclass(eq=False)
 class Record:
-    """What is recorded of a prompt.
-
-    Attributes:
-        created: Unix time, in seconds.
-        opt_in: the client's, or the recorder's own.
-        num_running: number of choices that have not finished.
-        nbytes: size of the rows so far.
-        finished: choices with tokens, and their rows in a buffer.
-        prompt_token_ids: None if the prompt came as embeddings.
-    """
+    """What is recorded of a prompt."""
 
     request_id: str
-    created: int
-    opt_in: OptIn
-    num_running: int
+    created: int  # Unix time, in seconds
+    opt_in: OptIn  # the client's, or the recorder's own
+    num_running: int  # number of choices that have not finished
     is_dropped: bool = False
-    nbytes: int = 0
-    finished: list[CompletionOutput] = field(default_factory=list)
+    nbytes: int = 0  # size of the rows so far
+    finished: list[CompletionOutput] = field(default_factory=list)  # choices with tokens, and their rows in a buffer
     model: str | None = None
-    prompt_token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None  # None if the prompt came as embeddings
     prompt_len: int = 0
 
 
@@ -421,7 +421,7 @@ class Recorder:
             self._taken_bytes += record.nbytes
 
     def _line(self, record: Record) -> Iterator[bytes]:
-        """A response as `server.cli.saved` reads it, in parts."""
+        """A response as `protocol.saved` reads it, in parts."""
         captured = self._captured
         options = RoutingOptions(prompt_start=record.opt_in.prompt_start, weights=record.opt_in.weights)
         finished = sorted(record.finished, key=lambda each: each.index)
@@ -465,9 +465,9 @@ class Recorder:
 def start_recording(captured: CapturedEngine, args: Namespace) -> Recorder:
     """Starts to record what the engine is asked, until it is shut down."""
     engine, folder = captured.engine, args.routed_experts_record
-    # Several API processes share the room in equal parts.
-    num_processes = getattr(engine.vllm_config.parallel_config, "_api_process_count", 1)
-    found = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
+    _, num_processes = rank_of_process(engine.vllm_config)  # which share the room in equal parts
+    files = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
+    found = sum(entry.stat(follow_symlinks=False).st_size for entry in files)
     room = max(args.routed_experts_record_bytes - found, 0) // num_processes
     recorder = Recorder(
         captured, RecordFiles(folder, room), args.routed_experts_record_share, args.routed_experts_record_tokens

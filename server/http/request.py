@@ -14,7 +14,6 @@ from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, Valida
 
 from routed_experts.capture.handoff import PARAM
 from routed_experts.protocol.models import (
-    HISTOGRAM,
     OPT_IN,
     PROMPT_START,
     FieldError,
@@ -36,6 +35,7 @@ from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
 MSGPACK = "application/msgpack"
 ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
+_EXTRA_BODY = "extra_body"
 
 
 class PackedRoute(APIRoute):
@@ -90,7 +90,7 @@ class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
     _routing: RoutingOptions | None = PrivateAttr(default=None)
-    _rows_address: str = PrivateAttr(default="")
+    _has_left: Callable[[], bool] = PrivateAttr()  # whether the client has closed its connection
 
     @model_validator(mode="wrap")
     @classmethod
@@ -99,9 +99,6 @@ class RoutedRequest(RoutingFields):
 
         Some of vLLM's validators run before the type check and assume a type. Integers that are too large for the
         message to the engine fail only when it is sent.
-
-        Raises:
-            VLLMValidationError: `parameter` is the field's name, if known.
         """
         try:
             request = handler(data)
@@ -109,8 +106,8 @@ class RoutedRequest(RoutingFields):
             raise
         except Exception as error:
             raise _odd_field(cls, data) or VLLMValidationError(f"The request is not valid: {error}") from error
-        for name in request.model_fields_set & _MESSAGE_INTEGERS:
-            if (getattr(request, name) or 0).bit_length() > _MESSAGE_BITS:
+        for name in _MESSAGE_INTEGERS:
+            if (field_of(request, name) or 0).bit_length() > _MESSAGE_BITS:
                 raise VLLMValidationError(f"{name} is out of range", parameter=name)
         return request
 
@@ -122,15 +119,6 @@ class RoutedRequest(RoutingFields):
     @routing.setter
     def routing(self, options: RoutingOptions | None) -> None:
         self._routing = options
-
-    @property
-    def rows_address(self) -> str:
-        """Where the client finds arrays that are returned by reference."""
-        return self._rows_address
-
-    @rows_address.setter
-    def rows_address(self, address: str) -> None:
-        self._rows_address = address
 
     def opt_in(self, params: SamplingParams) -> SamplingParams:
         """Adds the opt-in for the engine to `params` if the request asks for routing."""
@@ -166,6 +154,12 @@ _MESSAGE_INTEGERS = {"top_k", "stream_interval"}
 _MESSAGE_BITS = 63
 
 
+def field_of(request: Any, name: str) -> Any:
+    """A field of vLLM's request model; None where the model has none. A client may send anything under its name then,
+    which pydantic makes an attribute too."""
+    return getattr(request, name) if name in type(request).model_fields else None
+
+
 def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | None:
     """The error for the first field with a wrong type; None if there is none."""
     for name, field in model.model_fields.items():
@@ -184,7 +178,10 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
         VLLMValidationError: `parameter` is the field's name.
     """
     body = await _body(raw_request)
-    return None if body is None else _parse(body, raw_request)
+    if body is None:
+        return None
+    _check_places(body)
+    return _parse(body, raw_request)
 
 
 async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
@@ -197,9 +194,7 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
     if body is None:
         return None
     options = _parse(body, raw_request, _vllms_default(raw_request))
-    params = body.get("sampling_params")
-    params = params if isinstance(params, dict) else {}
-    _check_nested(params)
+    params = _check_places(body, PROMPT_START)
     if options is None:
         return None
     start = params.get(PROMPT_START)
@@ -230,21 +225,6 @@ async def require_key(raw_request: Request) -> None:
         raise HTTPException(401, "Unauthorized", {"WWW-Authenticate": "Bearer"})
 
 
-async def refuse_routing(raw_request: Request) -> None:
-    """Rejects routing fields, for endpoints that cannot return routing.
-
-    Raises:
-        VLLMValidationError: the request asks for routing, or its routing fields are invalid.
-    """
-    try:
-        options = parse_options(await _body(raw_request) or {})
-    except FieldError as error:
-        raise VLLMValidationError(str(error), parameter=error.param) from None
-    if options is not None:
-        asked = OPT_IN if options.rows else HISTOGRAM
-        raise VLLMValidationError(f"This endpoint does not return routed experts: use {ENDPOINTS}.", parameter=asked)
-
-
 async def refuse_odd_values(raw_request: Request) -> None:
     """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns 500.
 
@@ -260,17 +240,26 @@ async def refuse_odd_values(raw_request: Request) -> None:
         return
 
 
-def _check_nested(params: Mapping[str, Any]) -> None:
-    """Raises `VLLMValidationError` for our routing fields in `sampling_params`, where vLLM has only its own."""
+def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
+    """The `sampling_params` of `body`, in which vLLM knows no routing fields but `vllms`."""
+    if isinstance(body.get(_EXTRA_BODY), dict):
+        raise VLLMValidationError(
+            f"{_EXTRA_BODY} is an argument of OpenAI's Python client: put its fields at the top level",
+            parameter=_EXTRA_BODY,
+        )
+    params = body.get("sampling_params")
+    if not isinstance(params, dict):
+        return {}
     try:
         check_names(params)
     except FieldError as error:
         raise VLLMValidationError(str(error), parameter=f"sampling_params.{error.param}") from None
-    for name in RoutingFields.model_fields.keys() & params.keys() - {PROMPT_START}:
+    for name in RoutingFields.model_fields.keys() & params.keys() - {*vllms}:
         raise VLLMValidationError(
             f"{name} belongs at the top level of the request, not in sampling_params",
             parameter=f"sampling_params.{name}",
         )
+    return params
 
 
 def _vllms_default(raw_request: Request) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from routed_experts.capture.handoff import has_all
 from routed_experts.capture.rows import ids_of
@@ -32,7 +33,7 @@ from routed_experts.server.http.vllm_http import (
 )
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
-from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of
+from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -75,7 +76,7 @@ class CollectedRows:
                 buffer = RowBuffer(output.request_id)
             buffers.append(buffer)
             end = max(prompt_len + len(choice.token_ids) - 1, start)
-            shape = self.shape if choice.finish_reason not in ("abort", "error") else None
+            shape = self.shape if is_complete(choice.finish_reason) else None
             prompt = buffer.take(start, min(prompt_len, end), shape)
             lost = sum(map(count_missing, map(self._ids, prompt))) if buffer.num_lost else 0
             prompts.append((_count(prompt) - lost, prompt))
@@ -210,10 +211,8 @@ class RoutedResponse:
         inline = (rows for references, (*_, rows) in zip(made, arrays, strict=True) if not references)
         if failure is not None and (num_inline := sum(map(_count, inline))):
             if self.encoder.text_bytes(num_inline) > self.max_bytes:
-                for references in made:
-                    self.references.take_back(self.encoder, references)
                 raise failure
-            logger.warning("Routed experts of %d tokens are returned inline: %s", num_inline, failure)
+            self.references.warn_of_inline(failure)
         return made
 
     def _one_or_list(self, items: list[Any]) -> Any:
@@ -295,12 +294,27 @@ async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Resp
     if is_small or not marked:
         body = b"".join(parts)
         count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
-        return Response(body, media_type=media_type, headers=headers)
+        return _Response(answer.references, body, media_type=media_type, headers=headers)
     return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
+
+
+class _Response(Response):
+    """Keeps stored arrays only if the client is there when it is sent."""
+
+    def __init__(self, references: ReferenceMaker | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._references = references
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._references is not None:
+            self._references.told()
+        await super().__call__(scope, receive, send)
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     try:
+        if answer.references is not None:
+            answer.references.told()
         for part in parts:
             yield part
             await asyncio.sleep(0)

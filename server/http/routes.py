@@ -1,14 +1,15 @@
 """The routes: three replace vLLM's routes of the same path, `/v1/routed_experts` is new."""
 
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.responses import Response
 
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutingOptions
-from routed_experts.server.http import examples, schemas
+from routed_experts.server.http import schemas
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.references import ROWS_PATH, delete_array, stored_array
+from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.request import (
     PackedRoute,
     RoutedChatRequest,
@@ -19,6 +20,8 @@ from routed_experts.server.http.request import (
     routing_of,
 )
 from routed_experts.server.http.response import respond
+from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
+from routed_experts.server.http.texts import TEXTS_PATH, TokenIds, TokenTexts, texts_of
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
@@ -40,10 +43,8 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 @router.post(
     "/v1/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(
-        schemas.RoutedCompletionResponse, examples.COMPLETION_RESPONSE, examples.COMPLETION_STREAM
-    ),
-    openapi_extra=schemas.request_example(examples.COMPLETION_REQUEST),
+    responses=schemas.generate_responses(schemas.RoutedCompletionResponse, "completion"),
+    openapi_extra=schemas.request_example("completion"),
 )
 @with_cancellation
 @load_aware_call
@@ -57,8 +58,8 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(schemas.RoutedChatResponse, examples.CHAT_RESPONSE, examples.CHAT_STREAM),
-    openapi_extra=schemas.request_example(examples.CHAT_REQUEST),
+    responses=schemas.generate_responses(schemas.RoutedChatResponse, "chat"),
+    openapi_extra=schemas.request_example("chat"),
 )
 @with_cancellation
 @load_aware_call
@@ -72,10 +73,8 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 @generate_router.post(
     "/inference/v1/generate",
     dependencies=[Depends(require_key), Depends(validate_json_request)],
-    responses=schemas.generate_responses(
-        schemas.RoutedGenerateResponse, examples.GENERATE_RESPONSE, examples.GENERATE_STREAM
-    ),
-    openapi_extra=schemas.request_example(examples.GENERATE_REQUEST),
+    responses=schemas.generate_responses(schemas.RoutedGenerateResponse, "generate"),
+    openapi_extra=schemas.request_example("generate"),
 )
 @with_cancellation
 @load_aware_call
@@ -90,10 +89,19 @@ async def generate(request: RoutedGenerateRequest, raw_request: Request, routing
 @router.get("/v1/routed_experts", responses=schemas.info_responses())
 async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     """Dimensions of the arrays for the served model: layers, experts per token, number of experts."""
-    captured: CapturedEngine | None = raw_request.app.state.captured_engine
-    if captured is None:
-        raise VLLMNotFoundError("This server does not capture routed experts.")
-    return captured.info
+    return _captured(raw_request).info
+
+
+@router.post(
+    TEXTS_PATH,
+    dependencies=[Depends(validate_json_request)],
+    responses=schemas.texts_responses(),
+    openapi_extra=schemas.request_body(TokenIds, "texts"),
+)
+async def token_texts(raw_request: Request) -> TokenTexts:
+    """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text, for whoever shows
+    rows beside tokens."""
+    return await texts_of(raw_request, _captured(raw_request).engine)
 
 
 @router.get(ROWS_PATH + "/{id}", responses=schemas.rows_responses())
@@ -109,7 +117,20 @@ async def stored_rows(
 @router.delete(ROWS_PATH + "/{id}", responses=schemas.deletion_responses(), status_code=204)
 def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     """Deletes an array that a response refers to, before it expires."""
-    return delete_array(raw_request.app.state.array_store, key)
+    return delete_array(raw_request, raw_request.app.state.array_store, key)
+
+
+@router.api_route(ROWS_PATH + "/{id}", methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"], include_in_schema=False)
+def other_methods() -> Response:
+    """Names all methods that there are, as each of the routes knows its own only."""
+    return error_response("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"})
+
+
+def _captured(raw_request: Request) -> CapturedEngine:
+    captured: CapturedEngine | None = raw_request.app.state.captured_engine
+    if captured is None:
+        raise VLLMNotFoundError("This server does not capture routed experts.")
+    return captured
 
 
 def _serving(raw_request: Request, name: str, api: str) -> Any:

@@ -1,7 +1,10 @@
 """Response models for the API description. The server does not build responses from them."""
 
+import json
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from pydantic import BaseModel, Field
 from pydantic.json_schema import SkipJsonSchema
 
@@ -11,7 +14,7 @@ from routed_experts.protocol.models import (
     RoutedExpertsReference,
     RoutedExpertWeightsArray,
 )
-from routed_experts.server.http import examples
+from routed_experts.protocol.version import VERSION
 from routed_experts.server.http.vllm_http import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -21,7 +24,9 @@ from routed_experts.server.http.vllm_http import (
     GenerateTokensChoice,
     GenerateTokensResponse,
 )
+from routed_experts.server.vllm_api import VLLM_VERSION
 
+Responses = dict[int | str, dict[str, Any]]
 Ids = list[list[list[int]]]
 Histogram = RoutedExpertsHistogram
 Rows = RoutedExpertsArray | RoutedExpertsReference | str | Ids
@@ -112,6 +117,7 @@ class RoutedGenerateResponse(_Response, GenerateTokensResponse):
     """vLLM's token-in, token-out response, with routing."""
 
     choices: list[RoutedGenerateChoice]
+    output_mode: Literal["tokens", "text"] = "tokens"  # vLLM has a model for each
 
 
 class HandedRows(BaseModel):
@@ -136,7 +142,8 @@ class HandedRows(BaseModel):
     )
 
 
-# The examples are real responses of the tiny model. Fields with null are left out.
+# Requests to the tiny model and its real responses. Fields with null are left out.
+_EXAMPLES = json.loads(Path(__file__).with_name("examples.json").read_text(encoding="utf-8"))
 
 _STREAM = """\
 With `stream: true`: server-sent events, each a JSON object, then `data: [DONE]`. With `return_routed_experts: true`:
@@ -165,66 +172,82 @@ _ERRORS = {
     501: "The model does not support this endpoint.",
     507: "The store of arrays that responses refer to is full.",
 }
+_NO_CAPTURE = "The server does not capture routed experts."
 _PART_ERRORS = {
     400: "`layers` or `tokens` is invalid.",
     404: "There never was such an array.",
     410: "The array has expired or was deleted.",
-    416: "The `Range` begins behind the end.",
+    412: "It is not the array that `If-Match` or `If-None-Match` names.",
 }
 
 
-def error_responses(*codes: int, example: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """The error responses of a route, for FastAPI's `responses`; `example` belongs to the first."""
-    responses: dict[int | str, dict[str, Any]] = {
-        code: {"model": ErrorResponse, "description": _ERRORS[code]} for code in codes
-    }
-    responses[codes[0]]["content"] = {"application/json": {"example": example}}
-    return responses
-
-
-def generate_responses(model: type[BaseModel], whole: dict[str, Any], stream: str) -> dict[int | str, dict[str, Any]]:
+def generate_responses(model: type[BaseModel], name: str) -> Responses:
     """The responses of a generating route, for FastAPI's `responses`."""
+    events = (f"data: {msgspec.json.encode(chunk).decode()}\n\n" for chunk in _EXAMPLES[name]["stream"])
     content = {
-        "application/json": {"example": whole},
+        "application/json": {"example": _EXAMPLES[name]["response"]},
         "application/msgpack": {"schema": {"type": "string", "format": "binary", "description": _MSGPACK}},
-        "text/event-stream": {"schema": {"type": "string", "description": _STREAM}, "example": stream},
+        "text/event-stream": {
+            "schema": {"type": "string", "description": _STREAM},
+            "example": "".join(events) + "data: [DONE]\n\n",
+        },
     }
     ok: dict[str, Any] = {"model": model, "description": "The completion, whole or as a stream.", "content": content}
-    return {200: ok, **error_responses(*_ERRORS, example=examples.FIELD_ERROR)}
+    return {200: ok, **_errors(name, _ERRORS)}
 
 
-def info_responses() -> dict[int | str, dict[str, Any]]:
+def info_responses() -> Responses:
     """The responses of `GET /v1/routed_experts`, for FastAPI's `responses`."""
-    ok = {
-        "description": "The dimensions of the arrays.",
-        "content": {"application/json": {"example": examples.INFO_RESPONSE}},
-    }
-    errors = error_responses(404, example=examples.NO_CAPTURE_ERROR)
-    errors[404]["description"] = "The server does not capture routed experts."
-    return {200: ok, **errors}
+    example = _EXAMPLES["info"]["response"] | {"version": VERSION, "vllm_version": VLLM_VERSION}
+    ok = {"description": "The dimensions of the arrays.", "content": {"application/json": {"example": example}}}
+    return {200: ok, **_errors("info", {404: _NO_CAPTURE})}
 
 
-def deletion_responses() -> dict[int | str, dict[str, Any]]:
+def texts_responses() -> Responses:
+    """The responses of `POST /v1/routed_experts/texts`, for FastAPI's `responses`."""
+    ok = {"content": {"application/json": {"example": _EXAMPLES["texts"]["response"]}}}
+    errors = {400: _ERRORS[400], 404: _NO_CAPTURE, 501: "The server has no tokenizer."}
+    return {200: ok, **_errors("texts", errors)}
+
+
+def deletion_responses() -> Responses:
     """The responses of `DELETE /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
-    return {204: {"description": "The array is deleted."}, **_part_errors(404, 410)}
+    return {204: {"description": "The array is deleted."}, **_part_errors(404, 410, 412)}
 
 
-def _part_errors(*codes: int) -> dict[int | str, dict[str, Any]]:
-    return {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
-
-
-def rows_responses() -> dict[int | str, dict[str, Any]]:
+def rows_responses() -> Responses:
     """The responses of `GET /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
     content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     ok: dict[str, Any] = {
         "description": "The array, or the part that is asked for: little-endian, C order, [layers, rows, experts per "
         "token]. `X-Routed-Experts-Shape` has its shape, such as `12,8192,8`, `X-Routed-Experts-Dtype` its dtype. "
-        "Takes `Range` with one range (206), `If-None-Match` (304) and `HEAD`.",
+        "Takes `Range` with one range, `If-Range`, `If-Match`, `If-None-Match` and `HEAD`.",
         "content": content,
     }
-    return {200: ok, **_part_errors(*_PART_ERRORS)}
+    part = {"description": "The bytes that `Range` asks for.", "content": content}
+    known = {"description": "`If-None-Match` names the array."}
+    behind = {"model": ErrorResponse, "description": "The `Range` begins behind the end."}
+    return {200: ok, 206: part, 304: known, **_part_errors(*_PART_ERRORS), 416: behind}
 
 
-def request_example(example: dict[str, Any]) -> dict[str, Any]:
+def _part_errors(*codes: int) -> Responses:
+    keyless: Responses = {401: {"description": "The server has a key, and the request does not."}}
+    return keyless | {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
+
+
+def _errors(name: str, descriptions: dict[int, str]) -> Responses:
+    """Error responses; the example belongs to the first."""
+    errors: Responses = {code: {"model": ErrorResponse, "description": text} for code, text in descriptions.items()}
+    errors[next(iter(errors))]["content"] = {"application/json": {"example": _EXAMPLES[name]["error"]}}
+    return errors
+
+
+def request_example(name: str) -> dict[str, Any]:
     """The example request of a route, for FastAPI's `openapi_extra`."""
-    return {"requestBody": {"content": {"application/json": {"example": example}}}}
+    return {"requestBody": {"content": {"application/json": {"example": _EXAMPLES[name]["request"]}}}}
+
+
+def request_body(model: type[BaseModel], name: str) -> dict[str, Any]:
+    """The request of a route that reads the body itself, for FastAPI's `openapi_extra`."""
+    content = {"application/json": {"schema": model.model_json_schema(), "example": _EXAMPLES[name]["request"]}}
+    return {"requestBody": {"required": True, "content": content}}

@@ -24,7 +24,7 @@ from routed_experts.protocol.collect import Routing, RoutingError, collect
 from routed_experts.protocol.models import OPT_IN, PROMPT_START, WEIGHTS
 from routed_experts.server.http.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.unsupported_routes import CLOSED, INVOCATIONS
+from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
 from routed_experts.server.outputs import kv_handoff
 from routed_experts.server.page.routes import api_keys
 from routed_experts.server.vllm_api import get_logger
@@ -108,6 +108,7 @@ class AppClient:
             headers={"Authorization": f"Bearer {keys[0]}"} if keys else {},
         )
         self._model = model
+        self.other_paths = other_paths(app)
 
     async def __aenter__(self) -> "AppClient":
         return self
@@ -181,7 +182,7 @@ async def _check_endpoints(client: AppClient, endpoints: dict[str, Body], captur
         await _check_refusal(client, path, kv_handoff.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
         if path != _GENERATE:
             await _check_refusal(client, path, OPT_IN, **asked, use_beam_search=True)
-    for path in CLOSED:
+    for path in client.other_paths:
         await _check_refusal(client, path, OPT_IN, **{OPT_IN: True})
 
 

@@ -18,8 +18,8 @@ from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS,
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_stored
-from routed_experts.server.http.references import ReferenceMaker, address_of, cannot_store
-from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest
+from routed_experts.server.http.references import ReferenceMaker, cannot_store, has_left
+from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
 from routed_experts.server.http.vllm_http import (
@@ -46,11 +46,7 @@ def _reject(message: str, param: str) -> NoReturn:
 
 
 def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> None:
-    """Rejects a request whose routing cannot be returned. If only the server-wide default asks, drops the routing.
-
-    Raises:
-        VLLMValidationError: the request itself asks for routing.
-    """
+    """Rejects a request whose routing cannot be returned. If only the server-wide default asks, drops the routing."""
     if not options.by_default:
         _reject(message, param)
     logger.info("Server-wide routing default ignored for a request: %s", message)
@@ -63,19 +59,11 @@ def options_of(request: Any) -> RoutingOptions | None:
 
 
 class RoutedServing:
-    """Extension of vLLM's serving classes.
+    """Extension of vLLM's serving classes."""
 
-    Attributes:
-        captured: None if the capture is off.
-        max_bytes: maximum bytes of routing in one response.
-        store: arrays that are returned by reference; None if there are none.
-        tells_paths: whether references name the files of arrays.
-    """
-
-    captured: CapturedEngine | None
-    max_bytes: int
-    store: ArrayStore | None
-    tells_paths: bool
+    captured: CapturedEngine | None  # None if the capture is off
+    max_bytes: int  # maximum bytes of routing in one response
+    store: ArrayStore | None  # arrays that are returned by reference; None if there are none
 
     def begin(self, request: Any, raw_request: Request | None) -> None:
         """Prepares a request for vLLM's own handling.
@@ -85,7 +73,7 @@ class RoutedServing:
         """
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
-            request.rows_address = address_of(raw_request)
+            request._has_left = partial(has_left, raw_request)
         self.take_handover(request)
 
     def take_handover(self, request: Any) -> None:
@@ -118,8 +106,8 @@ class RoutedServing:
 
     def _move_params(self, request: Any) -> None:
         """Moves `kv_transfer_params` from vLLM's extra arguments to the field of that name."""
-        sampling, name = getattr(request, "sampling_params", None), "vllm_xargs"
-        extra = getattr(request, name, None)
+        sampling, name = field_of(request, "sampling_params"), "vllm_xargs"
+        extra = field_of(request, name)
         if sampling is not None:
             extra, name = sampling.extra_args, "sampling_params.extra_args"
         if not isinstance(extra, dict) or extra.get(kv_handoff.PARAMS) is None:
@@ -142,7 +130,7 @@ class RoutedServing:
                 "This server does not capture routed experts: start it without --no-enable-return-routed-experts.",
                 asked,
             )
-        if getattr(request, "use_beam_search", False):
+        if field_of(request, "use_beam_search"):
             _cannot(request, options, "Routed experts cannot be returned with beam search.", asked)
         if options.weights and not self.captured.info.weights:
             message = f"This server does not capture the routers' weights: start it with {WEIGHTS_FLAG}."
@@ -185,12 +173,13 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return
-        for length in prompt_lens:
+        for index, length in enumerate(prompt_lens):
             if options.prompt_start > length:
+                which = f"prompt {index} (the first is 0)" if len(prompt_lens) > 1 else "the prompt"
                 _cannot(
                     request,
                     options,
-                    f"{options.prompt_start_param} is {options.prompt_start}, but the prompt has {length} tokens",
+                    f"{options.prompt_start_param} is {options.prompt_start}, but {which} has {length} tokens",
                     options.prompt_start_param,
                 )
                 return
@@ -241,7 +230,7 @@ class RoutedServing:
         """What stores the arrays of a request that asks for references."""
         if not options.by_reference or self.store is None:
             return None
-        return ReferenceMaker(self.store, request.rows_address, self.tells_paths)
+        return ReferenceMaker(self.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None and self.captured.buffers.recorder is not None:
@@ -446,7 +435,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     async def _serve_tokens(self, request: GenerateRequest, raw_request: Any) -> Any:
         self.check(request)
         # vLLM puts the tokens of images into the prompt later. Older versions have no such field.
-        expands = bool(getattr(request, "content_parts", None))
+        expands = bool(field_of(request, "content_parts"))
         await self.check_handover(request, [self.model_config.max_model_len if expands else len(request.token_ids)])
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
@@ -494,7 +483,6 @@ def rebind_class(
     captured: CapturedEngine | None,
     max_bytes: int,
     store: ArrayStore | None = None,
-    tells_paths: bool = False,
 ) -> None:
     """Changes the class of vLLM's `serving` to its stateless subclass `cls`. Safe to repeat.
 
@@ -508,4 +496,3 @@ def rebind_class(
     serving.captured = captured
     serving.max_bytes = max_bytes
     serving.store = store
-    serving.tells_paths = tells_paths

@@ -17,7 +17,7 @@ from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
 from routed_experts.server.http.references import ReferenceMaker
-from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, own, split
+from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete, own, split
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, get_logger
 
 logger = get_logger(__name__)
@@ -33,8 +33,6 @@ _INDEX = '"index":'
 """First field of a choice."""
 _UNFINISHED = '"finish_reason":null'
 """In each chunk of a choice but the last."""
-_COMPLETE = ("stop", "length", "repetition")
-"""Finish reasons after which every token but the last has a row."""
 
 
 class StreamLimitError(Exception):
@@ -67,7 +65,7 @@ class _Choice:
     @property
     def is_complete(self) -> bool:
         """Whether the choice has finished and all its rows are due."""
-        return self.finish in _COMPLETE
+        return is_complete(self.finish)
 
 
 @dataclass(slots=True)
@@ -199,13 +197,13 @@ class SSERewriter:
                     start = state.next_row - len(rows[0])
                     yield _insert(chunk, begin, self._fields("routed_experts", rows.pop(), start))
                 elif prompt_rows is None and not rows:
-                    if self._references is not None:
-                        self._references.untold.clear()
                     yield chunk
                 else:
                     for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
                         yield line
                         await asyncio.sleep(0)  # lets other tasks run between the lines of a long prompt
+                if self._references is not None:
+                    self._references.told()
         except Exception as error:
             logger.error(
                 "The stream ended with an error: %s",
@@ -294,7 +292,7 @@ class SSERewriter:
             else:
                 chunk, prompt_rows = _insert(chunk, _BEGIN_OF_CHUNK, _json_fields(by_name)), None
         if failure is not None:
-            logger.warning("Routed experts are sent inline: %s", failure)
+            references.warn_of_inline(failure)
         return chunk, prompt_rows, rows
 
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
@@ -329,8 +327,6 @@ class SSERewriter:
                 array = _joined(piece, self._encoder.row_shape)
                 of_choice = self._fields("routed_experts", array, first)
                 first += len(array)
-            if self._references is not None and line == count - 1:
-                self._references.untold.clear()
             begin = _begin_of_choice(text)
             yield f"{text[:_BEGIN_OF_CHUNK]}{of_prompt}{text[_BEGIN_OF_CHUNK:begin]}{of_choice}{text[begin:]}"
 

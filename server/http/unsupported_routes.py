@@ -1,5 +1,8 @@
-"""vLLM's other generating endpoints: most reject routing fields, `/invocations` dispatches to our routes."""
+"""vLLM's other routes: all reject routing fields but `/invocations`, which dispatches to our routes."""
 
+import json
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -7,52 +10,120 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
+from starlette.datastructures import Headers
+from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from routed_experts.protocol.models import OPT_IN, PREFIXES, RoutingFields
 from routed_experts.server.http import routes
 from routed_experts.server.http.request import (
+    ENDPOINTS,
     RoutedChatRequest,
     RoutedCompletionRequest,
     refuse_odd_values,
-    refuse_routing,
     require_key,
     routing_of,
 )
-
-CLOSED = ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch")
-"""Endpoints that cannot return routing."""
+from routed_experts.server.vllm_api import VLLMValidationError
 
 INVOCATIONS = "/invocations"
 """SageMaker's endpoint for all kinds of requests."""
 
+_OURS = __name__.partition(".")[0]
+_DEPTH = 3  # of objects, as far as vLLM's own nesting goes; what is deeper are users' tools and their arguments
+_NAMES = {*RoutingFields.model_fields, "routed_experts", "routed_expert_weights"}
+_PLAIN = (*(prefix.encode() for prefix in PREFIXES), b"\0")  # a NUL is in each letter of UTF-16
+_ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encoder of JSON escapes
+
 
 def attach(app: FastAPI) -> None:
-    """Replaces the closed endpoints by routes that reject routing, and SageMaker's by one that returns it.
+    """Replaces SageMaker's endpoint by one that returns routing. A plugin's route takes precedence over vLLM's route
+    of the same path."""
+    found = (route for route in app.routes if isinstance(route, APIRoute) and route.path == INVOCATIONS)
+    if (route := next((route for route in found if "POST" in route.methods), None)) is not None:
+        app.router.add_api_route(
+            INVOCATIONS,
+            _dispatching(route.endpoint),
+            methods=["POST"],
+            dependencies=[Depends(require_key), *route.dependencies],
+            response_model=route.response_model,
+            responses=route.responses,
+            summary=route.summary,
+            name=route.name,
+        )
 
-    A plugin's route takes precedence over vLLM's route of the same path.
-    """
-    for path in CLOSED:
-        if (route := _route(app, path)) is not None:
-            _add(app, route, route.endpoint, [*route.dependencies, Depends(refuse_routing)])
-    if (route := _route(app, INVOCATIONS)) is not None:
-        _add(app, route, _dispatching(route.endpoint), [Depends(require_key), *route.dependencies])
+
+def refuse_on_other_routes(app: FastAPI) -> None:
+    """Has every route of `app` that is not ours reject routing fields. Called when all routes are there."""
+    for route in app.routes:
+        if isinstance(route, Route | Mount) and not is_ours(route) and not isinstance(route.app, _RefusingRoute):
+            route.app = _RefusingRoute(route.app)
 
 
-def _route(app: FastAPI, path: str) -> APIRoute | None:
-    found = (route for route in app.routes if isinstance(route, APIRoute) and route.path == path)
-    return next((route for route in found if "POST" in route.methods), None)
+def other_paths(app: FastAPI) -> list[str]:
+    """Paths to which a body can be sent, of routes that are not ours."""
+    posts = (route for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ()))
+    return [route.path for route in posts if not is_ours(route) and not route.param_convertors]
 
 
-def _add(app: FastAPI, route: APIRoute, endpoint: Any, dependencies: Any) -> None:
-    app.router.add_api_route(
-        route.path,
-        endpoint,
-        methods=["POST"],
-        dependencies=dependencies,
-        response_model=route.response_model,
-        responses=route.responses,
-        summary=route.summary,
-        name=route.name,
-    )
+def is_ours(route: Route | Mount) -> bool:
+    """Whether a route's function is one of this project."""
+    return str(getattr(getattr(route, "endpoint", None), "__module__", "")).partition(".")[0] == _OURS
+
+
+class _RefusingRoute:
+    """A route that rejects routing fields. Bodies are parsed only if they may have some."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH"):
+            receive = await _checked(receive, Headers(scope=scope).get("content-type", ""))
+        await self._app(scope, receive, send)
+
+
+async def _checked(receive: Receive, media_type: str) -> Receive:
+    """Reads a request's body and returns what gives it again."""
+    if media_type.lower().startswith("multipart/"):  # files, which are read as they come
+        return receive
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body", False):
+        messages.append(await receive())
+    for name in _routing_fields(b"".join(message.get("body", b"") for message in messages)):
+        name = name.encode("utf-8", "replace").decode()  # without lone surrogates
+        raise VLLMValidationError(
+            f"{name:.64}: this endpoint does not return routed experts: use {ENDPOINTS}", parameter=name
+        )
+    unread = iter(messages)
+
+    async def again() -> Message:
+        return next(unread, None) or await receive()
+
+    return again
+
+
+def _routing_fields(body: bytes) -> Iterator[str]:
+    """Names of the routing fields in a JSON body, those of responses included."""
+    if any(part in body for part in _PLAIN) or _ESCAPED.search(body):
+        try:
+            parsed = json.loads(body)
+            if isinstance(parsed, dict):
+                yield from (name for name in parsed if name.startswith(PREFIXES))
+            yield from _names(parsed, _DEPTH)
+        except (ValueError, RecursionError):  # not JSON, which vLLM reports
+            return
+
+
+def _names(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _names(item, depth)
+    elif isinstance(value, dict) and depth:
+        for name, item in value.items():
+            if name in _NAMES and item is not None:  # vLLM's answers have null without routing
+                yield name
+            yield from _names(item, depth - 1)
 
 
 def _dispatching(vllms: Any) -> Any:
@@ -73,7 +144,8 @@ def _dispatching(vllms: Any) -> Any:
                 return await routes.create_completion(request=completion, raw_request=raw_request, routing=routing)
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
-        await refuse_routing(raw_request)
+        if routing is not None and not routing.by_default:
+            raise VLLMValidationError(f"This request does not return routed experts: use {ENDPOINTS}", parameter=OPT_IN)
         response: Response = await vllms(raw_request=raw_request)
         return response
 

@@ -11,6 +11,7 @@ from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.seams.arguments import say_that_it_returns, withdraw
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
+from routed_experts.server.inprocess.api_processes import close_port_after_the_last
 from routed_experts.server.inprocess.patching import replace_once
 from routed_experts.server.outputs.array_store import LONGEST_LIFETIME_S
 from routed_experts.server.outputs.arrays import DELIVERY, VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
@@ -61,6 +62,7 @@ def take_over(args: Any) -> None:
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     withdraw(args)
     _follow_engines()
+    close_port_after_the_last()
 
 
 def check(config: Any) -> None:

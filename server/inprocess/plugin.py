@@ -6,6 +6,7 @@ It imports nothing of an engine until a program asks for routed experts, and run
 import functools
 import logging
 import os
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -33,7 +34,8 @@ def register() -> None:
 
 
 def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any) -> Any:
-    engine_hooks = _engine_hooks() if asks(args) else None
+    usage_context = named.get("usage_context", positional[0] if positional else None)
+    engine_hooks = _engine_hooks(usage_context) if asks(args) else None
     if engine_hooks is None:
         return create(args, *positional, **named)
     engine_hooks.take_over(args)
@@ -42,11 +44,12 @@ def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any
     return config
 
 
-def _engine_hooks() -> ModuleType | None:
-    """The module that puts this capture in the place of vLLM's; None beside a version that is not supported.
+def _engine_hooks(usage_context: Any = None) -> ModuleType | None:
+    """The module that puts this capture in the place of vLLM's; None beside a version or front end that is not
+    supported.
 
     Raises:
-        UnsupportedConfig: this capture cannot be loaded, or VLLM_PLUGINS names it beside such a version.
+        UnsupportedConfig: this capture cannot be loaded, or VLLM_PLUGINS names it beside such a version or front end.
     """
     from vllm.platforms import current_platform
 
@@ -56,6 +59,8 @@ def _engine_hooks() -> ModuleType | None:
         check_vllm_version()
         if current_platform.is_cuda():
             check_gpu_run()
+        if (front_end := _other_front_end(usage_context)) is not None:
+            raise UnsupportedConfig(f"{front_end} cannot return what routed-experts-server captures.")
     except UnsupportedConfig as error:
         if PLUGIN_NAME in os.environ.get("VLLM_PLUGINS", "").split(","):
             raise UnsupportedConfig(f"{error} {GO_BACK}") from None
@@ -66,6 +71,17 @@ def _engine_hooks() -> ModuleType | None:
     except Exception as error:
         raise UnsupportedConfig(f"The capture of routed experts cannot be loaded: {error!r}. {GO_BACK}") from error
     return engine_hooks
+
+
+def _other_front_end(usage_context: Any) -> str | None:
+    """What answers instead of vLLM's Python server, if anything: it knows nothing of plugins. Programs are theirs."""
+    from vllm import envs
+    from vllm.usage.usage_lib import UsageContext
+
+    if "smg_grpc_servicer" in sys.modules:  # which only vLLM's gRPC server imports, before it builds an engine
+        return "vLLM's gRPC server"
+    is_server = usage_context == UsageContext.OPENAI_API_SERVER
+    return "vLLM's front end in Rust" if is_server and envs.VLLM_USE_RUST_FRONTEND else None
 
 
 @functools.cache

@@ -5,7 +5,6 @@ import os
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,9 @@ from routed_experts.capture.rows import captures_weights, ids_of, row_shape, wei
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
-from routed_experts.server.outputs.array_store import (
-    ArrayStore,
-    StoreError,
-    default_folder,
-    remove_at_exit,
-    remove_unused,
-    store_with,
-)
-from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
+from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     CompletionOutput,
@@ -52,12 +45,6 @@ VLLM_FLAG_ENABLED = "routed_experts.every_request"
 DELIVERY = "routed_experts_delivery"
 """Key in `SamplingParams.extra_args`, and in `additional_config` for all requests: `inline` or `reference`."""
 
-_PROGRAM = "process-"
-"""Begin of the name of a program's store."""
-
-_ENDED = ("stop", "length", "repetition")
-"""Finish reasons after which every token but the last has a row."""
-
 
 def asks_for_every_request(config: Any) -> bool:
     """Whether the program set vLLM's own argument, so that all requests return rows."""
@@ -69,18 +56,14 @@ class ArrayForm:
 
     Args:
         model: vLLM's `ModelConfig`.
-
-    Attributes:
-        has_weights: whether rows have weights.
-        shape: (L, K) of the workers' rows, (3L, K) with weights; (0, 0) until known.
     """
 
     def __init__(self, model: Any, has_weights: bool = False) -> None:
-        self.has_weights = has_weights
+        self.has_weights = has_weights  # whether rows have weights
         self._dtype = np.uint8 if model.get_num_experts() <= 256 else np.uint16
         self._num_layers = int(model.get_total_num_hidden_layers())
         self._layer_ids: list[int] | None = None
-        self.shape = (0, 0)
+        self.shape = (0, 0)  # (L, K) of the workers' rows, (3L, K) with weights; (0, 0) until known
 
     @property
     def is_known(self) -> bool:
@@ -146,7 +129,7 @@ class ArrayBuffer(RowBuffer):
         if choice.finish_reason is None and (self._store is not None or not is_delta):
             return None, None
         end = max(self._prompt_len + self._num_tokens - 1, self._next_row)
-        arrays = self.take(self._next_row, end, self._form.shape if choice.finish_reason in _ENDED else None)
+        arrays = self.take(self._next_row, end, self._form.shape if is_complete(choice.finish_reason) else None)
         if self.end < 0 and not arrays:
             return None, None
         first, self._next_row = self._next_row, self._next_row + sum(map(len, arrays))
@@ -164,7 +147,8 @@ class ArrayBuffer(RowBuffer):
             stored = _stored(self._store, array, first)
             return stored, None if weights is None else _stored(self._store, weights, first)
         except StoreError as error:
-            logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
+            if self._store.is_time_to_warn():
+                logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
             if stored is not None:
                 with suppress(StoreError, LookupError):
                     self._store.delete(stored.reference["id"])
@@ -178,22 +162,6 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
     about = {"shape": [*array.shape], "dtype": array.dtype.name, "start": start, "missing": missing}
     about |= {"bytes": array.nbytes, "expires": stored.expires, "path": str(stored.path)}
     return ArrayReference({"id": stored.id, **about})
-
-
-def _store_of(config: dict[str, Any]) -> ArrayStore:
-    """The store of a program's engines; `config` is its `additional_config`."""
-    store = store_with(config, default_folder(_PROGRAM + str(os.getpid())))
-    if config.get("routed_experts_store") is None:
-        remove_at_exit(store.folder)
-        store.submit(_remove_left, store.folder)
-    return store
-
-
-def _remove_left(folder: Path) -> None:
-    """Removes the folders of programs that were killed, but not this program's."""
-    for left in folder.parent.glob(default_folder(_PROGRAM + "*").name):
-        if left != folder:
-            remove_unused(left)
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -238,15 +206,11 @@ class ArrayCollector(RequestOutputCollector):
 
 
 class EveryRequest:
-    """Opts in every request of an engine, and puts arrays on the outputs.
-
-    Attributes:
-        is_on: False over HTTP, where each request opts in by itself.
-    """
+    """Opts in every request of an engine, and puts arrays on the outputs."""
 
     def __init__(self, engine: LLMEngine | AsyncLLM) -> None:
         processor = engine.output_processor
-        self.is_on = True
+        self.is_on = True  # False over HTTP, where each request opts in by itself
         self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
         self._config: dict[str, Any] = engine.vllm_config.additional_config
         self._store: ArrayStore | None = None  # made for the first request that needs it
@@ -326,16 +290,12 @@ class EveryRequest:
             queue.arrays = self
 
     def _store_for(self, params: SamplingParams) -> ArrayStore | None:
-        """The store for a request that asks for references, by itself or by the default of the engine.
-
-        Raises:
-            VLLMValidationError: the request asks for something else.
-        """
+        """The store for a request that asks for references, by itself or by the default of the engine."""
         asked = (params.extra_args or {}).get(DELIVERY, self._config.get(DELIVERY, "inline"))
         if asked not in ("inline", "reference"):
             raise VLLMValidationError(f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY)
         if asked == "reference" and self._store is None:
-            self._store = _store_of(self._config)
+            self._store = store_with(self._config, default_folder("programs"))
         return self._store if asked == "reference" else None
 
     def store(self, output: Any) -> asyncio.Future[Any] | None:
@@ -351,7 +311,7 @@ class EveryRequest:
             self.fill([output])
             return output
 
-        return asyncio.wrap_future(self._store.submit(fill))
+        return asyncio.wrap_future(self._store.writer.submit(fill))
 
     def fill(self, outputs: Iterable[Any]) -> None:
         """Replaces the buffers on `outputs` by arrays."""

@@ -34,12 +34,9 @@ class Handover:
     """Stands for `kv_transfer_params.routed_experts` in a request, so that vLLM neither logs nor copies the rows.
 
     vLLM sees only `shape`. `put_rows` moves the rows into the message to the engine.
-
-    Attributes:
-        shape: [n, L, K]; None until `read`.
     """
 
-    shape: list[int] | None
+    shape: list[int] | None  # [n, L, K]; None until `read`
 
     def __init__(self, value: Any) -> None:
         self.shape = None
@@ -118,11 +115,7 @@ def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, An
 
 
 def _bytes_of(value: Any, name: str, limit: int) -> bytes:
-    """`value` from JSON (base64) or MessagePack (bytes).
-
-    Raises:
-        HandoffError: it is neither, or larger than `limit` bytes.
-    """
+    """`value` from JSON (base64) or MessagePack (bytes)."""
     if not isinstance(value, str | bytes):
         raise HandoffError(f"{name} must be base64, or bytes in MessagePack")
     if len(value) > (limit if isinstance(value, bytes) else limit // 3 * 4 + 4):
@@ -136,11 +129,7 @@ def _bytes_of(value: Any, name: str, limit: int) -> bytes:
 
 
 def _with_weights(handed: dict[str, Any], text: Any) -> dict[str, Any]:
-    """Rows for the engine from ids for the engine and weights of a request.
-
-    Raises:
-        HandoffError: they are not bytes or base64, or not one for each id.
-    """
+    """Rows for the engine from ids for the engine and weights of a request."""
     ids, _ = decode(handed) or (np.empty((0, 0, 0), np.int16), 0)
     size = ids.size * _WEIGHT_BYTES
     raw = _bytes_of(text, f"{FIELD}.{WEIGHTS}", size)

@@ -214,13 +214,9 @@ class RowBuffer:
 
 
 class RecordedRows(RowBuffer):
-    """The rows of one choice for the server's own record; see `http.recording`.
+    """The rows of one choice for the server's own record; see `http.recording`."""
 
-    Attributes:
-        client_asks: whether the client asked for rows too, which then also go into a buffer for the response.
-    """
-
-    client_asks = False
+    client_asks = False  # whether the client asked for rows too, which then also go into a buffer for the response
 
     def finish(self, state: RequestState, finish_reason: str) -> None:
         """Called once, when the choice has its last token or is aborted. Does not raise."""
@@ -232,16 +228,11 @@ class BufferedRequestState(RequestState):
 
     vLLM would collect rows until the request finishes, and lose rows when it merges outputs for a slow reader. Can go
     when vLLM streams routed experts.
-
-    Attributes:
-        buffer: for the response; None if the client did not ask for rows.
-        record: for the server's record; None if the request is not recorded.
-        buffers: those of the two that there are.
     """
 
-    buffer: RowBuffer | None
-    record: RecordedRows | None
-    buffers: tuple[RowBuffer, ...]
+    buffer: RowBuffer | None  # for the response; None if the client did not ask for rows
+    record: RecordedRows | None  # for the server's record; None if the request is not recorded
+    buffers: tuple[RowBuffer, ...]  # those of the two that there are
 
     @classmethod
     def give(cls, state: RequestState, buffer: RowBuffer | None, record: RecordedRows | None = None) -> None:
@@ -283,18 +274,13 @@ class Recorder(Protocol):
 
 
 class RowBuffers:
-    """Takes rows and counters off the engine's outputs.
-
-    Attributes:
-        on_stats: receives the counters.
-        every_request: None if requests opt in one by one.
-        recorder: None if the server keeps no record.
-    """
+    """Takes rows and counters off the engine's outputs."""
 
     def __init__(self, processor: OutputProcessor) -> None:
-        self.on_stats: Callable[[EngineStats], None] | None = None
-        self.every_request: AllRequests | None = None
-        self.recorder: Recorder | None = None
+        self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
+        self.every_request: AllRequests | None = None  # None if requests opt in one by one
+        self.recorder: Recorder | None = None  # None if the server keeps no record
+        self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
@@ -369,9 +355,9 @@ class RowBuffers:
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, after the rows are taken off."""
         notes = self._unpacker.open(engine_core_outputs, engine_core_timestamp)
-        if STATS in notes and self.on_stats is not None:
-            self.on_stats(EngineStats.decode(notes[STATS]))
-        self._take_causes(notes.get(CAUSES, ()))
+        for name, take in ((STATS, self._take_stats), (CAUSES, self._take_causes)):
+            if name in notes:
+                self._take_report(take, notes[name])
         states = self._processor.request_states
         for output, start, rows in self._unpacker.rows(engine_core_outputs):
             if (state := states.get(request_of_rows(output.request_id))) is not None:
@@ -383,6 +369,19 @@ class RowBuffers:
         if self.every_request is not None:  # LLMEngine returns its outputs
             self.every_request.fill(processed.request_outputs)
         return processed
+
+    def _take_report(self, take: Callable[[Any], None], report: Any) -> None:
+        """Hands a report to `take`. What that raises must not end vLLM's output handler, and with it the server."""
+        try:
+            take(report)
+        except Exception:
+            if self.num_failed_reports == 0:
+                logger.exception("A report of the engine cannot be read. Further ones are counted only.")
+            self.num_failed_reports += 1
+
+    def _take_stats(self, stats: Any) -> None:
+        if self.on_stats is not None:
+            self.on_stats(EngineStats.decode(stats))
 
     def _take_prompt(self, sender: str, start: int, rows: Rows) -> None:
         """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt. They share one array.
@@ -404,7 +403,7 @@ class RowBuffers:
                 for buffer in _buffers_of(state):
                     yield each, buffer
 
-    def _take_causes(self, causes: Iterable[Any]) -> None:
+    def _take_causes(self, causes: Any) -> None:
         for unknown in itertools.starmap(UnknownRows, causes):
             found = Counter({Cause(unknown.cause): unknown.num_rows})
             if unknown.is_prompt:  # with data parallelism, each engine sends it
@@ -424,6 +423,15 @@ def _buffers_of(state: RequestState) -> tuple[RowBuffer, ...]:
         BufferedRequestState.give(state, RowBuffer(state.external_req_id))
     buffers: tuple[RowBuffer, ...] = state.buffers
     return buffers
+
+
+_CUT_SHORT = (None, "abort", "error")
+
+
+def is_complete(finish_reason: str | None) -> bool:
+    """Whether every token of a choice but the last has a row, so that one which has not arrived is sent as -1. Reasons
+    that vLLM may add count as well: a row too many is one that is counted as missing, a row too few is silence."""
+    return finish_reason not in _CUT_SHORT
 
 
 def own(rows: Rows) -> Rows:

@@ -1,6 +1,7 @@
 """Real answers through the clients that people use, collected whole, and the example programs as written."""
 
 import asyncio
+import csv
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 
 from routed_experts.protocol.batch import verify
 from routed_experts.protocol.collect import Routing, collect, collect_async
+from routed_experts.server.cli.main import main
 from tests.e2e.harness import Oracle, Server, prompt_of
 
 pytestmark = pytest.mark.e2e
@@ -116,6 +118,18 @@ def test_unstreamed_and_streamed_are_the_same(server: Server, oracle: Oracle, fm
         assert np.array_equal(a.rows, b.rows)
         assert (a.start, a.prompt_len, a.prompt_token_ids) == (b.start, b.prompt_len, b.prompt_token_ids)
         assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+
+
+def test_f6_the_same_export_twice(server: Server, tmp_path: Path) -> None:
+    """F6: the same rows of the same tokens."""
+    (tmp_path / "prompts.txt").write_text("Which experts?\nAnd why?\n")
+    texts = []
+    for name in ("one.csv", "other.csv"):
+        command = ["export", "--url", server.url, "--prompts", str(tmp_path / "prompts.txt"), "--max-tokens", "12"]
+        assert main([*command, "-o", str(tmp_path / name)]) == 0
+        rows = csv.DictReader((tmp_path / name).open(newline="", encoding="utf-8"))
+        texts.append([{name: value for name, value in row.items() if name != "id"} for row in rows])
+    assert texts[0] == texts[1]
 
 
 def run_example(name: str, *args: str) -> str:

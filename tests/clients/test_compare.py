@@ -16,7 +16,7 @@ from routed_experts.protocol.codec import encode
 from routed_experts.server.cli import running
 from routed_experts.server.cli.main import main
 from routed_experts.server.cli.reference import Reference
-from tests.e2e.harness import Oracle, Server, prompt_of
+from tests.e2e.harness import Oracle, Server, free_port, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 
 P, G, L, K = 20, 7, 5, 4
@@ -223,7 +223,7 @@ def test_responses_that_are_no_pairs(rows: np.ndarray, tmp_path: Path, capsys: p
         assert message in capsys.readouterr().err
     assert Run(file, tmp_path, (few,), "--logprobs").status == 2
     assert f"{G - 1} log-probabilities of {G} generated tokens" in capsys.readouterr().err
-    assert main(["compare", str(file), "--url", "localhost:1"]) == 2
+    assert main(["compare", str(file), "--url", f"localhost:{free_port()}"]) == 2
     assert "compare it with --answers" in capsys.readouterr().err
 
 

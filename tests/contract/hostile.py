@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 
 from routed_experts.capture.message import OPT_IN_ARG
+from routed_experts.protocol.models import PREFIXES
 from tests.documentation import ROOT
 from tests.e2e.harness import prompt_of
 
@@ -105,7 +106,10 @@ class Hostile:
 
     def _body(self, path: str) -> st.SearchStrategy[dict[str, Any]]:
         fields = {name: schema for name, schema in fields_of(path).items() if name not in self.left_out}
-        ours = sorted(name for name in fields if "routed_experts" in name)
+        ours = sorted(name for name in fields if name.startswith(PREFIXES))
+        # Names that mean something elsewhere, and names that are nearly ours.
+        for name in ("extra_body", "sampling_params", "routing", "routed_experts_top"):
+            fields.setdefault(name, {"type": "object"})
         transfer = mostly(self._transfer())
         extra_args = mostly(self._extra_args(transfer))
         # Mostly in one place: what is refused first hides what comes after it.

@@ -39,7 +39,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from routed_experts.capture.rows import captures_weights
 from routed_experts.server.cli import serve
 from routed_experts.server.cli.serve import cli_env_setup
-from routed_experts.server.outputs.array_store import default_folder
+from routed_experts.server.outputs.folders import default_folder
 from tests.contract import engine as around
 from tests.contract.engine import BLOCK, NUM_BLOCKS, NUM_EXPERTS, Core, K, L, Rows, Tokens
 from tests.e2e.harness import Answer, Server, free_port

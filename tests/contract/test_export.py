@@ -4,6 +4,7 @@ import csv
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,11 @@ import torch
 from transformers import AutoTokenizer
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
+from routed_experts.protocol.expert_load import count_experts
+from routed_experts.server.cli import running
 from routed_experts.server.cli.main import main
-from tests.contract.engine import NUM_EXPERTS, L, weights_for
+from routed_experts.server.cli.running import RunningServer
+from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
 from tests.contract.served import LAYER_IDS, rows_of, serving
 from tests.e2e.harness import Server
 
@@ -57,13 +61,41 @@ def test_rows_weights_and_texts(server: Server, tmp_path: Path, tiny_model: Path
     assert texts == {token: tokenizer.decode([token]) for token in texts}
 
 
+def test_texts_come_with_one_request_for_many(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """page: below /v1, which every proxy passes; and no id is asked for twice."""
+    asked: list[tuple[str, Any]] = []
+    call = RunningServer._call
+
+    def noted(self: RunningServer, path: str, body: Any = None, where: str = "") -> dict[str, Any]:
+        asked.append((path, body))
+        return call(self, path, body, where)
+
+    monkeypatch.setattr(RunningServer, "_call", noted)
+    monkeypatch.setattr(running, "TEXTS_AT_ONCE", 20)
+    (tmp_path / "prompts.txt").write_text(f"{''.join(map(chr, range(33, 100)))}\nExperts\n")
+    with exported(server, tmp_path, "prompts.txt", "out.csv").open(newline="", encoding="utf-8") as file:
+        assert all(row["token"] for row in csv.DictReader(file))
+    assert {path for path, _ in asked if not path.startswith("/v1/")} == set()
+    ids = [body["token_ids"] for path, body in asked if path == "/v1/routed_experts/texts"]
+    assert 4 <= len(ids) <= 6
+    assert len(sum(ids, [])) == len(set(sum(ids, [])))
+
+
+def test_a_server_without_texts(tiny_model: Path, tmp_path: Path) -> None:
+    """The rows are there all the same."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": [40, 50, 60]}')
+    with serving(tiny_model, "--skip-tokenizer-init") as server:
+        with exported(server, tmp_path, "prompts.jsonl", "out.csv").open(newline="", encoding="utf-8") as file:
+            assert {row["token"] for row in csv.DictReader(file)} == {""}
+
+
 def test_plain_prompts_and_a_server_that_refuses_one(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "prompts.txt").write_text('{"prompt": 1}\n\n"Quoted", he said.\n')
-    counts = np.load(exported(server, tmp_path, "prompts.txt", "out.npy"))
-    assert "2 responses" in capsys.readouterr().out
-    assert counts.shape == (L, NUM_EXPERTS)
+    with np.load(exported(server, tmp_path, "prompts.txt", "out.npz")) as found:
+        assert "2 responses" in capsys.readouterr().out
+        assert found["experts"].shape[1:] == (L, K)
     for line, sentence in [
         ('{"prompt": "a", "max_tokens": 0}', "wrong.jsonl, line 1: the server returned status 400"),
         ("[1]", "line 1 is not a prompt: write a string, or an object with a prompt or messages."),
@@ -71,17 +103,38 @@ def test_plain_prompts_and_a_server_that_refuses_one(
     ]:
         (tmp_path / "wrong.jsonl").write_text(line)
         command = ["export", "--url", server.url, "--prompts", str(tmp_path / "wrong.jsonl")]
-        assert main([*command, "-o", str(tmp_path / "none.npy")]) == 2
+        assert main([*command, "-o", str(tmp_path / "none.npz")]) == 2
         assert sentence in capsys.readouterr().err
-    assert not (tmp_path / "none.npy").exists()
+    assert not (tmp_path / "none.npz").exists()
 
 
 def test_vllms_load_balancer_takes_the_load(server: Server, tmp_path: Path) -> None:
     """As DeepSeek's does: the busiest experts of each layer get the replicas."""
     (tmp_path / "prompts.txt").write_text("Why is routing uneven?\n")
-    load = np.load(exported(server, tmp_path, "prompts.txt", "out.npy"))
+    with np.load(exported(server, tmp_path, "prompts.txt", "out.npz")) as found:
+        load = count_experts(found["experts"], int(found["num_experts"]))
     ranks = next(ranks for ranks in (4, 2, 1) if NUM_EXPERTS % ranks == 0)
     placed = DefaultEplbPolicy.rebalance_experts(torch.from_numpy(load), NUM_EXPERTS + ranks, 1, 1, ranks)
     for layer, experts in enumerate(placed.tolist()):
         assert set(experts) == set(range(NUM_EXPERTS))
         assert experts.count(int(load[layer].argmax())) > 1
+
+
+def test_f6_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None:
+    """F6: each row says which file and folder its prompt came from; with `--chat` prompts are messages of a user."""
+    for name, text in {"code/a.txt": "def f(x):", "code/b.jsonl": '"x = 1"', "prose/a.txt": "Once upon a time"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "code/notes.md").write_text("no prompt")
+    command = ["export", "--url", server.url, "--prompts", *(str(tmp_path / each) for each in ("code", "prose"))]
+    lengths = []
+    for flags in ([], ["--chat"]):
+        assert main([*command, "--max-tokens", "2", "-o", str(tmp_path / "out.csv"), *flags]) == 0
+        with (tmp_path / "out.csv").open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        places = dict.fromkeys((row["source"], row["group"]) for row in rows)
+        names = [("code/a.txt", "code"), ("code/b.jsonl", "code"), ("prose/a.txt", "prose")]
+        assert [*places] == [(str(tmp_path / source), str(tmp_path / group)) for source, group in names]
+        assert all(row["token"] for row in rows)
+        lengths.append(len(rows))
+    assert lengths[1] > lengths[0], "a chat template adds tokens"

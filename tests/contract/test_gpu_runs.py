@@ -60,6 +60,12 @@ def test_each_test_that_ran_is_written_down(pytester: pytest.Pytester, two_gpus:
     assert {(run.commit, run.device) for run in runs.values()} == {("abc1234", "2 x NVIDIA H200")}
 
 
+def test_tests_that_run_as_a_group_keep_their_names(pytester: pytest.Pytester, two_gpus: None) -> None:
+    pytester.makepyfile(test_it="import pytest\n@pytest.mark.xdist_group('one server')\ndef test_grouped(): pass\n")
+    record(pytester, "-n", "1", "--dist", "loadgroup").assert_outcomes(passed=1)
+    assert recorded(pytester).keys() == {"test_it.py::test_grouped"}
+
+
 def test_a_run_knows_its_commit_and_its_changes(
     pytester: pytest.Pytester, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -623,6 +623,27 @@ refused("The capture of routed experts cannot be loaded: ", "VLLM_PLUGINS")
 """
         for missing in ("server.inprocess.engine_hooks", "capture.engine.config")
     },
+    "H2: another front end of vLLM's gets vLLM's own capture": """
+from vllm.usage.usage_lib import UsageContext
+SERVER, PROGRAM = UsageContext.OPENAI_API_SERVER, UsageContext.LLM_CLASS
+
+def is_ours(context):
+    args = EngineArgs(**given, enable_return_routed_experts=True)
+    try:
+        return "routed_experts" in args.create_engine_config(context).parallel_config.worker_cls
+    except ValueError as error:  # vLLM's own does not run here
+        assert "AuxOutput Connector requires Model Runner V2" in str(error), error
+        return False
+
+assert is_ours(SERVER)
+os.environ |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": "/bin/true"}
+assert (is_ours(SERVER), is_ours(SERVER), is_ours(PROGRAM)) == (False, False, True)
+os.environ["VLLM_USE_RUST_FRONTEND"] = "0"
+sys.modules["smg_grpc_servicer"] = sys
+assert not is_ours(SERVER)
+os.environ["VLLM_PLUGINS"] = "routed_experts"
+refused("vLLM's gRPC server cannot return what routed-experts-server captures", "VLLM_PLUGINS")
+""",
     "without the plugin vLLM's own capture is meant": """
 os.environ["VLLM_PLUGINS"] = "another"
 args = EngineArgs(**given, enable_return_routed_experts=True)
@@ -652,6 +673,9 @@ def test_programs_in_processes_of_their_own(tiny_model: Path) -> None:
     (said,) = [line for line in first.splitlines() if "routed-experts-server" in line]
     assert "INFO" in said
     assert "VLLM_PLUGINS" in said
+    (beside,) = (text for text in done.stdout.split("---- ") if text.startswith("H2"))
+    warnings = [line for line in beside.splitlines() if "WARNING" in line and "vLLM's own capture is used" in line]
+    assert ["Rust" in line for line in warnings] == [True, False]  # one for each front end
 
 
 def test_an_endpoint_plugin_that_cannot_be_loaded_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def results():
     yield "silently loaded", sorted(name for name in sys.modules if name.startswith("routed_experts."))
     yield "asked", [config(enable_return_routed_experts=True) for _ in range(2)]
     from routed_experts.server.cli.main import main
-    yield "serve", main(["serve", "--no-enable-return-routed-experts"])
+    yield "serve", main(["serve", "--port", "0", "--no-enable-return-routed-experts"])
 
 for number, plugins in enumerate(json.loads(sys.argv[2])):
     if os.fork() == 0:

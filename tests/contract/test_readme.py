@@ -65,7 +65,11 @@ def test_references(server: Server, documented: list[str]) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     names: dict[str, Any] = {"client": client, "model": "tiny-moe", "prompt": "Which experts?"}
     exec(program, names)
-    assert names["fetch"](names["reference"]).shape == (5, names["reference"]["shape"][0], 4)
+    assert names["fetch"](names["reference"], base_url=names["base_url"]).shape == (
+        5,
+        names["reference"]["shape"][0],
+        4,
+    )
 
 
 def test_plotting(documented: list[str]) -> None:

@@ -5,7 +5,7 @@ import re
 import resource
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.collect import Routing, collect
+from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.server.cli.saved import opened
 from routed_experts.server.cli.serve import main
 from routed_experts.server.cli.stats import tally
-from routed_experts.server.cli.view import read_texts
+from routed_experts.server.cli.view import viewed_files
 from routed_experts.server.http import recording
 from routed_experts.server.http.recording import PART, FullError, RecordFiles, prepare
 from tests.contract.engine import weights_for
@@ -133,12 +134,13 @@ def test_all_that_is_asked_is_recorded_and_no_answer_changes(tiny_model: Path, t
     (file,) = files_in(folder)
     assert Path(file).stat().st_size == written
     assert [path.stat().st_mode & 0o777 for path in (folder, Path(file))] == [0o700, 0o600]
-    (told,) = collect(json.loads(expected[7]))  # who asks is told the same
+    (told,) = collect(json.loads(expected[7]), prompt_start=16)  # who asks is told the same
     assert [(one.rows == told.rows).all() for (one, *_) in found if one.start == 16] == [True, True]
 
     counted = tally(files_in(folder), ModelInfo())
     assert (counted.answers, counted.missing) == (NUM_PROMPTS, 0)
-    assert list(read_texts(files_in(folder), ModelInfo())) == files_in(folder)
+    with ExitStack() as stack:
+        assert [file.name for file in viewed_files([str(folder)], ModelInfo(), stack)] == files_in(folder)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any
@@ -21,16 +22,17 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI
-from prometheus_client import REGISTRY
 
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
 from routed_experts.server.cli.serve import store_of
-from routed_experts.server.http import metrics, plugin, references
+from routed_experts.server.http import references
+from routed_experts.server.http import stored_arrays as route
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.routes import router
-from routed_experts.server.outputs.array_store import ArrayStore, default_folder, remove_unused
+from routed_experts.server.outputs.array_store import ArrayStore
+from routed_experts.server.outputs.folders import default_folder
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of, wait_until
@@ -68,6 +70,11 @@ def api(tiny_model: Path, folder: Path) -> Iterator[Server]:
 
 def ask(path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {**({} if path == GENERATE else ASK), "return_routed_experts": True, **body, **more}
+
+
+def get(server: Server, reference: dict[str, Any], **options: Any) -> np.ndarray:
+    """What comes over HTTP."""
+    return fetch({**reference, "path": None}, base_url=f"{server.url}/v1", **options)
 
 
 def resolved(value: Any, get: Callable[[dict[str, Any]], np.ndarray] = fetch) -> Any:
@@ -113,8 +120,7 @@ def test_references_lead_to_what_comes_inline(api: Server, path: str, body: dict
     body = ask(path, body, return_routed_expert_weights=weights)
     inline = resolved(api._post(path, body))
     assert resolved(api._post(path, {**body, **REFERENCE})) == inline
-    by_http = lambda reference: fetch({**reference, "path": None})  # noqa: E731
-    assert resolved(api._post(path, {**body, **REFERENCE}), by_http) == inline
+    assert resolved(api._post(path, {**body, **REFERENCE}), partial(get, api)) == inline
     expected = arrays_of([inline])
     for mode in (AT_END, REFERENCE):
         chunks = [chunk for chunk in api.stream(path, **body, **mode) if chunk["choices"]]
@@ -157,7 +163,7 @@ def reference(api: Server) -> dict[str, Any]:
 
 def request(server: Server, reference: dict[str, Any], method: str = "GET", query: str = "", **headers: str) -> Any:
     with server.client() as client:
-        return client.request(method, reference["url"] + query, headers=headers)
+        return client.request(method, f"/v1/{reference['url']}{query}", headers=headers)
 
 
 def test_parts_of_an_array(api: Server, reference: dict[str, Any]) -> None:
@@ -172,8 +178,8 @@ def test_parts_of_an_array(api: Server, reference: dict[str, Any]) -> None:
         assert response.content == part.tobytes()
         assert response.headers["x-routed-experts-shape"] == ",".join(map(str, part.shape))
         assert response.headers["x-routed-experts-dtype"] == "int16"
-        for place in (reference, {**reference, "path": None}):
-            assert np.array_equal(fetch(place, layers=layers, tokens=tokens), part)
+        assert np.array_equal(fetch(reference, layers=layers, tokens=tokens), part)
+        assert np.array_equal(get(api, reference, layers=layers, tokens=tokens), part)
         head = request(api, reference, "HEAD", "?" + query)
         assert (head.content, head.headers["content-length"]) == (b"", str(part.nbytes))
     assert request(api, reference, query="?layers=3:&tokens=:9").content == array[3:, :9].tobytes()
@@ -216,8 +222,6 @@ def test_byte_ranges(api: Server, reference: dict[str, Any]) -> None:
     assert (response.status_code, response.headers["content-range"]) == (416, f"bytes */{size}")
     tag = request(api, reference, query=query).headers["etag"]
     assert tag != request(api, reference).headers["etag"]
-    for known in (tag, "*"):
-        assert request(api, reference, query=query, **{"If-None-Match": known}).status_code == 304
     for condition, status in ((tag, 206), ('"other"', 200)):
         response = request(api, reference, query=query, Range="bytes=0-1", **{"If-Range": condition})
         assert response.status_code == status
@@ -226,14 +230,14 @@ def test_byte_ranges(api: Server, reference: dict[str, Any]) -> None:
 @pytest.mark.parametrize("is_in_memory", [True, False])
 def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool) -> None:
     """Which are sent in many chunks; files on a disk are not read in the event loop."""
-    store = ArrayStore(default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store")
+    store = ArrayStore(default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store", keeps=False)
     threads = []
 
-    def in_which_thread(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda argument: threads.append(get_ident()) or function(argument)
+    def in_which_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: threads.append(get_ident()) or function(*args)
 
-    for name in ("map_npy", "_copied"):
-        monkeypatch.setattr(references, name, in_which_thread(getattr(references, name)))
+    monkeypatch.setattr(route, "read_npy_header", in_which_thread(route.read_npy_header))
+    monkeypatch.setattr(os, "pread", in_which_thread(os.pread))
     array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
     app = FastAPI()
     app.include_router(router)
@@ -254,51 +258,107 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
             for first, end in (1, 77), (len(part) // 3, len(part) - 1), (len(part) // 2, len(part)):
                 assert asyncio.run(get(query, Range=f"bytes={first}-{end - 1}")) == part[first:end]
     finally:
-        remove_unused(store.folder, ends=True)
+        store.close()
     assert store.is_in_memory == (get_ident() in threads) == is_in_memory
 
 
 def test_deleted_and_unknown_arrays(api: Server, folder: Path) -> None:
     reference = api.complete(prompt="abc", max_tokens=2, **ASK, **REFERENCE)["choices"][0]["routed_experts"]
     assert request(api, reference, "DELETE").status_code == 204
-    assert not (folder / f"{reference['id']}.npy").exists()
-    for url, status in ((reference["url"], 410), (reference["url"][:-4] + "0000", 404)):
+    assert not list(folder.rglob(f"{reference['id'][16:]}.npy"))
+    for url, status in ((reference["url"], 410), (reference["url"].replace("rows/", "rows/0000"), 404)):
         for method in ("GET", "HEAD", "DELETE"):
             response = request(api, {"url": url}, method)
             assert response.status_code == status
         assert response.json()["error"]["code"] == status
         with pytest.raises(FetchError) as error:
-            fetch({**reference, "url": url})
+            get(api, {**reference, "url": url})
         assert error.value.status == status
 
 
 def test_a_folder_that_cannot_be_used_is_not_taken_for_an_array_that_never_was(api: Server, folder: Path) -> None:
     reference = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)["prompt_routed_experts"]
-    (folder / ".lock").unlink()
-    folder.chmod(0o777)
+    folder.rename(folder.with_name("elsewhere"))
+    folder.touch()
     for method in ("GET", "HEAD", "DELETE"):
         assert request(api, reference, method).status_code == 500
-    folder.chmod(0o700)
+    folder.unlink()
+    folder.with_name("elsewhere").rename(folder)
     assert request(api, reference).status_code == 200
+
+
+def test_h5_conditions(api: Server, reference: dict[str, Any]) -> None:
+    """As RFC 9110, 13.2.2 says, in one line or several."""
+    tag = request(api, reference).headers["etag"]
+    part = "?layers=1:3"
+    assert request(api, reference, query=part).headers["etag"] != tag
+
+    def status(method: str, query: str = "", *headers: tuple[str, str]) -> int:
+        with api.client() as client:
+            return client.request(method, f"/v1/{reference['url']}{query}", headers=[*headers]).status_code
+
+    match, none_match = "If-Match", "If-None-Match"
+    for method in ("GET", "HEAD"):
+        for known in ([tag], ["*"], ['"other"', tag], [f'"a", W/{tag}'], [f'"a,b" ,{tag}']):
+            assert status(method, "", *((none_match, each) for each in known)) == 304
+        for known in (['"other"'], [tag.replace('"', '"x')], [f"{tag[:-1]}-"], [""]):
+            assert status(method, "", *((none_match, each) for each in known)) == 200
+        for asked in ([tag], ["*"], ['"other"', tag]):
+            assert status(method, "", *((match, each) for each in asked)) == 200
+        for asked in (['"other"'], [f"W/{tag}"], ['"a"', '"b"']):
+            assert status(method, "", *((match, each) for each in asked)) == 412
+        assert status(method, part, (none_match, tag)) == 200
+        assert status(method, part, (match, tag)) == 412
+        assert status(method, "", (match, '"other"'), (none_match, tag)) == 412
+    for condition in ((match, '"other"'), (none_match, tag), (none_match, "*")):
+        assert status("DELETE", "", condition) == 412
+    for condition, expected in ((match, tag), 204), ((match, "*"), 410):
+        fresh = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)["prompt_routed_experts"]
+        reference = fresh if expected == 204 else reference_gone(api, fresh)
+        value = request(api, fresh).headers["etag"] if expected == 204 else condition[1]
+        assert status("DELETE", "", (condition[0], value)) == expected
+
+
+def reference_gone(server: Server, reference: dict[str, Any]) -> dict[str, Any]:
+    assert request(server, reference, "DELETE").status_code == 204
+    return reference
+
+
+def test_h5_methods_that_there_are_not(api: Server, reference: dict[str, Any]) -> None:
+    for method in ("POST", "PUT", "PATCH", "OPTIONS"):
+        response = request(api, reference, method)
+        assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD, DELETE")
+
+
+def test_s1_urls_say_nothing_that_a_request_says(api: Server) -> None:
+    """So that they lead to the server through any proxy, and a key nowhere else."""
+    with api.client() as client:
+        said = {"Host": "evil:1", "X-Forwarded-Proto": "https", "X-Forwarded-Prefix": "/evil"}
+        body = {"model": "tiny", "prompt": "a", "max_tokens": 2, **ASK, **REFERENCE}
+        answer = client.post(COMPLETIONS, json=body, headers=said).json()
+    for found in (answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]):
+        assert found["url"] == f"routed_experts/rows/{found['id']}"
+        assert get(api, found).shape[0] == L
 
 
 def test_many_fetch_at_once(api: Server, reference: dict[str, Any]) -> None:
     array = np.load(reference["path"])
     parts = [(layer, layer + 1 + layer % 3) for layer in range(L - 3)] * 8
     with ThreadPoolExecutor(8) as threads:
-        found = threads.map(lambda layers: fetch({**reference, "path": None}, layers=layers), parts)
+        found = threads.map(lambda layers: get(api, reference, layers=layers), parts)
         assert all(np.array_equal(part, array[slice(*layers)]) for layers, part in zip(parts, found, strict=True))
 
 
 def test_two_ranks_fetch_their_own_layers_of_several_turns(api: Server) -> None:
     references, tokens = dataset.converse(api.url, "tiny")
     for layers in ((0, 3), (3, L)):
-        (ids,) = dataset.RoutingDataset([references], layers, num_tokens := len(tokens) + 3)
+        base_url = f"{api.url}/v1"
+        (ids,) = dataset.RoutingDataset([references], layers, num_tokens := len(tokens) + 3, base_url)
         expected = rows_of(tokens[:-1])[:, slice(*layers)].swapaxes(0, 1)
         assert ids.shape == (layers[1] - layers[0], num_tokens, K)
         assert np.array_equal(ids[:, : len(tokens) - 1], expected)
         assert (ids[:, len(tokens) - 1 :] == -1).all()
-        (cut,) = dataset.RoutingDataset([references], layers, 20)
+        (cut,) = dataset.RoutingDataset([references], layers, 20, base_url)
         assert np.array_equal(cut, expected[:, :20])
 
 
@@ -328,7 +388,7 @@ def test_a_prompt_that_does_not_fit_after_its_answer_comes_inline(tiny_model: Pa
         with server.client() as client:
             assert client.post(COMPLETIONS, json=joined).status_code == 507
         (folder,) = tmp_path.iterdir()
-        shutil.rmtree(folder)
+        folder.rename(tmp_path / "elsewhere")  # S6
         assert "url" in server.complete(**body)["choices"][0]["routed_experts"]
     assert len(chunks) > 1
     assert all("data" in chunk["prompt_routed_experts"] for chunk in chunks)
@@ -344,7 +404,7 @@ def test_a_prompt_that_fits_where_its_answer_does_not(tiny_model: Path, tmp_path
         chunks = [chunk for chunk in server.stream(COMPLETIONS, **body) if "routed_exp" in str(chunk)]
         (reference,) = [chunk["prompt_routed_experts"] for chunk in chunks if "prompt_routed_experts" in chunk]
         time.sleep(0.2)
-        assert fetch(reference).shape == (L, 1, K)
+        assert get(server, reference).shape == (L, 1, K)
     assert (len(chunks) > 1) == (max_tokens == 300)
     assert sum(chunk["choices"][0]["routed_experts"]["shape"][0] for chunk in chunks) == max_tokens - 1
 
@@ -365,17 +425,21 @@ def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_pat
             assert '"error"' in client.post(COMPLETIONS, json=ask).text
             wait_until_empty(tmp_path / "store")
             assert '"url"' in client.post(COMPLETIONS, json=ask | {"routed_experts_prompt_start": 18}).text
-        assert len(list((tmp_path / "store").glob("[!.]*"))) == 2
+        assert len(stored_in(tmp_path / "store")) == 2
+
+
+def never() -> bool:
+    return False
 
 
 def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
     store, goes_on = ArrayStore(tmp_path / "store", 1 << 20), Event()
-    maker, encoder = ReferenceMaker(store, ""), Encoder("object", "int16", (L, K), 1 << 15)
+    maker, encoder = ReferenceMaker(store, never), Encoder("object", "int16", (L, K), 1 << 15)
 
     def prepare() -> None:
-        maker.refer(encoder, [], 0)
+        maker.references(encoder, [("routed_experts", 0, [])])
         goes_on.wait(60)
-        maker.refer(encoder, [], 0)
+        maker.references(encoder, [("routed_experts", 0, [])])
 
     async def leave() -> None:
         task = asyncio.create_task(maker.run(1, 1, prepare))
@@ -387,14 +451,16 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
         goes_on.set()
 
     asyncio.run(leave())
-    store.submit(lambda: None).result(60)
+    store.writer.submit(lambda: None).result(60)
     assert len(maker.untold) == 2
     wait_until_empty(tmp_path / "store")
 
 
 def test_few_rows_in_memory_are_stored_within_the_event_loop(tmp_path: Path) -> None:
     folder = default_folder(f"test-{os.getpid()}")
-    in_memory, on_disk = (ReferenceMaker(ArrayStore(path, 1 << 23), "") for path in (folder, tmp_path / "store"))
+    in_memory, on_disk = (
+        ReferenceMaker(ArrayStore(path, 1 << 23, keeps=False), never) for path in (folder, tmp_path / "store")
+    )
 
     def is_here(maker: ReferenceMaker, num_bytes: int, num_arrays: int = 16) -> bool:
         return asyncio.run(maker.run(num_arrays, num_bytes, get_ident)) == get_ident()
@@ -407,19 +473,20 @@ def test_few_rows_in_memory_are_stored_within_the_event_loop(tmp_path: Path) -> 
         assert not is_here(in_memory, (1 << 19) + 1)
         assert not is_here(in_memory, 1, num_arrays=17)
         assert not is_here(on_disk, 1)
-        with ArrayStore(folder)._locked():  # by another process
-            assert not is_here(in_memory, 1)
-        with ThreadPoolExecutor() as another, in_memory.store._locked():
-            assert another.submit(is_here, in_memory, 1).result(60) is False
         in_memory.store.put(np.zeros(27 << 18, np.uint8))
         assert is_here(in_memory, 1)
         assert not is_here(in_memory, 1 << 16)  # may not fit
     finally:
-        remove_unused(folder, ends=True)
+        for maker in (in_memory, on_disk):
+            maker.store.close()
+
+
+def stored_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix in (".npy", ".tmp")]
 
 
 def wait_until_empty(folder: Path) -> None:
-    wait_until(lambda: not list(folder.glob("[!.]*")), "arrays are left", 60)
+    wait_until(lambda: not stored_in(folder), "arrays are left", 60)
 
 
 def test_a_request_without_routing_has_no_reference(api: Server) -> None:
@@ -445,11 +512,11 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
 
         first = post().json()["choices"][0]["routed_experts"]
         assert "path" not in first
-        assert httpx.get(first["url"]).status_code == 401
-        assert "/llm/v1/" in first["url"]
-        assert fetch(first, api_key="k").shape == (L, 3, K)
-        with pytest.raises(FetchError, match="401"):
-            fetch(first)
+        for base in (f"{server.url}/v1", f"{server.url}/llm/v1"):  # as a proxy strips the root path, or not
+            assert httpx.get(f"{base}/{first['url']}").status_code == 401
+            assert fetch(first, base_url=base, api_key="k").shape == (L, 3, K)
+            with pytest.raises(FetchError, match="401"):
+                fetch(first, base_url=base)
         assert "data" in post(routed_experts_delivery="inline").json()["choices"][0]["routed_experts"]
         assert isinstance(post(routed_experts_format="npy").json()["choices"][0]["routed_experts"], str)
 
@@ -463,10 +530,11 @@ def test_a_store_with_keys_defaults_and_limits(tiny_model: Path, tmp_path: Path)
 
         # Not even the prompt fits: nothing is generated.
         assert post(prompt=prompt_of(60, 1), routed_experts_prompt_start=0, **REFERENCE).status_code == 507
-        for path in (tmp_path / "store").glob("*.npy"):
-            os.utime(path, (time.time() - 1,) * 2)
-        time.sleep(1)  # a full store is searched once a second
-        assert client.get(first["url"]).status_code == 410
+        for path in stored_in(tmp_path / "store"):
+            os.utime(path, (1, 1))
+        assert client.get(f"/v1/{first['url']}").status_code == 410
+        assert client.delete(f"/v1/{first['url']}").status_code == 410
+        shutil.rmtree(tmp_path / "store")
         assert "url" in post().json()["choices"][0]["routed_experts"]
 
 
@@ -502,49 +570,15 @@ def stored_arrays(server: Server) -> np.ndarray:
     return np.array([server.metric(name, result=result, **model) for result in ("stored", "failed")])
 
 
-def test_searching_goes_on_after_an_error(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", 1 << 20, lifetime_s=0.1)
-
-    async def search() -> None:
-        stored = store.put(np.zeros((2, 2, 2)))
-        os.utime(stored.path, (1, 1))
-        store.folder.rename(tmp_path / "elsewhere")
-        task = asyncio.create_task(plugin.sweep_forever(store))
-        await asyncio.sleep(1.5)
-        (tmp_path / "elsewhere").rename(store.folder)
-        while stored.path.exists():
-            await asyncio.sleep(0.1)
-        task.cancel()
-
-    asyncio.run(asyncio.wait_for(search(), 60))
-
-
-def test_what_a_stopped_server_left_expires(tmp_path: Path) -> None:
-    stored, _ = (ArrayStore(tmp_path / "store").put(np.zeros((2, 2, 2))) for _ in range(2))
-    os.utime(stored.path, (1, 1))
-
-    metrics.show_store(0)
-
-    async def search() -> None:
-        task = asyncio.create_task(plugin.sweep_forever(ArrayStore(tmp_path / "store", lifetime_s=0.1)))
-        about = "routed_experts_store_bytes", {"model_name": metrics._model}
-        while REGISTRY.get_sample_value(*about) != FILE_BYTES:
-            await asyncio.sleep(0.1)
-        task.cancel()
-
-    asyncio.run(asyncio.wait_for(search(), 60))
-    assert not stored.path.exists()
-
-
 ENDING = """
 import multiprocessing
 import sys
-from argparse import Namespace
 import numpy as np
-from routed_experts.server.http.plugin import store_of
+from routed_experts.server.outputs.array_store import store_with
+from routed_experts.server.outputs.folders import default_folder
 
 def serve():
-    store = store_of(Namespace(port=sys.argv[1]), {})
+    store = store_with({}, default_folder(sys.argv[1]))
     store.put(np.zeros((2, 2, 2)))
     print(store.folder, flush=True)
 
@@ -568,12 +602,11 @@ def test_the_folder_of_vllms_own_command_is_removed_when_the_process_ends(num_pr
 OTHER_SERVER = """
 import sys
 import numpy as np
-from routed_experts.server.outputs.array_store import ArrayStore, default_folder, remove_unused
+from routed_experts.server.outputs.array_store import ArrayStore
+from routed_experts.server.outputs.folders import default_folder
 
-store = ArrayStore(default_folder(sys.argv[1]), 1 << 20)
-print(store.put(np.zeros((2, 2, 2))).path, flush=True)
+print(ArrayStore(default_folder(sys.argv[1]), 1 << 20, keeps=False).put(np.zeros((2, 2, 2))).path, flush=True)
 sys.stdin.read()
-remove_unused(store.folder, ends=True)
 """
 
 
@@ -585,7 +618,9 @@ def test_the_folder_of_another_server_of_this_port_is_kept() -> None:
         assert other.stdout is not None
         stored = Path(other.stdout.readline().strip())
         with store_of(args):
-            ArrayStore(default_folder(args.port), 1 << 20).put(np.zeros((2, 2, 2)))
+            store = ArrayStore(default_folder(args.port), 1 << 20, keeps=False)
+            assert store.put(np.zeros((2, 2, 2))).path.exists()
         assert stored.exists()
         other.communicate()
-    assert not stored.parent.exists()
+    store.close()
+    assert not store.folder.exists()

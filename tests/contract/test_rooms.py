@@ -24,10 +24,9 @@ MAY_IMPORT = {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
         *("server", "server/outputs", "server/page"),
     },
-    "server/openapi": {"capture", "server/http"},
     "server/cli": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
-        *("server", "server/http", "server/outputs", "server/page"),
+        *("server", "server/http", "server/inprocess", "server/outputs", "server/page"),
     },
 }
 MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")

@@ -31,7 +31,7 @@ from routed_experts.server import vllm_api
 from routed_experts.server.http import plugin, selftest
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.http.unsupported_routes import CLOSED, INVOCATIONS
+from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
 from routed_experts.server.outputs.row_buffer import BufferedRequestState
 from tests.contract import test_seams
 from tests.contract.served import serving, serving_weights
@@ -159,7 +159,7 @@ def overrides(cls: type, base: type) -> list[str]:
 
 API = [*test_seams.HTTP, (BufferedRequestState, vllm_api.RequestState)]
 DEAD = [pytest.param(cls, name, id=f"{cls.__name__}.{name}") for cls, base in API for name in overrides(cls, base)]
-ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", *CLOSED, INVOCATIONS)
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", INVOCATIONS)
 
 
 @pytest.mark.parametrize(("cls", "name"), DEAD)
@@ -181,7 +181,7 @@ def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch
     ours = again.app.router.routes
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
         stock = {path_of(route): route for route in build_app(again.app.state.args, ("generate",)).routes}
-    for path in ROUTES:
+    for path in (*ROUTES, *other_paths(again.app)):
         routes = [stock[path] if path_of(route) == path else route for route in ours]
         monkeypatch.setattr(again.app.router, "routes", routes)
         again.fails()

@@ -114,6 +114,9 @@ def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
         for path in ("/v1/completions", "/inference/v1/generate", "/invocations"):
             assert client.post(path, json=body).status_code == 401, path
         assert client.get("/routed_experts").status_code == 200
+        texts = {"json": {"token_ids": [39]}}  # which the page asks for
+        assert client.post("/v1/routed_experts/texts", **texts).status_code == 401
+        assert client.post("/v1/routed_experts/texts", **texts, headers=KEY).json() == {"texts": ["H"]}
         for path in ("/metrics", "/tokenize", "/scale_elastic_ep", "/v1x", "/docs"):
             assert client.get(path, headers=KEY).status_code == 404, path
         large = client.post("/v1/completions", json={**body, "prompt": "x" * (100 << 20)}, headers=KEY)

@@ -117,7 +117,7 @@ class Server:
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a Prometheus counter or gauge over the labels that are not given."""
         with self.client() as client:
-            lines = client.get("/metrics").text.splitlines()
+            lines = client.get("/metrics").raise_for_status().text.splitlines()
         given = [f'{label}="{value}"' for label, value in labels.items()]
         found = [line for line in lines if line.startswith((name + "{", name + " "))]
         return sum(float(line.rsplit(" ", 1)[1]) for line in found if all(label in line for label in given))
@@ -203,6 +203,7 @@ def start(
     python: str = sys.executable,
 ) -> subprocess.Popen[bytes]:
     """`routed-experts serve`, or that of another `module`, in a process group of its own."""
+    assert {"--port", "--uds", "--headless"} & {*flags}, "on vLLM's default port may be a server that is no test's"
     command = [python, "-m", module, "serve", str(model), "--served-model-name", "tiny", *flags]
     every = {**os.environ, **FULL_PRECISION, **(env or {})}
     with log.open("wb") as out:
@@ -522,8 +523,18 @@ def answers_of(response: dict[str, Any], start: int = 0) -> list[Answer]:
 
 
 def rows_in(array: dict[str, Any]) -> np.ndarray:
-    """The rows of an array in the default form, or by reference."""
-    return fetch(array).swapaxes(0, 1) if "url" in array else decode(array)
+    """The rows of an array in the default form, or by reference in an answer that is `located`."""
+    return fetch(array, base_url=array["base_url"]).swapaxes(0, 1) if "url" in array else decode(array)
+
+
+def located(value: Any, base_url: str) -> Any:
+    """An answer in which references also say where their server is."""
+    if isinstance(value, list):
+        return [located(each, base_url) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {name: located(each, base_url) for name, each in value.items()}
+    return {**found, "base_url": base_url} if "url" in found and "expires" in found else found
 
 
 def answers_of_stream(

@@ -31,6 +31,7 @@ class Shape:
         router_std: of the router's weights. Wide ones keep the experts' scores apart, so that rounding never
             decides which one is chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
         env: of the server.
+        flags: of the server, in float32.
         engine: further arguments of vLLM, in 16 bits.
         prefix_cache: whether vLLM has a prefix cache for it.
         needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
@@ -43,6 +44,7 @@ class Shape:
     layer_ids: tuple[int, ...]
     router_std: float = 1.0
     env: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
     engine: Mapping[str, Any] = field(default_factory=dict)
     prefix_cache: bool = True
     needs_gpu: str = ""
@@ -145,7 +147,8 @@ _FEW_EXPERTS = {**_QWEN3_MOE, "num_hidden_layers": 3, "num_experts": 8, "num_exp
 _MANY_EXPERTS = {**_FEW_EXPERTS, "num_experts": 300, "num_experts_per_tok": 8}
 _MAMBA_1 = "vLLM's CPU build has no operator for Mamba 1 (selective_scan_fwd)"
 _ROTARY = "vLLM's CPU operator for rotary embeddings rotates [tokens, heads, head size] queries wrongly"
-_LATENT: dict[str, Any] = {"prefix_cache": False, "needs_cpu": _NO_FLOAT32}
+# Where the CPU has AMX, vLLM prefers kernels that take 16-bit weights only.
+_LATENT: dict[str, Any] = {"prefix_cache": False, "needs_cpu": _NO_FLOAT32, "flags": ("--attention-backend", "CPU_MLA")}
 _LFM2 = "lfm2-moe, convolutions and full attention, sigmoid with bias"
 SHAPES = (
     Shape("mixtral", "mixtral", _MIXTRAL, (0, 1, 2, 3)),

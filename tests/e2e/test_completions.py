@@ -87,7 +87,7 @@ def test_same_answer_with_and_without_routing(server: Server) -> None:
         for answer in (plain, routed, referred):
             del answer["id"], answer["created"]
         for inline, reference in zip(arrays_of(routed), arrays_of(referred), strict=True):
-            assert np.array_equal(fetch(reference), decode(inline).swapaxes(0, 1))
+            assert np.array_equal(fetch(reference, base_url=f"{server.url}/v1"), decode(inline).swapaxes(0, 1))
         assert plain == routed == referred
 
 

@@ -55,7 +55,7 @@ def test_turns_of_a_conversation(weighing: Server, oracle: Oracle) -> None:
     first, *_ = collect(weighing.complete(prompt=prompt_of(40, seed=3), max_tokens=12, **ASK))
     turn = [*(first.prompt_token_ids or ()), *(first.token_ids or ()), *prompt_of(30, seed=4)]
     start = {"routed_experts_prompt_start": first.end}
-    second, *_ = collect(weighing.complete(prompt=turn, max_tokens=12, **ASK, **start))
+    second, *_ = collect(weighing.complete(prompt=turn, max_tokens=12, **ASK, **start), prompt_start=first.end)
     assert second.start == first.end
     check(oracle, second)
 

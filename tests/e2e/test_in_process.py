@@ -1,13 +1,17 @@
 """A program's own engine, built with vLLM's argument: every row against a Hugging Face forward pass."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from vllm import LLM, SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tests.e2e.harness import OPTIONS, Oracle, prompt_of
+from tests.e2e.harness import NGRAM, OPTIONS, Oracle, prompt_of
 
 pytestmark = pytest.mark.e2e
 
@@ -31,3 +35,42 @@ def test_every_row_of_chunked_prompts_choices_and_prefix_hits(llm: LLM, oracle: 
                 dense, routed = choice.routed_experts[:, :1], choice.routed_experts[:, 1:]
                 assert not dense.any()  # vLLM's array has rows for layers without experts too
                 assert oracle.wrong(routed.astype(np.int16), tokens) == []
+
+
+def test_a_runner_that_runs_fewer_drafts_than_were_scheduled(
+    tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM's does with drafts that were found on the GPU: it takes what is no draft out of a copy of the step."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    run, dropped = GPUModelRunner.execute_model, 0
+
+    def run_fewer(runner: GPUModelRunner, step: SchedulerOutput, *more: Any, **options: Any) -> Any:
+        nonlocal dropped
+        counts, drafts = dict(step.num_scheduled_tokens), dict(step.scheduled_spec_decode_tokens)
+        for index, (req_id, tokens) in enumerate(step.scheduled_spec_decode_tokens.items()):
+            kept = tokens[: (len(tokens) + index) % 3]
+            counts[req_id] -= len(tokens) - len(kept)
+            drafts[req_id] = kept
+            if not kept:
+                del drafts[req_id]
+        dropped += (total := sum(step.num_scheduled_tokens.values())) - sum(counts.values())
+        assert total == step.total_num_scheduled_tokens
+        fewer = replace(
+            step,
+            num_scheduled_tokens=counts,
+            scheduled_spec_decode_tokens=drafts,
+            total_num_scheduled_tokens=sum(counts.values()),
+        )
+        return run(runner, fewer, *more, **options)
+
+    monkeypatch.setattr(GPUModelRunner, "execute_model", run_fewer)
+    options = {**OPTIONS, "max_num_batched_tokens": 64, "speculative_config": NGRAM}
+    llm = LLM(str(tiny_model), enable_return_routed_experts=True, **options)
+    prompts: list[Any] = [{"prompt_token_ids": prompt_of(3, seed) * 6 + prompt_of(seed, seed)} for seed in range(1, 7)]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        (choice,) = output.outputs
+        tokens = [*(output.prompt_token_ids or ()), *choice.token_ids][:-1]
+        assert oracle.wrong(choice.routed_experts[:, 1:].astype(np.int16), tokens) == []
+    assert dropped > 50
+    llm.llm_engine.engine_core.shutdown()

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
@@ -46,7 +47,7 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
     if shape.repeats_logits:
         tokens = prompt_of(50, seed=0)
         assert np.array_equal(oracle.rows(tokens), Oracle(model).rows(tokens)), "the oracles do not agree"
-    with serving_quickly(model, tmp_path / "log", *FLAGS, env=shape.env) as server:
+    with serving_quickly(model, tmp_path / "log", *FLAGS, *shape.flags, env=shape.env) as server:
         info = server.info()
         assert info["layer_ids"] == list(shape.layer_ids)
         sizes = (len(shape.layer_ids), shape.top_k, shape.num_experts)
@@ -66,6 +67,13 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
         for answer in answers:
             check(answer, oracle, shape.num_experts)
         _check_dtypes(server, shape.num_experts)
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a CPU only")
+def test_exact_where_the_cpu_has_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as another CPU can be told so: vLLM asks this function which kernels to choose."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    test_exact(next(shape for shape in SHAPES if "latent" in shape.name), tmp_path)
 
 
 def _check_dtypes(server: Server, num_experts: int) -> None:

@@ -41,6 +41,7 @@ from tests.e2e.harness import (
     answers_of_stream,
     check,
     check_weights,
+    located,
     read_events,
     rows_of,
     serving,
@@ -455,6 +456,7 @@ class Torture:
 
     def _check(self, task: Task, received: list[dict[str, Any]], complete: bool) -> None:
         """The chunks of a stream, or the body of another response."""
+        received = located(received, f"{self._server.url}/v1")
         counts = self._counts
         choices = [choice for each in received for choice in each["choices"]]
         for each in received:

@@ -6,11 +6,34 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from routed_experts.capture.engine.config import REFUSALS
+
 NEW_FUNCTIONS = ("ncclCommSuspend", "ncclCommResume", "ncclCommMemStats")
 """What vLLM's binding looks for, for its sleep mode alone, and NCCL before 2.29 does not have."""
+
+LIMIT_S = 300
+"""For one test, with the start of its server beside others."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(LIMIT_S))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Skips a configuration that this version of vLLM cannot have, and that its server refused with a sentence."""
+    report = yield
+    said = str(call.excinfo.value) if report.failed and call.excinfo is not None else ""
+    for refusal in REFUSALS:
+        if "vLLM 0." in refusal.message and refusal.message in said:
+            report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {refusal.message}")
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,12 @@
 """The V2 runner on CUDA in the configurations that change how steps run: each server against the oracle.
 
-Run by hand on a machine with GPUs (with `-n 8` where pytest-xdist is installed). `tests/gpu_runs.py` says how; it keeps
-the results in `docs/gpu-runs.json`.
+Run by hand on a machine with GPUs (with `-n 8 --dist loadgroup` where pytest-xdist is installed). `tests/gpu_runs.py`
+says how; it keeps the results in `docs/gpu-runs.json`.
 """
 
 import json
 import random
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs an NV
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine configuration, and a counter of vLLM's that must have moved afterwards."""
+    """An engine configuration, a counter of vLLM's that must have moved afterwards, and a pattern of its log."""
 
     name: str
     flags: tuple[str, ...]
@@ -56,8 +57,8 @@ BALANCED += ('{"window_size": 8, "step_interval": 16, "num_redundant_experts": 2
 ON_HOST, ON_DEVICE = (("--speculative-config", json.dumps({**NGRAM, "method": how})) for how in ("ngram", "ngram_gpu"))
 
 ENGINES = [
-    Engine("full graphs", (), log_says="Capturing CUDA graphs (FULL)"),
-    Engine("piecewise graphs", ("-cc.cudagraph_mode=PIECEWISE",), log_says="Capturing CUDA graphs (PIECEWISE)"),
+    Engine("full graphs", (), log_says=r"Capturing CUDA graphs \(.*\bFULL\)"),
+    Engine("piecewise graphs", ("-cc.cudagraph_mode=PIECEWISE",), log_says=r"Capturing CUDA graphs \(.*\bPIECEWISE\)"),
     Engine("eager", ("--enforce-eager",)),
     Engine("synchronous scheduling", ("--no-async-scheduling",)),
     Engine("V1 runner", (), runner="v1"),
@@ -76,20 +77,58 @@ ENGINES = [
 ]
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda engine: engine.name)
-def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
+WEIGHING = {"full graphs", "piecewise graphs", "V1 runner", "n-gram drafts on the GPU, asynchronous", "preemption"}
+WEIGHING |= {"tensor parallel 2", "tensor and expert parallel 2", "pipeline parallel 2", "data parallel 2"}
+WEIGHING |= {"data and expert parallel 2", "expert load balancing"}
+ROWS_ALONE = {"V1 runner"}
+"""Of them, those that are also tested on a server that captures no weights; "V2 runner" is that of full graphs."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A server of which every row was exact, and how many weights were."""
+
+    runner: str
+    rows: int
+    weights: int
+
+
+def of(engine: Engine, weighs: bool) -> Any:
+    """Tests of the same server are for one process, under `--dist loadgroup`."""
+    return pytest.param((engine, weighs), id=engine.name, marks=pytest.mark.xdist_group(f"{engine.name} {weighs}"))
+
+
+@pytest.fixture(scope="session")
+def exact(request: pytest.FixtureRequest, tiny_model: Path, oracle: Oracle, tmp_path_factory: Any) -> Exact:
+    """What a server came to; one that captures weights serves the tests of rows and of weights."""
+    engine, weighs = request.param
     if engine.gpus > GPUS:
         pytest.skip(f"needs {engine.gpus} GPUs")
+    flags = (*engine.flags, WEIGHTS_FLAG) if weighs else engine.flags
+    return run(replace(engine, flags=flags), tiny_model, oracle, tmp_path_factory.mktemp("engine") / "log")
+
+
+@pytest.mark.parametrize("exact", [of(each, each.name in WEIGHING - ROWS_ALONE) for each in ENGINES], indirect=True)
+def test_every_row_is_exact(exact: Exact) -> None:
+    assert exact.rows > 5000
+
+
+@pytest.mark.parametrize("exact", [of(each, True) for each in ENGINES if each.name in WEIGHING], indirect=True)
+def test_every_weight_is_exact(exact: Exact) -> None:
+    assert exact.weights > 2000
+
+
+def run(engine: Engine, model: Path, oracle: Oracle, log: Path) -> Exact:
     flags = (*SERVER_FLAGS, *engine.flags)
     if "-dp" in flags:  # its default is one port for the whole machine
         flags += ("--data-parallel-rpc-port", str(free_port()))
     env = {"VLLM_USE_V2_MODEL_RUNNER": str(int(engine.runner == "v2"))} if engine.runner else {}
-    with serving(tiny_model, tmp_path / "log", *flags, env=env) as server:
+    with serving(model, log, *flags, env=env) as server:
         repetitive = [40, 41, 42, 43] * 12  # for drafts to find
         for length in (1, 31, 32, 64, 65, 150):
             one(server, oracle, prompt=prompt_of(length, length), max_tokens=9)
         one(server, oracle, prompt=repetitive, max_tokens=40)
-        rows = load(server, oracle, requests=96)
+        rows, weights = load(server, oracle, requests=96)
         if engine.provokes:
             assert server.metric(engine.provokes) > 0
         capture = server.info()["capture"]
@@ -97,23 +136,14 @@ def test_every_row_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tm
         if engine.runner:
             assert capture["runner"] == engine.runner
     if engine.log_says:
-        assert engine.log_says in (tmp_path / "log").read_text()
-
-
-WEIGHING = {"full graphs", "piecewise graphs", "V1 runner", "n-gram drafts on the GPU, asynchronous", "preemption"}
-WEIGHING |= {"tensor parallel 2", "tensor and expert parallel 2", "pipeline parallel 2", "data parallel 2"}
-WEIGHING |= {"data and expert parallel 2", "expert load balancing"}
-
-
-@pytest.mark.parametrize("engine", [each for each in ENGINES if each.name in WEIGHING], ids=lambda engine: engine.name)
-def test_every_weight_is_exact(engine: Engine, tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    test_every_row_is_exact(replace(engine, flags=(*engine.flags, WEIGHTS_FLAG)), tiny_model, oracle, tmp_path)
+        assert re.search(engine.log_says, log.read_text())
+    return Exact(capture["runner"], rows, weights)
 
 
 @pytest.mark.skipif(GPUS < 4, reason="needs 4 GPUs")
 def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
     engine = Engine("sequence-parallel MoE", ("-tp", "2", "-dp", "2", "--enable-expert-parallel"), gpus=4)
-    test_every_row_is_exact(engine, tiny_model, oracle, tmp_path)
+    run(engine, tiny_model, oracle, tmp_path / "log")
 
 
 def one(server: Server, oracle: Oracle, **body: Any) -> None:
@@ -128,12 +158,13 @@ def one(server: Server, oracle: Oracle, **body: Any) -> None:
     same(unstreamed, streamed)
 
 
-def load(server: Server, oracle: Oracle, requests: int) -> int:
-    """Concurrent requests with shared prefixes, with and without the opt-in; returns how many rows were checked.
+def load(server: Server, oracle: Oracle, requests: int) -> tuple[int, int]:
+    """Concurrent requests with shared prefixes, with and without the opt-in; returns how many rows were checked, and of
+    how many the weights.
 
     Some ask for weights, where the server has any.
     """
-    bodies, rows, weighs = [], 0, server.info()["weights"]
+    bodies, rows, weights, weighs = [], 0, 0, server.info()["weights"]
     for index in range(requests):
         rng = random.Random(index)
         prompt = [*prompt_of(96, 99)[: rng.randrange(97)], *prompt_of(rng.randrange(1, 90), 1000 + index)]
@@ -151,6 +182,7 @@ def load(server: Server, oracle: Oracle, requests: int) -> int:
                 )
                 tokens = [*answer.prompt, *answer.tokens[:-1]]
                 check_weights(rows_of(answer_of(beside)), rows_of(answer), tokens, oracle)
+                weights += len(rows_of(answer))
         else:
             assert "routed_experts" not in json.dumps(got)
-    return rows
+    return rows, weights

@@ -84,7 +84,7 @@ def exact(server: Server, oracle: Oracle, requests: int) -> None:
     for length in (1, 32, 65, 150):
         one(server, oracle, prompt=prompt_of(length, length), max_tokens=9)
     started = time.monotonic()
-    rows = load(server, oracle, requests)
+    rows, _ = load(server, oracle, requests)
     print(f"{requests} requests, {rows} rows exact, {time.monotonic() - started:.0f} s")
 
 

@@ -28,6 +28,6 @@ def test_every_row_is_exact(flags: tuple[str, ...], tiny_model: Path, oracle: Or
         for _ in range(3):
             for seed in range(12):
                 one(server, oracle, prompt=prompt_of(150, seed), max_tokens=9)
-        rows = load(server, oracle, requests=96)
+        rows, _ = load(server, oracle, requests=96)
         assert server.metric("vllm:external_prefix_cache_hits_total") > 500
         print(f"{rows} rows exact")

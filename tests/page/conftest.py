@@ -4,13 +4,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import Any
 
 import pytest
 
-from routed_experts.server.cli.saved import ModelInfo
-from routed_experts.server.cli.view import ViewServer
+from routed_experts.protocol.saved import ModelInfo
+from routed_experts.server.cli.view import ViewedFile, ViewServer
 from tests.contract.served import serving
 from tests.e2e.harness import Server
 from tests.page.browser import CHROMIUM, Tab, browser
@@ -58,10 +59,16 @@ def viewing(*answers: Any, text: str | None = None, given: ModelInfo | None = No
 @contextmanager
 def viewing_files(texts: Mapping[str, str], given: ModelInfo | None = None) -> Iterator[str]:
     """The same with the texts of files by name."""
-    with ViewServer(texts, 0, given) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield server.url
-        server.shutdown()
+    with TemporaryDirectory() as folder:
+        files = []
+        for place, (name, text) in enumerate(texts.items()):
+            path = Path(folder, str(place))
+            path.write_text(text, encoding="utf-8", newline="")
+            files.append(ViewedFile(name, path, ModelInfo()))
+        with ViewServer(files, 0, given) as server:
+            Thread(target=server.serve_forever, daemon=True).start()
+            yield server.url
+            server.shutdown()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import routed_experts.server.page as page
-from routed_experts.server.cli.saved import ModelInfo
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.tiny_model import make_tiny_model, make_tokenizer
 from tests.contract.served import serving_weights
 from tests.e2e.harness import ASK, Server

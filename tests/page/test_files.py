@@ -8,17 +8,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
 
+from routed_experts.protocol.collect import collect
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli import view
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
-from routed_experts.server.cli.saved import ModelInfo
 from routed_experts.server.page import page_files
 from tests.command_lines import shell_words
 from tests.contract.served import serving
@@ -62,9 +66,11 @@ def test_without_the_page(tiny_model: Path) -> None:
 
 def test_view_serves_it(viewed: Viewed) -> None:
     """At its own address only: a site elsewhere can have its name lead here, and would read the file."""
-    url = viewed({"choices": []})
+    rows = rows_of(9, 2, 2, 8)
+    url = viewed(answer(rows, 3))
     check_page(url)
-    assert get(f"{url}/saved/0").text == '{"choices": []}\n'
+    (routing,) = collect(get(f"{url}/saved/0").text)
+    assert np.array_equal(routing.rows, rows)
     assert get(f"{url}/saved/0", Host=f"localhost:{httpx.URL(url).port}").status_code == 200
     for place in ("", "/", "/1", "/-1", "/x", "/²"):
         assert get(f"{url}/saved{place}").status_code == 404
@@ -126,7 +132,7 @@ def said_by(command: list[str], folder: Path) -> list[str]:
 
 
 def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], saved: Path, viewed: Viewed) -> None:
-    port = httpx.URL(viewed({"choices": []})).port
+    port = httpx.URL(viewed(answer(rows_of(9, 2, 2, 8), 3))).port
     assert main(["view", str(saved), "--no-browser", "--port", str(port)]) == 2
     (sentence,) = capsys.readouterr().err.splitlines()
     assert f"Port {port} cannot be used" in sentence
@@ -135,7 +141,7 @@ def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], saved: Path,
 
 def test_each_view_takes_a_free_port() -> None:
     port = view.parse(["answers.jsonl"]).port
-    with view.ViewServer({}, port) as one, view.ViewServer({}, port) as other:
+    with view.ViewServer([], port) as one, view.ViewServer([], port) as other:
         assert one.url != other.url
 
 
@@ -143,10 +149,32 @@ def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
     for path in ("code/b.jsonl", "code/deep/a.json", "code/notes.txt", "empty/x.txt"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(saved, tmp_path / path)
-    names = list(view.read_texts([str(tmp_path / "code"), str(saved)], ModelInfo()))
-    assert [Path(name).relative_to(tmp_path).as_posix() for name in names] == [
-        *("code/b.jsonl", "code/deep/a.json", "answers.jsonl")
-    ]
-    assert view.read_texts([], ModelInfo()) == {}
-    with pytest.raises(CommandError, match="has no files"):
-        view.read_texts([str(tmp_path / "empty")], ModelInfo())
+    with ExitStack() as stack:
+        found = view.viewed_files([str(tmp_path / "code"), str(saved)], ModelInfo(), stack)
+        names = [file.path.relative_to(tmp_path).as_posix() for file in found]
+        assert names == ["code/b.jsonl", "code/deep/a.json", "answers.jsonl"]
+        assert view.viewed_files([], ModelInfo(), stack) == []
+        with pytest.raises(CommandError, match="has no files"):
+            view.viewed_files([str(tmp_path / "empty")], ModelInfo(), stack)
+
+
+def test_f3_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
+    """F3: neither at the start nor while it is asked does it hold a file: recordings have gigabytes."""
+    info, line = {"layer_ids": [1, 3], "num_layers": 2, "num_experts": 8}, json.dumps(answer(rows_of(2000, 2, 2, 8), 3))
+    peaks = []
+    for count in (5, 100):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "0.jsonl").write_text(json.dumps(info))
+        (folder / "1.jsonl").write_text(f"{line}\n" * count)
+        tracemalloc.start()
+        try:
+            with ExitStack() as stack:
+                (file,) = view.viewed_files([str(folder)], ModelInfo(), stack)
+            lines = [len(json.loads(each)["routed_experts_info"]["layer_ids"]) for each in file.lines(ModelInfo())]
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert lines == [2] * count, "the file before says which layers they are"
+    assert peaks[1] < 1.1 * peaks[0] + 50_000
+    assert 95 * len(line) > 5_000_000, "the files differ by more"

@@ -12,13 +12,16 @@ import pytest
 
 from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import collect
-from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.protocol.saved import ModelInfo, read
+from routed_experts.server.cli.saved import opened
 from routed_experts.server.cli.tiny_model import make_tokenizer
+from routed_experts.server.cli.view import ViewServer
 from tests.contract.engine import weights_for
 from tests.contract.served import serving
 from tests.e2e.harness import ASK, Server, answers_of, wait_until
 from tests.page.answers import answer, array, rows_of, two_that_part, weights_of
 from tests.page.browser import Tab
+from tests.page.conftest import viewing_files
 
 pytestmark = pytest.mark.e2e
 
@@ -44,6 +47,13 @@ def ended(tab: Tab) -> None:
 def show(tab: Tab, url: str, **window: Any) -> None:
     tab.open(url, **window)
     ended(tab)
+
+
+def compare(tab: Tab, url: str, **window: Any) -> None:
+    """Opens a file of two responses and compares them."""
+    show(tab, url, **window)
+    tab.choose("#pick-b", "1")
+    tab.wait_for("#side-b")
 
 
 def error_in(tab: Tab) -> str:
@@ -73,7 +83,7 @@ def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> None:
 
 
 def shows_weights(tab: Tab, weights: np.ndarray, column: int = 1) -> None:
-    """The same for its weights [L, K], to three decimals, or one digit where they are less."""
+    """The same for its weights [L, K], to three decimals, or with fewer digits where they are small or large."""
     cells = f"$$('#detail tbody tr').map(row => [...row.children[{column}].querySelectorAll('.chip small')])"
 
     @np.errstate(invalid="ignore")  # some tests have any bits as weights
@@ -81,7 +91,7 @@ def shows_weights(tab: Tab, weights: np.ndarray, column: int = 1) -> None:
         shown = tab.js(f"{cells}.map(row => row.map(c => c.textContent.trim()))")
         found = np.array([["nan" if text == "?" else text for text in row] for row in shown], dtype=np.float64)
         size = np.abs(weights)
-        room = np.where(size < 0.001, 0.51 * size, 0.00051 * np.maximum(size, 1))
+        room = np.where(size < 0.001, 0.51 * size, np.where(size < 1e6, 0.00051, 0.051) * np.maximum(size, 1))
         isnan = np.isnan(weights)
         return found.shape == weights.shape and bool(
             np.where(isnan, np.isnan(found), abs(found - weights) <= room).all()
@@ -217,7 +227,7 @@ def test_balance(tab: Tab, viewed: Viewed) -> None:
 def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     bodies = two_that_part(119, 20, at=70)
     one, other = (collect(body)[0].rows for body in bodies)
-    tab.open(viewed(*bodies))
+    compare(tab, viewed(*bodies))
     tab.wait_for_text("#parting", "119")
     differ = (one != other) & ~(one[..., None] == other[..., None, :]).any(-1)
     sentence = tab.text("#parting-text")
@@ -232,7 +242,8 @@ def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
     assert f"({differ[70, 2].sum()} differ)" in tab.text("#map-status")
     assert tab.js("$('#tokens-b .selected').dataset.i") == "70"
     assert tab.js("$('#tokens-b .parts').dataset.i") == "71"
-    tab.open(viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
+    show(tab, viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
+    tab.choose("#pick-b", "1")
     assert "from different models" in error_in(tab)
     assert tab.is_hidden("#side-b")
 
@@ -310,7 +321,7 @@ def test_weights_of_saved_answers(tab: Tab, viewed: Viewed) -> None:
     choose(tab, 14)
     shows_weights(tab, weights[14])
     one, other = rows_of(9, 6, 4, 32), rows_of(9, 6, 4, 32, seed=1)
-    tab.open(viewed(answer(one, 3, weights=weights_of(one)), answer(other, 3)))
+    compare(tab, viewed(answer(one, 3, weights=weights_of(one)), answer(other, 3)))
     tab.wait_for_text("#parting", "9")
     shows(tab, other[3], column=2)
     shows_weights(tab, weights_of(one)[3])
@@ -364,8 +375,8 @@ def test_weights_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path, is_list: bo
     assert saved.info.weights_scale == (1.0, 2.5, 1.0)
 
 
-def test_weights_that_are_not_of_their_ids(tab: Tab, viewed: Viewed) -> None:
-    rows = rows_of(9, 2, 2, 8)
+def test_weights_that_are_not_of_their_ids(tab: Tab, tmp_path: Path) -> None:
+    rows, file = rows_of(9, 2, 2, 8), tmp_path / "answers.jsonl"
     whole = answer(rows, 3, weights=weights_of(rows))
     partial = {name: value for name, value in whole.items() if name != "prompt_routed_expert_weights"}
     (choice,) = whole["choices"]
@@ -377,8 +388,11 @@ def test_weights_that_are_not_of_their_ids(tab: Tab, viewed: Viewed) -> None:
         (short, "An array of weights does not match the ids beside it."),
         ({"choices": [{"routed_experts": pairs}]}, "An array has values that are not expert ids."),
     ):
-        tab.open(viewed(body))
-        assert sentence in error_in(tab)
+        file.write_text(json.dumps(body))
+        with viewing_files({}) as url:
+            tab.open(url)
+            tab.give_file("#file", file)
+            assert sentence in error_in(tab)
 
 
 def save(tab: Tab, folder: Path) -> Path:
@@ -408,6 +422,7 @@ def test_what_is_saved_can_be_read(tab: Tab, api: Server, tmp_path: Path) -> Non
     assert saved.info == ModelInfo(*about, tuple(info["layer_ids"]), weights_scale=scale)
     tab.give_file("#file", file)
     tab.wait("$$('#pick-a option').length === 3")
+    tab.choose("#pick-b", "0")
     tab.wait_for_text("#parting-text", "Experts are equal")
 
 
@@ -528,7 +543,7 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
         ("", "answers.jsonl contains no responses."),
         ("no json", "answers.jsonl, line 1: invalid or truncated JSON."),
         ('{"a": 1}', "answers.jsonl, line 1: not a response: it has no choices."),
-        ('{"error": {"message": "too long"}}', "answers.jsonl, line 1: too long"),
+        ('{"error": {"message": "too long"}}', "too long"),
         ('{"choices": [{}]}', "no routed_experts: the request needs return_routed_experts."),
         ('{"choices": [{"routed_experts": "AAAA"}]}', "The raw format has no shape"),
         (
@@ -537,9 +552,12 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed) -> None:
         ),
     ],
 )
-def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, text: str, sentence: str) -> None:
-    tab.open(viewed(text=text))
-    assert sentence in error_in(tab)
+def test_a_file_that_cannot_be_read_is_said(tab: Tab, tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "answers.jsonl").write_text(text)
+    with viewing_files({}) as url:
+        tab.open(url)
+        tab.give_file("#file", tmp_path / "answers.jsonl")
+        assert sentence in error_in(tab)
     assert tab.js("$('#error').getAttribute('role')") == "alert"
 
 
@@ -622,7 +640,7 @@ def test_the_table_says_what_the_map_shows(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
-    show(tab, viewed(*two_that_part(39, 10, 20)))
+    compare(tab, viewed(*two_that_part(39, 10, 20)))
     nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
     found = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]}
     assert {
@@ -642,7 +660,7 @@ def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
 @pytest.mark.parametrize("width", [1440, 420])
 def test_light_dark_and_both_sizes(tab: Tab, viewed: Viewed, width: int) -> None:
     """As the system has it, unless the switch says otherwise; nothing is wider than the window."""
-    show(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
+    compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
     background, pixel = "getComputedStyle(document.body).backgroundColor", "$('#legend').toDataURL()"
     dark, dark_pixel = tab.js(background), tab.js(pixel)
     tab.prefer("light")
@@ -695,3 +713,43 @@ def script_seconds(tab: Tab) -> float:
     """Processor time that the page's scripts have taken."""
     metrics = {metric["name"]: metric["value"] for metric in tab.call("Performance.getMetrics")["metrics"]}
     return float(metrics["ScriptDuration"])
+
+
+def test_f3_files_that_are_opened_when_they_are_picked(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F3: of a folder that is larger than a browser should hold, the first file, and others on demand."""
+    rows = [rows_of(29, 3, 2, 32, seed) for seed in range(3)]
+    texts = {f"recorded/{place}.jsonl": json.dumps(answer(each, 12)) for place, each in enumerate(rows)}
+    real = ViewServer.__init__
+
+    def of_large_files(self: ViewServer, *args: Any) -> None:
+        real(self, *args)
+        self.page_config["saved"] = json.dumps([[name, 40 << 20] for name, _ in json.loads(self.page_config["saved"])])
+
+    monkeypatch.setattr(ViewServer, "__init__", of_large_files)
+    with viewing_files(texts) as url:
+        show(tab, url)
+        assert tab.texts("#pick-a > option")[1:] == ["recorded/0.jsonl, line 1"]
+        unopened = "[label='Not opened yet'] option"
+        assert tab.texts(f"#pick-a {unopened}") == ["recorded/1.jsonl", "recorded/2.jsonl"]
+        tab.choose("#pick-a", tab.js(f'$("#pick-a {unopened}:last-child").value'))
+        tab.wait("$$('#pick-a > option').length === 3")
+        assert tab.texts(f"#pick-a {unopened}") == ["recorded/1.jsonl"]
+        ended(tab)
+        choose(tab, 20)
+        shows(tab, rows[2][20])
+        tab.choose("#pick-b", tab.js(f'$("#pick-b {unopened}").value'))
+        tab.wait_for("#side-b")
+        names = [tab.text(f"#name-{side}") for side in "ab"]
+        assert names == ["A: recorded/2.jsonl, line 1", "B: recorded/1.jsonl, line 1"]
+        tab.wait(f"!$$('{unopened}').length")
+        shows(tab, rows[1][20], column=2)
+
+
+def test_f3_a_file_in_each_folder_is_a_group(tab: Tab) -> None:
+    """F3: as folders with several files are."""
+    rows = {name: rows_of(29, 3, 2, 32, seed) for seed, name in enumerate(("code", "prose"))}
+    with viewing_files({f"{name}/a.jsonl": json.dumps(answer(each, 12)) for name, each in rows.items()}) as url:
+        tab.open(url)
+        tab.wait_for_text("#summary", "B: 1 responses, 29 rows")
+        groups = ["code/ (1 responses)", "prose/ (1 responses)", "all opened responses (2 responses)"]
+        assert tab.texts("#pick-a optgroup option") == groups

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from routed_experts.protocol.collect import collect
-from routed_experts.server.cli.saved import ModelInfo
+from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.page import page_files
 from tests.e2e.harness import Oracle, Server, wait_until
 from tests.page.answers import answer, rows_of, two_that_part, weights_of, words_of
@@ -346,9 +346,12 @@ def test_the_example(tab: Tab, api: Server) -> None:
             tab.open(address)
             tab.wait(condition)  # the button moves until then
             tab.click("#example")
-            tab.wait_for_text("#summary", f"5 layers {TIMES} 4 of 16 experts, finish reason: length. B: ")
-            tab.wait_for_text("#tokens-b", "def route(token):")
+            tab.wait_for_text("#summary", f"5 layers {TIMES} 4 of 16 experts, finish reason: length.")
+            assert tab.is_hidden("#side-b")
             tab.wait("location.hash.includes('a=example.json')")
+            tab.choose("#pick-b", "1")
+            tab.wait_for_text("#tokens-b", "def route(token):")
+            tab.wait_for_text("#parting-text", "The prompts differ from position 0. Load: ")
         tab.open(f"{url}#a=example.json%2C+line+2&token=5&layer=3")
         tab.wait_for_text("#map-status", "Token 5 ")
         assert "decoder layer 3" in tab.text("#map-status")
@@ -373,6 +376,8 @@ def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, compared: str, them
     for url, width in ((compared, 1440), (viewed(*two_that_part(49, 10, 20)), 900), (viewed(text=""), 420)):
         tab.open(url, width=width, theme=theme)
         tab.wait("!$('#views').hidden || !$('#error').hidden")
+        tab.js("$$('#pick-b > option')[2] && $('#pick-b').value === '' && ($('#pick-b').value = '1')")
+        tab.js("$('#pick-b').dispatchEvent(new Event('change'))")
         if not tab.is_hidden("#views"):
             tab.click("#detail tbody tr:nth-child(2) .chip")
             tab.js("$$('details').forEach(e => { e.open = true })")

@@ -194,14 +194,14 @@ def test_values_of_another_number_of_tokens() -> None:
     for values, about, message in (
         ([1] * 8, routing, r"sequence 0 of 9 tokens \(4 generated\) has 8 values"),
         ([1] * 4, replace(routing, prompt_len=None), r"\(unknown generated\) has 4 values"),
-        ([[1] * 9], routing, "2 dimensions"),
+        ([[1] * 9], routing, r"values of sequence 0 must be numbers of shape \[n\], not \[1, 9\]"),
     ):
-        with pytest.raises(RoutingError, match=message):
+        with pytest.raises(ValueError, match=message):
             align_values([about], [values], 9)
     for length, tokens, message in ((8, None, "does not fit"), (12, [10], "rows up to 8 for 10 tokens")):
         with pytest.raises(RoutingError, match=message):
             align_values([routing], [[1] * 9], length, num_tokens=tokens)
-    with pytest.raises(OverflowError):
+    with pytest.raises(ValueError, match="pad must be from 0 to 255, as the values are uint8"):
         align_values([routing], [np.ones(9, np.uint8)], 12, pad=-1)
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import tracemalloc
 from typing import Any, get_args
 
 import numpy as np
@@ -139,3 +140,40 @@ def test_truncated_arrays(fmt: Format, cut: int) -> None:
     value = {**value, "data": value["data"][:-cut]} if fmt == "object" else value[:-cut]
     with pytest.raises(CodecError):
         decode(value, num_layers=2, top_k=3)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            f"'shape': {shape}, }}\n"
+            for shape in ("(1073741824, 1048576, 8)", "(1073741824, 0, 0)", "(2, 3)", "(-1, 1, 1)")
+        ),
+        *(f"'shape': ({'-' * count}1, 1, 1), }}\n" for count in (1, 9_000)),
+        *("'shape': (1, 1, 1)" + "[" * 9_000, "'shape': (1, 1, 1), }\n" + " " * 9_000),
+    ],
+    ids=range(8),
+)
+def test_f1_a_header_of_npy_allocates_nothing(text: str) -> None:
+    """F1: numpy's parser evaluates any literal in it, and an array of its shape is made before there are any data."""
+    header = "{'descr': '<i2', 'fortran_order': False, " + text
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode() + b"\0\0"
+    tracemalloc.start()
+    try:
+        for value in (data, base64.b64encode(data).decode()):
+            with pytest.raises(CodecError):
+                decode(value)
+        assert tracemalloc.get_traced_memory()[1] < 200_000
+    finally:
+        tracemalloc.stop()
+    huge = {"data": "", "shape": [2**30, 0, 0], "dtype": "int16", "start": 0, "missing": 0}
+    for value in (huge, [[[["a"]]]], [[["a"]]], [[[True]]], [[[1.5]]], [[[2**70]]]):
+        with pytest.raises(CodecError):
+            decode(value)
+
+
+def test_f1_arrays_in_fortrans_order() -> None:
+    rows = np.asfortranarray(np.arange(24, dtype=np.int16).reshape(2, 3, 4))
+    buffer = io.BytesIO()
+    np.save(buffer, rows)
+    assert np.array_equal(decode(buffer.getvalue()), rows)

@@ -17,7 +17,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
 from routed_experts.protocol import expert_load
-from routed_experts.protocol.codec import Format
+from routed_experts.protocol.codec import Format, encode
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
 from routed_experts.protocol.sse import EventReader
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
@@ -81,8 +81,12 @@ def test_collect(prompts: list[Told], piece: int, per_chunk: int, is_list: bool)
         if key in holder:
             holder[key] = binary(holder[key])
     check_all(collect(msgspec.msgpack.decode(msgspec.msgpack.encode(packed)), **options), *prompts)
-    del options["n"]  # needed only where a stream breaks off
-    check_all(collect(body, **options), *prompts)
+    n = options.pop("n")  # needed only for several choices of several prompts
+    if n == 1 or len(prompts) == 1 or one.layout == "joined":
+        check_all(collect(body, **options), *prompts)
+    else:
+        refused("give n", body, **options)
+        refused("give n|did not come", iter(stream(*prompts, piece=piece)), **options)
 
 
 def binary(array: Any) -> Any:
@@ -97,7 +101,7 @@ def binary(array: Any) -> Any:
 def test_prompts_with_different_starts_and_without_rows() -> None:
     """The object format has each array's start. An empty list has no shape, and does not contradict others."""
     prompts = [told(9, 4, start=4), told(11, 4, start=9, first_token=500)]
-    check_all(collect(answer(*prompts, is_list=True)), *prompts)
+    check_all(collect(answer(*prompts, is_list=True), prompt_start=None), *prompts)
     prompts = [told(9, 4, fmt="list", start=9, first_token=first) for first in (0, 500)]
     check_all(collect(answer(*prompts), prompt_start=9), *prompts)
 
@@ -121,15 +125,15 @@ PROMPTS = (told(9, 6, n=2), told(4, 3, n=2, first_token=500))
 
 def test_the_prompt_of_a_choice_is_not_guessed() -> None:
     """Choices 0 and 2 came before 1 and 3: two choices of two prompts, or two prompts with one each?"""
-    chunks = [chunk for chunk in stream(*PROMPTS) if chunk["choices"][0]["index"] in (0, 2)][:6]
+    chunks = stream(*PROMPTS)
     without, given_n = Collector(), Collector(n=2)
-    for chunk in chunks:
+    for chunk in [chunk for chunk in chunks if chunk["choices"][0]["index"] in (0, 2)][:6]:
         without.take(chunk)
         given_n.take(chunk)
-    with pytest.raises(RoutingError, match="give n"):
-        without.so_far()
-    for routing, expected in zip(given_n.so_far(), PROMPTS, strict=True):
-        assert np.array_equal(routing.rows, expected.whole()[: routing.end])
+    for collector in (without, given_n):  # both came with their prompts
+        for routing, expected in zip(collector.so_far(), PROMPTS, strict=True):
+            assert np.array_equal(routing.rows, expected.whole()[: routing.end])
+    refused("choice 1: the rows of its prompt did not come, or prompts have several choices: give n", iter(chunks))
 
 
 def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
@@ -144,7 +148,7 @@ def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
     bodies[0]["prompt_routed_experts"] = bodies[0]["prompt_routed_experts"][0]  # rows of one prompt are not the other's
     bodies[1]["prompt_routed_experts"] = bodies[1]["prompt_routed_experts"][:1]
     for response in (*bodies, without(stream(*two), 1)):
-        refused("choice 1: the rows of its prompt did not come", response)
+        refused("choice 1: the rows of its prompt did not come|give n", response)
     refused("choice 2: the rows of its prompt did not come", without(stream(*PROMPTS), 2), n=2)
     chunks = stream(told(n=2))
     second = next(c for c in chunks if c["choices"][0]["index"] == 1)
@@ -153,7 +157,7 @@ def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
     for left in ([0], [1], [0, 2], []):
         body = answer(told(n=3))
         body["choices"] = [body["choices"][index] for index in left]
-        refused(r"not all of the answer's|no choices|share", body, n=3)
+        refused(r"not all of the answer's|no choices|give n", body, n=3)
 
 
 def test_objects_of_the_openai_client() -> None:
@@ -284,6 +288,7 @@ def test_bodies_that_are_not_whole() -> None:
     del without["choices"][0]["routed_experts"]
     refused("must ask with return_routed_experts", without)
     refused("rows from 4 on, asked for from 3 on", answer(told(start=4)), prompt_start=3)
+    refused("rows from 4 on, asked for from 0 on", answer(told(start=4)))
     refused("no choices", {"choices": []})
     for shape in ({}, {"num_layers": LAYERS}):
         refused("pass num_layers and top_k", answer(told(fmt="raw")), **shape)
@@ -348,7 +353,7 @@ def test_histograms(rows: bool) -> None:
     chunks = [{**of_one, "choices": of_one["choices"][:1]}, {"choices": of_one["choices"][1:]}]
     for response, told_of in ((body, prompts), (of_one, prompts[:1]), (iter(chunks), prompts[:1])):
         expected = [(each, own) for each in told_of for own in each.choices]
-        for routing, (each, own) in zip(collect(response, prompt_start=3), expected, strict=True):
+        for routing, (each, own) in zip(collect(response, prompt_start=3, n=2), expected, strict=True):
             assert routing.prompt_histogram == expert_load.histogram(each.prompt[3:], EXPERTS)
             assert routing.histogram == expert_load.histogram(own, EXPERTS)
             assert (routing.prompt_len, routing.end) == (len(each.prompt), len(each.prompt) + len(own))
@@ -363,7 +368,8 @@ def test_histograms_that_do_not_fit() -> None:
         body = counted(answer(told()), [told()], rows=True)
         body["choices"][0]["routed_experts_histogram"] |= change
         refused(message, body)
-    for prompt, message in (([], "share"), ({"rows": 8, "missing": 0}, "at 8 by its histogram, at 9 by its tokens")):
+    short = {"counts": [[32]], "rows": 8, "missing": 0}
+    for prompt, message in (([], "for 0 prompts"), (short, "at 8 by its histogram, at 9 by its tokens")):
         body = counted(answer(told()), [told()], rows=False)
         refused(message, {**body, "prompt_routed_experts_histogram": prompt})
     del body["prompt_routed_experts_histogram"]
@@ -384,3 +390,113 @@ def test_log_probabilities() -> None:
     assert collect(iter(chunks))[0].logprobs.tolist() == values
     assert np.array_equal(collect(body)[0].logprobs, [np.nan, *values], equal_nan=True)
     assert collect(answer(told()))[0].logprobs is None
+
+
+@pytest.mark.parametrize("layout", ["split", "joined"])
+def test_c1_prompt_rows_that_a_gateway_dropped(layout: str) -> None:
+    """C1: a request without a prompt start is answered from the first row on, whatever the layout."""
+    body, chunks = answer(told()), stream(told())
+    for part in (body, *chunks):
+        part.pop("prompt_routed_experts", None)
+    for response in (body, iter(chunks), answer(told(start=9, layout=layout))):
+        refused("rows from 9 on, asked for from 0 on", response)
+    check_all(collect(answer(told(start=9, layout=layout)), prompt_start=9), told(start=9))
+    check_all(collect(answer(told(start=9, layout=layout)), prompt_start=None), told(start=9))
+
+
+def litellm_made(body: dict[str, Any], *kept: str) -> dict[str, Any]:
+    """`body` as LiteLLM passes it on: fields of choices that OpenAI does not have are put aside."""
+    choices = []
+    for choice in body["choices"]:
+        own = {name: choice[name] for name in ("index", "finish_reason") if name in choice}
+        rest = {name: value for name, value in choice.items() if name not in own}
+        choices.append({**own, "provider_specific_fields": rest})
+    return {"choices": choices, **{name: body[name] for name in kept if name in body}}
+
+
+def test_fields_that_litellm_puts_aside() -> None:
+    """C1: it keeps those of choices; without those at the top level a joined response is whole, a split one is not."""
+    joined = told(layout="joined", n=2)
+    for body in (answer(joined), stream(joined)):
+        made = litellm_made(body) if isinstance(body, dict) else iter([litellm_made(chunk) for chunk in body])
+        check_all(collect(made), joined)
+    check_all(collect(litellm_made(answer(told(n=2)), "prompt_routed_experts")), told(n=2))
+    refused("rows from 9 on, asked for from 0 on", litellm_made(answer(told())))
+
+
+def test_f4_lines_of_a_batch() -> None:
+    """F4: OpenAI's output files hold a response in each line."""
+    line = {"id": "batch_req_1", "custom_id": "mine", "error": None}
+    line["response"] = {"status_code": 200, "request_id": "1", "body": answer(told(n=2))}
+    for source in (line, json.dumps(line), json.dumps(line).encode()):
+        check_all(collect(source), told(n=2))
+    refused("the server answered with an error: too long", {**line, "response": None, "error": {"message": "too long"}})
+    body = {"status_code": 400, "body": {"error": {"message": "no such model"}}}
+    refused("the server answered with an error: no such model", {**line, "response": body})
+    refused("no choices: it is no response of an endpoint", {**line, "response": {"status_code": 400, "body": {}}})
+
+
+def test_texts() -> None:
+    """Of log-probabilities, with those of the prompt where the request asks for `echo`; else of chunks with a token."""
+    own, of_prompt = [*"abcdef"], [*"ABCDEFGHI"]
+    body = answer(told())
+    for name, texts in (("own", own), ("echo", [*of_prompt, *own])):
+        body["choices"][0]["logprobs"] = {"tokens": texts, "token_logprobs": [None] * len(texts)}
+        expected = (*(of_prompt if name == "echo" else [None] * 9), *own)
+        assert collect(body)[0].texts == expected
+    body["choices"][0]["logprobs"] = {"tokens": own[1:]}
+    assert collect(body)[0].texts is None, "the places of these are unknown"
+    assert collect(iter(stream(told())))[0].texts == (*[None] * 9, *"xxxxxx")
+    assert collect(iter(stream(told(), per_chunk=2)))[0].texts is None
+    chunks = stream(told())
+    next(chunk for chunk in chunks if chunk["choices"][0].get("token_ids") == [2])["choices"][0]["text"] = ""
+    assert collect(iter(chunks))[0].texts == (*[None] * 9, "x", "x", *[None] * 4), "held back: later places are unknown"
+
+
+def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
+    """Those of a prompt and what follows stand beside their rows all the same; also in a file of the page."""
+    rows, texts = told().whole(), [*"ABCDEFGHIabcdef"]
+    choice = {"index": 0, "finish_reason": "stop", "routed_experts": encode(rows, fmt="npy", dtype="int16", start=0)}
+    (said,) = collect({"choices": [{**choice, "logprobs": {"tokens": texts}}]})
+    assert (said.prompt_len, said.texts) == (None, tuple(texts))
+    assert collect({"choices": [choice], "routed_experts_page": {"prompt_tokens": texts}})[0].texts == tuple(texts)
+    for some in (texts[9:], texts[1:]):
+        assert collect({"choices": [{**choice, "logprobs": {"tokens": some}}]})[0].texts is None
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 3)
+    | st.sampled_from(
+        [2**31, 2**70, -(10**400), 10**18, 1e308, float("inf"), float("nan"), "", "x", "\ud800", "k05VTVBZ"]
+    )
+    | st.floats(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["index", "data"]), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@SETTINGS
+@given(st.data())
+def test_f1_any_value_in_any_place_is_a_routing_error(data: Any) -> None:
+    """F1: a field of a response that holds other JSON than the server sends."""
+    body: Any = counted(answer(told(n=2)), [told(n=2)], rows=True)
+    body["choices"][0]["logprobs"] = {"tokens": [*"abcdef"], "token_logprobs": [-1.0] * 6}
+    body["error"] = None
+    holder = body
+    while isinstance(holder, dict | list):
+        names = [*holder] if isinstance(holder, dict) else [*range(len(holder))]
+        if not names:
+            break
+        name = data.draw(st.sampled_from(names), label="place")
+        if data.draw(st.booleans(), label="here") or not isinstance(holder[name], dict | list):
+            holder[name] = data.draw(JSON, label="value")
+            break
+        holder = holder[name]
+    try:
+        routings = collect(body)
+    except RoutingError:
+        return
+    for index, routing in enumerate(routings):  # a field that is not needed
+        assert np.array_equal(routing.rows, told(n=2).whole(index)) or len(routings) == 1

@@ -1,8 +1,6 @@
 """Counts and load of experts, against counts in plain Python, layer by layer."""
 
-import importlib
 import math
-import sys
 
 import numpy as np
 import pytest
@@ -61,11 +59,3 @@ def test_load_of_nothing_or_one_expert(counts: np.ndarray) -> None:
     assert found.entropy.tolist() == [0, 0]
     assert np.isfinite(found.load).all()
     assert found.balance.tolist() in ([1, 1], [0, 0])
-
-
-@pytest.mark.parametrize("name", ["histogram", "load"])
-def test_a_former_name_warns(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.delitem(sys.modules, f"routed_experts.protocol.{name}", raising=False)
-    with pytest.warns(DeprecationWarning, match=f"{name} is now routed_experts.protocol.expert_load"):
-        former = importlib.import_module(f"routed_experts.protocol.{name}")
-    assert former.count_experts is count_experts

@@ -1,36 +1,68 @@
 """Where arrays are fetched from. `tests/contract/test_references.py` tests with a server that the right bytes come."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import StreamRequestHandler
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from routed_experts.protocol.fetch import FetchError, fetch
 
-REFERENCE = {"url": "http://inside:1/llm/v1/routed_experts/rows/7", "shape": [1, 2, 2], "dtype": "uint8"}
+REFERENCE = {"url": "routed_experts/rows/7", "shape": [1, 2, 2], "dtype": "uint8"}
 
 
-@pytest.mark.parametrize("path", ["", "/", "/v1", "/a/b", "/a/b/v1/"])
-def test_another_address_of_the_server(path: str) -> None:
-    asked = []
+@contextmanager
+def serving(*answers: tuple[int, dict[str, str]]) -> Iterator[tuple[int, list[tuple[str, Any]]]]:
+    """The port of a server that gives these answers, with their headers, and what it was asked: path and key."""
+    asked, left = [], list(answers)
 
     class Proxy(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_response(200)
+            asked.append((self.path, self.headers["Authorization"]))
+            status, headers = left.pop(0)
+            self.send_response(status)
+            for header in headers.items():
+                self.send_header(*header)
             self.end_headers()
             self.wfile.write(bytes(4))
 
     with HTTPServer(("127.0.0.1", 0), Proxy) as server:
-        (thread := Thread(target=server.handle_request)).start()
-        assert fetch(REFERENCE, base_url=f"http://127.0.0.1:{server.server_port}{path}").tolist() == [
-            [[0, 0]],
-            [[0, 0]],
-        ]
-        thread.join()
-    prefix = path.rstrip("/").removesuffix("/v1")
-    assert asked == [f"{prefix}/v1/routed_experts/rows/7?layers=0:2&tokens=0:1"]
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port, asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("path", ["/v1", "/v1/", "/a/b/v1"])
+def test_s1_the_url_is_relative_to_the_base_of_the_api(path: str) -> None:
+    with serving((200, {})) as (port, asked):
+        array = fetch(REFERENCE, base_url=f"http://127.0.0.1:{port}{path}", api_key="k")
+    assert array.tolist() == [[[0, 0]], [[0, 0]]]
+    assert asked == [(f"{path.rstrip('/')}/routed_experts/rows/7?layers=0:2&tokens=0:1", "Bearer k")]
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost:{}/rows/7", "//localhost:{}/rows/7", "/rows/7", "@localhost:{}/7", "../7"]
+)
+def test_s1_a_key_goes_to_the_origin_of_base_url_alone(url: str) -> None:
+    """Whatever a reference says, and wherever the server redirects."""
+    with serving((200, {})) as (port, asked):
+        with pytest.raises(ValueError, match="relative"):
+            fetch({**REFERENCE, "url": url.format(port)}, base_url="http://127.0.0.1:1/v1", api_key="k")
+        with serving((302, {"Location": f"http://localhost:{port}/elsewhere"})) as (first, _):
+            fetch(REFERENCE, base_url=f"http://127.0.0.1:{first}/v1", api_key="k")
+    assert asked == [("/elsewhere", None)]
+
+
+def test_without_an_address() -> None:
+    with pytest.raises(FetchError, match="base_url"):
+        fetch(REFERENCE, api_key="k")
 
 
 def test_an_answer_that_is_not_http() -> None:
@@ -42,5 +74,5 @@ def test_an_answer_that_is_not_http() -> None:
     with HTTPServer(("127.0.0.1", 0), Nonsense) as server:
         (thread := Thread(target=server.handle_request)).start()
         with pytest.raises(FetchError, match="nonsense"):
-            fetch(REFERENCE, base_url=f"http://127.0.0.1:{server.server_port}")
+            fetch(REFERENCE, base_url=f"http://127.0.0.1:{server.server_port}/v1")
         thread.join()

@@ -13,6 +13,7 @@ from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE, address, no
 
 def args(**given: Any) -> Namespace:
     fields = {"ssl_certfile": None, "host": None, "port": 8000, "root_path": None, "api_key": None}
+    fields["uds"] = None
     return Namespace(**{**fields, "routed_experts_page": True, **given})
 
 
@@ -20,6 +21,17 @@ def test_address() -> None:
     assert address(args()) == address(args(host="0.0.0.0")) == "http://localhost:8000"
     assert address(args(host="::1", port=80)) == "http://[::1]:80"
     assert address(args(host="gpu7", ssl_certfile="cert.pem", root_path="/llm/")) == "https://gpu7:8000/llm"
+
+
+def test_a_unix_socket_is_named() -> None:
+    """F5. No port is open then, and no browser opens a socket."""
+    given = args(uds="/run/the server.sock", port=1234)
+    base = address(given)
+    assert base == "http://localhost"
+    said = what_to_do(given, base, "m")
+    assert "1234" not in said
+    assert shlex.split(said)[:5] == ["paste", "curl", "-N", "--unix-socket", "/run/the server.sock"]
+    assert shlex.split(said)[5] == "http://localhost/v1/completions"
 
 
 def test_the_address_for_health_checks(

@@ -3,10 +3,13 @@
 import multiprocessing
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +21,65 @@ from routed_experts.server.outputs.array_store import (
     StoreError,
     StoreFullError,
     UnknownArrayError,
-    remove_at_exit,
-    remove_unused,
 )
+from routed_experts.server.outputs.folders import remove_unused
 
 ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
 FILE_BYTES = 4096  # a block
 
 
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.suffix in (".npy", ".tmp")]
+
+
 def sizes(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.glob("[!.]*"))
+    return sum(path.stat().st_blocks * 512 for path in files(folder))
+
+
+def expire(path: Path, store: ArrayStore | None = None) -> None:
+    """As time does: what the process remembers too."""
+    os.utime(path, (1, 1))
+    if store is not None:
+        key = path.parent.name + path.stem
+        store._held[key] = 1, store._held[key][1]
+        store._held.move_to_end(key, last=False)
+
+
+OTHER = """
+import sys
+from pathlib import Path
+import numpy as np
+from routed_experts.server.outputs.array_store import ArrayStore
+
+store = ArrayStore(Path(sys.argv[1]), 1 << 20)
+held = [store.put(np.zeros((4, 10, 2), np.int16)) for _ in range(2)]
+reader = store.read(held[1].id)
+print(held[0].id, held[1].id, flush=True)
+for line in sys.stdin:
+    store.sweep()
+    print(store.used_bytes, flush=True)
+"""
+
+
+@contextmanager
+def another(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", list[str]]]:
+    """A program with two arrays in `folder`, the second of which it reads; for each line it says how much it uses."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER, folder], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        try:
+            yield program, program.stdout.readline().split()
+        finally:
+            program.kill()
+
+
+def used_by(program: "subprocess.Popen[str]") -> int:
+    assert program.stdin is not None
+    assert program.stdout is not None
+    program.stdin.write("\n")
+    program.stdin.flush()
+    return int(program.stdout.readline())
 
 
 def test_numpy_alone_reads_what_is_stored(tmp_path: Path) -> None:
@@ -36,7 +88,8 @@ def test_numpy_alone_reads_what_is_stored(tmp_path: Path) -> None:
         before = time.time()
         stored = store.put(np.ascontiguousarray(array))
         assert -1 <= stored.expires - store.lifetime_s - before <= 2 + time.time() - before
-        assert store.find(stored.id) == stored.path
+        with store.read(stored.id) as file:
+            assert file.readall() == stored.path.read_bytes()
         mapped = np.load(stored.path, mmap_mode="r")
         assert (mapped.dtype, mapped.tolist()) == (array.dtype, array.tolist())
     assert store.used_bytes == sizes(store.folder)
@@ -47,21 +100,17 @@ def test_ids_that_never_were_are_told_from_those_that_are_gone(tmp_path: Path) -
     store = ArrayStore(tmp_path / "store", 1 << 20)
     first, second = store.put(ARRAY), store.put(ARRAY)
     assert first.id != second.id
-    forged = first.id[:-1] + ("0" if first.id[-1] != "0" else "1")
-    for never in ("", "0" * 48, forged, f"../{first.id}", "é" * 48):
-        with pytest.raises(UnknownArrayError):
-            store.find(never)
+    foreign = ArrayStore(tmp_path / "other", 1 << 20).put(ARRAY).id
+    for never in ("", "0" * 48, foreign, f"../{first.id}", first.id[:-1], first.id.upper(), "é" * 48):
+        for method in (store.read, store.delete):
+            with pytest.raises(UnknownArrayError):
+                method(never)
     store.delete(first.id)
     os.utime(second.path, (1, 1))
     for gone in (first.id, second.id):
-        for method in (store.find, store.delete):
+        for method in (store.read, store.delete):
             with pytest.raises(ArrayGoneError):
                 method(gone)
-    again = ArrayStore(tmp_path / "store", 1 << 20)  # after a restart
-    assert again.sweep() == 0
-    assert not list(store.folder.glob("*.npy"))
-    with pytest.raises(ArrayGoneError):
-        again.find(second.id)
 
 
 def test_a_full_store_takes_more_when_something_expires(tmp_path: Path) -> None:
@@ -71,71 +120,62 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path) -> None:
     assert store.has_room(1)
     with pytest.raises(StoreFullError):
         store.put(ARRAY)
-    assert len(list(store.folder.glob("[!.]*"))) == 2
-    os.utime(stored[0].path, (1, 1))
-    assert store.sweep() == FILE_BYTES
+    assert len(files(store.folder)) == 2
+    expire(stored[0].path, store)
     store.put(ARRAY)
+    assert store.used_bytes == sizes(store.folder) == 2 * FILE_BYTES
 
 
-def test_a_full_store_is_not_searched_for_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.monotonic()
-    monkeypatch.setattr("routed_experts.server.outputs.array_store.time.monotonic", lambda: now)
-    store = ArrayStore(tmp_path / "store", FILE_BYTES)
+def test_what_expires_is_removed_after_its_lifetime(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 1 << 20, lifetime_s=0.1)
     stored = store.put(ARRAY)
-    assert store.make_room(1)
-    os.utime(stored.path, (1, 1))
-    assert store.make_room(1)
-    now += 1
-    assert store.make_room(1) is None
+    deadline = time.time() + 60
+    while store.sweep() and time.time() < deadline:
+        time.sleep(0.05)
     assert not stored.path.exists()
+    assert time.time() >= stored.expires
 
 
-def test_files_that_ended_processes_left_behind_are_deleted(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", 1 << 20)
-    assert store.sweep() == 0
-    old, new = store.folder / f"{'0' * 48}.tmp", store.folder / f"{'1' * 48}.tmp"
-    for path in (old, new):
-        path.write_bytes(b"12345")
-    os.utime(old, (time.time() - 700,) * 2)
-    assert store.sweep() == FILE_BYTES
-    assert not old.exists()
-
-
-@pytest.mark.parametrize("name", ["labels.npy", "labels.tmp", f"{'0' * 47}.npy", f"{'0' * 49}.npy", f"{'A' * 48}.npy"])
-def test_files_of_the_user_are_kept(tmp_path: Path, name: str) -> None:
-    """Where the folder that is named has some."""
-    (tmp_path / name).write_bytes(b"12345")
-    os.utime(tmp_path / name, (1, 1))
+@pytest.mark.parametrize("name", ["labels.npy", "labels.tmp", f"{'0' * 31}.npy", f"{'A' * 32}.npy", "0" * 16])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_files_of_the_user_are_kept(tmp_path: Path, name: str, keeps: bool) -> None:
+    """Where the folder that is named has some, or the subfolder."""
     store = ArrayStore(tmp_path, 1 << 20, lifetime_s=0)
-    store.put(ARRAY)
-    time.sleep(2)
-    assert store.sweep() == 0
-    assert [path.name for path in tmp_path.glob("[!.]*")] == [name]
+    subfolder = store.put(ARRAY).path.parent
+    for place in (tmp_path, subfolder):
+        (place / name).write_bytes(b"12345")
+        os.utime(place / name, (1, 1))
+    store.close()
+    other = ArrayStore(tmp_path, 1 << 20, keeps=keeps)
+    other.open()
+    other.close()
+    remove_unused(tmp_path)
+    assert (tmp_path / name).read_bytes() == (subfolder / name).read_bytes() == b"12345"
 
 
-def _fill(folder: Path, seed: int) -> int:
-    store, count = ArrayStore(folder, 100 * FILE_BYTES), 0
-    for index in range(100):
-        try:
-            stored = store.put(ARRAY)
-        except StoreFullError:
-            continue
-        if (index + seed) % 3 == 0:
-            store.delete(stored.id)
-        else:
-            count += 1
+def _fill(folder: Path, rank: int) -> int:
+    store, count = ArrayStore(folder, 100 * FILE_BYTES, rank=rank, count=3), 0
+    with ThreadPoolExecutor(4) as threads:
+        for index, future in enumerate([threads.submit(store.put, ARRAY) for _ in range(100)]):
+            try:
+                stored = future.result()
+            except StoreFullError:
+                continue
+            if index % 3 == 0:
+                store.delete(stored.id)
+            else:
+                count += 1
+    assert store.used_bytes == count * FILE_BYTES <= 100 * FILE_BYTES // 3
     return count
 
 
 def test_the_limit_holds_for_processes_and_threads_together(tmp_path: Path) -> None:
     folder = tmp_path / "store"
-    with multiprocessing.get_context("spawn").Pool(2) as pool, ThreadPoolExecutor(4) as threads:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
         others = pool.starmap_async(_fill, [(folder, 0), (folder, 1)])
-        kept = sum(threads.map(_fill, [folder] * 4, range(4))) + sum(others.get(240))
-    store = ArrayStore(folder, 0)
-    assert kept == len(list(folder.glob("*.npy"))) <= 100
-    assert not store.is_open
-    assert store.used_bytes == sizes(folder) == kept * FILE_BYTES
+        kept = _fill(folder, 2) + sum(others.get(240))
+    assert kept == len(files(folder)) <= 100
+    assert sizes(folder) == kept * FILE_BYTES
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -143,40 +183,32 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     theirs, open_to_all, link = tmp_path / "theirs", tmp_path / "open", tmp_path / "link"
     for path in (theirs, open_to_all):
         path.mkdir()
+        (path / "0123456789abcdef").mkdir()
     os.chown(theirs, 12345, -1)
     open_to_all.chmod(0o777)
     link.symlink_to(tmp_path)
     for path in (theirs, open_to_all, link):
         with pytest.raises(StoreError, match="folder of this user"):
             ArrayStore(path).put(ARRAY)
+        remove_unused(path)
+    assert (theirs / "0123456789abcdef").exists()
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot be used"):
         ArrayStore(tmp_path / "file" / "folder").put(ARRAY)
 
 
-def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
-    store, other = (ArrayStore(tmp_path / "store", 2 * FILE_BYTES) for _ in range(2))
-    first = store.put(ARRAY)
-    assert other.find(first.id) == first.path
-    shutil.rmtree(store.folder)
-    with pytest.raises(ArrayGoneError):
-        store.find(first.id)
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("room", [2, 4])
+def test_s6_a_folder_that_is_removed_or_renamed_is_made_again(tmp_path: Path, room: int, renamed: bool) -> None:
+    """Also by a store that is full."""
+    store, other = (ArrayStore(tmp_path / "store", room * FILE_BYTES) for _ in range(2))
+    first, _ = store.put(ARRAY), store.put(ARRAY)
+    store.folder.rename(tmp_path / "elsewhere") if renamed else shutil.rmtree(store.folder)
+    with pytest.raises(LookupError):
+        store.read(first.id)
     second = store.put(ARRAY)
-    assert other.find(second.id) == second.path
-    assert store.used_bytes == other.used_bytes == other.sweep() == FILE_BYTES
-
-
-def test_a_folder_that_is_removed_while_it_is_locked(tmp_path: Path) -> None:
-    store, other = (ArrayStore(tmp_path / "store", 1 << 20) for _ in range(2))
-    store.put(ARRAY)
-    with ThreadPoolExecutor() as another:
-        with store._locked():
-            shutil.rmtree(store.folder)
-            other.put(ARRAY)
-            waits = another.submit(store.put, ARRAY)
-            time.sleep(0.1)
-        waits.result(60)
-    assert other.used_bytes == other.sweep() == 2 * FILE_BYTES
+    other.read(second.id).close()
+    assert sizes(store.folder) == FILE_BYTES
 
 
 def test_a_folder_that_is_removed_at_any_time(tmp_path: Path) -> None:
@@ -193,50 +225,169 @@ def test_a_folder_that_is_removed_at_any_time(tmp_path: Path) -> None:
             time.sleep(0.001)  # else each call of the others waits 5 ms for Python's lock
         for done in puts:
             done.result(10)
+    shutil.rmtree(store.folder, ignore_errors=True)
     store.put(ARRAY)
-    assert store.sweep() == sizes(store.folder)
+    assert store.used_bytes == sizes(store.folder) == FILE_BYTES
 
 
-def test_a_folder_that_cannot_be_searched_is_reported(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", FILE_BYTES)
-    store.put(ARRAY)
+def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path / "store", 4 * FILE_BYTES)
+    stored = store.put(ARRAY)
     store.folder.rename(tmp_path / "elsewhere")
     (tmp_path / "store").touch()
-    for method in (store.sweep, lambda: store.put(ARRAY)):
+    for method in (lambda: store.put(ARRAY), lambda: store.read(stored.id), lambda: store.delete(stored.id)):
         with pytest.raises(StoreError):
             method()
+    assert store.used_bytes == FILE_BYTES
+
+
+def test_each_process_serves_and_deletes_what_others_hold(tmp_path: Path) -> None:
+    store = ArrayStore(tmp_path, 1 << 20)
+    with another(tmp_path) as (program, keys):
+        for key in keys:
+            with store.read(key) as file:
+                assert file.readall().endswith(bytes(160))
+        assert used_by(program) == 2 * FILE_BYTES
+        for key in keys:
+            store.delete(key)
+            with pytest.raises(ArrayGoneError):
+                store.read(key)
+        assert used_by(program) == FILE_BYTES  # it reads the other
+        assert sizes(tmp_path) == FILE_BYTES
+
+
+def test_s2_bytes_count_until_nobody_reads_them(tmp_path: Path) -> None:
+    """In whichever process: a reader of a file that was removed would keep its bytes."""
+    store, other = (ArrayStore(tmp_path, 2 * FILE_BYTES) for _ in range(2))
+    first, second = store.put(ARRAY), store.put(ARRAY)
+    readers = store.read(first.id), other.read(second.id)
+    store.delete(first.id)
+    other.delete(second.id)
+    assert store.make_room(1)
+    assert sizes(tmp_path) == 2 * FILE_BYTES
+    for number, reader in enumerate(readers):
+        assert b"NUMPY" in reader.readall()
+        reader.close()
+        assert store.make_room(1) is None
+        assert store.sweep() == sizes(tmp_path) == FILE_BYTES * (1 - number)
+
+
+def test_s3_a_program_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
+    """No call waits: what is stored, fetched and deleted, of others too; starting; ending."""
+    with another(tmp_path) as (program, keys):
+        program.send_signal(signal.SIGSTOP)
+        process = multiprocessing.get_context("fork").Process(target=_use_all, args=(tmp_path, keys))
+        process.start()
+        process.join(60)
+        exitcode = process.exitcode
+        process.kill()
+        assert exitcode == 0
+        program.send_signal(signal.SIGCONT)
+        assert used_by(program) == FILE_BYTES
+
+
+def _use_all(folder: Path, keys: list[str]) -> None:
+    store = ArrayStore(folder, 1 << 20, lifetime_s=0)
+    stored = [store.put(ARRAY) for _ in range(3)]
+    with suppress(ArrayGoneError):
+        store.delete(stored[0].id)
+    store.sweep()
+    store.make_room(1 << 19)
+    for key in keys:
+        store.read(key).close()
+        store.delete(key)
+    store.close()
+    remove_unused(folder)
+
+
+def _calls(folder: Path, count: int) -> list[str]:
+    """The calls that look at files, of requests to a store that has so many arrays."""
+    left = ArrayStore(folder, 1 << 40)
+    path = left.put(ARRAY).path
+    for index in range(count - 1):
+        os.link(path, path.with_name(f"{index:032x}.npy"))
+    left.close()
+    store, calls = ArrayStore(folder, (count + 3) * FILE_BYTES), []
+    store.open()
+    sys.addaudithook(lambda event, args: calls.append(event) if event.startswith(("os.", "open", "fcntl")) else None)
+    stored = [store.put(ARRAY) for _ in range(3)]
+    with suppress(StoreFullError):
+        store.put(ARRAY)
+    for each in stored[:2]:
+        store.read(each.id).close()
+        store.delete(each.id)
+    store.make_room(FILE_BYTES)
+    store.make_room(9 * FILE_BYTES)
+    store.sweep()
+    return [*calls, str(store.used_bytes // FILE_BYTES - count)]
+
+
+def test_s4_nothing_on_a_requests_way_depends_on_the_number_of_arrays(tmp_path: Path) -> None:
+    """Also where the store is full."""
+    found = []
+    for count in (10, 20_000):
+        with multiprocessing.get_context("fork").Pool(1) as process:
+            found.append(process.apply(_calls, (tmp_path / str(count), count)))
+        shutil.rmtree(tmp_path / str(count))
+    assert found[0] == found[1]
+    assert found[0][-1] == "1"
+    assert not {"os.listdir", "os.scandir"} & {*found[0]}
+
+
+def test_what_an_ended_process_left_belongs_to_the_next_of_its_rank(tmp_path: Path) -> None:
+    """In a folder that is kept; a limit holds over restarts, and what expired goes."""
+    ranks = [ArrayStore(tmp_path, 8 * FILE_BYTES, rank=rank, count=2) for rank in range(2)]
+    kept, old = [[store.put(ARRAY) for store in ranks] for _ in range(2)]
+    for each in old:
+        os.utime(each.path, (1, 1))
+    (kept[0].path.with_suffix(".tmp")).touch()
+    live = ArrayStore(tmp_path, 8 * FILE_BYTES)
+    stays = live.put(ARRAY)
+    for store in ranks:
+        store.close()
+    again = [ArrayStore(tmp_path, 8 * FILE_BYTES, rank=rank, count=2) for rank in range(2)]
+    for store in again:
+        store.open()
+        assert store.used_bytes == FILE_BYTES
+    assert {*files(tmp_path)} == {each.path for each in (*kept, stays)}
+    for each in kept:
+        again[0].read(each.id).close()
+    for store, mine in zip(again, kept, strict=True):
+        store.delete(mine.id)
+        assert store.used_bytes == 0
 
 
 def test_a_folder_in_use_is_not_removed(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", 1 << 20)
+    store = ArrayStore(tmp_path / "store", 1 << 20, keeps=False)
     stored = store.put(ARRAY)
     remove_unused(store.folder)
-    assert store.find(stored.id).exists()
+    ArrayStore(store.folder, keeps=False).open()
+    store.read(stored.id).close()
     store.close()
-    remove_unused(store.folder)
-    assert not store.folder.exists()
+    assert not stored.path.exists()
     remove_unused(store.folder)
 
 
-def test_a_process_that_ends_removes_the_folder_that_it_used_itself(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", 1 << 20)
+def test_the_end_of_a_process_whose_child_goes_on(tmp_path: Path) -> None:
+    """The child has its files open."""
+    store = ArrayStore(tmp_path / "store", 1 << 20, keeps=False)
     store.put(ARRAY)
-    remove_unused(store.folder)
-    assert store.folder.exists()
-    remove_unused(store.folder, ends=True)
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.start()
+    store.close()
+    child.kill()
+    child.join()
     assert not store.folder.exists()
 
 
 def _put(folder: Path) -> None:
-    remove_at_exit(folder)
-    ArrayStore(folder, 1 << 20).put(ARRAY)
+    ArrayStore(folder, 1 << 20, keeps=False).put(ARRAY)
 
 
 def _leave_work_to_the_thread(folder: Path) -> None:
-    remove_at_exit(folder)
-    store = ArrayStore(folder, 1 << 20)
+    store = ArrayStore(folder, 1 << 20, keeps=False)
     for _ in range(20):
-        store.submit(store.put, ARRAY)
+        store.writer.submit(store.put, ARRAY)
     store.put(ARRAY)
 
 

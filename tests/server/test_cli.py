@@ -4,6 +4,7 @@ import argparse
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import tomllib
@@ -19,6 +20,7 @@ from routed_experts.capture.engine.kv_transfer import connectors
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli import main, serve, signals
 from routed_experts.server.cli.console import CommandError
+from tests.e2e.harness import free_port
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
 
@@ -46,7 +48,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> str:
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    code = main.main(list(argv))
+    flags = ("--port", str(free_port())) if argv[:1] == ("serve",) else ()
+    code = main.main([*argv, *flags])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -233,6 +236,13 @@ def test_a_program_that_calls_it_keeps_its_signals(capsys: pytest.CaptureFixture
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     assert "ctrl-c" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_server_that_ends_visits_no_objects() -> None:
+    """H6. That took the first process seconds, in which Docker kills it."""
+    program = "import atexit, gc; atexit.register(lambda: print(gc.get_freeze_count() > 1000)); "
+    program += "from routed_experts.server.cli.signals import stop_on_signals; stop_on_signals()"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_a_server_that_ends_by_itself_waits_for_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,9 @@
-"""`routed-experts export` of known rows: what each format's reader finds is what was written.
-
-Readers that the formats were taken from: SGLang 6270b014, `compute_initial_expert_location_metadata` in
-`eplb/expert_location.py`; EPLB d52c72d5, `rebalance_experts` in `eplb.py`; thecodacus/llama.cpp 8e5bc28c,
-`init_moe_expert_cache` in `src/llama-model.cpp` and `tools/moe-trace/simulate.py`, which read `llama-moe-trace`'s CSV.
-"""
+"""`routed-experts export` of known rows: what each format's reader finds is what was written."""
 
 import csv
 import json
 import sys
 import tracemalloc
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,17 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli import export, formats
 from routed_experts.server.cli.main import INTERRUPTED, main
+from routed_experts.server.cli.running import bodies_of
+from routed_experts.server.cli.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
 
 LAYER_IDS = [1, 3, 4]
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": LAYER_IDS}
 UNKNOWN_ROW = 3
-FORMATS = {"parquet": "out.parquet", "csv": "out.csv", "npz": "out.npz", "moe-trace": "out.trace"}
-FORMATS |= {"sglang json": "out.json", "sglang pt": "out.pt", "eplb": "out.npy"}
+FORMATS = {each: f"out.{each}" for each in ("parquet", "csv", "npz", "jsonl")}
 
-Export = Callable[..., Path]
+Export = Any
 
 
 def told() -> list[Told]:
@@ -65,9 +61,20 @@ def expected() -> list[dict[str, Any]]:
             rows = np.concatenate([one.prompt, one.choices[choice]])
             for position in range(len(one.prompt) if choice else one.start, len(rows)):
                 is_prompt = position < len(one.prompt)
-                about = {"request": request, "choice": choice, "position": position, "is_prompt": is_prompt}
+                about = {
+                    "source": f"{request}.jsonl",
+                    "request": request,
+                    "choice": choice,
+                    "position": position,
+                    "is_prompt": is_prompt,
+                }
                 found.append(about | {"token_id": tokens[position], "rows": rows[position]})
     return found
+
+
+def token_text(token: dict[str, Any]) -> str | None:
+    """Chunks of the stream had a token each."""
+    return "x" if token["request"] and not token["is_prompt"] else None
 
 
 EXPECTED = expected()
@@ -99,6 +106,7 @@ def exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Export:
         assert capsys.readouterr() == (said, "")
         return tmp_path / name
 
+    run.folder = folder  # type: ignore[attr-defined]
     return run
 
 
@@ -125,8 +133,10 @@ def test_parquet_with_a_row_per_token_and_layer(exported: Export, monkeypatch: p
         token, layer = EXPECTED[place // LAYERS], place % LAYERS
         assert row == {
             **{name: value for name, value in token.items() if name != "rows"},
+            "source": str(exported.folder / token["source"]),
+            "group": str(exported.folder),
             "id": None if token["request"] else "cmpl-1",
-            "token": None,
+            "token": token_text(token),
             "layer": layer,
             "layer_id": LAYER_IDS[layer],
             "experts": token["rows"][layer].tolist(),
@@ -149,7 +159,9 @@ def test_csv(exported: Export) -> None:
         assert [int(row[f"expert_{slot}"]) for slot in range(TOP_K)] == token["rows"][layer].tolist()
         for name in ("request", "choice", "position", "is_prompt", "token_id"):
             assert row[name] == str(token[name])
-        assert (row["layer"], row["layer_id"], row["token"]) == (str(layer), str(LAYER_IDS[layer]), "")
+        assert (row["layer"], row["layer_id"]) == (str(layer), str(LAYER_IDS[layer]))
+        assert row["token"] == (token_text(token) or "")
+        assert (row["source"], row["group"]) == (str(exported.folder / token["source"]), str(exported.folder))
 
 
 def test_npz(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +172,8 @@ def test_npz(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("request", "choice", "position", "is_prompt", "token_id"):
             assert found[name].tolist() == [token[name] for token in EXPECTED]
         assert (found["layer_ids"].tolist(), int(found["num_experts"])) == (LAYER_IDS, EXPERTS)
+        sources = [str(exported.folder / token["source"]) for token in EXPECTED]
+        assert found["sources"][found["source"]].tolist() == sources
 
 
 def test_weights(tmp_path: Path) -> None:
@@ -184,7 +198,8 @@ def test_texts_and_what_is_unknown(tmp_path: Path) -> None:
     one = Told(rows_of(2, 1), [rows_of(2, 2)])
     body = answer(one)
     body["choices"][0]["logprobs"] = {"tokens": ['"a",\n', "\ud800", "c"]}
-    page = {**answer(one), "routed_experts_page": {"prompt_tokens": ["p", "q"], "tokens": ["r", None, "s"]}}
+    page = {**answer(one), "routed_experts_page": {"prompt_tokens": ["p", "q"]}}
+    page["choices"][0]["logprobs"] = {"tokens": ["r", None, "s"]}
     joined = answer(Told(rows_of(2, 1), [rows_of(2, 2)], layout="joined"))
     for name in ("prompt_token_ids", "token_ids"):
         del joined["choices"][0][name]
@@ -208,7 +223,7 @@ def test_prompts_whose_rows_are_equal(tmp_path: Path) -> None:
     """Of a list: both come, as their tokens differ."""
     several = [Told(rows_of(2, 1), [rows_of(2, 2)] * 2, first_token=first) for first in (100, 500)]
     (tmp_path / "answers.jsonl").write_text(json.dumps(answer(*several)))
-    assert main(["export", str(tmp_path / "answers.jsonl"), "-o", str(tmp_path / "out.npz")]) == 0
+    assert main(["export", str(tmp_path / "answers.jsonl"), "--n", "2", "-o", str(tmp_path / "out.npz")]) == 0
     with np.load(tmp_path / "out.npz") as found:
         place = found["is_prompt"] == 1
         assert found["token_id"][place].tolist() == [100, 101, 500, 501]
@@ -218,54 +233,77 @@ def test_prompts_whose_rows_are_equal(tmp_path: Path) -> None:
 # ---- other programs ----
 
 
-def test_sglang(exported: Export) -> None:
-    """It reads a dict with `logical_count` [decoder layers, experts], with zeros in dense layers."""
+def test_loads_of_other_programs(exported: Export, documented: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipes. EPLB d52c72d5, `rebalance_experts`, takes `weight` [MoE layers, experts]. SGLang 6270b014,
+
+    `compute_initial_expert_location_metadata`, reads a dict with `logical_count` [decoder layers, experts], with zeros
+    in dense layers.
+    """
+    (recipe,) = documented
+    monkeypatch.chdir(exported("experts.npz").parent)
+    exec(recipe, {})
+    assert np.array_equal(np.load("load.npy", allow_pickle=False), counts())
     every = np.zeros((max(LAYER_IDS) + 1, EXPERTS), np.int64)
     every[LAYER_IDS] = counts()
-    assert json.loads(exported("out.json").read_text()) == {"logical_count": every.tolist()}
-    for is_mapped in (False, True):
-        (found,) = torch.load(exported("out.pt"), weights_only=True, mmap=is_mapped).items()
-        assert (found[0], found[1].dtype, found[1].is_contiguous()) == ("logical_count", torch.int64, True)
-        assert np.array_equal(found[1].numpy(), every)
+    (found,) = torch.load("load.pt", weights_only=True).items()
+    assert (found[0], found[1].dtype, found[1].is_contiguous()) == ("logical_count", torch.int64, True)
+    assert np.array_equal(found[1].numpy(), every)
 
 
-def test_eplb(exported: Export) -> None:
-    """`rebalance_experts` takes `weight` [MoE layers, experts]."""
-    assert np.array_equal(np.load(exported("out.npy"), allow_pickle=False), counts())
-
-
-def test_moe_trace(exported: Export) -> None:
-    """As its reader counts experts: of lines `step,layer,id,...` those with a step that is not negative.
-
-    A simulator beside it takes negative steps for the prompt, and replays the others in their order.
-    """
-    lines = exported("out.trace", "--format", "moe-trace").read_text().splitlines()
-    read = [[int(word) for word in line.split(",")] for line in lines]
+def test_llama_cpps_trace(exported: Export, documented: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe. `init_moe_expert_cache` of thecodacus/llama.cpp 8e5bc28c counts lines `step,layer,id,...`."""
+    (recipe,) = documented
+    monkeypatch.chdir(exported("experts.parquet").parent)
+    exec(recipe, {})
+    read = [[int(word) for word in line.split(",")] for line in Path("trace.csv").read_text().splitlines()]
     generated = [token for token in KNOWN if not token["is_prompt"]]
-    wanted = [[LAYER_IDS[layer], *token["rows"][layer]] for token in generated for layer in range(LAYERS)]
-    decoded = [line for line in read if line[0] >= 0]
-    assert [line[1:] for line in decoded] == wanted
-    assert [line[0] for line in decoded] == [step for step in range(len(generated)) for _ in range(LAYERS)]
-    prompts = [token for token in KNOWN if token["is_prompt"]]
-    lengths = [len(one.prompt) for one in told()]
-    steps = [token["position"] - lengths[token["request"]] for token in prompts for _ in range(LAYERS)]
-    assert [line[0] for line in read if line[0] < 0] == steps
+    assert [line[1:] for line in read] == [
+        [LAYER_IDS[layer], *token["rows"][layer]] for token in generated for layer in range(LAYERS)
+    ]
+    assert [line[0] for line in read] == [step for step in range(len(generated)) for _ in range(LAYERS)]
 
 
-def test_histograms_are_loads(tmp_path: Path) -> None:
-    counted = {"counts": counts().tolist(), "rows": len(EXPECTED), "missing": 1}
-    body = {"choices": [{"index": 0, "finish_reason": "stop", "routed_experts_histogram": counted}]}
-    file = tmp_path / "answers.jsonl"
-    file.write_text(json.dumps({**body, "routed_experts_info": INFO}))
-    assert main(["export", str(file), "-o", str(tmp_path / "out.npy")]) == 0
-    assert np.array_equal(np.load(tmp_path / "out.npy"), counts())
+# ---- responses ----
+
+
+def test_f6_responses(exported: Export, tmp_path: Path) -> None:
+    """F6: the lines are read again as what was read."""
+    again = list(read(opened([str(exported("out.jsonl"))]), ModelInfo()))
+    assert [each.info.layer_ids for each in again] == [tuple(LAYER_IDS)] * 2
+    for one, read_again in zip(told(), again, strict=True):
+        for choice, routing in enumerate(read_again.routings()):
+            assert np.array_equal(routing.rows, one.whole(choice))
+            assert (routing.start, routing.prompt_len, routing.index) == (one.start, len(one.prompt), choice)
+            assert routing.prompt_token_ids == tuple(one.prompt_token_ids)
+            assert routing.token_ids == tuple(one.token_ids(choice))
+    assert again[1].routings()[0].texts == (*[None] * 7, *"xxxx")
+    assert main(["export", str(tmp_path / "out.jsonl"), "-o", str(tmp_path / "again.jsonl")]) == 0
+    assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "out.jsonl").read_text()
+
+
+# ---- requests ----
+
+
+def test_f6_how_prompts_are_sent(tmp_path: Path) -> None:
+    """F6: greedily, so that the same command gives the same rows; what a request says takes precedence."""
+    lines = ["one", {"prompt": "two", "temperature": 0.5, "max_tokens": 9}, {"prompt": "three", "n": 2}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    command = ["--url", "host", "--prompts", str(file), "-o", "out.csv", "--max-tokens", "4"]
+    (place, one), (_, two), (_, three) = bodies_of(export.parse(command))
+    assert place == (str(file), 1)
+    assert one == {"prompt": "one", "max_tokens": 4, "temperature": 0}
+    assert two == {"prompt": "two", "max_tokens": 9, "temperature": 0.5}
+    assert three == {"prompt": "three", "max_tokens": 4, "n": 2}, "vLLM refuses two likeliest choices"
+    flags = ["--temperature", "0.7", "--seed", "3", "--chat"]
+    (_, one), (_, two), (_, three) = bodies_of(export.parse([*command, *flags]))
+    sampling = {"max_tokens": 4, "temperature": 0.7, "seed": 3}
+    assert one == {"messages": [{"role": "user", "content": "one"}], **sampling}
+    assert two == {"prompt": "two", "max_tokens": 9, "temperature": 0.5, "seed": 3}
+    assert three == {"prompt": "three", "n": 2, **sampling}
 
 
 # ---- long and interrupted exports ----
-
-
-def format_of(name: str) -> list[str]:
-    return ["--format", "moe-trace"] if name.endswith(".trace") else []
 
 
 @pytest.mark.parametrize("name", FORMATS.values())
@@ -280,7 +318,7 @@ def test_memory_does_not_grow(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         pa.set_memory_pool(of_arrow)
         tracemalloc.start()
         try:
-            assert main(["export", str(file), "-o", str(tmp_path / name), *format_of(name)]) == 0
+            assert main(["export", str(file), "-o", str(tmp_path / name)]) == 0
             peaks.append(tracemalloc.get_traced_memory()[1] + (of_arrow.max_memory() or 0))
         finally:
             tracemalloc.stop()
@@ -305,8 +343,8 @@ def test_an_interrupted_export_leaves_what_was_there(
             if next(responses) == 2:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(export.Exported, "check", check)
-    status = main(["export", str(file), "-o", str(out), *format_of(name)])
+        monkeypatch.setattr(export.Exported, "count", check)
+    status = main(["export", str(file), "-o", str(out)])
     assert status == (INTERRUPTED if way == "Ctrl-C" else 2)
     assert [path.name for path in out.parent.iterdir()] == [name]
     assert out.read_text() == "before"
@@ -327,25 +365,17 @@ def test_without_pyarrow_and_tqdm(
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain, other = answer(told()[0]), answer(Told(rows_of(4, layers=2), [rows_of(2, layers=2)]))
-    cut = answer(Told(rows_of(2, 1), [rows_of(2, 2)], layout="joined"))
-    for name in ("prompt_token_ids", "token_ids"):
-        del cut["choices"][0][name]
-    cut["routed_experts_info"] = INFO
     large = answer(Told(rows_of(2, 1), [rows_of(2, 2)], first_token=1 << 40))
     nothing = answer(Told(rows_of(2, 1), [rows_of(0, 2)], start=2))
     nowhere = tmp_path / "nowhere" / "out.csv"
     for body, flags, sentence in [
-        ([plain], "-o out.json", "line 1: the number of experts is unknown: put the response of GET"),
-        ([plain], "-o out.json --num-experts 60", "line 1: the decoder layers of its rows are unknown"),
-        ([plain], "-o out.csv --format moe-trace", "line 1: the decoder layers of its rows are unknown"),
-        ([cut], "-o out.csv --format moe-trace", "A response does not show where its prompt ends"),
         ([plain, other], "-o out.csv", "line 2: num_layers is 2 after 3: export one model at a time."),
         ([plain], "-o out.csv --weights", "line 1: the response has no weights: set return_routed_expert_weights"),
         ([{"error": {"message": "no"}}], "-o out.csv", "line 1: the server answered with an error: no."),
         ([{**plain, "id": 3, "choices": [{**plain["choices"][0], "logprobs": 3}]}], "-o out.csv", "line 1: "),
-        ([large], "-o out.parquet", "Response 1 cannot be written: "),
+        ([large], "-o out.parquet", "line 1: not token ids: from 1099511627776 to"),
         ([nothing], "-o out.csv", "Nothing to export: the responses have no rows."),
-        ([nothing], "-o out.npy --num-experts 60", "Nothing to export: the responses have no rows."),
+        ([{"choices": []}], "-o out.jsonl", "line 1: the answer has no choices"),
         ([plain], f"-o {nowhere}", f"--output {nowhere} cannot be written: No such file or directory."),
         ([plain], f"-o {tmp_path} --format csv", f"--output {tmp_path} is a folder."),
     ]:
@@ -361,9 +391,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         ("FILE -o out.xyz", "--output out.xyz names no format: set --format"),
-        ("FILE -o out.txt --format sglang", "SGLang reads files that end in .json or .pt"),
         ("FILE -o out.csv --per token", "--per token is for parquet"),
-        ("FILE -o out.pt --weights", "--weights is for parquet, csv and npz: sglang has no weights"),
         ("-o out.csv", "give files, or --url and --prompts"),
         ("-o out.csv --url host", "give files, or --url and --prompts"),
         ("FILE -o out.csv --url host --prompts p", "give files, or --url and --prompts"),

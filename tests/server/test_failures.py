@@ -1,9 +1,11 @@
 """Commands that cannot do what they should: one sentence and an exit status, no traceback."""
 
+import ast
 import io
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,9 +19,12 @@ from threading import Event, Thread
 import numpy as np
 import pytest
 import torch
+import vllm.entrypoints.cli.serve as vllms_command
+from vllm.envs import disable_envs_cache
 
 from routed_experts.server.cli.main import main
 from tests.clients.test_compare import G, P, answer_of
+from tests.e2e.harness import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -55,12 +60,14 @@ def words(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Words:
     (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
     (folder / "empty").touch()
     (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
-    return lambda command: command.replace("FILES", str(folder)).replace("MODEL", str(tiny_model)).split()
+    names = {"FILES": str(folder), "MODEL": str(tiny_model), "PORT": str(free_port())}
+    return lambda command: re.sub("|".join(names), lambda name: names[name[0]], command).split()
 
 
 COMPARE = "compare MODEL --answers FILES/answer"
 NO_CUDA = "--device cuda cannot be used"
-REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODEL --chat-template /nowhere.jinja"]
+NO_TEMPLATE = "serve MODEL --port PORT --chat-template /nowhere.jinja"
+REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", NO_TEMPLATE]
 """These run as processes too, one for each set of libraries that a command loads."""
 
 
@@ -75,11 +82,11 @@ REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODE
         ("view FILES/none --no-browser", "none cannot be read: No such file"),
         ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
         ("export FILES/none -o FILES/out.csv", "none cannot be read: No such file"),
-        ("export -o FILES/out.csv --url 127.0.0.1:9 --prompts FILES/empty", "empty has no prompts: write one per line"),
-        ("export -o FILES/out.csv --url 127.0.0.1:9 --prompts FILES/none", "none cannot be read: No such file"),
+        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty", "empty has no prompts: write one per"),
+        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/none", "none cannot be read: No such file"),
         ("tiny-model FILES/empty", "File exists"),
-        ("compare /nowhere/model --answers FILES/answer", "The folder /nowhere/model does not exist"),
-        ("compare FILES --answers FILES/answer", "has no config.json"),
+        ("compare /nowhere/model --answers FILES/answer", "/nowhere/model is neither a local folder nor a name"),
+        ("compare FILES --answers FILES/answer", "key in its config.json"),
         ("compare some/model --answers FILES/answer", "the Hugging Face hub cannot be reached"),
         ("compare MODEL --answers FILES/unknown", "Nothing to compare"),
         (f"{COMPARE} --device nonsense", "--device nonsense cannot be used"),
@@ -87,11 +94,12 @@ REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", "serve MODE
             f"{COMPARE} --device cuda", NO_CUDA, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
         ),
         ("compare some/model --answers FILES/answer --json /proc/none", "--json /proc/none cannot be written"),
-        ("compare MODEL --url 127.0.0.1:9", "http://127.0.0.1:9 cannot be reached: "),
+        ("compare MODEL --url 127.0.0.1:PORT", " cannot be reached: "),
         ("compare MODEL --url ftp://host", "is not the URL of a server"),
-        ("serve /nowhere/model", "The folder /nowhere/model does not exist"),
-        ("serve some/model", "the Hugging Face hub cannot be reached"),
-        ("serve MODEL --chat-template /nowhere.jinja", "/nowhere.jinja"),
+        ("serve /nowhere/model --port PORT", "/nowhere/model is neither a local folder nor a name"),
+        ("serve some/model --port PORT", "the Hugging Face hub cannot be reached"),
+        (NO_TEMPLATE, "/nowhere.jinja"),
+        ("serve MODEL --port PORT --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),
     ],
 )
 def test_an_error_is_one_sentence(
@@ -110,6 +118,28 @@ def test_an_error_is_one_sentence(
         out, err = capsys.readouterr()
     assert (status, "Traceback" in out + err) == (2, False), err
     assert sentence in next(line for line in reversed(err.splitlines()) if line.startswith("routed-experts: "))
+
+
+def test_h2_the_front_end_in_rust_is_refused(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H2. It takes the port from the process that has the self-test and our routes."""
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/bin/true")
+    disable_envs_cache()  # what a server before keeps
+    for flags in ([], ["--no-enable-return-routed-experts"]):
+        assert main(["serve", str(tiny_model), *flags]) == 2
+        assert "VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that cannot" in capsys.readouterr().err
+
+
+def test_h2_vllms_command_has_no_other_front_ends() -> None:
+    """H2. What can have the port is the server in Python, which tests itself, or one of those that are refused."""
+    tree = ast.parse(Path(vllms_command.__file__).read_text())
+    called = {getattr(node.func, "id", "") for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = {name for name in called if re.match("(run|serve)_|.*ProcessManager$", name)}
+    in_python = {"run_dp_supervisor", "run_headless", "run_multi_api_server", "run_server", "APIServerProcessManager"}
+    engines = {"CoreEngineProcManager"}
+    assert names - engines - in_python == {"serve_grpc", "RustFrontendProcessManager"}
 
 
 @pytest.mark.parametrize("command", ["stats FILES/answer", "--help"])
@@ -136,7 +166,7 @@ def test_a_disk_that_is_full(words: Words) -> None:
         ("view FILES/answer --no-browser", "numpy"),
         ("tiny-model FILES/model", "torch.nn"),
         ("compare MODEL --answers FILES/answer", "transformers.modeling_utils"),
-        ("serve MODEL", "vllm.config"),
+        ("serve MODEL --port PORT", "vllm.config"),
     ],
 )
 def test_an_interrupt_while_imports_run(words: Words, command: str, module: str) -> None:

@@ -17,13 +17,14 @@ import pytest
 import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
+from routed_experts.capture.envelope import CAUSES, STATS
 from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http import metrics
 from routed_experts.server.http.metrics import EngineMetrics, label_with, watch_buffers
 from tests.server.known import rows_of
 from tests.server.test_response import answer_of, answered, long_answer
-from tests.server.test_row_buffer import Frontend, output
+from tests.server.test_row_buffer import Frontend, message, output
 from tests.server.test_streaming import Engine, aligner_of, arrays_of, stream
 
 PREFIX = "routed_experts_"
@@ -153,6 +154,23 @@ def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         return opened, registry.get_sample_value("feeds_open", {"model_name": MODEL})
 
     assert asyncio.run(run()) == (1, 0)
+
+
+def test_m1_reports_that_cannot_be_read_do_not_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """M1. vLLM's output handler ends with what is raised in it; answers go on, and the reports are counted."""
+    frontend = Frontend()
+    frontend.buffers.on_stats = EngineMetrics(MODEL, [1], 8).update
+    tokens = frontend.add("b")
+    more, less = (EngineStats(7, rows_captured=count).encode() for count in (5, 4))  # a negative difference
+    reports = [{STATS: report} for report in (more, less, {"unknown": 1}, None)]
+    reports += [{CAUSES: report} for report in (5, [["b", False, 99, 1]], [5])]
+    for report in reports:
+        outputs = message(output("b", 1, first=0, rows=1))
+        outputs[0].kv_transfer_params = report
+        frontend.processor.process_outputs(outputs)
+    assert frontend.buffers.num_failed_reports == len(reports) - 1
+    assert len([record for record in caplog.records if "cannot be read" in record.message]) == 1
+    assert tokens.get_nowait() is not None
 
 
 OF_A_PROCESS = """

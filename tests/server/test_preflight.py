@@ -1,8 +1,6 @@
 """What ends `serve` in one sentence: the model, the port, the flags. Nothing is started."""
 
-import json
 import logging
-import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,6 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)  # vLLM's handler keeps the output of the test before
 
 
-@pytest.fixture
-def checkpoint(tiny_model: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model, to be spoilt."""
-    return Path(shutil.copytree(tiny_model, tmp_path / "checkpoint"))
-
-
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     """The one sentence that `serve` ends in."""
     flags = () if "--port" in argv else ("--port", str(free_port()))
@@ -40,18 +32,16 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return sentence.removeprefix("routed-experts: ")
 
 
-def test_no_checkpoint(capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path) -> None:
-    for model in ("./nowhere", "some/deep/folder"):
-        assert f"The folder {model} does not exist: use the folder of a checkpoint" in refused(capsys, model)
-    assert "is neither a local folder nor a name on the Hugging Face hub" in refused(capsys, "not a name")
-    assert "has no config.json: use the folder of a complete checkpoint." in refused(capsys, str(tmp_path))
-    with (checkpoint / "model.safetensors").open("r+b") as file:
-        file.truncate(1 << 43)  # which takes no room on the disk
-    sentence = refused(capsys, str(checkpoint))
-    assert "The model's weights take " in sentence
-    assert "serve a smaller or quantized model." in sentence
-    (checkpoint / "model.safetensors").unlink()
-    assert "has no weights" in refused(capsys, str(checkpoint))
+@pytest.mark.parametrize("model", ["./nowhere", "some/deep/folder", "/nowhere", "not a name"])
+def test_no_such_model(capsys: pytest.CaptureFixture[str], model: str) -> None:
+    assert refused(capsys, model) == (
+        f"{model} is neither a local folder nor a name on the Hugging Face hub (owner/name): check the spelling."
+    )
+
+
+def test_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """vLLM's own sentence names the folder."""
+    assert f"local directory specified: '{tmp_path}'." in refused(capsys, str(tmp_path))
 
 
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> None:
@@ -60,6 +50,21 @@ def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path) -> 
         assert refused(capsys, str(tiny_model), "--port", str(port)) == (
             f"Port {port} is in use: choose another with --port, or stop the program that listens on it."
         )
+
+
+def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """F5. The socket is checked instead, and left for vLLM to make."""
+    path = tmp_path / "socket"
+    with socket.create_server(("0.0.0.0", 0)) as listening:
+        flags = ("./nowhere", "--port", str(listening.getsockname()[1]), "--uds")
+        assert "./nowhere is neither a local folder" in refused(capsys, *flags, str(path))
+        assert not path.exists()
+        path.touch()
+        exists = f"--uds {path} cannot be used: it exists; remove it if no server uses it."
+        assert refused(capsys, *flags, str(path)) == exists
+        assert path.exists()
+        assert "cannot be used: No such file" in refused(capsys, *flags, str(tmp_path / "none" / "socket"))
+        assert "cannot be used: AF_UNIX path too long." in refused(capsys, *flags, "x" * 200)
 
 
 @pytest.mark.parametrize(
@@ -138,19 +143,6 @@ def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert text in said
     for text in ("Qwen/Qwen3-0.6B", "vllm serve --help"):
         assert text not in said
-
-
-def test_a_checkpoint_counts_once(checkpoint: Path) -> None:
-    """In both formats, and in the precision that it is served in."""
-    size = (checkpoint / "model.safetensors").stat().st_size
-    shutil.copy(checkpoint / "model.safetensors", checkpoint / "pytorch_model.bin")
-    config = json.loads((checkpoint / "config.json").read_text())
-    assert config["dtype"] == "float32"
-    files = preflight._files(checkpoint, preflight._WEIGHTS)
-    args = serve.parse([str(checkpoint), "--dtype", "bfloat16"])
-    serve.take_capture_flag(args)
-    half = serve.AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    assert preflight._loaded_bytes(half, files) == size // 2
 
 
 def test_an_error_of_pydantic_without_a_link() -> None:

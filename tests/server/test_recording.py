@@ -1,9 +1,11 @@
 """Aborted requests in recorded routing, through vLLM's own output processor."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
@@ -12,9 +14,40 @@ from routed_experts.protocol.collect import collect
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.recording import Recorder, RecordFiles
+from routed_experts.server.http.recording import Recorder, RecordFiles, prepare
 from tests.server.known import K, L
 from tests.server.test_row_buffer import ABORT, DELTA, Frontend, first_token, output, prompt, request_of, take
+
+
+def test_f2_files_that_no_server_made_are_left_alone(tmp_path: Path) -> None:
+    """F2: a link is not followed, and a folder or a pipe does not keep a server from starting."""
+    folder, elsewhere = tmp_path / "record", tmp_path / "elsewhere"
+    folder.mkdir(mode=0o700)
+    elsewhere.write_text("a letter without an end of line")
+    (folder / "link.jsonl.part").symlink_to(elsewhere)
+    (folder / "folder.jsonl.part").mkdir()
+    os.mkfifo(folder / "pipe.jsonl.part")
+    (folder / "cut.jsonl.part").write_text('{"a": 1}\n{"b"')
+    (folder / "empty.jsonl.part").touch()
+    prepare(folder)
+    assert elsewhere.read_text() == "a letter without an end of line"
+    names = ["cut.jsonl", "folder.jsonl.part", "link.jsonl.part", "pipe.jsonl.part"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    assert (folder / "cut.jsonl").read_text() == '{"a": 1}\n'
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_f2_a_folder_that_others_may_write_to(tmp_path: Path, mode: int) -> None:
+    """F2: they could put links there, and read or change what is recorded."""
+    folder, link = tmp_path / "record", tmp_path / "link"
+    link.symlink_to(folder)
+    prepare(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with pytest.raises(OSError, match="a folder of this user that nobody else may write to"):
+        prepare(link)
+    folder.chmod(mode)
+    with pytest.raises(OSError, match="a folder of this user that nobody else may write to"):
+        prepare(folder)
 
 
 def recorder_of(frontend: Frontend, folder: Path) -> Recorder:

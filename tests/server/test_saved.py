@@ -1,5 +1,6 @@
 """The reader of saved answers, on every kind of file: what it finds is what was written."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.collect import RoutingError
+from routed_experts.protocol.saved import ModelInfo, normalised, read
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import ModelInfo, opened, read
+from routed_experts.server.cli.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
@@ -23,8 +25,8 @@ def sse(*chunks: Any, end: str = "\n\n") -> str:
     return "".join(f"data: {text}{end}" for text in (*map(json.dumps, chunks), "[DONE]"))
 
 
-def body(told: Told) -> str:
-    return json.dumps(answer(told))
+def body(*told: Told) -> str:
+    return json.dumps(answer(*told))
 
 
 FILES = {
@@ -38,6 +40,11 @@ FILES = {
     "streams with carriage returns": sse(*stream(ONE), end="\r\n\r\n") + sse(*stream(OTHER), end="\r\n\r\n"),
     "a stream with comments": ": ping\n\nevent: x\n" + sse(*stream(ONE)) + ": ping\n" + sse(*stream(OTHER)),
     "a stream, then a body": sse(*stream(ONE)) + "\n" + body(OTHER),
+    "a batch's output (F4)": "".join(
+        json.dumps({"custom_id": str(place), "response": {"status_code": 200, "body": answer(told)}, "error": None})
+        + "\n"
+        for place, told in enumerate((ONE, OTHER))
+    ),
     "a body over lines, then a stream": json.dumps(answer(ONE), indent=2) + "\n" + sse(*stream(OTHER)),
 }
 
@@ -131,33 +138,33 @@ CUT_OFF = "the stream that starts here was cut off"
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        *((text, " has no responses.") for text in ("", "\n\n", "[]", json.dumps(INFO))),
+        *((text, " has no responses") for text in ("", "\n\n", "[]", json.dumps(INFO))),
         ("{]", f", line 1 {NOT_JSON}: Expecting property name"),
         (f'{body(ONE)}\n{{"a": 1,\n\n "b', f", line 2 {NOT_JSON}: Unterminated string"),
         ("[" * 100_000, f", line 1 {NOT_JSON}"),
-        ("3", ", line 1 is not a response of the server: it must be a JSON object."),
-        (f"{body(ONE)}\n[[]]", ", line 2 is not a response of the server"),
-        ("data: [1]\n\ndata: [DONE]\n", ", line 1 is not a response of the server"),
+        ("3", ", line 1: not a response of the server: it must be a JSON object"),
+        (f"{body(ONE)}\n[[]]", ", line 2: not a response of the server"),
+        ("data: [1]\n\ndata: [DONE]\n", ", line 1: not a response of the server"),
         ("data: {]\n", ", line 1: an event is not JSON"),
         (f"\n{sse(*stream(ONE))[:-14]}", f", line 2: {CUT_OFF}"),
         (f"{sse(*stream(ONE)[:3])[:-14]}{body(ONE)}", f", line 1: {CUT_OFF}"),
-        (info(num_experts="many"), ", line 1: num_experts must be a positive integer, not 'many'."),
-        (info(layer_ids=[2, 1, 0]), ", line 1: layer_ids must be ascending layer indices, not [2, 1, 0]."),
-        (info(num_layers=4), ", line 1: num_layers is 4, but layer_ids are [1, 2, 4]."),
+        (info(num_experts="many"), ", line 1: num_experts must be a positive integer up to 32768, not 'many'"),
+        (info(layer_ids=[2, 1, 0]), ", line 1: layer_ids must be ascending layer indices below 4096, not [2, 1, 0]"),
+        (info(num_layers=4), ", line 1: num_layers is 4, but layer_ids are [1, 2, 4]"),
         (
             json.dumps({"choices": [], "routed_experts_info": [1]}),
-            ", line 1: routed_experts_info must be an object, not [1].",
+            ", line 1: routed_experts_info must be an object, not [1]",
         ),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, text: str, sentence: str) -> None:
-    with pytest.raises(CommandError) as error:
+    with pytest.raises(RoutingError) as error:
         found(tmp_path, text)
     assert str(error.value).startswith(f"{tmp_path}/0.jsonl{sentence}")
 
 
 def test_an_empty_file_among_others(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match=r"1\.jsonl has no responses"):
+    with pytest.raises(RoutingError, match=r"1\.jsonl has no responses"):
         found(tmp_path, body(ONE), "", body(OTHER))
 
 
@@ -175,5 +182,30 @@ def test_a_folder_as_a_server_records_it(tmp_path: Path) -> None:
         assert np.array_equal(one.routings()[0].rows, rows)
         assert one.info.layer_ids == (1, 2, 4)
     (tmp_path / "none").mkdir()
-    with pytest.raises(CommandError, match=r"none has no files \*\.jsonl with responses"):
+    with pytest.raises(CommandError, match=r"none has no files \*\.json or \*\.jsonl with responses"):
         list(read(opened([str(tmp_path / "none")]), ModelInfo()))
+
+
+def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
+    """F3: only a value that may go on beyond the line needs more of the file, which may be larger than the memory."""
+    rest = f"{body(ONE)}\n" * 50
+    for text, most in ((f"{{]\n{rest}", 10), (f'{{"a": 1,\n "b": ]\n{rest}', 2 * len(body(ONE)))):
+        file = io.StringIO(text)
+        with pytest.raises(RoutingError, match="is not valid JSON"):
+            list(read([("file", file)], ModelInfo()))
+        assert file.tell() <= most
+
+
+def test_several_prompts_become_a_body_each() -> None:
+    """And are read again as they were, also where their rows are equal."""
+    prompts = [Told(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first) for first in (100, 500)]
+    (one,) = read([("file", io.StringIO(body(*prompts)))], ModelInfo(n=2))
+    lines = [json.dumps(each) for each in normalised(one, one.routings())]
+    assert len(lines) == 2
+    again = [
+        routing for each in read([("again", io.StringIO("\n".join(lines)))], ModelInfo()) for routing in each.routings()
+    ]
+    for before, after in zip(one.routings(), again, strict=True):
+        assert np.array_equal(before.rows, after.rows)
+        for name in ("index", "start", "prompt_len", "prompt_token_ids", "token_ids", "finish_reason"):
+            assert getattr(before, name) == getattr(after, name)

@@ -5,6 +5,7 @@ import itertools
 import random
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,10 +14,12 @@ import pytest
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.http.streaming import SSERewriter
+from routed_experts.server.outputs.arrays import ArrayBuffer, ArrayForm
 from routed_experts.server.outputs.row_buffer import RowBuffer
-from routed_experts.server.vllm_api import CompletionOutput, RequestOutput
-from tests.server.known import K, L, another_task, choice, output, positions, rows_of
+from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, RequestOutputKind
+from tests.server.known import K, L, another_task, buffer_of, choice, output, positions, rows_of
 
 EXPERTS = 32000
 DONE = "data: [DONE]\n\n"
@@ -402,3 +405,25 @@ def test_a_failing_engine_fails_the_stream() -> None:
         yield DONE
 
     assert ended(aligner_of(), results(), generate) == [DONE]
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "repetition", "abort", "error", "a reason that vLLM adds"])
+def test_m2_a_row_that_is_missing_is_the_same_streamed_whole_and_in_a_program(finish: str) -> None:
+    """M2. Whatever ends a choice: -1 for its last row, or for an abort none."""
+
+    def ends() -> RequestOutput:
+        return output(3, choice(4, buffer_of((0, rows_of(0, 5))), finish=finish))
+
+    chunks = stream(aligner_of(), [ends()])
+    whole = CollectedRows(RoutingOptions(), (L, K))
+    whole.collect(ends())
+    model = SimpleNamespace(get_num_experts=lambda: EXPERTS, get_total_num_hidden_layers=lambda: L)
+    form = ArrayForm(model)
+    form.learn({"num_layers": L, "top_k": K, "layer_ids": list(range(L))})
+    program = ArrayBuffer(form, "a", 0, 3, RequestOutputKind.FINAL_ONLY)
+    program.push(0, rows_of(0, 5))
+    array, _ = program.arrays_of(ends().outputs[0])
+    rows = np.concatenate([*whole.prompts[0], *whole.choices[0][1]])[:, 0, 0].tolist()
+    assert rows == [0, 1, 2, 3, 4] + [-1] * (finish not in ("abort", "error"))
+    assert own_positions(chunks) == rows[3:]
+    assert array[:, 0, 0].tolist() == rows

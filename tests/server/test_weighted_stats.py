@@ -21,7 +21,10 @@ def test_weights_are_added_up(capsys: pytest.CaptureFixture[str], tmp_path: Path
     for choice, part in zip(body["choices"], np.split(weights[20:], [9]), strict=True):
         choice["routed_expert_weights"] = part.tolist()
     counted = {**histogram(every, EXPERTS), "weights": sum_weights(every, weights, EXPERTS).tolist()}
-    alone = {"choices": [{"index": 0, "finish_reason": "stop", "routed_experts_histogram": counted}]}
+    alone = {
+        "prompt_routed_experts_histogram": histogram(every[:0], EXPERTS),
+        "choices": [{"index": 0, "finish_reason": "stop", "routed_experts_histogram": counted}],
+    }
     without = answer(Told(rows_of(4, 5), [rows_of(2, 6)]))
     file = tmp_path / "answers.jsonl"
     file.write_text("\n".join(json.dumps(one) for one in (body, alone, without)))

@@ -1,5 +1,6 @@
 // An answer as it grows: its tokens, the rows that are known, and what has been counted of them.
 
+import { grown } from "./arrays.js";
 import { weightText } from "./tokens.js";
 
 export class Answer {
@@ -38,7 +39,9 @@ export class Answer {
     for (let i = 0; i < ids.length; i++) {
       if (ids[i] < -1 || ids[i] >= this.experts) throw new Error(`Expert id ${ids[i]} is out of range: a layer has ${this.experts} experts.`);
     }
-    this.#reserve((this.length + count) * this.size);
+    const needed = (this.length + count) * this.size;
+    this.rows = grown(this.rows, needed);
+    this.weights &&= grown(this.weights, needed);
     this.rows.set(ids, this.length * this.size);
     if (this.hasWeights && weights) {
       this.weights.set(weights, this.length * this.size);
@@ -91,17 +94,6 @@ export class Answer {
   text(position) {
     const token = this.tokens[position];
     return token?.text ?? (token?.id != null ? `#${token.id}` : "");
-  }
-
-  #reserve(needed) {
-    if (needed <= this.rows.length) return;
-    const larger = (values) => {
-      const found = new values.constructor(Math.max(needed, values.length * 2));
-      found.set(values.subarray(0, this.length * this.size));
-      return found;
-    };
-    if (this.weights) this.weights = larger(this.weights);
-    this.rows = larger(this.rows);
   }
 
   #weigh(ids, weights) {

@@ -12,15 +12,14 @@ function bytesOf(base64) {
 }
 
 /**
- * {rows: Int16Array, weights: Float32Array | null, shape: [n, L, K], start: number | null} of an array of ids in any form,
- * and one of their weights, if there is one. `raw` = {num_layers, top_k, rows_dtype} is needed for the form that does not
- * say them.
+ * {rows: Int16Array, weights: Float32Array | null, shape: [n, L, K], start: number | null} of an array of ids in any form
+ * but `raw`, and one of their weights, if there is one.
  */
-export function decode(ids, weights, raw = {}) {
-  const { values, shape, start } = parsed(ids, raw);
+export function decode(ids, weights) {
+  const { values, shape, start } = parsed(ids);
   const rows = int16(values);
   if (weights == null) return { rows, weights: null, shape, start };
-  const beside = parsed(weights, { ...raw, rows_dtype: "float32" });
+  const beside = parsed(weights);
   if (String([beside.shape, beside.start]) !== String([shape, start])) throw new Error("An array of weights does not match the ids beside it.");
   return { rows, weights: float32(beside.values), shape, start };
 }
@@ -41,26 +40,20 @@ function float32(values) {
   return weights;
 }
 
-function parsed(value, raw) {
+function parsed(value) {
   if (Array.isArray(value)) {
     const shape = [value.length, value[0]?.length ?? 0, value[0]?.[0]?.length ?? 0];
     return checked(value.flat(2), shape, null);
   }
-  if (typeof value === "string") {
-    return value.startsWith(NPY_MAGIC) ? fromNpy(bytesOf(value)) : fromRaw(bytesOf(value), raw);
-  }
+  if (typeof value === "string") return fromNpy(value);
   return checked(new TYPES[value.dtype](bytesOf(value.data).buffer), value.shape, value.start);
 }
 
-function fromRaw(bytes, { num_layers: layers, top_k: topK, rows_dtype: dtype }) {
-  if (!layers || !topK || !dtype) {
+function fromNpy(value) {
+  if (!value.startsWith(NPY_MAGIC)) {
     throw new Error("The raw format has no shape: request the object format, or run routed-experts view with --num-layers, --top-k and --rows-dtype.");
   }
-  const ids = new TYPES[dtype](bytes.buffer);
-  return checked(ids, [ids.length / (layers * topK), layers, topK], null);
-}
-
-function fromNpy(bytes) {
+  const bytes = bytesOf(value);
   const view = new DataView(bytes.buffer);
   const [length, from] = bytes[6] === 1 ? [view.getUint16(8, true), 10] : [view.getUint32(8, true), 12];
   const header = new TextDecoder("latin1").decode(bytes.subarray(from, from + length));
@@ -73,6 +66,14 @@ function fromNpy(bytes) {
 function checked(values, shape, start) {
   if (!Number.isInteger(shape[0]) || values.length !== shape[0] * shape[1] * shape[2]) throw new Error("The number of ids in an array does not match its shape.");
   return { values, shape, start };
+}
+
+/** A typed array with the values of one, and room for `needed`. */
+export function grown(values, needed) {
+  if (needed <= values.length) return values;
+  const larger = new values.constructor(Math.max(needed, values.length * 2));
+  larger.set(values);
+  return larger;
 }
 
 /** The form object of rows or their weights, for answers that are saved. */

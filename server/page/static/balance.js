@@ -1,10 +1,10 @@
 // How evenly the experts share the load, over time: entropy as a share of what it can be at most.
 
-import { sized, ticks } from "./canvas.js";
+import { grown } from "./arrays.js";
+import { GUTTER, line, sized, ticks } from "./canvas.js";
 import { ink } from "./colours.js";
 import { evenness, xlogx } from "./stats.js";
 
-const GUTTER = 40;
 const HEIGHT = 150;
 
 /** The balance after every row of an answer, over the last `span` rows; 0: over all of them. */
@@ -22,11 +22,7 @@ export class Balance {
   /** Takes at most `most` more rows; whether there is more to do. */
   extend(most = 256) {
     const upTo = Math.min(this.length + most, this.answer.length);
-    if (upTo * this.answer.layers > this.values.length) {
-      const larger = new Float32Array(Math.max(upTo * this.answer.layers, this.values.length * 2));
-      larger.set(this.values);
-      this.values = larger;
-    }
+    this.values = grown(this.values, upTo * this.answer.layers);
     for (; this.length < upTo; this.length++) {
       this.#row(this.length, 1);
       if (this.span && this.length >= this.span) this.#row(this.length - this.span, -1);
@@ -103,14 +99,15 @@ export class BalanceChart {
     const floor = Math.max(Math.floor(lowest * 10 - 0.2) / 10, 0);
     const scale = { width, x: (row) => GUTTER + (row / Math.max(this.#rows - 1, 1)) * width, y: (value) => 6 + HEIGHT * (1 - (value - floor) / (1 - floor)) };
     this.#grid(context, scale, floor);
+    const points = (length, value) => pointsOf(scale, length, value);
+    const band = new Path2D();
+    for (const point of points(a.length, (row) => a.lines.high[row])) band.lineTo(...point);
+    for (const point of points(a.length, (row) => a.lines.low[row]).reverse()) band.lineTo(...point);
     context.fillStyle = ink("band");
-    context.beginPath();
-    trace(context, scale, a.length, (row) => a.lines.high[row]);
-    trace(context, scale, a.length, (row) => a.lines.low[row], true);
-    context.fill();
-    this.#line(context, scale, a.length, (row) => a.lines.mean[row], ink("bar"), 2);
-    this.#line(context, scale, a.length, (row) => a.at(row, layer), ink("select"), 2, [5, 3]);
-    if (b) this.#line(context, scale, b.length, (row) => b.lines.mean[row], ink("other"), 2, [2, 3]);
+    context.fill(band);
+    line(context, points(a.length, (row) => a.lines.mean[row]), ink("bar"), 2);
+    line(context, points(a.length, (row) => a.at(row, layer)), ink("select"), 2, [5, 3]);
+    if (b) line(context, points(b.length, (row) => b.lines.mean[row]), ink("other"), 2, [2, 3]);
   }
 
   #grid(context, { width, x, y }, floor) {
@@ -126,25 +123,15 @@ export class BalanceChart {
     context.textBaseline = "top";
     for (const at of ticks(0, this.#rows - 1, width / 80)) context.fillText(String(at + this.view.a.start), x(at), HEIGHT + 9);
   }
-
-  #line(context, scale, length, value, colour, width, dash = []) {
-    context.strokeStyle = colour;
-    context.lineWidth = width;
-    context.setLineDash(dash);
-    context.beginPath();
-    trace(context, scale, length, value);
-    context.stroke();
-    context.setLineDash([]);
-  }
 }
 
-/** A path through at most two points a pixel. */
-function trace(context, { width, x, y }, length, value, backwards = false) {
+/** At most two points a pixel. */
+function pointsOf({ width, x, y }, length, value) {
   const step = Math.max(1, Math.floor(length / (width * 2)));
   const rows = [];
   for (let row = 0; row < length; row += step) rows.push(row);
   if (rows.at(-1) !== length - 1) rows.push(length - 1);
-  for (const row of backwards ? rows.reverse() : rows) context.lineTo(x(row), y(value(row)));
+  return rows.map((row) => [x(row), y(value(row))]);
 }
 
 const sample = (values, most) => values.filter((_, i) => i % Math.ceil(values.length / most) === 0);

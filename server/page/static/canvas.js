@@ -1,5 +1,9 @@
 // What the drawings share.
 
+import { css, ink } from "./colours.js";
+
+export const GUTTER = 40; // where the layers' numbers stand
+
 /** Fits a canvas to `width` × `height` CSS pixels at the screen's resolution; its context, cleared. */
 export function sized(canvas, width, height) {
   const ratio = devicePixelRatio || 1;
@@ -25,6 +29,46 @@ export function ticks(from, to, most) {
   const found = [];
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) found.push(at);
   return found;
+}
+
+/** Draws a ramp for a legend. */
+export function bar(canvas, colours) {
+  const context = sized(canvas, 120, 12);
+  const step = 120 / colours.length;
+  colours.forEach((pixel, i) => {
+    context.fillStyle = css(pixel);
+    context.fillRect(i * step, 0, step + 1, 12);
+  });
+}
+
+/** The numbers of layers that are `tall` each, as many as there is room for, and the selected one. */
+export function layerNumbers(context, { layerIds }, selected, top, tall) {
+  context.textAlign = "right";
+  context.textBaseline = "middle";
+  const every = Math.ceil(13 / tall);
+  layerIds.forEach((id, i) => {
+    if (i !== selected && (i % every || Math.abs(i - selected) < every)) return;
+    context.fillStyle = i === selected ? ink("select") : ink("muted");
+    context.fillText(String(id), GUTTER - 6, top + (i + 0.5) * tall);
+  });
+}
+
+/** A line through points [x, y]. */
+export function line(context, points, colour, width, dash = []) {
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  context.setLineDash(dash);
+  context.beginPath();
+  for (const point of points) context.lineTo(...point);
+  context.stroke();
+  context.setLineDash([]);
+}
+
+/** The outline of a box [x, y, width, height]. */
+export function outline(context, box, colour, width) {
+  context.strokeStyle = colour;
+  context.lineWidth = width;
+  context.strokeRect(...box);
 }
 
 const TILE = 1024;
@@ -66,15 +110,31 @@ export class Texture {
     this.tiles[tile].getContext("2d").putImageData(image, from - tile * TILE, 0);
   }
 
-  /** Draws positions `from` to `to` (fractions allowed), each `cell` wide, with the first at x. */
-  draw(context, from, to, x, y, cell, height) {
-    context.imageSmoothingEnabled = cell < 1;
-    context.imageSmoothingQuality = "high";
+  /**
+   * Draws positions `from` to `to` (fractions allowed), each `cell` wide, with the first at x. Where several share a pixel,
+   * it has their mean if `blends`, else the colour of one of them; layers never mix.
+   */
+  draw(context, from, to, x, y, cell, height, blends) {
+    context.imageSmoothingEnabled = false;
     for (let tile = Math.floor(from / TILE); tile < this.tiles.length && tile * TILE < to; tile++) {
       const first = Math.max(from, tile * TILE);
       const last = Math.min(to, this.covered, (tile + 1) * TILE);
       if (last <= first) continue;
-      context.drawImage(this.tiles[tile], first - tile * TILE, 0, last - first, this.layers, x + (first - from) * cell, y, (last - first) * cell, height);
+      const { picture, share } = blends ? this.#narrowed(this.tiles[tile], cell) : { picture: this.tiles[tile], share: 1 };
+      const left = (first - tile * TILE) * share;
+      context.drawImage(picture, left, 0, (last - first) * share, this.layers, x + (first - from) * cell, y, (last - first) * cell, height);
     }
+  }
+
+  /** A tile with half as many columns, until they are as wide as a pixel: each is the mean of two neighbours. */
+  #narrowed(tile, cell) {
+    let [picture, share] = [tile, 1];
+    for (; cell / share < 1 && share > 1 / TILE; share /= 2) {
+      const half = document.createElement("canvas");
+      Object.assign(half, { width: picture.width / 2, height: this.layers });
+      half.getContext("2d").drawImage(picture, 0, 0, half.width, half.height);
+      picture = half;
+    }
+    return { picture, share };
   }
 }

@@ -1,8 +1,5 @@
-// Colours that differ in lightness first, so that they can be told apart however one sees colours.
+// Ramps that differ in lightness first, so that they can be told apart however one sees colours.
 
-import { sized } from "./canvas.js";
-
-const VIRIDIS = ["#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725"];
 const BLUES = ["#ffffd9", "#edf8b1", "#c7e9b4", "#7fcdbb", "#41b6c4", "#1d91c0", "#225ea8", "#253494", "#081d58"];
 const ORANGES = ["#f3f4f6", "#fee6ce", "#fdd0a2", "#fdae6b", "#fd8d3c", "#f16913", "#d94801", "#a63603", "#7f2704"];
 const ORANGES_ON_DARK = ["#1c2330", "#4a2a12", "#7f3f0c", "#b35806", "#e08214", "#fdb863", "#fed9a6", "#fee8c8", "#fff7ec"];
@@ -18,15 +15,24 @@ function blend(stops, share) {
 
 /** `size` colours of a ramp, as 32-bit pixels of an ImageData (little-endian RGBA). */
 function pixels(stops, size) {
-  return Uint32Array.from({ length: size }, (_, i) => {
-    const [r, g, b] = blend(stops, size > 1 ? i / (size - 1) : 0);
-    return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
-  });
+  return Uint32Array.from({ length: size }, (_, i) => pixel(...blend(stops, size > 1 ? i / (size - 1) : 0)));
 }
+
+/** The colour of one of many kinds: hues and lightnesses that spread evenly, however many there are. */
+function kind(i) {
+  const [hue, light] = [(i * 0.56984) % 1, 0.38 + 0.44 * ((i * 0.75488) % 1)];
+  const part = (shift) => {
+    const at = (shift + 12 * hue) % 12;
+    return Math.round(255 * (light - 0.6 * Math.min(light, 1 - light) * Math.max(-1, Math.min(at - 3, 9 - at, 1))));
+  };
+  return pixel(part(0), part(8), part(4));
+}
+
+const pixel = (r, g, b) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 
 export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
 
-export const isDark = () => {
+const isDark = () => {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 };
@@ -40,11 +46,8 @@ export function forgetTheme() {
   inks = new Map();
 }
 
-/** The ramps of the theme: `usual` from usual to rare, `load` from none to much, `differs` from equal to all others. */
-export function ramps() {
-  known ??= makeRamps();
-  return known;
-}
+/** The colours of the theme: ramps `usual` to rare, `load` from none to much, `differs` from none to all; and `experts`. */
+export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
   const dark = isDark();
@@ -54,7 +57,7 @@ function makeRamps() {
     usual: pixels(blues, 256),
     load: pixels(blues, 256),
     differs: remembered((size) => pixels(dark ? ORANGES_ON_DARK : ORANGES, size)),
-    experts: remembered((size) => pixels(VIRIDIS, size)),
+    experts: remembered((size) => Uint32Array.from({ length: size }, (_, i) => kind(i))),
   };
 }
 
@@ -70,14 +73,4 @@ function remembered(make) {
 export function ink(name) {
   if (!inks.has(name)) inks.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
   return inks.get(name);
-}
-
-/** Draws a ramp for a legend. */
-export function bar(canvas, colours) {
-  const context = sized(canvas, 120, 12);
-  const step = 120 / colours.length;
-  colours.forEach((pixel, i) => {
-    context.fillStyle = css(pixel);
-    context.fillRect(i * step, 0, step + 1, 12);
-  });
 }

@@ -1,5 +1,6 @@
 // Two answers side by side: where they part.
 
+import { grown } from "./arrays.js";
 import { distance } from "./stats.js";
 
 export class Comparison {
@@ -14,6 +15,7 @@ export class Comparison {
     this.first = null; // {position, layer}
     this.firstToken = null; // the first position with another token
     this.tokensCompared = 0;
+    this.areKnown = true; // whether the tokens compared are
     this.mark = new Int32Array(Math.max(a.experts, b.experts)).fill(-1);
   }
 
@@ -21,12 +23,17 @@ export class Comparison {
     return this.start + this.length;
   }
 
+  /** Whether a position is a token of one answer's prompt and another token in the other: rows are not of the same text. */
+  get hasOtherPrompts() {
+    return this.firstToken !== null && this.firstToken < Math.max(this.a.promptLength, this.b.promptLength);
+  }
+
   /** Compares at most `most` more rows; whether there is more to do. */
   extend(most = 256) {
     const { a, b, layers = a.layers } = this;
     const end = Math.min(a.end, b.end);
     const upTo = Math.min(this.end + most, end);
-    this.#reserve((upTo - this.start) * layers);
+    this.cells = grown(this.cells, (upTo - this.start) * layers);
     for (let position = this.end; position < upTo; position++) {
       for (let layer = 0; layer < layers; layer++) this.#compare(position, layer);
       this.length++;
@@ -53,16 +60,10 @@ export class Comparison {
     const both = Math.min(one.length, other.length);
     for (; this.firstToken === null && this.tokensCompared < both; this.tokensCompared++) {
       const i = this.tokensCompared;
-      const same = isSame(one[i].id, other[i].id) ?? isSame(one[i].text, other[i].text) ?? true;
-      if (!same) this.firstToken = i;
+      const same = isSame(one[i].id, other[i].id) ?? isSame(one[i].text, other[i].text);
+      if (same === false) this.firstToken = i;
+      this.areKnown &&= same !== null;
     }
-  }
-
-  #reserve(needed) {
-    if (needed <= this.cells.length) return;
-    const larger = new Uint8Array(Math.max(needed, this.cells.length * 2));
-    larger.set(this.cells);
-    this.cells = larger;
   }
 
   /** The findings as a sentence. */
@@ -70,9 +71,8 @@ export class Comparison {
     if (!this.length) return "The responses have no positions in common yet.";
     const share = (100 * this.differing) / (this.length * this.a.layers);
     const { first, firstToken } = this;
-    const words = [];
-    if (firstToken !== null) words.push(`Tokens differ from position ${firstToken}.`);
-    else words.push("Tokens are equal up to the end of the shorter response.");
+    const words = [this.areKnown ? "Tokens are equal up to the end of the shorter response." : "Not all tokens are known."];
+    if (firstToken !== null) words[0] = `Tokens differ from position ${firstToken}.`;
     if (!first) return `${words[0]} Experts are equal at all ${this.length} positions in ${this.a.layers} layers.`;
     words.push(`Experts differ from position ${first.position}, ${this.a.layerName(first.layer)}:`);
     words.push(`${share.toFixed(1)} % of ${this.length} × ${this.a.layers} cells differ.`);

@@ -1,7 +1,7 @@
 // One token in full: the experts of every layer, and those of the answer beside it.
 
 import { css, ramps } from "./colours.js";
-import { reveal } from "./sorted.js";
+import { made, reveal } from "./sorted.js";
 import { weightText } from "./tokens.js";
 
 const CHIPS_A_FRAME = 240;
@@ -23,19 +23,13 @@ export class Detail {
     this.layer = null;
     this.table.style.setProperty("--digits", String(a.experts - 1).length);
     const head = this.table.createTHead().insertRow();
-    const most = b || a.weights ? 4 : 8; // in a line
-    this.table.style.setProperty("--columns", Math.ceil(a.topK / Math.ceil(a.topK / most)));
     for (const title of [a.knowsLayers ? "Decoder layer" : "MoE layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
-      const cell = document.createElement("th");
-      cell.scope = "col";
-      cell.textContent = title;
-      head.append(cell);
+      head.append(made("th", { scope: "col" }, title));
     }
     const body = this.table.createTBody();
     this.rows = a.layerIds.map((id, layer) => {
       const row = body.insertRow();
-      const name = document.createElement("th");
-      Object.assign(name, { scope: "row", textContent: id });
+      const name = made("th", { scope: "row" }, String(id));
       name.dataset.layer = layer;
       row.append(name);
       const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer, layer));
@@ -75,16 +69,10 @@ export class Detail {
 
 function chips(cell, { topK, weights }, layer) {
   cell.className = weights ? "experts weighed" : "experts";
-  const chips = cell.appendChild(document.createElement("div"));
-  chips.className = "chips";
-  return Array.from({ length: topK }, () => {
-    const chip = document.createElement("span");
-    chip.className = "chip";
-    chip.dataset.layer = layer;
-    chip.append("", ...(weights ? [document.createElement("small")] : []));
-    chips.append(chip);
-    return chip;
-  });
+  const chips = Array.from({ length: topK }, () => made("span", { className: "chip" }, "", ...(weights ? [made("small", {})] : [])));
+  for (const chip of chips) chip.dataset.layer = layer;
+  cell.append(made("div", { className: "chips" }, ...chips));
+  return chips;
 }
 
 /** Shows ids; those that the other answer has not are marked. */

@@ -119,10 +119,7 @@ export class Lists {
   /** `select` as everywhere; `beside(place)` shows a response beside the one that is shown. */
   constructor(element, view, select, beside) {
     Object.assign(this, { view, select, beside });
-    this.table = new SortedTable(element, "List", (row) => this.list.pick(row), (sort) => {
-      view.sorts[view.list] = sort;
-      view.changed();
-    });
+    this.table = new SortedTable(element, "List", view, () => view.list, (row) => this.list.pick(row));
   }
 
   draw() {
@@ -146,10 +143,7 @@ export class ExpertTokens {
   constructor(element, view, select) {
     this.view = view;
     const pick = ({ answer, position }) => (answer === view.a || view.comparison) && select({ token: position });
-    this.table = new SortedTable(element, "Tokens of the selected expert", pick, (sort) => {
-      view.sorts.expert = sort;
-      view.changed();
-    });
+    this.table = new SortedTable(element, "Tokens of the selected expert", view, () => "expert", pick);
   }
 
   draw() {

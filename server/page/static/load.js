@@ -1,9 +1,8 @@
 // The load of every expert in every layer, and the selected layer's as bars.
 
-import { sized } from "./canvas.js";
-import { bar, ink, ramps } from "./colours.js";
+import { GUTTER, bar, layerNumbers, line, outline, sized } from "./canvas.js";
+import { ink, ramps } from "./colours.js";
 
-const GUTTER = 40;
 const BARS = 84;
 const EDGE = 6;
 const TOP = 4; // times the even share, at the ramp's end
@@ -54,16 +53,12 @@ export class LoadMap {
     context.imageSmoothingEnabled = a.experts > width;
     context.translate(0, EDGE);
     context.drawImage(this.picture, GUTTER, 0, width, height);
-    context.strokeStyle = ink("select");
-    context.lineWidth = 1.5;
-    context.strokeRect(GUTTER - 1, layer * tall, width + 2, tall);
-    this.#labels(context, tall);
+    outline(context, [GUTTER - 1, layer * tall, width + 2, tall], ink("select"), 1.5);
+    layerNumbers(context, a, layer, 0, tall);
     this.#bars(context, width, height + 14);
     if (expert !== null) {
       const x = GUTTER + (expert / a.experts) * width;
-      context.strokeStyle = ink("select");
-      context.lineWidth = 2;
-      context.strokeRect(x - 1, layer * tall - 1, Math.max(width / a.experts, 2) + 2, tall + 2);
+      outline(context, [x - 1, layer * tall - 1, Math.max(width / a.experts, 2) + 2, tall + 2], ink("select"), 2);
     }
   }
 
@@ -95,18 +90,6 @@ export class LoadMap {
     this.picture.getContext("2d").putImageData(image, 0, 0);
   }
 
-  #labels(context, tall) {
-    const { a, layer } = this.view;
-    const every = Math.ceil(13 / tall);
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    a.layerIds.forEach((id, i) => {
-      if (i !== layer && (i % every || Math.abs(i - layer) < every)) return;
-      context.fillStyle = i === layer ? ink("select") : ink("muted");
-      context.fillText(String(id), GUTTER - 6, (i + 0.5) * tall);
-    });
-  }
-
   /** The selected layer: filled for the answer, a line for the one beside it or else its other load, dashes for the even share. */
   #bars(context, width, top) {
     const { a, b, layer, expert } = this.view;
@@ -114,10 +97,10 @@ export class LoadMap {
     const { byWeight } = this;
     const of = (answer, byWeight) => columnsOf(answer, layer, columns, byWeight);
     const bars = of(a, byWeight);
-    let line = null;
-    if (!b && a.hasWeights) line = of(a, !byWeight);
-    else if (b && b.experts === a.experts && (b.hasWeights || !byWeight)) line = of(b, byWeight);
-    const most = Math.max(2, ...bars, ...(line ?? []));
+    let other = null;
+    if (!b && a.hasWeights) other = of(a, !byWeight);
+    else if (b && b.experts === a.experts && (b.hasWeights || !byWeight)) other = of(b, byWeight);
+    const most = Math.max(2, ...bars, ...(other ?? []));
     const step = width / columns;
     const y = (load) => top + BARS * (1 - load / most);
     context.fillStyle = ink("bar");
@@ -127,24 +110,9 @@ export class LoadMap {
       context.fillStyle = ink("select");
       context.fillRect(GUTTER + i * step, y(bars[i]), Math.max(step - 1, 2), Math.max((BARS * bars[i]) / most, 2));
     }
-    if (line) {
-      context.strokeStyle = ink("other");
-      context.lineWidth = 1.5;
-      context.beginPath();
-      line.forEach((load, i) => {
-        context.lineTo(GUTTER + i * step, y(load));
-        context.lineTo(GUTTER + (i + 1) * step, y(load));
-      });
-      context.stroke();
-    }
-    context.strokeStyle = ink("text");
-    context.lineWidth = 1;
-    context.setLineDash([4, 3]);
-    context.beginPath();
-    context.moveTo(GUTTER, y(1));
-    context.lineTo(GUTTER + width, y(1));
-    context.stroke();
-    context.setLineDash([]);
+    const steps = other?.flatMap((load, i) => [i, i + 1].map((edge) => [GUTTER + edge * step, y(load)]));
+    if (steps) line(context, steps, ink("other"), 1.5);
+    line(context, [GUTTER, GUTTER + width].map((x) => [x, y(1)]), ink("text"), 1, [4, 3]);
     context.fillStyle = ink("muted");
     context.textAlign = "right";
     context.fillText("even", GUTTER - 6, y(1));

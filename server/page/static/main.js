@@ -7,14 +7,16 @@ import { forgetTheme } from "./colours.js";
 import { Comparison, checkSameModel, loadsInWords } from "./compare.js";
 import { Detail } from "./detail.js";
 import { balanceTable, loadTable, mapTable, save as saveFile, saveCsv, savePng } from "./download.js";
-import { droppedFiles, groupsOf, merged } from "./groups.js";
+import { droppedFiles, groupsOf, inOrder, merged } from "./groups.js";
 import { numberIn, putLink, readLink, writeLink } from "./link.js";
 import { ExpertTokens, Lists } from "./lists.js";
 import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
 import { Matrix } from "./matrix.js";
+import { name } from "./names.js";
 import { Player } from "./player.js";
 import { UNFINISHED, line, read } from "./saved.js";
+import { made } from "./sorted.js";
 import { ServerError, getJson, useKey } from "./stream.js";
 import { MapTable } from "./table.js";
 import { TokenText, describe } from "./text.js";
@@ -31,7 +33,8 @@ const view = {
   entryB: null,
   a: null, // their answers
   b: null,
-  comparison: null,
+  comparison: null, // by position, of answers to one prompt; else loads are compared
+  parting: "", // why not by position
   balanceA: null,
   balanceB: null,
   token: 0,
@@ -52,6 +55,8 @@ const view = {
 let info = null; // what the server says of its rows; null without a server
 let running = null; // the AbortController of the request under way
 let asked = 0;
+let viewed = []; // the files of `routed-experts view`: {name, place}; large ones are opened when they are picked
+let picked = null; // the entry that was chosen to compare with
 let isPinned = false; // whether a token was selected by hand while the answer grows
 
 const map = new TokenMap($("map"), view, select);
@@ -59,7 +64,11 @@ const load = new LoadMap($("load"), view, select);
 const chart = new BalanceChart($("balance"), view, select);
 const detail = new Detail($("detail"), select);
 const table = new MapTable($("table"), view);
-const lists = new Lists($("lists"), view, select, (place) => place !== view.entries.indexOf(view.entryA) && show(view.entryA, view.entries[place]));
+const lists = new Lists($("lists"), view, select, (place) => {
+  if (place === view.entries.indexOf(view.entryA)) return;
+  $("pick-b").value = String(place);
+  pick();
+});
 const expertTokens = new ExpertTokens($("expert-tokens"), view, select);
 const matrix = new Matrix($("matrix"), $("pairs-table"), view, select);
 const texts = [new TokenText($("tokens-a"), "a", select), new TokenText($("tokens-b"), "b", select)];
@@ -87,6 +96,7 @@ function frame(now) {
   try {
     for (const player of players()) more = player.step(now) || more;
     if (view.comparison) more = view.comparison.extend() || more;
+    if (view.comparison?.hasOtherPrompts) compareByLoad(`The prompts differ from position ${view.comparison.firstToken}. `);
   } catch (error) {
     showError(error);
   }
@@ -126,7 +136,7 @@ function draw(now) {
   write("summary", summary(a, b ? "A: " : "") + (b ? ` ${summary(b, "B: ")}` : ""));
   $("parting").hidden = !b;
   if (b) {
-    write("parting-text", comparison ? comparison.sentence() : loadsInWords(a, b));
+    write("parting-text", comparison ? comparison.sentence() : view.parting + loadsInWords(a, b));
     $("go").hidden = !comparison?.first;
   }
   write("detail-token", describe(a, token));
@@ -292,10 +302,10 @@ function add(...added) {
   view.entries = [...responses, ...groups];
   for (const pick of [$("pick-a"), $("pick-b")]) {
     const options = view.entries.map((entry, i) => new Option(nameOf(entry), String(i)));
-    const among = document.createElement("optgroup");
-    among.label = "Groups";
-    among.append(...options.splice(responses.length));
-    pick.replaceChildren(pick.options[0], ...options, ...(groups.length ? [among] : []));
+    const among = made("optgroup", { label: "Groups" }, ...options.splice(responses.length));
+    const unopened = viewed.filter(({ name }) => !responses.some(({ file }) => file === name));
+    const rest = made("optgroup", { label: "Not opened yet" }, ...unopened.map(({ name, place }) => new Option(name, `${UNOPENED}${place}`)));
+    pick.replaceChildren(pick.options[0], ...options, ...[among, rest].filter((group) => group.children.length));
   }
   $("pick-a").options[0].hidden = true;
 }
@@ -321,7 +331,7 @@ const nameOf = ({ name, members, answer }) => (members ? `${name} (${members.len
 function show(entryA, entryB) {
   try {
     const a = entryA.answer;
-    Object.assign(view, { a, b: null, comparison: null, entryA, entryB: null, expert: null, other: null });
+    Object.assign(view, { a, b: null, comparison: null, parting: "", entryA, entryB: null, expert: null, other: null });
     if (entryB) {
       if (a.parts || entryB.answer.parts) checkSameModel(a, entryB.answer);
       else view.comparison = new Comparison(a, entryB.answer);
@@ -348,8 +358,16 @@ function show(entryA, entryB) {
   $("empty").hidden = true;
   $("save").disabled = $("play").disabled = Boolean(view.a.parts);
   $("link").disabled = false;
+  notify();
   recolour();
   table.show(view.token);
+}
+
+/** Leaves positions alone where they do not have the same tokens. */
+function compareByLoad(parting) {
+  Object.assign(view, { comparison: null, parting });
+  detail.build({ ...view, b: null });
+  recolour();
 }
 
 /** Measures the balance anew. */
@@ -372,28 +390,38 @@ function recolour() {
   changed();
 }
 
+const UNOPENED = "unopened "; // before the place of such a file, as an option's value
 const chosen = (pick) => (pick.value === "" ? null : view.entries[pick.value]);
 
-function pick() {
+async function pick() {
+  const fileOf = ({ value }) => viewed.find(({ place }) => value === `${UNOPENED}${place}`);
+  const [a, b] = [fileOf($("pick-a")), fileOf($("pick-b"))];
+  if (a) return openViewed([a]);
+  if (b) {
+    const before = view.entryA;
+    await openViewed([b]);
+    picked = view.entryA === before ? null : view.entryA;
+    return show(before, picked);
+  }
   if (!chosen($("pick-a"))) return;
   link = null;
-  show(chosen($("pick-a")), chosen($("pick-b")));
+  picked = chosen($("pick-b"));
+  show(chosen($("pick-a")), picked);
 }
 
 /** Shows the answers in the texts of files: [{name, text}]. */
-function open(files, given) {
+function open(files) {
   const added = [];
   let about = {};
   for (const { name, text } of files) {
-    const found = read(text, name, about, given);
+    const found = read(text, name, about);
     about = found.about;
     added.push(...found.answers.map((whole) => ({ ...player(whole), file: name })));
   }
   if (!added.length) throw new Error(`${files.map(({ name }) => name).join(", ")} contains no responses.`);
-  const before = view.entries.findLast(({ members }) => !members);
   add(...added);
   const folders = view.entries.filter(({ name, members }) => name?.endsWith("/") && members.some((entry) => added.includes(entry)));
-  const [a, b] = folders.length > 1 ? folders : [added[0], added[1] ?? before ?? null];
+  const [a, b] = folders.length > 1 ? folders : [added[0], null];
   view.token = a.members ? 0 : (a.answer.promptLength ?? 0);
   isPinned = true;
   show(a, b);
@@ -420,16 +448,16 @@ function player(whole) {
   };
   if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows have ${layers} layers, but the model has ${shape.layerIds.length}.`);
   if (highest >= shape.experts) throw new Error(`${whole.name}: expert id ${highest} is out of range: the model has ${shape.experts} experts.`);
-  const made = new Player(whole, shape, changed);
-  return { player: made, answer: made.answer };
+  if (isServed) for (const token of whole.tokens) if (token.text === null && token.id !== null) name(token, changed);
+  const player = new Player(whole, shape);
+  return { player, answer: player.answer };
 }
 
-/** Opens files {name, file}, or a promise of them. */
+/** Opens files or responses {name, file}, or a promise of them. */
 async function openFiles(files) {
   hideError();
   try {
-    const texts = (await files).map(async ({ name, file }) => ({ name, text: await file.text() }));
-    open((await Promise.all(texts)).sort((one, other) => one.name.localeCompare(other.name)));
+    open(await Promise.all((await files).map(async ({ name, file }) => ({ name, text: await (await file).text() }))));
   } catch (error) {
     showError(error);
   }
@@ -438,7 +466,7 @@ async function openFiles(files) {
 /** Shows the selected answer again as it was made: 40 tokens a second, or in ten seconds. */
 function play() {
   const entry = view.entryA;
-  entry.player ??= new Player(wholeOf(entry.answer), entry.answer, changed);
+  entry.player ??= new Player(wholeOf(entry.answer), entry.answer);
   const { length } = entry.player.whole.tokens;
   entry.answer = entry.player.replay(Math.max(40, length / 10));
   isPinned = false;
@@ -474,11 +502,13 @@ let link = readLink(); // until what it names is open
 const CONTROLS = ["colour", "rank", "by", "window", "list", "scope", "pairs", "shade"];
 const initial = (control) => (control.options ? control.options[0].value : control.defaultValue);
 
+const UNSAVED = "a response that was not saved";
+
 /** The view in words of a link; only responses from files can be named. */
 function linkFields() {
   if (link) return { ...link };
   const { entryA, entryB, a, layer, token, expert, other, list, sorts } = view;
-  const name = (entry) => (entry?.members ? entry.name : entry?.file && entry.answer.name);
+  const name = (entry) => entry && (entry.name ?? (entry.file ? entry.answer.name : UNSAVED));
   const controls = CONTROLS.map((id) => [id, $(id).value === initial($(id)) ? null : $(id).value]);
   const fields = { a: name(entryA), b: name(entryB), token, layer: a.layerIds[layer], expert, other, ...Object.fromEntries(controls) };
   return { ...fields, sort: sorts[list], sort_expert: sorts.expert, sort_pairs: sorts.pairs, zoom: map.zoom };
@@ -490,9 +520,12 @@ function followLink() {
   const fields = link;
   const find = (name) => view.entries.find((entry) => name && (entry.name ?? entry.answer.name) === name);
   const absent = [fields.a, fields.b].filter((name) => name && !find(name));
+  if (absent.includes(UNSAVED)) {
+    link = null;
+    return notify(`This link shows ${UNSAVED}: links carry no responses.`);
+  }
   if (absent.some((name) => name.startsWith(EXAMPLE)) && !view.entries.some(({ file }) => file === EXAMPLE)) return openExample();
-  $("notice").textContent = `This link shows ${absent.join(" and ")}: open ${absent.length > 1 ? "these files" : "this file"} to see it.`;
-  $("notice").hidden = !absent.length;
+  notify(absent.length && `This link shows ${absent.join(" and ")}: open ${absent.length > 1 ? "these files" : "this file"} to see it.`);
   if (absent.length || !view.a) return;
   link = null;
   Object.assign(view.sorts, { [fields.list ?? "layers"]: fields.sort, expert: fields.sort_expert, pairs: fields.sort_pairs });
@@ -511,7 +544,9 @@ function followLink() {
 }
 
 async function copyLink() {
-  putLink(linkFields());
+  const fields = linkFields();
+  putLink(fields);
+  if ([fields.a, fields.b].includes(UNSAVED)) notify("The link carries the view, not the response, which is not saved: save it, and open the file.");
   try {
     await navigator.clipboard.writeText(location.href);
     say("Copied the link.");
@@ -537,21 +572,25 @@ async function send() {
   const { num_layers: layers, top_k: topK, num_experts: experts, layer_ids: layerIds, model, weights_scale: weightsScale } = info;
   const shape = { layers, topK, experts, layerIds, knowsLayers: true, knowsExperts: true, model, hasWeights: Boolean(info.weights), weightsScale };
   const answer = new Answer(`${++asked}: ${shortened(question.prompt)}`, shape);
-  const entry = { answer, player: null };
-  link = null;
-  add(entry);
-  view.token = 0;
-  isPinned = false;
-  show(entry, view.entryB);
-  say("Generating.");
+  const begun = () => {
+    const entry = { answer, player: null };
+    link = null;
+    add(entry);
+    view.token = 0;
+    isPinned = false;
+    show(entry, view.entryB === picked ? picked : null);
+    say("Generating.");
+  };
+  $("stop").disabled = false;
   try {
-    await ask(question, info.model, answer, request.signal, changed);
+    await ask(question, info.model, answer, request.signal, begun, changed);
     say(`Response complete: ${summary(answer, "")}`);
   } catch (error) {
     answer.finished ??= error.name === "AbortError" ? "abort" : UNFINISHED;
     if (error.name !== "AbortError") showError(error);
   } finally {
     if (running === request) running = null;
+    $("stop").disabled = !running && !players().length;
     changed();
   }
 }
@@ -562,6 +601,11 @@ function stop() {
   running?.abort();
   for (const player of players()) player.perSecond = Infinity;
   changed();
+}
+
+function notify(words) {
+  $("notice").textContent = words || "";
+  $("notice").hidden = !words;
 }
 
 function showError(error) {
@@ -581,11 +625,10 @@ function hideError() {
 /** Starts with what the server told the page: that it has a file to show, wants a key, or captures nothing. */
 async function start() {
   const told = document.documentElement.dataset;
-  if (told.saved) return openSaved(JSON.parse(told.saved), JSON.parse(told.given));
+  if (told.saved) return openSaved(JSON.parse(told.saved));
   followLink();
   if (told.capture === "off") {
-    $("notice").textContent = "This server does not capture routed experts. You can still open saved responses.";
-    $("notice").hidden = false;
+    notify("This server does not capture routed experts. You can still open saved responses.");
   } else if (told.apiKey) askForKey();
   else connect();
 }
@@ -610,29 +653,25 @@ async function connect() {
   if (matchMedia("(min-width: 700px)").matches) $("prompt").focus();
 }
 
-async function openSaved(names, given) {
-  $("model").textContent = names.join(", ");
+const AT_FIRST = 32 << 20; // bytes of files that are opened at once
+
+/** Opens the files of `routed-experts view`, [[name, bytes]], as many as are small; the others when they are picked. */
+async function openSaved(files) {
+  $("model").textContent = files.length > 5 ? `${files.length} files` : files.map(([name]) => name).join(", ");
   $("empty-how").textContent = "Open saved responses, or drop files or folders here.";
-  if (!names.length) return followLink();
-  try {
-    const text = async (_, i) => (await fetch(`routed_experts/saved/${i}`)).text();
-    const texts = await Promise.all(names.map(text));
-    open(texts.map((text, i) => ({ name: names[i], text })), given);
-  } catch (error) {
-    showError(error);
-  }
+  let bytes = 0;
+  viewed = files.map(([name, size], place) => ({ name, place, end: (bytes += size) }));
+  const first = viewed.filter(({ end, place }) => !place || end <= AT_FIRST);
+  if (first.length) await openViewed(first);
+  else followLink();
 }
+
+const openViewed = (files) => openFiles(files.map(({ name, place }) => ({ name, file: fetch(`routed_experts/saved/${place}`) })));
 
 const EXAMPLE = "example.json";
 
 /** Responses of the tiny model to two prompts. */
-async function openExample() {
-  try {
-    open([{ name: EXAMPLE, text: await (await fetch(`routed_experts/${EXAMPLE}`)).text() }]);
-  } catch (error) {
-    showError(error);
-  }
-}
+const openExample = () => openFiles([{ name: EXAMPLE, file: fetch(`routed_experts/${EXAMPLE}`) }]);
 
 // ---- buttons ----
 
@@ -660,7 +699,7 @@ $("pick-b").addEventListener("change", pick);
 for (const input of [$("file"), $("folder")]) {
   input.addEventListener("change", () => {
     const files = Array.from(input.files, (file) => ({ name: file.webkitRelativePath || file.name, file }));
-    openFiles(files).then(() => (input.value = ""));
+    openFiles(inOrder(files)).then(() => (input.value = ""));
   });
 }
 document.addEventListener("dragover", (event) => event.preventDefault());

@@ -1,11 +1,10 @@
 // The map of tokens and layers: a band for an answer, or three for two of them and where they differ.
 
 import { Rarity } from "./rarity.js";
-import { Texture, sized, ticks } from "./canvas.js";
-import { bar, ink, ramps } from "./colours.js";
+import { GUTTER, Texture, bar, layerNumbers, outline, sized, ticks } from "./canvas.js";
+import { ink, ramps } from "./colours.js";
 import { visible } from "./tokens.js";
 
-const GUTTER = 40;
 const AXIS = 20;
 const GAP = 10;
 
@@ -53,10 +52,6 @@ export class TokenMap {
 
   /** The width of a token in pixels. */
   get cellWidth() {
-    return this.#cell;
-  }
-
-  get #cell() {
     const room = this.element.clientWidth - GUTTER - 2;
     if (this.zoom === "fit") return Math.min(room / this.#length, 18);
     return this.zoom ?? Math.min(Math.max(room / this.#length, 2), 18);
@@ -74,16 +69,16 @@ export class TokenMap {
 
   setZoom(width) {
     const middle = this.element.clientWidth / 2;
-    const at = (this.element.scrollLeft + middle - GUTTER) / this.#cell;
+    const at = (this.element.scrollLeft + middle - GUTTER) / this.cellWidth;
     this.zoom = width;
     this.#spread();
-    this.element.scrollLeft = at * this.#cell - middle + GUTTER;
+    this.element.scrollLeft = at * this.cellWidth - middle + GUTTER;
     this.view.changed();
   }
 
   /** Scrolls so that a position can be seen. */
   reveal(position) {
-    const cell = this.#cell;
+    const cell = this.cellWidth;
     const left = position * cell;
     const room = this.element.clientWidth - GUTTER;
     this.#spread();
@@ -92,7 +87,7 @@ export class TokenMap {
   }
 
   #spread() {
-    this.spacer.style.width = `${GUTTER + this.#length * this.#cell + 2}px`;
+    this.spacer.style.width = `${GUTTER + this.#length * this.cellWidth + 2}px`;
     const bands = this.#bands;
     this.spacer.style.height = `${AXIS + bands * (this.view.a.layers * this.#layerHeight) + (bands - 1) * GAP + 4}px`;
   }
@@ -105,7 +100,7 @@ export class TokenMap {
     const band = a.layers * this.#layerHeight;
     const y = event.clientY - box.top - AXIS;
     const within = b ? y % (band + GAP) : y;
-    const token = Math.floor((x + this.element.scrollLeft) / this.#cell);
+    const token = Math.floor((x + this.element.scrollLeft) / this.cellWidth);
     const layer = Math.floor(within / this.#layerHeight);
     if (x < 0 || y < 0 || layer < 0 || layer >= a.layers || token < 0 || token >= this.#length) return null;
     return { token, layer };
@@ -117,7 +112,7 @@ export class TokenMap {
     this.#spread();
     if (this.following && this.view.growing) this.element.scrollLeft = this.element.scrollWidth;
     const width = this.element.clientWidth;
-    const [cell, tall] = [this.#cell, this.#layerHeight];
+    const [cell, tall] = [this.cellWidth, this.#layerHeight];
     const band = a.layers * tall;
     const context = sized(this.canvas, width, parseFloat(this.spacer.style.height));
     const from = this.element.scrollLeft / cell;
@@ -131,14 +126,14 @@ export class TokenMap {
       context.clip();
       context.fillStyle = ink("empty");
       context.fillRect(GUTTER, top, (to - from) * cell, band);
-      texture.draw(context, from, to, GUTTER, top, cell, band);
+      texture.draw(context, from, to, GUTTER, top, cell, band, i === 2 || this.view.colour !== "expert");
       const answer = [a, b, null][i];
       if (answer) this.#boundary(context, answer, from, cell, top, band);
       if (answer && this.view.expert !== null) this.#chosen(context, answer, from, to, cell, top);
       this.#cross(context, token, layer, from, cell, top, band, ink("select"), 2);
       if (this.hover) this.#cross(context, this.hover.token, this.hover.layer, from, cell, top, band, ink("muted"), 1);
       context.restore();
-      this.#layers(context, top, tall);
+      layerNumbers(context, a, layer, top, tall);
       if (b) this.#caption(context, ["A", "B", "≠"][i], top);
     });
   }
@@ -228,27 +223,10 @@ export class TokenMap {
   #cross(context, token, layer, from, cell, top, band, colour, width) {
     const x = GUTTER + (token - from) * cell;
     const tall = this.#layerHeight;
-    context.strokeStyle = colour;
-    context.lineWidth = width;
-    context.strokeRect(x - width / 2, top, Math.max(cell, 1) + width, band);
-    context.strokeStyle = ink("surface");
-    context.lineWidth = 3;
-    context.strokeRect(x, top + layer * tall, Math.max(cell, 3), tall);
-    context.strokeStyle = colour;
-    context.lineWidth = 1.5;
-    context.strokeRect(x, top + layer * tall, Math.max(cell, 3), tall);
-  }
-
-  #layers(context, top, tall) {
-    const { a, layer } = this.view;
-    context.textAlign = "right";
-    context.textBaseline = "middle";
-    const every = Math.ceil(13 / tall);
-    a.layerIds.forEach((id, i) => {
-      if (i !== layer && (i % every || Math.abs(i - layer) < every)) return;
-      context.fillStyle = i === layer ? ink("select") : ink("muted");
-      context.fillText(String(id), GUTTER - 6, top + (i + 0.5) * tall);
-    });
+    const box = [x, top + layer * tall, Math.max(cell, 3), tall];
+    outline(context, [x - width / 2, top, Math.max(cell, 1) + width, band], colour, width);
+    outline(context, box, ink("surface"), 3);
+    outline(context, box, colour, 1.5);
   }
 
   #caption(context, text, top) {
@@ -266,7 +244,7 @@ export class TokenMap {
     const { a, comparison, colour } = this.view;
     const ramp = ramps();
     bar(canvas, colour === "expert" ? ramp.experts(Math.min(a.experts, 120)) : ramp.usual);
-    const what = colour === "expert" ? `expert 0 to ${a.experts - 1} of each layer` : "from common to rare in this response";
+    const what = colour === "expert" ? `a colour for each expert of a layer, 0 to ${a.experts - 1}` : "from common to rare in this response";
     text.textContent = `${what}; grey: unknown`;
     differs.hidden = !comparison;
     bar(differs.querySelector("canvas"), ramp.differs(a.topK + 1));

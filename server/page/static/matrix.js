@@ -1,11 +1,10 @@
 // Pairs of experts as a matrix: chosen together in the selected layer, or one there and one in the layer after it.
 
-import { sized, ticks } from "./canvas.js";
-import { bar, ink, ramps } from "./colours.js";
+import { GUTTER, bar, outline, sized, ticks } from "./canvas.js";
+import { ink, ramps } from "./colours.js";
 import { SortedTable } from "./sorted.js";
 import { lift, pairsOf } from "./stats.js";
 
-const GUTTER = 40;
 const MOST = 560; // pixels
 const MOST_EXPERTS = 1024; // more need too much memory
 const TOP = 4; // times what is independent, at the ramp's end
@@ -21,10 +20,7 @@ export class Matrix {
     element.addEventListener("pointermove", (event) => this.#hover(at(event)));
     for (const kind of ["pointerleave", "keydown"]) element.addEventListener(kind, () => this.#hover(null));
     const pick = ({ i, j }) => select({ layer: view.layer, expert: i, other: j });
-    this.table = new SortedTable(table, "Pairs of experts", pick, (sort) => {
-      view.sorts.pairs = sort;
-      view.changed();
-    });
+    this.table = new SortedTable(table, "Pairs of experts", view, () => "pairs", pick);
     table.addEventListener("toggle", () => view.changed());
     this.details = table;
   }
@@ -127,10 +123,8 @@ export class Matrix {
   #chosen(context, i, j, cell) {
     if (i === null) return;
     const tall = Math.max(cell, 2);
-    context.strokeStyle = ink("select");
-    context.lineWidth = 1.5;
-    context.strokeRect(GUTTER - 1, GUTTER + i * cell - 1, this.#side + 2, tall + 2);
-    if (j !== null) context.strokeRect(GUTTER + j * cell - 1, GUTTER - 1, tall + 2, this.#side + 2);
+    outline(context, [GUTTER - 1, GUTTER + i * cell - 1, this.#side + 2, tall + 2], ink("select"), 1.5);
+    if (j !== null) outline(context, [GUTTER + j * cell - 1, GUTTER - 1, tall + 2, this.#side + 2], ink("select"), 1.5);
   }
 
   /** The pairs that were chosen; together, each once. */

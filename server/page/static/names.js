@@ -2,48 +2,31 @@
 
 import { postJson } from "./stream.js";
 
-const AT_ONCE = 4; // requests
+const MOST = 16384; // ids in a request
+const REST = 1000; // milliseconds between two requests
 const texts = new Map(); // by id, of the one model that the server has
+let waiting = []; // tokens
+let isAsking = false;
 
-/** Gives the tokens of an answer their texts as these become known; without the endpoint their ids are shown. */
-export class Names {
-  constructor(model, changed) {
-    Object.assign(this, { model, changed });
-    this.waiting = new Map(); // tokens by id
-    this.queue = [];
-    this.asking = 0;
-  }
-
-  /** Sets the text of a token {id, text}, now or later. */
-  give(token) {
-    if (texts.has(token.id)) token.text = texts.get(token.id);
-    else if (this.waiting.has(token.id)) this.waiting.get(token.id).push(token);
-    else {
-      this.waiting.set(token.id, [token]);
-      this.queue.push(token.id);
-      this.#ask();
-    }
-  }
-
-  async #ask() {
-    if (this.asking === AT_ONCE || !this.queue.length) return;
-    this.asking++;
-    const id = this.queue.shift();
+/** Gives a token {id, text: null} its text, now or later: one request at a time, for all that wait. */
+export async function name(token, changed) {
+  if (texts.has(token.id)) token.text = texts.get(token.id);
+  else waiting.push(token);
+  if (isAsking || !waiting.length) return;
+  isAsking = true;
+  await null; // the other tokens of the chunk go along
+  while (waiting.length) {
+    const ids = [...new Set(waiting.map(({ id }) => id))].slice(0, MOST);
     try {
-      texts.set(id, await textOf(id, this.model));
-      for (const token of this.waiting.get(id)) token.text = texts.get(id);
-      this.waiting.delete(id);
-      this.changed();
+      const said = await postJson("v1/routed_experts/texts", { token_ids: ids });
+      ids.forEach((id, i) => texts.set(id, said.texts[i]));
     } catch {
-      this.queue = [];
+      waiting = []; // ids are shown
     }
-    this.asking--;
-    this.#ask();
+    for (const token of waiting) token.text = texts.get(token.id) ?? null;
+    waiting = waiting.filter(({ text }) => text === null);
+    changed();
+    await new Promise((done) => setTimeout(done, REST));
   }
-}
-
-/** The second of two equal tokens: many tokenizers drop the space that the first token of a text begins with. */
-async function textOf(id, model) {
-  const { prompt } = await postJson("detokenize", { model, tokens: [id, id] });
-  return prompt.slice(Math.floor(prompt.length / 2));
+  isAsking = false;
 }

@@ -6,24 +6,21 @@ const ROWS_A_FRAME = 128;
 
 export class Player {
   /** `whole` is what `saved.read` gives; `shape` = that of an `Answer`. */
-  constructor(whole, shape, changed) {
-    Object.assign(this, { whole, changed });
-    this.answer = new Answer(whole.name, shape, whole.start);
-    this.answer.promptLength = whole.promptLength;
-    this.perSecond = Infinity;
-    this.since = null;
+  constructor(whole, shape) {
+    Object.assign(this, { whole, shape });
+    this.replay(Infinity);
   }
 
   get isOver() {
     return this.answer.finished !== null;
   }
 
-  /** Shows it again from the end of the prompt on. */
+  /** Shows it, or shows it again, from the end of the prompt on. */
   replay(perSecond) {
-    const answer = new Answer(this.whole.name, this.answer, this.whole.start);
-    answer.promptLength = this.whole.promptLength;
-    Object.assign(this, { answer, perSecond, since: null });
-    return answer;
+    const { name, start, promptLength } = this.whole;
+    Object.assign(this, { answer: new Answer(name, this.shape, start), perSecond, since: null });
+    this.answer.promptLength = promptLength;
+    return this.answer;
   }
 
   /** Takes what is due by `now`, in milliseconds; whether there will be more. */

@@ -1,14 +1,16 @@
-// Answers from files: JSON bodies (on a line each, over lines, in arrays) and streams as curl prints them.
+// Answers from files that are opened here: JSON bodies (on a line each, over lines, in arrays) and streams as curl prints
+// them. `routed-experts view` reads files itself, and hands over lines in the one form that it makes of them.
 
 import { decode, encode } from "./arrays.js";
+import { textOf } from "./tokens.js";
 
 /**
  * The choices in a file: [{name, model, tokens, promptLength, rows, weights, shape: [L, K], start, finished, info}].
  *
- * `about` is what the file before says about its model; `given` what somebody says who knows better. `info` is what is
- * known: some of num_layers, top_k, num_experts, layer_ids, weights_scale.
+ * `about` is what the file before says about its model. `info` is what is known: some of num_layers, top_k, num_experts,
+ * layer_ids, weights_scale.
  */
-export function read(text, file, about = {}, given = {}) {
+export function read(text, file, about = {}) {
   const answers = [];
   let own = {}; // what the file's last response with information about its model has
   for (const { parts, where } of documents(text, file)) {
@@ -18,9 +20,10 @@ export function read(text, file, about = {}, given = {}) {
       continue;
     }
     own = first?.routed_experts_info ?? own;
-    if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(`${where}: ${first?.error?.message ?? "not a response: it has no choices."}`);
+    if (!parts.some((part) => Array.isArray(part?.choices))) throw new Error(first?.error?.message ?? `${where}: not a response: it has no choices.`);
+    const place = first.routed_experts_page?.where; // in the file that `view` has read
     try {
-      answers.push(...choicesOf(parts, where, { ...about, ...own, ...given }));
+      answers.push(...choicesOf(parts, place ? `${file}, ${place}` : where, { ...about, ...own }));
     } catch (error) {
       throw new Error(`${where}: ${error.message}`);
     }
@@ -59,28 +62,20 @@ function* documents(text, file) {
 
 /** The place after the JSON value that begins at a place. */
 function endOfValue(text, from) {
-  let depth = 0;
-  for (let at = from; at < text.length; at++) {
-    const character = text[at];
-    if (character === '"') at = endOfString(text, at);
-    else if (character === "{" || character === "[") depth++;
-    else if (character === "}" || character === "]") {
+  const signs = /\\.|["{}[\]\n]/gs;
+  signs.lastIndex = from;
+  let [depth, isInString] = [0, false];
+  for (let found; (found = signs.exec(text)); ) {
+    const [sign] = found;
+    if (sign === '"') isInString = !isInString;
+    else if (isInString) continue;
+    else if (sign === "{" || sign === "[") depth++;
+    else if (sign === "}" || sign === "]") {
       depth--;
-      if (depth <= 0) return at + 1;
-    } else if (!depth && character === "\n") return at;
+      if (depth <= 0) return signs.lastIndex;
+    } else if (!depth && sign === "\n") return found.index;
   }
   return text.length;
-}
-
-/** The place of the quotation mark that ends a string. */
-function endOfString(text, from) {
-  for (let at = from; ; ) {
-    at = text.indexOf('"', at + 1);
-    if (at < 0) return text.length;
-    let before = at;
-    while (text[before - 1] === "\\") before--;
-    if ((at - before) % 2 === 0) return at;
-  }
 }
 
 function parse(text, where) {
@@ -94,7 +89,7 @@ function parse(text, where) {
 function choicesOf(parts, where, info) {
   const choices = new Map(); // by index
   const prompts = new Map(); // arrays of a prompt's rows, by the index of the choice that came with them
-  for (const part of parts) takePart(part, choices, prompts, info);
+  for (const part of parts) takePart(part, choices, prompts);
   const perPrompt = Math.max(Math.floor(choices.size / Math.max(prompts.size, 1)), 1);
   const carriers = [...prompts.keys()].sort((a, b) => a - b);
   const page = parts[0].routed_experts_page ?? {};
@@ -105,13 +100,13 @@ function choicesOf(parts, where, info) {
   });
 }
 
-function takePart(part, choices, prompts, info) {
+function takePart(part, choices, prompts) {
   const list = part.choices ?? [];
   list.forEach((one, place) => {
     const index = one.index ?? place;
-    if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isOneByOne: true });
+    if (!choices.has(index)) choices.set(index, { index, arrays: [], tokens: null, promptIds: null, finish: null, isEchoed: false, told: { isOneByOne: true } });
     const choice = choices.get(index);
-    if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, one.routed_expert_weights, info));
+    if (one.routed_experts != null) choice.arrays.push(decode(one.routed_experts, one.routed_expert_weights));
     choice.promptIds ??= one.prompt_token_ids ?? part.prompt_token_ids ?? null;
     choice.finish = one.finish_reason ?? choice.finish;
     takeTokens(one, choice);
@@ -122,27 +117,23 @@ function takePart(part, choices, prompts, info) {
   arrays.forEach((array, i) => {
     const carrier = list[Math.floor((i * list.length) / arrays.length)]?.index ?? i;
     if (!prompts.has(carrier)) prompts.set(carrier, []);
-    prompts.get(carrier).push(decode(array, weights[i], info));
+    prompts.get(carrier).push(decode(array, weights[i]));
   });
 }
 
 /** A list has arrays of several prompts, unless it is one array as nested lists. */
 const arraysOf = (value) => (Array.isArray(value) && (!Array.isArray(value[0]) || Array.isArray(value[0]?.[0]?.[0])) ? value : [value]);
 
-/**
- * Tokens with their texts: those of log-probabilities, or a chunk's, where it brings one token and no chunk before it
- * held back some text, whose place would not be known.
- */
+/** Tokens with the texts of their log-probabilities, which with `echo` are those of the prompt as well, or of the stream. */
 function takeTokens(one, choice) {
-  const texts = one.logprobs?.tokens ?? one.logprobs?.content?.map(({ token }) => token) ?? null;
-  const ids = one.token_ids ?? null;
+  const { logprobs, token_ids: ids = null } = one;
+  const texts = logprobs?.tokens ?? logprobs?.content?.map(({ token }) => token) ?? null;
   if (!ids && !texts) return;
-  const { delta } = one;
-  const text = one.text ?? delta?.content ?? delta?.reasoning ?? delta?.reasoning_content ?? "";
-  const count = (ids ?? texts).length;
-  if (count) choice.isOneByOne &&= count === 1 && text !== "";
+  const text = textOf(one, (ids ?? texts).length, choice.told);
+  const echoed = ids && texts ? texts.length - ids.length : 0;
+  choice.isEchoed ||= echoed > 0 || logprobs?.token_logprobs?.[0] === null; // the first of a prompt has none
   choice.tokens ??= [];
-  for (let i = 0; i < count; i++) choice.tokens.push({ id: ids?.[i] ?? null, text: texts?.[i] ?? (choice.isOneByOne ? text : null) });
+  for (let i = 0; i < (texts ?? ids).length; i++) choice.tokens.push({ id: ids?.[i - echoed] ?? null, text: texts ? texts[i] : text });
 }
 
 function choiceOf(choice, prompts, page, info) {
@@ -155,17 +146,26 @@ function choiceOf(choice, prompts, page, info) {
   const { rows, shape } = moeLayers(join(filled.map((array) => array.rows)), all, info.layer_ids);
   const weights = filled[0]?.weights ? moeLayers(join(filled.map((array) => array.weights)), all, info.layer_ids).rows : null;
   const count = shape[0] * shape[1] ? rows.length / (shape[0] * shape[1]) : 0;
-  const tokens = page.tokens ? page.tokens.map((text, i) => ({ id: choice.tokens?.[i]?.id ?? null, text })) : choice.tokens;
+  const { promptIds, tokens, isEchoed } = choice;
   const isWhole = tokens && choice.finish && choice.finish !== "abort"; // then the last token alone has no row
-  const { promptIds } = choice;
-  const start = arrays[0].start ?? (promptIds && isWhole ? Math.max(promptIds.length + tokens.length - 1 - count, 0) : 0);
+  const first = isEchoed ? 0 : (promptIds?.length ?? null); // the position of tokens[0]
+  const start = arrays[0].start ?? (isWhole && first !== null ? Math.max(first + tokens.length - 1 - count, 0) : 0);
   const promptRows = prompts.reduce((sum, array) => sum + array.shape[0], 0);
   const end = start + count;
-  const promptLength = promptIds?.length ?? (prompts.length ? start + promptRows : isWhole ? Math.max(end + 1 - tokens.length, 0) : null);
-  const prompt = Array.from({ length: promptLength ?? 0 }, (_, i) => ({ id: promptIds?.[i] ?? null, text: page.prompt_tokens?.[i] ?? null }));
-  const unnamed = (length) => Array.from({ length: Math.max(length, 0) }, () => ({ id: null, text: null }));
-  const generated = promptLength === null ? unnamed(end + 1) : (tokens ?? unnamed(end + 1 - promptLength));
-  return { tokens: [...prompt, ...generated], promptLength, rows, weights, shape, start, finished: choice.finish ?? UNFINISHED };
+  const guessed = isWhole && !isEchoed ? Math.max(end + 1 - tokens.length, 0) : null;
+  const promptLength = promptIds?.length ?? (prompts.length ? start + promptRows : guessed);
+  const length = tokens && (isEchoed || promptLength !== null) ? tokens.length + (isEchoed ? 0 : promptLength) : end + 1;
+  return { tokens: placed(choice, promptLength, length, page), promptLength, rows, weights, shape, start, finished: choice.finish ?? UNFINISHED };
+}
+
+/** The tokens by position: what is known of those of the prompt, and of those after it; with `echo`, `tokens` has all. */
+function placed({ promptIds, tokens, isEchoed }, promptLength, length, page) {
+  const first = isEchoed ? 0 : promptLength;
+  const said = (position) => (first === null ? undefined : tokens?.[position - first]);
+  return Array.from({ length }, (_, i) => ({
+    id: promptIds?.[i] ?? said(i)?.id ?? null,
+    text: page.prompt_tokens?.[i] ?? said(i)?.text ?? null,
+  }));
 }
 
 /** In place of a finish reason. */
@@ -186,11 +186,8 @@ function moeLayers(rows, shape, ids) {
   const [layers, topK] = shape;
   if (!ids || !rows.length || ids.length === layers) return { rows, shape };
   if (Math.max(...ids) >= layers) throw new Error(`rows have ${layers} layers, but the model has ${ids.length} MoE layers.`);
-  const kept = join(
-    Array.from({ length: rows.length / topK }, (_, i) => i)
-      .filter((i) => ids.includes(i % layers))
-      .map((i) => rows.subarray(i * topK, (i + 1) * topK)),
-  );
+  const isKept = new Set(ids);
+  const kept = rows.filter((_, at) => isKept.has(Math.floor(at / topK) % layers));
   return { rows: kept, shape: [ids.length, topK] };
 }
 
@@ -209,7 +206,8 @@ export function line(answer) {
     Object.assign(choice, { prompt_token_ids: idsOf(before), token_ids: idsOf(after) });
     body.prompt_routed_experts = part(0, split);
     if (answer.weights) body.prompt_routed_expert_weights = part(0, split, answer.weights);
-    body.routed_experts_page = { prompt_tokens: texts(before), tokens: texts(after) };
+    body.routed_experts_page = { prompt_tokens: texts(before) };
+    choice.logprobs = { tokens: texts(after) };
   }
   return `${JSON.stringify(body)}\n`;
 }

@@ -7,11 +7,11 @@ const ROOM = 24; // pixels beyond a row that is brought into sight
 
 export class SortedTable {
   /**
-   * `pick(row)` is called for a row that is clicked, `sort(text)` for a column: its key, with a minus where the highest
-   * comes first.
+   * `pick(row)` is called for a row that is clicked. A click on a column is kept in `view.sorts` by the name that `list()`
+   * gives: the column's key, with a minus where the highest comes first.
    */
-  constructor(element, label, pick, sort) {
-    Object.assign(this, { pick, sort, first: 0, rows: [], columns: [] });
+  constructor(element, label, view, list, pick) {
+    Object.assign(this, { pick, first: 0, rows: [], columns: [] });
     this.table = document.createElement("table");
     this.scroll = made("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: label }, this.table);
     this.back = made("button", { type: "button" }, "Previous");
@@ -23,8 +23,10 @@ export class SortedTable {
     this.on.addEventListener("click", () => this.#go(this.first + ROWS));
     this.table.addEventListener("click", (event) => {
       const [head, row] = [event.target.closest("thead button"), event.target.closest("tbody tr")];
-      if (head) this.sort(this.#toggled(this.columns[head.dataset.column]));
-      else if (row) this.pick(this.rows[Number(row.dataset.row)]);
+      if (head) {
+        view.sorts[list()] = this.#toggled(this.columns[head.dataset.column]);
+        view.changed();
+      } else if (row) this.pick(this.rows[Number(row.dataset.row)]);
     });
   }
 

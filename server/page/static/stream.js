@@ -14,7 +14,8 @@ export class ServerError extends Error {
   }
 }
 
-async function request(path, body, signal) {
+/** The response to a request, `POST` if it has a body; whatever is not a success is a ServerError. */
+export async function request(path, body, signal) {
   const headers = {};
   if (body) headers["Content-Type"] = "application/json";
   if (key) headers.Authorization = `Bearer ${key}`;
@@ -40,9 +41,8 @@ async function request(path, body, signal) {
 export const getJson = async (path) => (await request(path)).json();
 export const postJson = async (path, body) => (await request(path, body)).json();
 
-/** The JSON of each event of a stream of server-sent events, up to [DONE]. */
-export async function* events(path, body, signal) {
-  const response = await request(path, body, signal);
+/** The JSON of each event of a response that is a stream of server-sent events, up to [DONE]. */
+export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {

@@ -1,5 +1,6 @@
 // The map as a table, some tokens at a time.
 
+import { made } from "./sorted.js";
 import { capital, visible } from "./tokens.js";
 
 const ROWS = 25;
@@ -26,22 +27,16 @@ export class MapTable {
     this.range.textContent = `tokens ${this.first} to ${end - 1} of ${last + 1}`;
     this.table.replaceChildren();
     const head = this.table.createTHead().insertRow();
-    for (const title of ["Position", "Token", ...a.layerIds.map((_, i) => capital(a.layerName(i)))]) head.append(header(title, "col"));
+    for (const title of ["Position", "Token", ...a.layerIds.map((_, i) => capital(a.layerName(i)))]) head.append(made("th", { scope: "col" }, title));
     const body = this.table.createTBody();
     for (let i = this.first; i < end; i++) this.#row(body.insertRow(), a, i);
   }
 
   #row(row, answer, position) {
-    row.append(header(position, "row"));
+    row.append(made("th", { scope: "row" }, String(position)));
     row.insertCell().textContent = visible(answer.text(position));
     for (let layer = 0; layer < answer.layers; layer++) {
       row.insertCell().textContent = answer.cellInWords(position, layer);
     }
   }
-}
-
-function header(text, scope) {
-  const cell = document.createElement("th");
-  Object.assign(cell, { scope, textContent: text });
-  return cell;
 }

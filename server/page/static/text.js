@@ -1,5 +1,6 @@
 // The tokens as text, one of them selected.
 
+import { made } from "./sorted.js";
 import { visible } from "./tokens.js";
 
 const ENOUGH = 60;
@@ -50,20 +51,17 @@ export class TokenText {
     const inBlock = this.block?.childElementCount ?? Infinity;
     const begins = this.answer.parts?.some(({ first }) => first === Number(span.dataset.i));
     if (begins || inBlock >= MOST || (inBlock >= ENOUGH && this.block.lastChild.textContent.endsWith("\n"))) {
-      this.block = document.createElement("div");
-      this.block.className = begins ? "block part" : "block";
+      this.block = made("div", { className: begins ? "block part" : "block" });
       this.element.append(this.block);
     }
     this.block.append(span);
   }
 
   #make(i) {
-    const span = document.createElement("span");
-    span.id = `token-${this.side}-${i}`;
-    span.dataset.i = i;
-    span.role = "option";
     const { position, promptLength } = this.answer.origin(i);
-    span.className = position < promptLength ? "token prompt" : "token";
+    const className = position < promptLength ? "token prompt" : "token";
+    const span = made("span", { id: `token-${this.side}-${i}`, role: "option", className });
+    span.dataset.i = i;
     this.#fill(span, i);
     this.shown.push(span);
     if (this.answer.tokens[i].text === null) this.unnamed.push(i);

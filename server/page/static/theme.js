@@ -2,19 +2,12 @@
 
 const NAME = "routed-experts-theme";
 
-function remembered() {
+/** What `use` gives; null where storage is switched off. */
+function stored(use) {
   try {
-    return localStorage.getItem(NAME) ?? "auto";
+    return use(localStorage);
   } catch {
-    return "auto"; // storage can be switched off
-  }
-}
-
-function remember(theme) {
-  try {
-    localStorage.setItem(NAME, theme);
-  } catch {
-    // storage can be switched off
+    return null;
   }
 }
 
@@ -24,10 +17,10 @@ export function watchTheme(select, changed) {
     else document.documentElement.dataset.theme = select.value;
     changed();
   };
-  select.value = remembered();
+  select.value = stored((storage) => storage.getItem(NAME)) ?? "auto";
   apply();
   select.addEventListener("change", () => {
-    remember(select.value);
+    stored((storage) => storage.setItem(NAME, select.value));
     apply();
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);

@@ -1,10 +1,9 @@
-"""Writes the API description, generated from the server's routes, as YAML or Markdown (`.md`).
+"""Writes the API description from the server's routes. A tool of the repository.
 
-python -m routed_experts.server.openapi FILE ...          writes the files
-python -m routed_experts.server.openapi --check FILE ...  fails if a file is not up to date
+python -m routed_experts.server.http.openapi FILE          writes the file
+python -m routed_experts.server.http.openapi --check FILE  fails if it is not up to date
 """
 
-import argparse
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,6 @@ from fastapi import FastAPI
 from routed_experts.capture.handoff import PARAM
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.http.schemas import HandedRows
-from routed_experts.server.openapi import reference
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
@@ -72,18 +70,16 @@ def render(spec: dict[str, Any]) -> str:
     return head + yaml.dump(spec, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Writes or checks the files named on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m routed_experts.server.openapi", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    parser.add_argument("files", type=Path, nargs="+")
-    args = parser.parse_args(argv)
-    spec, stale = describe(), False
-    for file in args.files:
-        text = reference.render(spec) if file.suffix == ".md" else render(spec)
-        if not args.check:
-            file.write_text(text, encoding="utf-8")
-        elif not file.exists() or file.read_text(encoding="utf-8") != text:
-            print(f"{file} is not up to date: run `make spec`.", file=sys.stderr)
-            stale = True
-    return int(stale)
+def main(argv: list[str]) -> int:
+    """Writes the description into a file, or compares it with the file's."""
+    text, file = render(describe()), Path(argv[-1])
+    if argv[0] != "--check":
+        file.write_text(text, encoding="utf-8")
+    elif not file.exists() or file.read_text(encoding="utf-8") != text:
+        print(f"{file} is not up to date: run `make spec`.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,98 @@
+"""Checks of arguments, with messages that name the argument. Imports numpy only."""
+
+import operator
+from collections.abc import Iterable
+from numbers import Real
+from reprlib import repr as shown  # which is short
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def instance(name: str, value: Any, of: Any) -> Any:
+    """`value`, if it is an `of`."""
+    if not isinstance(value, of):
+        raise TypeError(f"{name} must be a {of.__name__}, not {shown(value)}")
+    return value
+
+
+def each(name: str, values: Any, of: Any) -> list[Any]:
+    """The items of `values`, if each of them is an `of`."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence, not {shown(values)}")
+    return [instance(f"each of {name}", value, of) for value in values]
+
+
+def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
+    """`value`, if it is one of these strings."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}")
+    return value
+
+
+def number(name: str, value: Any, instead: str = "") -> float:
+    """`value`, if it is a number; the message also names what it could be `instead`."""
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be {instead}a number, not {shown(value)}")
+    return value  # type: ignore[return-value]
+
+
+def integer(name: str, value: Any, least: int = 0, most: int | None = None, instead: str = "") -> int:
+    """`value` as an int, from `least` to `most`; it may be numpy's or torch's."""
+    try:
+        found = operator.index(value)
+    except TypeError:
+        found = None
+    if found is None or isinstance(value, bool):
+        raise TypeError(f"{name} must be {instead}an integer, not {shown(value)}")
+    if found < least or (most is not None and found > most):
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be {bounds}, not {found}")
+    return found
+
+
+def integers(name: str, values: Any, count: int | None = None) -> list[int]:
+    """`values` as integers that are not negative; as many as `count`."""
+    found = [integer(f"each of {name}", value) for value in each(name, values, object)]
+    if count is not None and len(found) != count:
+        raise ValueError(f"{name} must be {count} integers, not {len(found)}")
+    return found
+
+
+def array(name: str, value: Any, kinds: str, shape: str = "") -> NDArray[Any]:
+    """`value` as an array whose type is one of numpy's `kinds`, with the dimensions of `shape`: `nLK`, `...LK`."""
+    what = {"iu": "integers", "f": "floating-point numbers"}.get(kinds, "numbers")
+    wanted = f"{name} must be {what}{shape and f' of shape [{shape}]'}"
+    try:
+        found = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # ragged lists; a tensor on a GPU, or of bfloat16
+        raise TypeError(f"{wanted}, not {shown(value)}: {error}") from None
+    is_empty_list = not found.size and not hasattr(value, "dtype")  # of floats for numpy
+    if found.dtype.kind not in kinds and not is_empty_list:
+        raise TypeError(f"{wanted}, not {shown(value) if found.dtype.kind in 'OUS' else found.dtype}")
+    least = len(shape.removeprefix("..."))
+    if shape and (found.ndim < least or (found.ndim > least and not shape.startswith("..."))):
+        raise ValueError(f"{wanted}, not {list(found.shape)}")
+    return found
+
+
+def fitting(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`value`, one or several numbers, as an array of `dtype`, if that can hold it."""
+    found = array(name, value, "biu" if dtype.kind in "iu" else "biuf")
+    if dtype.kind in "iu" and found.size:
+        limits = np.iinfo(dtype)
+        if found.min() < limits.min or found.max() > limits.max:
+            raise ValueError(f"{name} must be from {limits.min} to {limits.max}, as the values are {dtype}")
+    return found.astype(dtype)
+
+
+def integer_dtype(name: str, value: Any) -> np.dtype[Any]:
+    """The integer type that `value` means: of numpy, by its name, or of torch."""
+    try:
+        found = np.dtype(str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.kind not in "iu":
+        raise TypeError(f"{name} must be an integer type, such as 'int16', not {shown(value)}")
+    return found

@@ -1,0 +1,380 @@
+"""Reads files of responses. Imports numpy and the standard library only.
+
+A file has JSON bodies (one per line, pretty-printed, or in arrays), streams as curl prints them, lines of a batch's
+output, or all of them. The response of `GET /v1/routed_experts` applies to all responses after it, including later
+files. The field `routed_experts_info` of a response takes precedence, for that response and those after it in the file.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from reprlib import repr as shown
+from typing import Any, TextIO
+
+import numpy as np
+
+from routed_experts.protocol.codec import encode, encode_weights
+from routed_experts.protocol.collect import Asked, Collector, Routing, RoutingError, is_number, without_envelope
+from routed_experts.protocol.sse import EventError, EventReader
+
+INFO = "routed_experts_info"
+MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
+DENSE_NEED = (
+    "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
+    "GET /v1/routed_experts into a file before it"
+)
+_SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Known facts about a response and its model; None if unknown.
+
+    Attributes:
+        num_layers, top_k, num_experts, layer_ids, weights_scale: as in `GET /v1/routed_experts`.
+        rows_dtype: element type of rows in the form `raw`; None if they have another form.
+        n: choices per prompt.
+    """
+
+    num_layers: int | None = None
+    top_k: int | None = None
+    num_experts: int | None = None
+    layer_ids: tuple[int, ...] | None = None
+    rows_dtype: str | None = None
+    weights_scale: tuple[float, ...] | None = None
+    n: int | None = None
+
+    @classmethod
+    def of(cls, document: Any) -> "ModelInfo":
+        """Parses the response of `GET /v1/routed_experts`, or a part of it.
+
+        Raises:
+            RoutingError: an invalid value.
+        """
+        if not isinstance(document, Mapping):
+            raise RoutingError(f"{INFO} must be an object, not {shown(document)}")
+        numbers = {name: document.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        for name, value in numbers.items():
+            if value is not None and (type(value) is not int or not 1 <= value <= MAX_EXPERTS):
+                raise RoutingError(f"{name} must be a positive integer up to {MAX_EXPERTS}, not {shown(value)}")
+        ids, scale = document.get("layer_ids"), document.get("weights_scale") or None
+        if ids is not None and not (
+            isinstance(ids, list)
+            and all(type(one) is int and 0 <= one < MAX_LAYERS for one in ids)
+            and ids == sorted(set(ids))
+        ):
+            raise RoutingError(f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}")
+        if ids is not None and numbers["num_layers"] not in (None, len(ids)):
+            raise RoutingError(f"num_layers is {numbers['num_layers']}, but layer_ids are {shown(ids)}")
+        if scale is not None and not (
+            isinstance(scale, list) and all(map(is_number, scale)) and len(scale) == len(ids or scale)
+        ):
+            raise RoutingError(f"weights_scale must be a number for each layer, not {shown(scale)}")
+        return cls(
+            **numbers,
+            layer_ids=None if ids is None else tuple(ids),
+            weights_scale=None if scale is None else tuple(map(float, scale)),
+        )
+
+    def over(self, other: "ModelInfo") -> "ModelInfo":
+        """A copy in which `other` fills the unknown fields."""
+        known = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(other, **{name: value for name, value in known.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class SavedAnswer:
+    """One response, streamed or not.
+
+    Attributes:
+        file, line: where it begins, for messages; the line is 0 if it was not read from a file.
+        parts: the body, or the chunks of the stream.
+    """
+
+    file: str
+    line: int
+    parts: list[Any]
+    info: ModelInfo
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}, line {self.line}" if self.line else self.file
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Within it, errors about the response name its place."""
+        try:
+            yield
+        except ValueError as error:
+            raise RoutingError(f"{self.where}: {error}") from error
+
+    def routings(self, model: ModelInfo | None = None, *, unfinished: bool = False) -> list[Routing]:
+        """The rows of each choice, in MoE layers only.
+
+        Args:
+            model: facts about the model from another source. They take precedence.
+            unfinished: whether choices may lack a finish reason; they may then lack rows too.
+
+        Raises:
+            RoutingError: the response is incomplete, or belongs to another model.
+        """
+        info = self.info if model is None else model.over(self.info)
+        asked: Asked = {"prompt_start": None}
+        if info.n is not None:
+            asked["n"] = info.n
+        if info.rows_dtype is not None and info.num_layers is not None and info.top_k is not None:
+            asked |= {"num_layers": info.num_layers, "top_k": info.top_k, "dtype": info.rows_dtype}
+        with self.located():
+            return [_checked(_moe_layers(routing, info), info) for routing in self._collected(asked, unfinished)]
+
+    def _collected(self, asked: Asked, unfinished: bool) -> list[Routing]:
+        collector = Collector(**asked)
+        for part in self.parts:
+            collector.take(part)
+        is_cut = unfinished and any(each.finish_reason is None for each in collector.so_far())
+        return collector.so_far() if is_cut else collector.finish()
+
+
+def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dict[str, Any]]:
+    """The response, with the rows of its MoE layers in the form `object`, int16: one body for each of its prompts.
+
+    Args:
+        routings: those of `answer`.
+
+    Raises:
+        RoutingError: it has histograms only.
+    """
+    known = {name: value for name, value in vars(answer.info).items() if value is not None and name in _INFO_FIELDS}
+    head = {name: answer.parts[0].get(name) for name in ("id", "object", "created", "model")}
+    bodies: list[tuple[Routing, dict[str, Any]]] = []  # each with the first choice of its prompt
+    for routing in routings:
+        if routing.histogram is not None and not len(routing.rows):
+            raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
+        end = 0 if routing.prompt_len is None else len(routing.prompt_rows)
+        body = next((body for first, body in bodies if _have_same_prompt(routing, first)), None)
+        if body is None:
+            body = {name: value for name, value in head.items() if isinstance(value, str | int)}
+            body |= {INFO: known, "choices": []}
+            body |= {} if routing.prompt_len is None else _arrays(routing, 0, end, "prompt_")
+            if routing.texts is not None:
+                body["routed_experts_page"] = {"prompt_tokens": routing.texts[: routing.prompt_len]}
+            bodies.append((routing, body))
+        choice: dict[str, Any] = {"index": routing.index, "finish_reason": routing.finish_reason}
+        choice |= _arrays(routing, end, len(routing.rows))
+        for name in ("prompt_token_ids", "token_ids"):
+            choice |= {name: value} if (value := getattr(routing, name)) is not None else {}
+        if routing.texts is not None and routing.prompt_len is not None:
+            choice["logprobs"] = {"tokens": routing.texts[routing.prompt_len :]}
+        body["choices"].append(choice)
+    yield from (body for _, body in bodies)
+
+
+_INFO_FIELDS = ("num_layers", "top_k", "num_experts", "layer_ids", "weights_scale")
+
+
+def _arrays(routing: Routing, first: int, end: int, prefix: str = "") -> dict[str, Any]:
+    """The fields of some rows, which are counted from the first of `routing`."""
+    start = routing.start + first
+    arrays = {f"{prefix}routed_experts": encode(routing.rows[first:end], fmt="object", dtype="int16", start=start)}
+    if routing.weights is not None:
+        arrays[f"{prefix}routed_expert_weights"] = encode_weights(routing.weights[first:end], start=start)
+    return arrays
+
+
+def once(routings: Iterable[Routing]) -> Iterator[Routing]:
+    """The rows of each choice. Those of a prompt come with the first of its choices only."""
+    prompts: list[Routing] = []
+    for routing in routings:
+        prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
+        if prompt_len and any(_have_same_prompt(routing, before) for before in prompts):
+            weights = None if routing.weights is None else routing.weights[prompt_len:]
+            routing = replace(routing, rows=routing.generated_rows, weights=weights, start=routing.start + prompt_len)
+        elif prompt_len:
+            prompts.append(routing)
+        yield routing
+
+
+def _have_same_prompt(one: Routing, other: Routing) -> bool:
+    """Whether it is certain: of one length, with the same rows and, as far as they are known, token ids."""
+    return (
+        None is not one.prompt_len == other.prompt_len
+        and one.prompt_token_ids == other.prompt_token_ids
+        and np.array_equal(one.prompt_rows, other.prompt_rows)
+    )
+
+
+def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
+    """`routing` without the dense layers that `routed_experts_layers: "all"` adds."""
+    rows, ids = routing.rows, info.layer_ids
+    if ids is None or not len(rows) or rows.shape[1] == len(ids):
+        return routing
+    dense = np.delete(rows, ids, axis=1) if max(ids, default=0) < rows.shape[1] else rows
+    if (dense > 0).any() or not ids:
+        raise RoutingError(f"rows of {rows.shape[1]} layers, but the model has {len(ids)} MoE layers")
+    weights = None if routing.weights is None else routing.weights[:, ids]
+    return replace(routing, rows=rows[:, ids], weights=weights)
+
+
+def _checked(routing: Routing, info: ModelInfo) -> Routing:
+    rows = routing.rows
+    if not len(rows):
+        return routing
+    # A router never chooses an expert twice for a token, so such a layer is dense. Top-1 models do not show it.
+    if info.layer_ids is None and rows.shape[2] > 1 and (rows == 0).all(axis=2).any():
+        raise RoutingError(DENSE_NEED)
+    for count, expected, what in ((rows.shape[1], info.num_layers, "layers"), (rows.shape[2], info.top_k, "experts")):
+        if expected not in (None, count):
+            raise RoutingError(f"rows of {count} {what}, but the model has {expected}")
+    if info.num_experts is not None and rows.max() >= info.num_experts:
+        raise RoutingError(f"an id is {rows.max()}, but the model has {info.num_experts} experts")
+    return routing
+
+
+# ---- files ----
+
+
+def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
+    """The responses in files, in order.
+
+    Args:
+        files: names and texts.
+        given: facts about the model from elsewhere. They take precedence.
+
+    Raises:
+        RoutingError: a file is empty, or has other contents.
+    """
+    reader, name, found = Reader(given), "", False
+    for name, file in files:
+        for answer in reader.read(name, file):
+            found = True
+            yield answer
+    if not found:
+        raise RoutingError(f"{name} has no responses")
+
+
+class Reader:
+    """Reads one file after another.
+
+    Attributes:
+        about: what the files so far say about their model.
+    """
+
+    def __init__(self, given: ModelInfo, about: ModelInfo | None = None) -> None:
+        self.about = about or ModelInfo()
+        self._given = given
+
+    def read(self, name: str, file: TextIO) -> Iterator[SavedAnswer]:
+        """The responses in a file.
+
+        Raises:
+            RoutingError: it is empty, or has other contents.
+        """
+        is_empty, of_file = True, ModelInfo()
+        for line, parts in _responses(name, file):
+            is_empty = False
+            answer = SavedAnswer(name, line, parts, ModelInfo())
+            with answer.located():
+                parts[:] = map(without_envelope, parts)
+                if not all(isinstance(part, dict) for part in parts):
+                    raise RoutingError("not a response of the server: it must be a JSON object")
+                if "layer_ids" in parts[0] and "choices" not in parts[0]:
+                    self.about, of_file = ModelInfo.of(parts[0]), ModelInfo()
+                    continue
+                of_file = ModelInfo.of(parts[0][INFO]) if INFO in parts[0] else of_file
+            yield replace(answer, info=self._given.over(of_file.over(self.about)))
+        if is_empty:
+            raise RoutingError(f"{name} has no responses")
+
+
+def _responses(name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
+    """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
+    text = _Text(file)
+    try:
+        while (line := text.peek()) is not None:
+            where, number = f"{name}, line {text.number}", text.number
+            if line.lstrip().startswith(_SSE_FIELDS):
+                chunks = _stream(text)
+                found = [chunks] if chunks else []
+            elif line.strip():
+                value = text.value()
+                found = [[one] for one in (value if isinstance(value, list) else [value])]
+            else:
+                text.skip_line()
+                continue
+            yield from ((number, parts) for parts in found)
+    except UnicodeDecodeError as error:
+        raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
+    except EventError as error:
+        raise RoutingError(f"{where}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RoutingError(f"{where} is not valid JSON, or was cut off: {error}") from error
+
+
+def _stream(text: "_Text") -> list[Any]:
+    """The chunks of the stream that begins here.
+
+    Raises:
+        EventError: an event is not JSON, or the stream does not end with `[DONE]`.
+    """
+    events = EventReader()
+    chunks: list[Any] = []
+    while not events.done and (line := text.peek()) is not None:
+        if line.strip() and not line.lstrip().startswith(_SSE_FIELDS):
+            break
+        chunks += events.feed(line.strip() + "\n")
+        text.skip_line()
+    if chunks and not events.done:
+        raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
+    return chunks
+
+
+class _Text:
+    """Reads lines and JSON values of a file. Keeps only the current line; for a longer value, what it needs."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._text, self._at = "", 0
+        self.number = 1
+
+    def peek(self) -> str | None:
+        """The rest of the current line; None at the end of the file."""
+        if self._at == len(self._text):
+            self._text, self._at = self._file.readline(), 0
+        return self._text[self._at : self._line_end()] or None
+
+    def skip_line(self) -> None:
+        self._go(self._line_end())
+
+    def value(self) -> Any:
+        """The JSON value that starts in the current line.
+
+        Raises:
+            ValueError: it is not JSON.
+        """
+        while self._text[self._at].isspace():
+            self._at += 1
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+                break
+            except json.JSONDecodeError as error:
+                # Only a value that goes on beyond what was read so far needs more: twice as much each time.
+                is_cut = not self._text[error.pos :].strip()
+                rest = self._file.read(len(self._text)) + self._file.readline() if is_cut else ""
+                if not rest:
+                    line = self.number + self._text.count("\n", self._at, error.pos)
+                    raise ValueError(f"{error.msg} at line {line}") from error
+                self._text, self._at = self._text[self._at :] + rest, 0
+        self._go(end)
+        return value
+
+    def _line_end(self) -> int:
+        return self._text.find("\n", self._at) + 1 or len(self._text)
+
+    def _go(self, end: int) -> None:
+        self.number += self._text.count("\n", self._at, end)
+        self._at = end
+
+
+_DECODER = json.JSONDecoder()

@@ -1,0 +1,191 @@
+"""The route that returns arrays by their ids, whole or in part."""
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from http import HTTPStatus
+from io import FileIO
+from typing import Any, TypeVar
+
+from fastapi import HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Send
+
+from routed_experts.protocol.codec import read_npy_header
+from routed_experts.server.http.vllm_http import create_error_response
+from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
+from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
+
+STALLED_S = 30.0
+"""A response whose client has taken nothing for so long ends."""
+_CHUNK_BYTES = 64 << 10
+"""Read and sent at once, so that other requests run in between, and little is held for a client that takes nothing."""
+_BYTES = "application/octet-stream"
+_NUMBER = "[0-9]{0,18}"  # Python refuses to read numbers of thousands of digits
+_RANGE = re.compile(rf"bytes *= *({_NUMBER}) *- *({_NUMBER})")
+_SPAN = re.compile(rf"({_NUMBER}):({_NUMBER})")
+_TAG = re.compile(r'(?:W/)?"[^"]*"|\*')
+
+T = TypeVar("T")
+
+
+class _Part:
+    """Some layers and tokens of a stored array: a piece of its file for each layer, or one for all tokens."""
+
+    def __init__(self, file: FileIO, key: str, layers: str | None, tokens: str | None) -> None:
+        (num_layers, num_tokens, top_k), dtype = read_npy_header(file)
+        begin, end = _span(layers, num_layers, "layers")
+        first, last = _span(tokens, num_tokens, "tokens")
+        row = top_k * dtype.itemsize
+        self._file, self._layer = file, num_tokens * row
+        self._first = file.tell() + begin * self._layer + first * row
+        self.nbytes = (end - begin) * (last - first) * row
+        self._piece = self.nbytes if last - first == num_tokens else (last - first) * row
+        is_whole = (end - begin, last - first) == (num_layers, num_tokens)
+        self.tag = f'"{key}"' if is_whole else f'"{key}-{begin}-{end}-{first}-{last}"'
+        self.headers = {
+            "X-Routed-Experts-Shape": f"{end - begin},{last - first},{top_k}",
+            "X-Routed-Experts-Dtype": dtype.name,
+            "ETag": self.tag,
+            "Accept-Ranges": "bytes",
+            "Cache-Control": "private, immutable",
+        }
+
+    def read(self, at: int, end: int) -> bytes:
+        """The bytes from `at` to `end`."""
+        pieces = []
+        while at < end:
+            layer, begin = divmod(at, self._piece)
+            size = min(end - at, self._piece - begin)
+            pieces.append(os.pread(self._file.fileno(), size, self._first + layer * self._layer + begin))
+            at += size
+        return b"".join(pieces)
+
+
+class _ArrayResponse(StreamingResponse):
+    """Ends, with its connection, if the client takes nothing for `STALLED_S`; then closes the array's file."""
+
+    file: FileIO
+    request: Request
+
+    async def stream_response(self, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(STALLED_S):
+                await send(message)
+
+        with self.file:
+            try:
+                await super().stream_response(send_in_time)
+            except TimeoutError:
+                server = getattr(self.request.app.state, "server", None)
+                for connection in list(server.server_state.connections) if server is not None else []:
+                    if getattr(getattr(connection, "cycle", None), "scope", None) is self.request.scope:
+                        connection.transport.abort()
+                await asyncio.sleep(STALLED_S)  # cancelled by the end of the connection
+
+
+async def stored_array(
+    request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
+) -> Response:
+    """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it. Raises errors
+    that become 400, 404, 410, 412 and 500."""
+    with ExitStack() as opened:
+        file = opened.enter_context(await _run(store, _opened, store, key))
+        part = await _run(store, _Part, file, key, layers, tokens)
+        if not _is_wanted(request, part.tag):
+            return Response(status_code=304, headers=part.headers)
+        first, end, status, headers = 0, part.nbytes, 200, part.headers
+        asked, is_get = request.headers.get("range", ""), request.method == "GET"
+        if is_get and request.headers.get("if-range", part.tag) == part.tag and (span := _byte_range(asked, end)):
+            first, end, status = *span, 206
+            if first >= end:
+                message, status = "The range begins behind the end.", HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+                return error_response(message, status, {"Content-Range": f"bytes */{part.nbytes}"}, param="Range")
+            headers["Content-Range"] = f"bytes {first}-{end - 1}/{part.nbytes}"
+        headers["Content-Length"] = str(end - first)
+        if not is_get:
+            return Response(headers=headers, media_type=_BYTES)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for at in range(first, end, _CHUNK_BYTES):
+                yield await _run(store, part.read, at, min(at + _CHUNK_BYTES, end))
+
+        response = _ArrayResponse(chunks(), status, headers, _BYTES)
+        response.file, response.request = file, request
+        opened.pop_all()
+        return response
+
+
+def delete_array(request: Request, store: ArrayStore | None, key: str) -> Response:
+    """The response for `DELETE` of an array. Raises as `stored_array` does."""
+    with _opened(store, key):
+        _is_wanted(request, f'"{key}"')
+    assert store is not None
+    with _as_responses():
+        store.delete(key)
+    return Response(status_code=204)
+
+
+async def _run(store: ArrayStore | None, function: Callable[..., T], *args: Any) -> T:
+    """What `function` gives, which reads files of `store`: in a thread, if they are on a disk."""
+    return function(*args) if store is None or store.is_in_memory else await run_in_threadpool(function, *args)
+
+
+@contextmanager
+def _as_responses() -> Iterator[None]:
+    """Raises the errors of a store as those of a response."""
+    try:
+        yield
+    except UnknownArrayError:
+        raise VLLMNotFoundError("There is no such array.") from None
+    except ArrayGoneError:
+        raise HTTPException(410, "This array has expired or was deleted.") from None
+    except StoreError as error:
+        raise HTTPException(500, str(error)) from None
+
+
+def _opened(store: ArrayStore | None, key: str) -> FileIO:
+    if store is None:
+        raise VLLMNotFoundError("This server stores no routed experts.")
+    with _as_responses():
+        return store.read(key)
+
+
+def _is_wanted(request: Request, tag: str) -> bool:
+    """Whether a request is for the array with this tag, and does not have it (RFC 9110, 13.2.2). Raises 412."""
+    is_read = request.method in ("GET", "HEAD")
+    must, known = (_TAG.findall(",".join(request.headers.getlist(name))) for name in ("if-match", "if-none-match"))
+    has_it = "*" in known or tag in [each.removeprefix("W/") for each in known]
+    if ("if-match" in request.headers and not {"*", tag} & {*must}) or (has_it and not is_read):
+        raise HTTPException(412, "This is not the array that If-Match or If-None-Match names.")
+    return not has_it
+
+
+def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
+    if found := _SPAN.fullmatch(":" if text is None else text):
+        begin, end = int(found[1] or 0), int(found[2] or size)
+        if begin <= end <= size:
+            return begin, end
+    raise VLLMValidationError(
+        f"{name} must be FIRST:END with 0 <= FIRST <= END <= {size}, for example {name}=0:{size}", parameter=name
+    )
+
+
+def _byte_range(text: str, size: int) -> tuple[int, int] | None:
+    """First byte and the one after the last of a `Range` header with one range. None for other headers, which are
+    ignored (RFC 9110, 14.2)."""
+    found = _RANGE.fullmatch(text)
+    if found is None or not (found[1] or found[2]):
+        return None
+    if not found[1]:
+        return max(size - int(found[2]), 0), size
+    first, last = int(found[1]), int(found[2] or size)
+    return (first, min(last + 1, size)) if first <= last or not found[2] else None
+
+
+def error_response(message: str, status: HTTPStatus, headers: dict[str, str], param: str | None = None) -> Response:
+    """As FastAPI's errors, whose headers vLLM leaves out."""
+    return JSONResponse(create_error_response(message, status.phrase, status, param).model_dump(), status, headers)

@@ -1,0 +1,72 @@
+"""Texts of token ids, for whoever shows rows beside their tokens."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
+from fastapi import Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from routed_experts.server.vllm_api import AsyncLLM, VLLMValidationError
+
+TEXTS_PATH = "/v1/routed_experts/texts"
+MAX_TOKENS = 16_384
+_MAX_BODY_BYTES = 16 * MAX_TOKENS  # JSON of that many ids, with room for spaces
+_ONE_AT_A_TIME = CapacityLimiter(1)  # so that these requests leave threads to others
+
+
+class TokenIds(BaseModel):
+    """Token ids of the served model."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    token_ids: list[Annotated[int, Field(strict=True, ge=0)]] = Field(max_length=MAX_TOKENS, fail_fast=True)
+
+
+class TokenTexts(BaseModel):
+    """The texts of token ids."""
+
+    texts: list[str] = Field(description="the text of each id, in the order of the request; invalid UTF-8 is U+FFFD")
+
+
+async def texts_of(raw_request: Request, engine: AsyncLLM) -> TokenTexts:
+    """The texts of the ids in the body of a request.
+
+    Raises:
+        VLLMValidationError: the body is not `TokenIds`, or an id is not one of the model's.
+        NotImplementedError: the server runs without a tokenizer.
+    """
+    ids = await _ids_in(raw_request)
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        raise NotImplementedError("The server has no tokenizer (--skip-tokenizer-init).")
+    last = max(tokenizer.max_token_id, engine.model_config.get_vocab_size() - 1)
+    if ids and max(ids) > last:
+        raise VLLMValidationError(f"token_ids: {max(ids)} is not a token of the model", parameter="token_ids")
+    return TokenTexts(texts=await run_sync(_decode, tokenizer, ids, limiter=_ONE_AT_A_TIME))
+
+
+async def _ids_in(raw_request: Request) -> list[int]:
+    """The body is read to its end, so that the client hears of the error, but not kept beyond the limit."""
+    body = bytearray()
+    async for chunk in raw_request.stream():
+        if len(body) <= _MAX_BODY_BYTES:
+            body += chunk
+    if len(body) > _MAX_BODY_BYTES:
+        raise VLLMValidationError(f"token_ids: at most {MAX_TOKENS} ids", parameter="token_ids")
+    try:
+        return TokenIds.model_validate_json(bytes(body)).token_ids
+    except ValidationError as error:
+        first, *_ = error.errors(include_input=False, include_url=False, include_context=False)
+        place = ".".join(map(str, first["loc"])) or "body"
+        raise VLLMValidationError(f"{place}: {first['msg']}", parameter=str((*first["loc"], "body")[0])) from None
+
+
+def _decode(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """The second of two equal tokens: many tokenizers drop the space that a text begins with.
+
+    A model's vocabulary may be padded beyond the tokenizer's, with tokens that have no text.
+    """
+    pairs = (tokenizer.decode([one, one]) if one <= tokenizer.max_token_id else "" for one in ids)
+    return [pair[len(pair) // 2 :] for pair in pairs]

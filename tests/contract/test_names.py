@@ -1,0 +1,290 @@
+"""Names of fields: those of ours never pass in silence, and those that are not ours mean what they mean to vLLM."""
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request, UploadFile, WebSocket
+from fastapi.testclient import TestClient
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.routing import Route
+from vllm.entrypoints.launchers.app import build_app
+from vllm.envs import disable_envs_cache
+from vllm.exceptions import VLLMValidationError
+
+from routed_experts.protocol.models import PREFIXES, RoutingFields
+from routed_experts.server.http import plugin
+from routed_experts.server.http.unsupported_routes import refuse_on_other_routes
+from routed_experts.server.http.vllm_http import ChatCompletionRequest, CompletionRequest, GenerateRequest
+from tests.contract.served import serving, vllms
+from tests.contract.test_api import ASKS, CHAT, COMPLETIONS, ENDPOINTS, GENERATE, post, refused
+from tests.documentation import ROOT
+from tests.e2e.harness import Server, prompt_of
+
+OURS = {COMPLETIONS, CHAT, GENERATE, "/invocations"}
+NAMED = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
+
+
+@pytest.fixture(scope="module")
+def apps() -> list[FastAPI]:
+    """The applications of the servers that started."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def api(tiny_model: Path, apps: list[FastAPI]) -> Iterator[Server]:
+    """With all routes that vLLM can have."""
+    begin = plugin.RoutedExpertsPlugin.attach_router
+
+    def attach_router(self: plugin.RoutedExpertsPlugin, app: FastAPI) -> None:
+        apps.append(app)
+        begin(self, app)
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as environment:
+        for variable in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+            environment.setenv(variable, "1")
+        disable_envs_cache()
+        stack.callback(disable_envs_cache)
+        with patch.object(plugin.RoutedExpertsPlugin, "attach_router", attach_router):
+            server = stack.enter_context(serving(tiny_model, "--enable-scale-out"))
+        yield server
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model: Path) -> Iterator[Server]:
+    """vLLM without this project."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_PLUGINS", "none")
+        with serving(tiny_model, "--enable-scale-out", command=vllms) as server:
+            yield server
+
+
+# ---- names that are not ours ----
+
+
+def names_read() -> list[str]:
+    """Every name by which our code may read something of a vLLM request: attributes, and texts that can be names."""
+    names: set[str] = set()
+    for path in [
+        *ROOT.glob("server/http/*.py"),
+        *ROOT.glob("server/outputs/*.py"),
+        *ROOT.glob("server/inprocess/*.py"),
+    ]:
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id in ("request", "chat", "completion"):
+                    names.add(node.attr)
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and path.name in ("request.py", "serving.py")
+            ):
+                names |= {node.value} if re.fullmatch(r"[a-z_]\w*", node.value) else set()
+    return sorted(name for name in names if not name.startswith(PREFIXES))
+
+
+def said(response: httpx.Response) -> Any:
+    """An answer without what differs each time."""
+    text = re.sub(r'"(id|request_id|created)":("[^"]*"|\d+),?', "", response.text)
+    return response.status_code, text.replace('"routed_experts":null,', "").replace(',"routed_experts":null', "")
+
+
+MODELS = (CompletionRequest, ChatCompletionRequest, GenerateRequest, CompletionRequest, ChatCompletionRequest)
+
+
+@pytest.mark.parametrize("value", [{"temperature": 0}, [7], "x", 7, True], ids=str)
+def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, value: Any) -> None:
+    """H1. A field that vLLM has not is an attribute of its request all the same."""
+    names = names_read()
+    assert {"sampling_params", "vllm_xargs", "use_beam_search", "content_parts", "top_k", "routing"} <= {*names}
+    for model, (path, body) in zip(MODELS, ENDPOINTS, strict=True):
+        some = [name for name in names if name not in model.model_fields and name != "extra_body"]
+        assert len(some) > 20
+        limits: dict[str, Any] = {} if path == GENERATE else {"max_tokens": 2}
+        asked = {"model": "tiny", **body, **limits}
+        with api.client() as ours, stock.client() as vllm:
+            expected = said(vllm.post(path, json=asked))
+            assert expected[0] == 200
+            if said(ours.post(path, json={**asked, **dict.fromkeys(some, value)})) != expected:
+                answers = {name: ours.post(path, json={**asked, name: value}) for name in some}
+                assert {name: one.text for name, one in answers.items() if said(one) != expected} == {}
+            plain, extended = (
+                ours.post(path, json={**asked, **ASKS, **more}) for more in ({}, dict.fromkeys(some, value))
+            )
+            assert said(plain) == said(extended)
+
+
+# ---- names that are ----
+
+
+def test_h1_fields_of_ours_in_sampling_params_belong_at_the_top(api: Server) -> None:
+    """H1. On completions and chats too, where vLLM has no `sampling_params`."""
+    for path, body in ENDPOINTS:
+        for name in ("return_routed_experts", "routed_experts_format"):
+            message = refused(api, path, f"sampling_params.{name}", **{**body, "sampling_params": {name: True}})
+            assert "belongs at the top level" in message
+        for value in ({"temperature": 0}, {}, None, 1):
+            if path != GENERATE:
+                assert post(api, path, **body, max_tokens=2, sampling_params=value).status_code == 200
+
+
+def test_h4_a_literal_extra_body(api: Server) -> None:
+    """H4. Clients that are not OpenAI's for Python send it as it stands."""
+    for path, body in ENDPOINTS:
+        for fields in (ASKS, {}, {"top_k": 1}):
+            assert "OpenAI's Python client" in refused(api, path, "extra_body", **body, extra_body=fields)
+        if path != GENERATE:
+            assert post(api, path, **body, max_tokens=2, extra_body="x").status_code == 200
+
+
+def test_h7_names_that_are_near_and_names_that_are_not(api: Server) -> None:
+    """H7. A name is proposed for what sets it apart, not for what all names share."""
+    body = {"prompt": "a"}
+    for name, meant in (("routed_experts_layer", "routed_experts_layers"), ("routed_experts", "return_routed_experts")):
+        assert f"did you mean {meant}?" in refused(api, COMPLETIONS, name, **body, **{name: 1})
+    for name in ("routed_experts_top", "return_routed_x"):
+        message = refused(api, COMPLETIONS, name, **body, **{name: 1})
+        assert "did you mean" not in message
+        assert all(each in message for each in RoutingFields.model_fields)
+
+
+def test_h7_messages_say_what_is_meant(api: Server) -> None:
+    """H7. All forms; which of several prompts."""
+    message = refused(api, COMPLETIONS, "routed_experts_format", prompt="a", **ASKS, routed_experts_format="x")
+    assert all(form in message for form in ("object", "npy", "raw", "list", "paired"))
+    start = {"routed_experts_prompt_start": 5}
+    message = refused(api, COMPLETIONS, *start, prompt=[prompt_of(9, 1), prompt_of(2, 1)], **ASKS, **start)
+    assert "prompt 1 (the first is 0) has 2 tokens" in message
+
+
+# ---- routes that are not ours ----
+
+
+def test_h3_no_route_takes_our_fields_in_silence(api: Server, apps: list[FastAPI]) -> None:
+    """H3. Every route that vLLM has, with whatever method takes a body."""
+    args = apps[0].state.args
+    with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
+        routes = [route for route in build_app(args, ("generate",)).routes if isinstance(route, Route)]
+    asked = [
+        (m, r.path) for r in routes for m in r.methods or () if m in ("POST", "PUT", "PATCH") and r.path not in OURS
+    ]
+    assert {("POST", path) for path in ("/generative_scoring", "/v1/completions/derender", "/sleep")} <= {*asked}
+    silent = []
+    with api.client() as client:
+        for method, path in asked:
+            for fields in (ASKS, {"routed_experts_x": 1}, {"extra_body": ASKS}):
+                response = client.request(method, re.sub(r"{\w+}", "x", path), json={"model": "tiny", **fields})
+                if response.status_code != 400 or NAMED not in response.text:
+                    silent.append((method, path, fields, response.status_code, response.text))
+    assert silent == []
+
+
+def test_h3_rows_that_derender_would_drop(api: Server) -> None:
+    """H3. And what vLLM says where there are none is no row."""
+    answer = api._post(GENERATE, {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 3}})
+    answer["choices"][0]["routed_experts"] = None
+    for path, body in (
+        ("/v1/completions/derender", {"generate_responses": [answer]}),
+        ("/v1/chat/completions/derender", {"generate_response": answer}),
+    ):
+        assert post(api, path, **body).status_code == 200
+        answer["choices"][0]["routed_experts"] = "rows"
+        refused(api, path, "routed_experts", **body)
+        answer["choices"][0]["routed_experts"] = None
+
+
+FIELDS = json.dumps({**ASKS, "x": "ü"})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(FIELDS.encode(encoding) for encoding in ("utf-8", "utf-16", "utf-32-le")),
+        *(
+            FIELDS.replace(*pair).encode()
+            for pair in (("_", r"\u005f"), ('"r', r'"\u0072'), ("_routed", r"\u005Frouted"))
+        ),
+    ],
+)
+@pytest.mark.parametrize("sent", ["whole", "in parts", "as text"])
+def test_h3_however_it_is_written(api: Server, content: bytes, sent: str) -> None:
+    """H3. Encodings, escapes and chunks that the JSON of a server reads."""
+    body = iter([content[:20], content[20:25], content[25:]]) if sent == "in parts" else content
+    kind = "text/plain" if sent == "as text" else "application/json"
+    with api.client() as client:
+        response = client.post("/tokenize", content=body, headers={"content-type": kind})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "return_routed_experts")
+
+
+def test_h3_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) -> None:
+    """H3. In texts, in tools' schemas, behind a null, and in what is no JSON."""
+    text = "what does return_routed_experts do? \\u0072outed_experts"
+    tool = {"name": "a", "input_schema": {"type": "object", "properties": {"routed_experts_x": {"type": "string"}}}}
+    messages = [{"role": "user", "content": text}]
+    for path, body in (
+        ("/tokenize", {"prompt": text}),
+        ("/v1/messages/count_tokens", {"messages": messages, "tools": [tool]}),
+    ):
+        one, other = (post(server, path, **body) for server in (api, stock))
+        assert (one.status_code, one.text) == (other.status_code, other.text)
+        assert one.status_code == 200 or "tool_choice" in one.text or "tool choice" in one.text
+    for content in (
+        b"",
+        b"return_routed_experts",
+        b'{"return_routed_experts": true',
+        b"[" * 100_000 + b"routed_expert",
+    ):
+        responses = []
+        for server in (api, stock):
+            with server.client() as client:
+                headers = {"content-type": "application/json"}
+                responses.append(client.post("/tokenize", content=content, headers=headers))
+        one, other = responses
+        assert one.status_code == other.status_code, one.text
+
+
+def test_h3_what_others_attach(api: Server) -> None:
+    """H3. Other plugins' routes and mounted applications; files and sockets are left alone."""
+    app = FastAPI()
+
+    @app.put("/theirs/{name}")
+    async def theirs(name: str, request: Request) -> JSONResponse:
+        return JSONResponse(await request.json())
+
+    @app.post("/file")
+    async def file(file: UploadFile) -> str:
+        return (await file.read()).decode()
+
+    @app.websocket("/socket")
+    async def socket(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_json(await websocket.receive_json())
+        await websocket.close()
+
+    async def inner(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(await request.body())
+
+    app.mount("/mounted", Starlette(routes=[Route("/inner", inner, methods=["POST", "GET"])]))
+    for _ in range(2):
+        refuse_on_other_routes(app)
+    big = {"x": ["a" * 1000] * 3000}
+    with TestClient(app) as client:
+        for send in (client.put, client.patch), (client.post,):
+            path = "/theirs/one" if client.put in send else "/mounted/inner"
+            with pytest.raises(VLLMValidationError, match="this endpoint does not return routed experts"):
+                send[0](path, json=ASKS)
+            assert send[0](path, json=big).json() == big
+        assert client.get("/mounted/inner").text == ""
+        assert client.post("/file", files={"file": json.dumps(ASKS)}).json() == json.dumps(ASKS)
+        with client.websocket_connect("/socket") as opened:
+            opened.send_json(ASKS)
+            assert opened.receive_json() == ASKS

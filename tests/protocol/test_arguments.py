@@ -1,0 +1,250 @@
+"""Wrong arguments of each public function of the client library get a sentence that names the argument (C3)."""
+
+import asyncio
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from routed_experts.protocol import batch, codec, collect, expert_load, fetch, models, sse
+from routed_experts.protocol.collect import Routing
+from tests.protocol.answers import Told, answer, rows_of
+
+ROWS = rows_of(8)
+WEIGHTS = ROWS.astype(np.float32)
+ROUTING = Routing(ROWS, prompt_len=5, prompt_token_ids=(1, 2, 3, 4, 5), token_ids=(6, 7, 8, 9), weights=WEIGHTS)
+ANSWER = answer(Told(ROWS[:5], [ROWS[5:]]))
+REFERENCE = {"shape": [8, 3, 4], "dtype": "int16", "path": "/none"}
+
+NOT_INTEGERS = ("3", 1.5, True, [1], np.array([1, 2]), torch.int64, torch.ones(3), object())
+NOT_COUNTS = (*NOT_INTEGERS, None, -1)
+NOT_TEXTS = (5, b"x", ["x"], np.int16, object())
+NOT_NUMBERS = ("1", None, [1.0], torch.float32, object())
+NOT_ROUTINGS = (None, 5, "x", ROWS, {"rows": ROWS}, [ROUTING, ROUTING])
+NOT_LISTS_OF_ROUTINGS = (None, 5, "x", ROUTING, [ROWS], [None])
+NOT_ARRAYS = (None, "x", b"abc", object(), torch.int64, [[1], [1, 2]], [["x"]], {"a": 1}, 3)
+NOT_IDS = (*NOT_ARRAYS, ROWS[0], ROWS[0, 0], WEIGHTS, [[["a"]]], torch.ones(2, 3, 4, dtype=torch.bfloat16))
+NOT_WEIGHTS = (*NOT_ARRAYS, WEIGHTS[0, 0], ROWS)
+NOT_INTEGER_DTYPES = ("x", None, 5, "float32", np.float32, torch.float32, torch.bfloat16, object(), "i4,i4", "(2,-1)i4")
+NOT_WIRE_DTYPES = ("x", None, 5, "int64", np.int16, torch.int16, ["int16"])
+NOT_MAPPINGS = (None, 5, "x", [1], ROWS)
+LAST = ("repaet", None, 1.5, [1], 2**15, torch.int64)
+PADDING = ("packed", "", None, 1.5, True, [1, 2], torch.int64, np.array(["left"]), -1)
+NUM_TOKENS = (5, "9", ["9"], [1.5], [-1], [], [9, 9], [None])
+PAD = (None, "x", [1, 2, 3], [[1], [2]], 1.5, 2**15, np.nan, torch.int64, object())
+
+RANGES = (5, "ab", (1,), (1, 2, 3), (0, 1.5), (None, 2), (2, 1), (0, 99), (-1, 2))
+ALIGN = {"routings": [ROUTING], "length": 9}
+WRONG_ALIGN = {
+    "routings": NOT_LISTS_OF_ROUTINGS,
+    "length": NOT_COUNTS,
+    "padding": PADDING,
+    "num_tokens": NUM_TOKENS,
+}
+FORM = {"num_layers": (*NOT_INTEGERS, 0), "top_k": (*NOT_INTEGERS, 0)}
+ASKED = {**FORM, "n": (*NOT_COUNTS, 0), "prompt_len": NOT_COUNTS, "prompt_start": (*NOT_INTEGERS, -1)}
+ASKED |= {"dtype": NOT_WIRE_DTYPES, "media": (5, "x", None, [1], [None]), "promt_len": (5,)}
+
+CASES: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
+    batch.verify: (
+        {"routing": ROUTING, "num_experts": 60},
+        {"routing": NOT_ROUTINGS, "num_experts": (*NOT_COUNTS, 0), "weights_sum": ("1", [1.0], torch.float32)},
+    ),
+    batch.scaled: (
+        {"weights": WEIGHTS, "info": {"weights_scale": [1.0] * 3}},
+        {"weights": NOT_WEIGHTS, "info": (*NOT_MAPPINGS, {}, *({"weights_scale": each} for each in (5, "x", [1.0])))},
+    ),
+    batch.splice: ({"decode": ROUTING, "prefill": ROUTING}, {"decode": NOT_ROUTINGS, "prefill": NOT_ROUTINGS}),
+    batch.shared_prefix: (
+        {"before": ROUTING, "prompt": [1, 2]},
+        {
+            "before": NOT_ROUTINGS,
+            "prompt": (None, 5, "x", [1.5], ["1"], [None], ROWS, [[1], [1, 2]]),
+            "media": (5, "x", [1], [None]),
+            "end": (*NOT_INTEGERS, -1),
+        },
+    ),
+    batch.join_turns: ({"turns": [ROUTING]}, {"turns": (*NOT_LISTS_OF_ROUTINGS, [])}),
+    batch.spread_layers: (
+        {"rows": ROWS, "layer_ids": [1, 2, 4], "num_hidden_layers": 5},
+        {
+            "rows": (*NOT_ARRAYS, ROWS[0, 0]),
+            "layer_ids": (None, 5, "124", [1, 2], [1, 2, 5], [-1, 1, 2], [1, 1, 2], [1.5, 2, 3], [None] * 3),
+            "num_hidden_layers": (*NOT_COUNTS, 4),
+            "fill": (None, "x", 1.5, 2**15, torch.int64, object()),
+        },
+    ),
+    batch.align: (
+        {**ALIGN, "last": -1},
+        {**WRONG_ALIGN, "last": LAST, "pad": PAD, "dtype": NOT_INTEGER_DTYPES},
+    ),
+    batch.align_weights: (ALIGN, {**WRONG_ALIGN, "last": LAST[:2], "pad": ("x", [1, 2, 3], [[1], [2]], torch.int64)}),
+    batch.align_values: (
+        {**ALIGN, "values": [[1] * 9]},
+        {**WRONG_ALIGN, "values": (None, 5, "x", [], [[1] * 9] * 2, ["x" * 9], [[[1] * 9]], [5]), "pad": ("x", [1])},
+    ),
+    codec.map_npy: ({"path": "/none"}, {"path": (5, None, [], torch.int64)}),
+    codec.resolve_dtype: (
+        {"name": "auto", "num_experts": 60},
+        {"name": (*NOT_WIRE_DTYPES, "float32"), "num_experts": (*NOT_COUNTS, 0)},
+    ),
+    codec.count_missing: ({"rows": ROWS}, {"rows": (*NOT_ARRAYS, ROWS[0], WEIGHTS.astype(np.float64))}),
+    codec.encode: (
+        {"rows": ROWS, "fmt": "object", "dtype": "int16", "start": 0},
+        {
+            "rows": NOT_IDS,
+            "fmt": ("x", None, 5, "paired"),
+            "dtype": (*NOT_WIRE_DTYPES, "float32"),
+            "start": NOT_COUNTS,
+        },
+    ),
+    codec.decode: ({"value": [[[1]]]}, {"dtype": NOT_WIRE_DTYPES, **FORM}),
+    codec.decode_weights: ({"value": [[[1.0]]]}, FORM),
+    collect.collect: ({"source": ANSWER}, {"source": (None, 5, object(), torch.int64), **ASKED}),
+    collect.collect_async: ({"source": None}, {"source": (None, 5, ANSWER, []), **ASKED}),
+    collect.Collector: ({}, ASKED),
+    Routing: (
+        {"rows": ROWS},
+        {
+            "rows": NOT_IDS,
+            "start": NOT_COUNTS,
+            "prompt_len": (*NOT_INTEGERS, -1),
+            "weights": (*NOT_WEIGHTS[1:], WEIGHTS[:2]),
+            "media": (5, "x", [1], [None]),
+        },
+    ),
+    expert_load.count_experts: (
+        {"rows": ROWS, "num_experts": 60},
+        {"rows": (*NOT_IDS, ROWS - 2, ROWS + 60), "num_experts": (*NOT_COUNTS, 0, 2**31)},
+    ),
+    expert_load.sum_weights: (
+        {"rows": ROWS, "weights": WEIGHTS, "num_experts": 60},
+        {
+            "rows": (*NOT_IDS, ROWS - 2, ROWS + 60),
+            "weights": (*NOT_WEIGHTS, WEIGHTS[:2]),
+            "num_experts": (*NOT_COUNTS, 0, 2**31),
+        },
+    ),
+    expert_load.histogram: ({"rows": ROWS, "num_experts": 60}, {"rows": NOT_IDS, "num_experts": (*NOT_COUNTS, 0)}),
+    expert_load.expert_load: (
+        {"counts": [[1, 2]]},
+        {"counts": (*NOT_ARRAYS, [1], [[]], [[-1]], [[0.5]], [[np.inf]], [[np.nan]], [[1e300]], [[2**70]])},
+    ),
+    fetch.fetch: (
+        {"reference": REFERENCE},
+        {
+            "reference": (
+                *NOT_MAPPINGS,
+                {},
+                *({**REFERENCE, "shape": each} for each in (None, 5, "834", [8, 3], [8, 3, -1], [8, 3, 1.5])),
+                *({**REFERENCE, "dtype": each} for each in NOT_WIRE_DTYPES),
+            ),
+            "layers": RANGES,
+            "tokens": RANGES,
+            "base_url": (5, b"http://x", ["x"]),
+            "api_key": (5, b"x", ["x"]),
+            "timeout_s": NOT_NUMBERS,
+        },
+    ),
+    models.parse_options: ({"body": {}}, {"body": NOT_MAPPINGS, "defaults": NOT_MAPPINGS[1:]}),
+    models.check_names: ({"names": []}, {"names": (None, 5, "x", [5], [None])}),
+    models.check_defaults: ({"defaults": {}}, {"defaults": NOT_MAPPINGS}),
+    sse.EventReader.feed: ({"self": sse.EventReader()}, {"text": (None, 5, ["x"], object())}),
+}
+CONTENTS = {
+    codec.decode: "value",
+    codec.decode_weights: "value",
+    codec.unpaired: "value",
+}
+"""Arguments that are content of responses: any value is an array or a `CodecError` (`test_codec.py`)."""
+
+
+BETWEEN_MODULES = ("read_npy_header", "encode_weights", "is_number", "parsed", "without_envelope")
+"""For other modules of this project alone."""
+
+
+def public_functions() -> Iterator[Callable[..., Any]]:
+    for path in sorted(Path(str(batch.__file__)).parent.glob("*.py")):
+        if path.stem in (
+            "arguments",
+            "saved",
+        ):  # which names those of its callers; reads files, see `test_hostile_files`
+            continue
+        module = importlib.import_module(f"routed_experts.protocol.{path.stem}")
+        own = [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
+        for function in filter(inspect.isfunction, own):
+            if function.__name__ not in BETWEEN_MODULES and not function.__name__.startswith("_"):
+                yield function
+
+
+def ends_in_a_sentence(call: Callable[[], Any], name: str) -> str:
+    """What is wrong with the answer to a wrong argument, if something is."""
+    try:
+        found = call()
+        if inspect.isgenerator(found):
+            list(found)
+        elif inspect.iscoroutine(found):
+            asyncio.run(found)
+    except (ValueError, TypeError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if not str(last.line).startswith("raise"):
+            return f"the exception is not ours: {error!r}"
+        return "" if name in str(error) else f"the message does not name it: {error!r}"
+    return f"accepted: {str(found)[:60]}"
+
+
+@pytest.mark.parametrize("function", CASES, ids=lambda function: function.__qualname__)
+def test_wrong_arguments(function: Callable[..., Any]) -> None:
+    """C3: never an IndexError, a KeyError or numpy's message, and nothing wrong is taken."""
+    right, wrong = CASES[function]
+    faults = []
+    for name, values in wrong.items():
+        for value in values:
+            call = {**right, name: value}
+            if fault := ends_in_a_sentence(lambda call=call: function(**call), name):  # type: ignore[misc]
+                faults.append(f"{name}={value!r:.60}: {fault}")
+    assert not faults, "\n".join(faults)
+
+
+def test_each_argument_has_wrong_values() -> None:
+    """Also those of a function that is added."""
+    missing = []
+    for function in public_functions():
+        known = {*CASES.get(function, ({}, {}))[1], CONTENTS.get(function)}
+        asked = inspect.signature(function).parameters.values()
+        names = {each.name for each in asked if each.kind != each.VAR_KEYWORD} - known
+        missing += [f"{function.__qualname__}: {name}" for name in names]
+    assert not missing
+
+
+def test_types_of_torch() -> None:
+    """C3: torch's names of integer types, its tensors, and numpy's integers are taken."""
+    for dtype in (torch.int64, torch.uint8, np.int64, "int32", np.dtype("<i4"), int):
+        got = batch.align([ROUTING], np.int64(9), last="repeat", pad=0, dtype=dtype)
+        assert got.dtype == np.dtype(str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype)
+        assert np.array_equal(got[0, :8], ROWS)
+    tensor = torch.from_numpy(ROWS.copy())
+    for function, more in ((expert_load.count_experts, (60,)), (batch.spread_layers, ([1, 2, 4], 5))):
+        assert np.array_equal(function(tensor, *more), function(ROWS, *more))
+    assert np.array_equal(Routing(tensor).rows, ROWS)
+
+
+def test_the_missing_layer_is_named() -> None:
+    """C3"""
+    with pytest.raises(ValueError, match="decoder layer 4 of layer_ids is missing in num_hidden_layers=4"):
+        batch.spread_layers(ROWS, [1, 2, 4], 4)
+    with pytest.raises(ValueError, match="rows of 3 layers, but 4 layer_ids"):
+        batch.spread_layers(ROWS, [1, 2, 4, 5], 6)
+
+
+def test_ids_beyond_int16_are_not_changed() -> None:
+    wide = Routing(np.full((1, 1, 1), 40_000, np.uint16))
+    assert batch.align([wide], 2, last="repeat", dtype="int32").ravel().tolist() == [40_000] * 2
+    with pytest.raises(ValueError, match="int16 cannot hold all of"):
+        batch.align([wide], 2, last="repeat")
