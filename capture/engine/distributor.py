@@ -60,6 +60,75 @@ def block_ids(blocks: Sequence[Any], first: int = 0) -> NDArray[np.int64]:
     return ids
 
 
+class RowSource:
+    """Where rows come from: steps and the host cache. Says why rows that are read there are unknown.
+
+    Attributes:
+        cache: None before the first step.
+        knows_causes: whether KV may be loaded without rows.
+    """
+
+    def __init__(self, scheduler: Scheduler, kv_group: int, has_weights: bool) -> None:
+        self.cache: HostCache | None = None
+        self.knows_causes = False
+        self._scheduler = scheduler
+        self._kv_group = kv_group
+        self._has_weights = has_weights
+        self._unknown: list[tuple[int, UnknownRows]] = []  # to be reported, and to which API process
+
+    def pieces(self, step: ArrivedStep, request_id: str, start: int, first: int, end: int) -> list[Piece]:
+        """Rows of positions `first` to `end` as of a step that began at `start`: its own, and before them those of the
+        host cache. Rows that neither has are -1."""
+        own = step.rows_of(request_id)
+        split = min(max(start, first), end)
+        pieces: list[Piece] = []
+        if first < split:
+            if (blocks := step.blocks.get(request_id)) is not None:
+                pieces.append(self.cached(blocks, first, split))
+            else:
+                pieces.append(_unknown(split - first, own))
+        pieces.append(own[max(split - start, 0) : max(end - start, 0)])
+        missing = end - split - len(pieces[-1])
+        return [*pieces, _unknown(missing, own)] if missing else pieces
+
+    def cached(self, blocks: Sequence[Any], first: int, end: int) -> CachedRows:
+        assert self.cache is not None
+        # A long table takes longer than its rows.
+        return CachedRows(self.cache, block_ids(blocks, first // self.cache.block_size), first, end)
+
+    def pending(self, state: RequestRows, first: int, pieces: list[Piece], as_captured: bool = False) -> PendingRows:
+        assert self.cache is not None
+        ids_only = self._has_weights and not (state.opt_in.weights or as_captured)
+        return PendingRows(first, pieces, self.cache.row_shape, partial(self._report_unknown, state), ids_only)
+
+    def _report_unknown(self, state: RequestRows, blocks: NDArray[np.int64], first: int, rows: Rows) -> None:
+        """Reports why some of `rows`, which were read from position `first` on, are unknown."""
+        if not self.knows_causes:
+            logger.error("Request %r: some of its rows are not known and are sent as -1.", state.request_id)
+            return
+        assert self.cache is not None
+        causes = self.cache.causes(blocks, np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first)
+        if state.opt_in.best_effort:
+            causes[causes == Cause.COMPUTED_IF_ASKED] = Cause.KV_STORE
+        for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
+            if num_rows := int(np.count_nonzero(causes == cause)):
+                is_prompt = first < state.num_prompt
+                self._unknown.append((state.client, UnknownRows(state.request_id, is_prompt, int(cause), num_rows)))
+
+    def pop_unknown(self) -> list[tuple[int, UnknownRows]]:
+        """Why rows are unknown that were read since the last call, and the API processes to tell."""
+        unknown, self._unknown = self._unknown, []
+        return unknown
+
+    def block_table(self, request_id: str) -> Sequence[Any]:
+        manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
+        return tuple(manager.req_to_blocks[request_id])  # objects, since few callers need the ids
+
+
+def _unknown(count: int, like: Rows) -> Rows:
+    return np.full((count, *like.shape[1:]), UNKNOWN, dtype=np.int16)
+
+
 class RowDistributor:
     """Sends requests with the opt-in their rows, each row once.
 
@@ -75,13 +144,10 @@ class RowDistributor:
     """
 
     def __init__(self, scheduler: Scheduler, kv_group: int, has_drafts: bool, has_weights: bool) -> None:
-        self.cache: HostCache | None = None
+        self.source = RowSource(scheduler, kv_group, has_weights)
         self.queue = OutputQueue()
         self.tracked: dict[str, RequestRows] = {}
-        self.knows_causes = False  # whether KV may be loaded without rows
-        self._unknown: list[tuple[int, UnknownRows]] = []  # to be reported, and to which API process
         self._scheduler = scheduler
-        self._kv_group = kv_group
         self._has_drafts = has_drafts
         self._has_weights = has_weights
         self._open: dict[str, RequestRows] = {}
@@ -164,7 +230,7 @@ class RowDistributor:
             if request.num_computed_tokens + counts[request_id] >= request.num_tokens:
                 state = self._prefilling.pop(request_id)
                 if state.first_needed < request.num_computed_tokens:
-                    blocks[request_id] = self.block_table(request_id)
+                    blocks[request_id] = self.source.block_table(request_id)
         return blocks
 
     @property
@@ -237,11 +303,11 @@ class RowDistributor:
         first, end = max(state.next_row, state.num_prompt), state.next_row + len(output.new_token_ids)
         state.next_row = end
         if first <= end:  # none are told too, with the first token
-            pieces = self._pieces(step, state.request_id, start, first, end)
+            pieces = self.source.pieces(step, state.request_id, start, first, end)
             if state.is_last_only and first < end:
-                state.held.append(self._pending(state, first, pieces, as_captured=True).take().rows.copy())
+                state.held.append(self.source.pending(state, first, pieces, as_captured=True).take().rows.copy())
             elif not state.is_last_only:
-                output.routed_experts = self._pending(state, first, pieces).take()
+                output.routed_experts = self.source.pending(state, first, pieces).take()
         if state.is_last_only and state.request_id not in self._prefilling:
             # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped.
             del self._open[state.request_id]
@@ -270,8 +336,8 @@ class RowDistributor:
             self._sent_prompts[key] = None
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
-        pieces = self._pieces(step, request_id, start, first, state.num_prompt)
-        self.queue.send_prompt(state.client, request_id, key, self._pending(state, first, pieces))
+        pieces = self.source.pieces(step, request_id, start, first, state.num_prompt)
+        self.queue.send_prompt(state.client, request_id, key, self.source.pending(state, first, pieces))
 
     def _forget_ended(self) -> None:
         for request_id in self._ended:
@@ -279,42 +345,16 @@ class RowDistributor:
             self._streams.pop(request_id, None)
         self._ended.clear()
 
-    def pop_unknown(self) -> list[tuple[int, UnknownRows]]:
-        """Why rows are unknown that were read since the last call, and the API processes to tell."""
-        unknown, self._unknown = self._unknown, []
-        return unknown
-
-    # ---- rows ----
-
-    def _pieces(self, step: ArrivedStep, request_id: str, start: int, first: int, end: int) -> list[Piece]:
-        """Rows of positions `first` to `end` as of a step that began at `start`: its own, and before them those of the
-        host cache. Rows that neither has are -1."""
-        own = step.rows_of(request_id)
-        split = min(max(start, first), end)
-        pieces: list[Piece] = []
-        if first < split:
-            if (blocks := step.blocks.get(request_id)) is not None:
-                pieces.append(self._cached(blocks, first, split))
-            else:
-                pieces.append(_unknown(split - first, own))
-        pieces.append(own[max(split - start, 0) : max(end - start, 0)])
-        missing = end - split - len(pieces[-1])
-        return [*pieces, _unknown(missing, own)] if missing else pieces
-
-    def _cached(self, blocks: Sequence[Any], first: int, end: int) -> CachedRows:
-        assert self.cache is not None
-        # A long table takes longer than its rows.
-        return CachedRows(self.cache, block_ids(blocks, first // self.cache.block_size), first, end)
-
-    def _pending(self, state: RequestRows, first: int, pieces: list[Piece], as_captured: bool = False) -> PendingRows:
-        assert self.cache is not None
-        ids_only = self._has_weights and not (state.opt_in.weights or as_captured)
-        return PendingRows(first, pieces, self.cache.row_shape, partial(self._report_unknown, state), ids_only)
+    # ---- rows that stay in the host cache ----
 
     def _cached_rows(self, request: Request, state: RequestRows) -> CachedRows | None:
         """The known rows of a closed request from `next_row` on."""
         end = request.num_tokens - 1
-        return self._cached(self.block_table(state.request_id), state.next_row, end) if end > state.next_row else None
+        return (
+            self.source.cached(self.source.block_table(state.request_id), state.next_row, end)
+            if end > state.next_row
+            else None
+        )
 
     def _is_closed(self, state: RequestRows) -> bool:
         return state.is_last_only and state.request_id not in self._open
@@ -324,32 +364,10 @@ class RowDistributor:
         if self._is_closed(state):
             self._open[state.request_id] = state
             if (cached := self._cached_rows(request, state)) is not None:
-                state.held.append(self._pending(state, state.next_row, [cached], as_captured=True).take().rows)
+                state.held.append(self.source.pending(state, state.next_row, [cached], as_captured=True).take().rows)
                 state.next_row = request.num_tokens - 1
 
     def _rows_at_end(self, state: RequestRows) -> PendingRows | None:
         """Generated rows that a request which has ended was not sent."""
         pieces: list[Piece] = [*state.held, *([state.cached] if state.cached is not None else [])]
-        return self._pending(state, state.next_row - sum(map(len, state.held)), pieces) if pieces else None
-
-    def _report_unknown(self, state: RequestRows, blocks: NDArray[np.int64], first: int, rows: Rows) -> None:
-        """Reports why some of `rows`, which were read from position `first` on, are unknown."""
-        if not self.knows_causes:
-            logger.error("Request %r: some of its rows are not known and are sent as -1.", state.request_id)
-            return
-        assert self.cache is not None
-        causes = self.cache.causes(blocks, np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first)
-        if state.opt_in.best_effort:
-            causes[causes == Cause.COMPUTED_IF_ASKED] = Cause.KV_STORE
-        for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
-            if num_rows := int(np.count_nonzero(causes == cause)):
-                is_prompt = first < state.num_prompt
-                self._unknown.append((state.client, UnknownRows(state.request_id, is_prompt, int(cause), num_rows)))
-
-    def block_table(self, request_id: str) -> Sequence[Any]:
-        manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
-        return tuple(manager.req_to_blocks[request_id])  # objects, since few callers need the ids
-
-
-def _unknown(count: int, like: Rows) -> Rows:
-    return np.full((count, *like.shape[1:]), UNKNOWN, dtype=np.int16)
+        return self.source.pending(state, state.next_row - sum(map(len, state.held)), pieces) if pieces else None

@@ -11,7 +11,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture import handoff
-from routed_experts.capture.engine.distributor import RowDistributor, block_ids
+from routed_experts.capture.engine.distributor import RowSource, block_ids
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.host_cache import HostCache
@@ -45,9 +45,9 @@ class PrefillRows:
         pulls: None as long as no connector has a known lease.
     """
 
-    def __init__(self, requests: RowDistributor, has_weights: bool) -> None:
+    def __init__(self, source: RowSource, has_weights: bool) -> None:
         self.pulls: RemotePrefillRows | None = None
-        self._requests = requests
+        self._source = source
         self._has_weights = has_weights
         self._to_export: dict[str, bool] = {}  # requests whose rows go with their KV, and whether with it alone
 
@@ -102,7 +102,7 @@ class PrefillRows:
 
     def _takes(self, handed: handoff.HandedRows) -> bool:
         """False for rows of another model, and as long as no step has run."""
-        if (cache := self._requests.cache) is None:
+        if (cache := self._source.cache) is None:
             return False
         shape = cache.row_shape
         return handed.rows.shape[1:] == (ids_shape(shape) if self._has_weights and not handed.has_weights else shape)
@@ -136,7 +136,7 @@ class PrefillRows:
         return {**params, handoff.PARAM: handed} if handed else params
 
     def _rows_to_hand_over(self, request: Request) -> dict[str, Any] | None:
-        cache = self._requests.cache
+        cache = self._source.cache
         if cache is None or self.pulls is None:
             return None
         if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
@@ -149,7 +149,7 @@ class PrefillRows:
 
     def _encoded(self, cache: HostCache, request: Request, count: int, until: float) -> dict[str, Any] | None:
         """The first `count` rows for another instance, with weights if they are asked for and not too many."""
-        read = partial(cache.read, block_ids(self._requests.block_table(request.request_id)))
+        read = partial(cache.read, block_ids(self._source.block_table(request.request_id)))
         (height, top_k), opt_in = cache.row_shape, opt_in_of(request)
         if not self._has_weights:
             return handoff.encode(read, count, (height, top_k), until)

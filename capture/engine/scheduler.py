@@ -81,7 +81,7 @@ class SchedulerConnector(ConnectorSlot):
         self._loads: ExternalKVTracker | None = None
         self.requests = RowDistributor(scheduler, self._kv_group, has_drafts, has_weights)
         self.output_queue = self.requests.queue
-        self.prefill_rows = PrefillRows(self.requests, has_weights)
+        self.prefill_rows = PrefillRows(self.requests.source, has_weights)
 
     def track_external_kv(self, config: KVTransferConfig) -> None:
         """Starts tracking the KV that the scheduler's connector loads."""
@@ -97,7 +97,7 @@ class SchedulerConnector(ConnectorSlot):
             self._forgot,
             self._has_weights,
         )
-        self.requests.knows_causes = True
+        self.requests.source.knows_causes = True
         self.prefill_rows.pulls = self._loads.handed
         logger.info(describe(config, policy, self._loads.keep_rows))
 
@@ -206,7 +206,9 @@ class SchedulerConnector(ConnectorSlot):
 
     def _write(self, step: StepRows, scheduled: ScheduledStep) -> None:
         if self._cache is None:
-            self._cache = self.requests.cache = HostCache(self._num_blocks, self._block_size, *step.rows.shape[1:])
+            self._cache = self.requests.source.cache = HostCache(
+                self._num_blocks, self._block_size, *step.rows.shape[1:]
+            )
         self._before_write(step.slots)
         self._cache.write(step.slots, step.rows)
         for load in scheduled.loads:
@@ -240,7 +242,7 @@ class SchedulerConnector(ConnectorSlot):
         """Why rows are unknown; and for the first API process the engine's counters, if due. Only one process gets
         these, because metrics are summed over processes."""
         notes: dict[int, dict[str, Any]] = {}
-        for client, unknown in self.requests.pop_unknown():
+        for client, unknown in self.requests.source.pop_unknown():
             notes.setdefault(client, {}).setdefault(CAUSES, []).append(unknown)
         stats = self._stats.report(is_idle, len(self.requests.tracked), self._used_bytes)
         if stats is not None:
