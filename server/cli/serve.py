@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -145,6 +145,26 @@ def _set_everywhere(variable: str, value: str) -> None:
     os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] = ",".join(filter(None, [others, variable]))
 
 
+def _positive(kind: type[int] | type[float], most: float, what: str) -> Callable[[str], int | float]:
+    """The type of a flag whose values are above 0, at most `most`."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value <= most:
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    return parse
+
+
+_BYTES = _positive(int, float("inf"), "a positive number of bytes")
+_SECONDS = _positive(float, LONGEST_LIFETIME_S, "a positive number of seconds")
+_SHARE = _positive(float, 1, "a share: choose a number above 0, at most 1")
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds our own flags."""
     group = parser.add_argument_group("routed experts", "Routing in responses.")
@@ -157,7 +177,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--routed-experts-max-response-bytes",
-        type=_positive,
+        type=_BYTES,
         default=MAX_RESPONSE_BYTES,
         metavar="BYTES",
         help="maximum bytes of routing in one response (default: 1 GiB)",
@@ -177,13 +197,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--routed-experts-store-bytes",
-        type=_positive,
+        type=_BYTES,
         metavar="BYTES",
         help="maximum size of the store (default: half of the space that is free in its folder)",
     )
     group.add_argument(
         "--routed-experts-store-seconds",
-        type=_positive_seconds,
+        type=_SECONDS,
         default=DEFAULT_LIFETIME_S,
         metavar="SECONDS",
         help="time after which stored arrays are deleted (default: 3600)",
@@ -208,14 +228,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         f"{RECORD_FLAG}-share",
-        type=_share,
+        type=_SHARE,
         default=1.0,
         metavar="SHARE",
         help="share of the prompts to record, above 0 and at most 1 (default: 1), drawn for each",
     )
     group.add_argument(
         f"{RECORD_FLAG}-bytes",
-        type=_positive,
+        type=_BYTES,
         default=_RECORD_BYTES,
         metavar="BYTES",
         help="maximum bytes of all files in FOLDER, with those found at start (default: 10 GiB); then recording stops",
@@ -239,32 +259,6 @@ def _defaults(text: str) -> dict[str, Any]:
         return check_defaults(json.loads(text))
     except (json.JSONDecodeError, FieldError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of bytes")
-    return int(text)
-
-
-def _positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0
-    if not 0 < seconds <= LONGEST_LIFETIME_S:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return seconds
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share: choose a number above 0, at most 1")
-    return share
 
 
 def take_capture_flag(args: argparse.Namespace) -> bool:

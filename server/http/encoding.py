@@ -1,15 +1,17 @@
 """Encodes rows in the form that the request asks for.
 
-Long arrays are encoded in blocks, so that other requests run in between.
+Long arrays are encoded in blocks, between which others get their turn, and which fit into memory that was freed.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
+from itertools import chain
 from typing import Any
 
 import msgspec
 import numpy as np
+import orjson
 import pybase64
 from numpy.typing import NDArray
 
@@ -17,7 +19,6 @@ from routed_experts.capture.rows import ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import UNKNOWN, CodecError, Format, Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
-from routed_experts.server.http.nested_lists import json_rows, msgpack_rows
 
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
@@ -44,17 +45,11 @@ class LostRowsError(CodecError):
 
 @dataclass(slots=True)
 class Sent:
-    """Counters of one response.
-
-    Attributes:
-        rows: rows encoded so far.
-        missing: unknown rows among them.
-        num_bytes: size of the encoded arrays.
-    """
+    """Counters of one response."""
 
     rows: int = 0
-    missing: int = 0
-    num_bytes: int = 0
+    missing: int = 0  # unknown rows among them
+    num_bytes: int = 0  # of the encoded arrays
 
 
 class Encoder:
@@ -74,6 +69,7 @@ class Encoder:
     """
 
     _unknown = _UNKNOWN_BYTE
+    _listed: type[np.generic] = np.int16
     _columns = 1  # for each of the K ids
 
     def __init__(
@@ -123,31 +119,25 @@ class Encoder:
     def fields(self, name: str, rows: Rows, start: int) -> str:
         """`rows` as fields of a JSON object: an array called `name`, and one of their weights."""
         if self._is_plain and len(rows) == 1:  # which most chunks of a stream bring: less than half the time
-            ids, weights = rows.tobytes(), b""
-            if self.weights is not None:
-                ids, weights = ids[: self._row_bytes], ids[self._row_bytes :]
+            row = rows.tobytes()
+            ids, weights = row[: self._row_bytes], row[self._row_bytes :]
             if _UNKNOWN_BYTE not in ids and _UNKNOWN_BYTE not in weights[3::4]:  # of each weight the highest byte
-                return self._row_fields(name, ids, weights, start)
+                field = self._row_field(name, ids, start)
+                return (
+                    field
+                    if self.weights is None
+                    else field + self.weights._row_field(_weights_name(name), weights, start)
+                )
         if self.weights is None:
             return f'"{name}":{self.text(rows, start)},'
         return f'"{name}":{self.text(rows, start)},"{_weights_name(name)}":{self.weights.text(rows, start)},'
 
-    def _row_fields(self, name: str, ids: bytes, weights: bytes, start: int) -> str:
-        """`fields` of a known row in the default form."""
-        sent = self.sent
-        fields = (
-            f'"{name}":{{"data":"{pybase64.b64encode_as_string(ids)}","shape":[1{self._middle}{start},"missing":0}},'
-        )
-        around = len(name) + 4  # a name in quotes, the colon and the comma are no part of the array
-        if weights:
-            assert self.weights is not None
-            beside = _weights_name(name)
-            text = pybase64.b64encode_as_string(weights)
-            fields += f'"{beside}":{{"data":"{text}","shape":[1{self.weights._middle}{start},"missing":0}},'
-            around += len(beside) + 4
-        sent.rows += 1
-        sent.num_bytes += len(fields) - around
-        return fields
+    def _row_field(self, name: str, row: bytes, start: int) -> str:
+        """One known row in the default form."""
+        text = f'{{"data":"{pybase64.b64encode_as_string(row)}","shape":[1{self._middle}{start},"missing":0}}'
+        self.sent.rows += 1
+        self.sent.num_bytes += len(text)
+        return f'"{name}":{text},'
 
     def text_bytes(self, num_rows: int) -> int:
         """Upper bound for the JSON text of `num_rows` rows, and of their weights."""
@@ -189,7 +179,7 @@ class Encoder:
         if self.fmt == "object":
             text = f'{{"data":"{pybase64.b64encode_as_string(data)}{self._tail(len(rows), start, missing)}'
         elif self.fmt == "list":
-            text = f"[{self._list_items(rows, packed=False).decode()}]"
+            text = f"[{self._list_items(rows).decode()}]"
         else:
             header = self._npy_header(len(rows)) if self.fmt == "npy" else b""
             text = f'"{pybase64.b64encode_as_string(header + data)}"'
@@ -222,52 +212,38 @@ class Encoder:
     def parts(self, arrays: Sequence[Rows], start: int, packed: bool) -> Iterator[bytes]:
         """The rows of `arrays` as one array, encoded in parts: as in `text`, or in MessagePack (`packed`) with bytes
         instead of base64."""
-        for part in self._msgpack_parts(arrays, start) if packed else self._json_parts(arrays, start):
+        make = self._list_parts if self.fmt == "list" else self._data_parts
+        for part in make(arrays, start, packed):
             self.sent.num_bytes += len(part)
             yield part
 
-    def _json_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
-        num_rows, missing = sum(map(len, arrays)), self.sent.missing
-        if self.fmt == "list":
-            lead = b"["
-            for items in self._list_parts(arrays, packed=False):
-                yield lead + items
-                lead = b","
-            yield b"]" if num_rows else b"[]"
-        elif self.fmt == "object":
-            yield b'{"data":"'
-            yield from _base64_parts(self._data_parts(arrays, num_rows))
-            yield self._tail(num_rows, start, missing).encode()
-        else:
-            yield b'"'
-            yield from _base64_parts(self._data_parts(arrays, num_rows))
-            yield b'"'
-
-    def _msgpack_parts(self, arrays: Sequence[Rows], start: int) -> Iterator[bytes]:
-        num_rows, missing = sum(map(len, arrays)), self.sent.missing
-        if self.fmt == "list":
-            yield b"\xdd" + num_rows.to_bytes(4, "big")
-            yield from self._list_parts(arrays, packed=True)
+    def _data_parts(self, arrays: Sequence[Rows], start: int, packed: bool) -> Iterator[bytes]:
+        num_rows, missing, is_object = sum(map(len, arrays)), self.sent.missing, self.fmt == "object"
+        header = self._npy_header(num_rows) if self.fmt == "npy" else b""
+        data = chain([header], map(self._data, self._blocks(arrays)))
+        if not packed:
+            yield b'{"data":"' if is_object else b'"'
+            yield from _base64_parts(data)
+            yield self._tail(num_rows, start, missing).encode() if is_object else b'"'
             return
-        num_bytes = num_rows * self._row_bytes + (_NPY_HEADER_BYTES if self.fmt == "npy" else 0)
-        if self.fmt == "object":
-            yield b"\x85" + msgspec.msgpack.encode("data")
-        yield b"\xc6" + num_bytes.to_bytes(4, "big")
-        yield from self._data_parts(arrays, num_rows)
-        if self.fmt == "object":
+        size = len(header) + num_rows * self._row_bytes
+        yield (b"\x85\xa4data\xc6" if is_object else b"\xc6") + size.to_bytes(4, "big")
+        yield from data
+        if is_object:
             rest = {"shape": [num_rows, *self._wire_shape], "dtype": self.dtype, "start": start}
             rest["missing"] = self.sent.missing - missing
             yield msgspec.msgpack.encode(rest)[1:]  # without the header of the map, which has five entries here
 
-    def _data_parts(self, arrays: Iterable[Rows], num_rows: int) -> Iterator[bytes]:
-        if self.fmt == "npy":
-            yield self._npy_header(num_rows)
-        yield from map(self._data, self._blocks(arrays))
-
-    def _list_parts(self, arrays: Iterable[Rows], packed: bool) -> Iterator[bytes]:
+    def _list_parts(self, arrays: Sequence[Rows], start: int, packed: bool) -> Iterator[bytes]:
+        yield b"\xdd" + sum(map(len, arrays)).to_bytes(4, "big") if packed else b"["
+        comma = b""
         for block in self._blocks(arrays):
-            self._data(block)
-            yield self._list_items(block, packed)
+            self._data(block)  # counts it
+            items = self._list_items(block)
+            yield b"".join(map(msgspec.msgpack.encode, orjson.loads(b"[%b]" % items))) if packed else comma + items
+            comma = b","
+        if not packed:
+            yield b"]"
 
     def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
         """The rows of `arrays` as one array [layers, n, K], and how many of them are unknown. Counts nothing as sent.
@@ -314,9 +290,10 @@ class Encoder:
         """`array` [..., L, K], with all decoder layers if they are sent."""
         return array if self._layers is None else spread_layers(array, *self._layers)
 
-    def _list_items(self, rows: NDArray[Any], packed: bool) -> bytes:
-        """The rows as nested lists, without what stands around all of them."""
-        return (msgpack_rows if packed else json_rows)(rows, self._num_experts)
+    def _list_items(self, rows: NDArray[Any]) -> bytes:
+        """The rows as nested lists in JSON, with commas but no brackets around all of them. NaN is null."""
+        rows = np.ascontiguousarray(rows, dtype=self._listed)
+        return orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
 
     def _check_lost(self, missing: int) -> None:
         if self._wire.kind == "u":
@@ -338,6 +315,7 @@ class WeightsEncoder(Encoder):
     """Encodes the weights of rows, as `Encoder` does their ids: float32, NaN where they are unknown (null in lists)."""
 
     _unknown = _UNKNOWN_WEIGHT_BYTES
+    _listed = np.float64  # its text has all digits of a float32 that is read as a double
 
     def __init__(self, fmt: Format, shape: tuple[int, int], layers: tuple[Sequence[int], int] | None) -> None:
         super().__init__(fmt, "float32", shape, 1, layers)
@@ -346,13 +324,6 @@ class WeightsEncoder(Encoder):
 
     def _laid_out(self, rows: Rows) -> NDArray[Any]:
         return self._spread(weights_of(rows))
-
-    def _list_items(self, rows: NDArray[Any], packed: bool) -> bytes:
-        if (unknown := np.isnan(rows)).any():
-            rows = rows.astype(object)
-            rows[unknown] = None
-        listed: list[Any] = rows.tolist()
-        return b"".join(map(msgspec.msgpack.encode, listed)) if packed else msgspec.json.encode(listed)[1:-1]
 
 
 class PairedEncoder(Encoder):

@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -41,27 +42,16 @@ logger = get_logger(__name__)
 
 @dataclass
 class CollectedRows:
-    """The rows of one response.
-
-    Attributes:
-        options: routing options of the request.
-        shape: of a row: (L, K), or (3L, K) with weights.
-        prompt_alone: whether the engine sends no rows of a prompt that it hands over with its KV.
-        prompts: P - start rows for each prompt.
-        own_prompts: prompt rows of each choice. They differ if the weights changed before the choice started.
-        choices: first position and generated rows of each choice, in the order of the response.
-        num_lost: number of rows lost between engine and API process.
-        causes: why the engine does not know rows.
-    """
+    """The rows of one response."""
 
     options: RoutingOptions
-    shape: tuple[int, int]
-    prompt_alone: bool = False
-    prompts: list[list[Rows]] = field(default_factory=list)
-    own_prompts: list[list[Rows]] = field(default_factory=list)
-    choices: list[tuple[int, list[Rows]]] = field(default_factory=list)
-    num_lost: int = 0
-    causes: Causes = field(default_factory=Counter)
+    shape: tuple[int, int]  # of a row: (L, K), or (3L, K) with weights
+    prompt_alone: bool = False  # whether the engine sends no rows of a prompt that it hands over with its KV
+    prompts: list[list[Rows]] = field(default_factory=list)  # P - start rows for each prompt
+    own_prompts: list[list[Rows]] = field(default_factory=list)  # of each choice: new weights may have come in between
+    choices: list[tuple[int, list[Rows]]] = field(default_factory=list)  # first position and generated rows, in order
+    num_lost: int = 0  # between engine and API process
+    causes: Causes = field(default_factory=Counter)  # why the engine does not know rows
 
     def collect(self, output: RequestOutput) -> None:
         """Collects the rows of a finished prompt."""
@@ -128,28 +118,16 @@ def _count(arrays: list[Rows]) -> int:
     return sum(map(len, arrays))
 
 
-Marked = tuple[Encoder, int, list[Rows]]
-"""What takes the place of a marker: an array with its first position, and who encodes it."""
-
-
 @dataclass(frozen=True)
 class RoutedResponse:
-    """vLLM's response with its rows.
+    """vLLM's response with its rows."""
 
-    Attributes:
-        response: a pydantic model with `choices`.
-        encoder: encodes the arrays in the requested form.
-        is_list: whether the request has a list of prompts.
-        references: stores the arrays, if the request asks for references.
-        max_bytes: limit of arrays that the store cannot take and that are returned inline.
-    """
-
-    response: Any
+    response: Any  # a pydantic model with `choices`
     rows: CollectedRows
     encoder: Encoder
-    is_list: bool
-    references: ReferenceMaker | None = None
-    max_bytes: int = MAX_RESPONSE_BYTES
+    is_list: bool  # whether the request has a list of prompts
+    references: ReferenceMaker | None = None  # if the request asks for references
+    max_bytes: int = MAX_RESPONSE_BYTES  # of arrays that the store cannot take and that are returned inline
 
     @property
     def nbytes(self) -> int:
@@ -166,9 +144,8 @@ class RoutedResponse:
         """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
         return len(self.rows.prompts) == 1 and has_all(self.response.kv_transfer_params, self.rows.options.weights)
 
-    def prepare(self, packed: bool) -> tuple[list[bytes], list[Marked]]:
-        """The texts of the response body, as JSON or MessagePack (`packed`), and the arrays between them. Stores the
-        arrays if the request asks for references.
+    def parts(self, packed: bool) -> Iterator[bytes]:
+        """The response body as JSON or MessagePack (`packed`). Stores the arrays if the request asks for references.
 
         Raises:
             LostRowsError: a row is unknown, and the requested dtype cannot hold -1.
@@ -178,29 +155,29 @@ class RoutedResponse:
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
         if self._hands_prompt_over and not self.rows.options.asks_for_inline:
             arrays = [array for array in arrays if array[0] is not None]
-        marker = secrets.token_bytes(16)  # replaced by each array; random, so that no client can send it
-        placeholder = msgspec.Raw(marker)
-        marked: list[Marked] = []  # in the order of the body
-        for *_, rows in arrays:
-            self.encoder.check(rows)
-        prompts: dict[str, tuple[list[Any], list[Marked]]] = {}
+        marker = secrets.token_bytes(16)  # random, so that no client can send it; behind it, the index of an array
+        inline: list[Iterator[bytes]] = []
+        prompts: dict[str, list[Any]] = {}
         for (choice, start, rows), references in zip(arrays, self._refer(arrays), strict=True):
             for name, encoder in self.encoder.by_name(_name_of(choice)).items():
-                values, inline = ([], marked) if choice is not None else prompts.setdefault(name, ([], []))
-                values.append(references.get(name, placeholder))
+                value = references.get(name, msgspec.Raw(marker + len(inline).to_bytes(4, "big")))
                 if name not in references:
-                    inline.append((encoder, start, rows))
-                if choice is not None:
-                    body["choices"][choice][name] = values[0]
-        for name, (values, inline) in prompts.items():
-            body[name] = self._one_or_list(values)
-            marked += inline
+                    inline.append(encoder.parts(rows, start, packed))
+                if choice is None:
+                    prompts.setdefault(name, []).append(value)
+                else:
+                    body["choices"][choice][name] = value
+        body |= {name: self._one_or_list(values) for name, values in prompts.items()}
         if self.rows.options.histogram:
             of_prompts, of_choices = self.rows.histograms(self.encoder)
             body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
             for choice_body, counted in zip(body["choices"], of_choices, strict=True):
                 choice_body["routed_experts_histogram"] = counted
-        return encoded(body, packed).split(marker), marked
+        first, *texts = encoded(body, packed).split(marker)
+        yield first
+        for text in texts:
+            yield from inline[int.from_bytes(text[:4], "big")]
+            yield text[4:]
 
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned inline."""
@@ -224,13 +201,6 @@ def _name_of(choice: int | None) -> str:
     return "routed_experts" if choice is not None else "prompt_routed_experts"
 
 
-def parts_of(texts: list[bytes], marked: list[Marked], packed: bool) -> Iterator[bytes]:
-    yield texts[0]
-    for text, (encoder, start, rows) in zip(texts[1:], marked, strict=True):
-        yield from encoder.parts(rows, start, packed)
-        yield text
-
-
 def body_of(response: Any, packed: bool) -> dict[str, Any]:
     """vLLM's response as a dict for JSON or MessagePack (`packed`), without vLLM's own routing field."""
     body: dict[str, Any] = response.model_dump()
@@ -251,7 +221,7 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
 _AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10
-"""Larger responses are prepared in a thread and sent in parts, so that other tasks run in between. Smaller ones take at
+"""Larger responses are encoded in a thread and sent in parts, so that other tasks run in between. Smaller ones take at
 most about 2 ms, which a thread would double."""
 
 
@@ -282,44 +252,43 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 
 
 async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Response:
-    media_type = MSGPACK if packed else _JSON
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
     if answer.references is not None:
-        texts, marked = await answer.references.run(answer.num_arrays, answer.nbytes, answer.prepare, packed)
+        parts = await answer.references.run(answer.num_arrays, answer.nbytes, _encode, answer, packed)
     elif is_small:
-        texts, marked = answer.prepare(packed)
+        parts = [b"".join(answer.parts(packed))]
     else:
-        texts, marked = await run_in_threadpool(answer.prepare, packed)
-    parts = parts_of(texts, marked, packed)
-    if is_small or not marked:
-        body = b"".join(parts)
-        count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
-        return _Response(answer.references, body, media_type=media_type, headers=headers)
-    return StreamingResponse(_in_turns(answer, parts), media_type=media_type, headers=headers)
+        parts = await run_in_threadpool(_encode, answer, packed)
+    count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
+    return _Response(answer.references, parts, media_type=MSGPACK if packed else _JSON, headers=headers)
+
+
+def _encode(answer: RoutedResponse, packed: bool) -> list[bytes]:
+    """The body, made in a thread. Between any two parts others may run, for which Python would have them wait 5 ms."""
+    parts = []
+    for part in answer.parts(packed):
+        parts.append(part)
+        time.sleep(0)
+    return parts
 
 
 class _Response(Response):
-    """Keeps stored arrays only if the client is there when it is sent."""
+    """A body in parts. Keeps stored arrays only if the client is there when it is sent."""
 
-    def __init__(self, references: ReferenceMaker | None, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, references: ReferenceMaker | None, parts: list[bytes], headers: Any, **kwargs: Any) -> None:
+        size = str(sum(map(len, parts)))
+        super().__init__(headers={**(headers or {}), "content-length": size}, **kwargs)
         self._references = references
+        self._parts = deque(parts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._references is not None:
             self._references.told()
-        await super().__call__(scope, receive, send)
-
-
-async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    try:
-        if answer.references is not None:
-            answer.references.told()
-        for part in parts:
-            yield part
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while len(self._parts) > 1:
+            await send({"type": "http.response.body", "body": self._parts.popleft(), "more_body": True})
             await asyncio.sleep(0)
-    finally:
-        count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
+        await send({"type": "http.response.body", "body": self._parts.popleft()})
 
 
 def wants_msgpack(accept: str) -> bool:

@@ -31,6 +31,8 @@ _FIRST_CHOICE = '"choices":[{'
 """Start of the choice in vLLM's chunks. Client text cannot contain it, because JSON escapes quotes."""
 _INDEX = '"index":'
 """First field of a choice."""
+_PAUSE_BYTES = 512 << 10
+"""Size of the lines that are sent without a pause, which takes longer than to make one."""
 _UNFINISHED = '"finish_reason":null'
 """In each chunk of a choice but the last."""
 
@@ -41,26 +43,16 @@ class StreamLimitError(Exception):
 
 @dataclass(slots=True)
 class _Choice:
-    """State of one choice.
+    """State of one choice."""
 
-    Attributes:
-        begin: first characters of the choice in its chunks.
-        next_row: absolute position of the next row to send.
-        end: position after the last row that the tokens so far make known.
-        buffer: rows that arrived and were not sent.
-        finish: `finish_reason` of the last output.
-        counted: rows for the histogram.
-        is_referred: whether the reference was sent.
-    """
-
-    begin: str
+    begin: str  # first characters of the choice in its chunks
     prompt: "_Prompt"
-    next_row: int
-    end: int
-    buffer: RowBuffer
-    finish: str | None = None
-    counted: list[Rows] = field(default_factory=list)
-    is_referred: bool = False
+    next_row: int  # absolute position of the next row to send
+    end: int  # position after the last row that the tokens so far make known
+    buffer: RowBuffer  # rows that arrived and were not sent
+    finish: str | None = None  # `finish_reason` of the last output
+    counted: list[Rows] = field(default_factory=list)  # for the histogram
+    is_referred: bool = False  # whether the reference was sent
 
     @property
     def is_complete(self) -> bool:
@@ -70,21 +62,13 @@ class _Choice:
 
 @dataclass(slots=True)
 class _Prompt:
-    """State of one prompt. Its rows are sent once, with the first chunk of any of its choices.
+    """State of one prompt. Its rows are sent once, with the first chunk of any of its choices."""
 
-    Attributes:
-        length: number of prompt tokens.
-        is_pending: True until the rows are sent or counted; False in the joined layout.
-        source: the choice whose buffer has the rows.
-        counted: rows for the histogram.
-        was_counted: whether the histogram was sent.
-    """
-
-    length: int
-    is_pending: bool
-    source: _Choice | None = None
-    counted: list[Rows] = field(default_factory=list)
-    was_counted: bool = False
+    length: int  # in tokens
+    is_pending: bool  # until the rows are sent or counted; False in the joined layout
+    source: _Choice | None = None  # whose buffer has the rows
+    counted: list[Rows] = field(default_factory=list)  # for the histogram
+    was_counted: bool = False  # whether the histogram was sent
 
 
 class SSERewriter:
@@ -199,9 +183,13 @@ class SSERewriter:
                 elif prompt_rows is None and not rows:
                     yield chunk
                 else:
+                    num_bytes = 0
                     for line in self._lines(chunk, prompt_rows, rows, state.next_row if state is not None else 0):
                         yield line
-                        await asyncio.sleep(0)  # lets other tasks run between the lines of a long prompt
+                        num_bytes += len(line)
+                        if num_bytes > _PAUSE_BYTES:  # others wait meanwhile
+                            num_bytes = 0
+                            await asyncio.sleep(0)
                 if self._references is not None:
                     self._references.told()
         except Exception as error:

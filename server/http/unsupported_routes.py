@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from routed_experts.protocol.models import OPT_IN, PREFIXES, RoutingFields
+from routed_experts.protocol.models import OPT_IN, PREFIXES, PROMPT_START, RoutingFields
 from routed_experts.server.http import routes
 from routed_experts.server.http.request import (
     ENDPOINTS,
@@ -24,6 +24,7 @@ from routed_experts.server.http.request import (
     require_key,
     routing_of,
 )
+from routed_experts.server.http.vllm_http import CompletionRequest
 from routed_experts.server.vllm_api import VLLMValidationError
 
 INVOCATIONS = "/invocations"
@@ -57,7 +58,7 @@ def refuse_on_other_routes(app: FastAPI) -> None:
     """Has every route of `app` that is not ours reject routing fields. Called when all routes are there."""
     for route in app.routes:
         if isinstance(route, Route | Mount) and not is_ours(route) and not isinstance(route.app, _RefusingRoute):
-            route.app = _RefusingRoute(route.app)
+            route.app = _RefusingRoute(route.app, _passed_on(route.path))
 
 
 def other_paths(app: FastAPI) -> list[str]:
@@ -71,26 +72,35 @@ def is_ours(route: Route | Mount) -> bool:
     return str(getattr(getattr(route, "endpoint", None), "__module__", "")).partition(".")[0] == _OURS
 
 
-class _RefusingRoute:
-    """A route that rejects routing fields. Bodies are parsed only if they may have some."""
+def _passed_on(path: str) -> Collection[str]:
+    """vLLM's own routing fields, where it renders a prompt: it puts them into the request for our endpoint."""
+    return {PROMPT_START} & CompletionRequest.model_fields.keys() if path.endswith("/render") else ()
 
-    def __init__(self, app: ASGIApp) -> None:
+
+class _RefusingRoute:
+    """A route that rejects routing fields but those `allowed`. Bodies are parsed only if they may have some."""
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
         self._app = app
+        self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] in ("POST", "PUT", "PATCH"):
-            receive = await _checked(receive, Headers(scope=scope).get("content-type", ""))
+            receive = await _checked(receive, Headers(scope=scope).get("content-type", ""), self._allowed)
         await self._app(scope, receive, send)
 
 
-async def _checked(receive: Receive, media_type: str) -> Receive:
-    """Reads a request's body and returns what gives it again."""
+async def _checked(receive: Receive, media_type: str, allowed: Collection[str]) -> Receive:
+    """Reads a request's body and returns what gives it again. Raises `VLLMValidationError` for a routing field other
+    than those `allowed`."""
     if media_type.lower().startswith("multipart/"):  # files, which are read as they come
         return receive
     messages: list[Message] = []
     while not messages or messages[-1].get("more_body", False):
         messages.append(await receive())
     for name in _routing_fields(b"".join(message.get("body", b"") for message in messages)):
+        if name in allowed:
+            continue
         name = name.encode("utf-8", "replace").decode()  # without lone surrogates
         raise VLLMValidationError(
             f"{name:.64}: this endpoint does not return routed experts: use {ENDPOINTS}", parameter=name
@@ -118,7 +128,8 @@ def _routing_fields(body: bytes) -> Iterator[str]:
 def _names(value: Any, depth: int) -> Iterator[str]:
     if isinstance(value, list):
         for item in value:
-            yield from _names(item, depth)
+            if type(item) in (dict, list):  # of millions of token ids, none is asked
+                yield from _names(item, depth)
     elif isinstance(value, dict) and depth:
         for name, item in value.items():
             if name in _NAMES and item is not None:  # vLLM's answers have null without routing

@@ -494,12 +494,14 @@ def test_weights_that_are_not_handed_over_are_returned(
 
 
 @pytest.mark.parametrize("value", [True, "alone"])
-def test_what_only_the_server_may_say_is_ignored_from_clients(tiny_model: Path, tmp_path: Path, value: Any) -> None:
+def test_what_only_the_server_may_say_is_refused_from_clients(tiny_model: Path, tmp_path: Path, value: Any) -> None:
     """On vLLM's own endpoints, whose requests are recorded."""
     with two_servers(tiny_model, "--routed-experts-record", str(tmp_path)) as legs, legs.prefill.client() as client:
         params = {"do_remote_decode": True, "do_remote_prefill": False, "routed_experts": value}
         body = {"model": "tiny", "input": "recorded " * 9, "max_output_tokens": 1, "kv_transfer_params": params}
         response = client.post("/v1/responses", json=body)
-        assert response.status_code == 200, response.text
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "routed_experts")
+        del params["routed_experts"]
+        assert client.post("/v1/responses", json=body).status_code == 200
     (line,) = (line for line in lines_of(tmp_path) if len(line["prompt_token_ids"]) > 50)
     assert line["prompt_routed_experts"]["missing"] == 0

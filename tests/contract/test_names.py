@@ -202,6 +202,22 @@ def test_h3_rows_that_derender_would_drop(api: Server) -> None:
         answer["choices"][0]["routed_experts"] = None
 
 
+def test_h3_what_vllm_itself_renders(api: Server, stock: Server) -> None:
+    """H3. vLLM's own field of a name of ours: rendering a prompt puts it into the request that our endpoint takes."""
+    start = {"routed_experts_prompt_start": 1}
+    for path, (_, body) in zip((f"{COMPLETIONS}/render", f"{CHAT}/render"), ENDPOINTS, strict=False):
+        if "routed_experts_prompt_start" not in CompletionRequest.model_fields:  # vLLM 0.26, which would drop it
+            refused(api, path, *start, **body, **start)
+            continue
+        rendered = [post(server, path, **body, **start).json() for server in (api, stock)]
+        one, other = (each[0] if isinstance(each, list) else each for each in rendered)
+        assert one["sampling_params"] == other["sampling_params"]
+        assert one["sampling_params"].items() >= start.items()
+        refused(api, path, "return_routed_experts", **body, **start, **ASKS)
+        answer = api._post(GENERATE, {**one, **ASKS, "routed_experts_layout": "joined"})
+        assert answer["choices"][0]["routed_experts"]["start"] == 1
+
+
 FIELDS = json.dumps({**ASKS, "x": "ü"})
 
 

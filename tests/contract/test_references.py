@@ -580,7 +580,7 @@ from routed_experts.server.outputs.folders import default_folder
 def serve():
     store = store_with({}, default_folder(sys.argv[1]))
     store.put(np.zeros((2, 2, 2)))
-    print(store.folder, flush=True)
+    print(f"{store.folder}\\n", end="", flush=True)  # in one piece, as several processes print
 
 multiprocessing.set_start_method("fork")
 for _ in range(int(sys.argv[2])):

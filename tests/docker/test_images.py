@@ -292,7 +292,7 @@ def test_cpu_image_has_the_libraries_of_pytorchs_cuda_build(
 
 @needs_buildah
 @pytest.mark.timeout(1200)
-def test_gpu_image_adds_only_this_project(builder: Builder, vllm_stand_in: str) -> None:
+def test_gpu_image_adds_only_this_project_and_orjson(builder: Builder, vllm_stand_in: str) -> None:
     """As far as it goes without vLLM: the command starts, and nothing that the base brought was replaced."""
     builder.build("localhost/gpu", ROOT / "docker/Dockerfile", "--build-arg", f"BASE={vllm_stand_in}")
     checked_config(builder, "localhost/gpu")
@@ -306,7 +306,7 @@ def test_gpu_image_adds_only_this_project(builder: Builder, vllm_stand_in: str) 
         builder("run", "--user", "12345:0", container, "--", "touch", "/home/vllm/.cache/written")
         assert "tests" not in builder.run(container, "ls", "-A", "/src").split()
     assert before <= after
-    assert {line.partition("==")[0] for line in after - before} == {"routed-experts-server"}
+    assert {line.partition("==")[0] for line in after - before} == {"orjson", "routed-experts-server"}
 
 
 def test_compose_file_fits_the_image() -> None:

