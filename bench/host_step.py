@@ -11,13 +11,11 @@ from numpy.typing import NDArray
 from vllm.v1.engine import EngineCoreOutput
 
 from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.envelope import SingleRows, pack
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OptIn, PlacedRows, pack
 from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.split import RequestRows, StepPart, take_rows
 
 _SIZES = (1, 64, 256, 8192)
-_OPT_IN = OptIn(0, bytes(16), shared=False)
 
 
 def host_step_table(
@@ -39,7 +37,7 @@ def host_step_table(
         parts = (
             partial(_launch, capturer, slots, offsets),
             partial(cache.write, step.slots, step.rows),
-            partial(_hand_out, step, cache),
+            partial(_hand_out, step),
         )
         rows.append("| " + " | ".join([str(n), *(f"{_microseconds(part, repeats):.0f} µs" for part in parts)]) + " |")
     return "\n".join(rows)
@@ -50,14 +48,11 @@ def _launch(capturer: Capturer, slots: torch.Tensor, offsets: NDArray[np.int64])
     capturer.submit(slots, offsets)
 
 
-def _hand_out(step: StepRows, cache: HostCache) -> None:
+def _hand_out(step: StepRows) -> None:
     """Each row to a request of its own."""
-    outputs = []
-    for index in range(len(step.rows)):
-        part = StepPart(7, step.rows[index : index + 1])
-        rows = take_rows(RequestRows(_OPT_IN, next_row=7), part, 8, cache)
-        outputs.append(EngineCoreOutput("", [0], routed_experts=PlacedRows(7, rows)))
-    pack(outputs)
+    count = len(step.rows)
+    outputs = [EngineCoreOutput("", [0]) for _ in range(count)]
+    pack(outputs, [SingleRows(outputs, [7] * count, step.rows, [*range(count)])])
 
 
 def _microseconds(part: Callable[[], None], repeats: int) -> float:

@@ -39,7 +39,7 @@ from routed_experts.capture.pipeline import StepRows
 BLOCK = 16
 CHUNK = 8192
 NUM_BLOCKS = 6000
-RUNNING = 256
+RUNNING = 256, 1024
 LONG = 32_768
 
 
@@ -52,12 +52,14 @@ class Step:
         cpu_seconds: of them, those that the thread ran.
         ours: what the capture took of them, by `clock`.
         sent: ids of the requests whose prompts' rows were sent.
+        num_bytes: of the rows that were sent.
     """
 
     seconds: float
     cpu_seconds: float
     ours: float
     sent: set[str]
+    num_bytes: int
 
 
 class Steps:
@@ -66,6 +68,7 @@ class Steps:
     Args:
         num_layers, top_k: of the model.
         config: of the engine; without our scheduler there is no capture.
+        num_blocks: of the KV cache.
         forward_s: seconds that a forward pass takes.
         clock: what the capture's part is measured by.
     """
@@ -77,11 +80,12 @@ class Steps:
         forward_s: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
         config: VllmConfig | None = None,
+        num_blocks: int = NUM_BLOCKS,
     ) -> None:
-        config = config or engine_config()
-        config.cache_config.num_gpu_blocks = NUM_BLOCKS
+        config = config or engine_config(max_num_seqs=max(RUNNING))
+        config.cache_config.num_gpu_blocks = self._num_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        kv = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["layer"], spec)])
+        kv = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         with set_current_vllm_config(config):
             self.scheduler = config.scheduler_config.get_scheduler_cls()(
                 vllm_config=config,
@@ -97,9 +101,8 @@ class Steps:
         self._is_captured = isinstance(self.scheduler, SchedulerCapture)
         if self._is_captured:
             connector = self.scheduler.aux_output_connector
-            for name in ("build_connector_meta", "receive", "take_output", "add_stats"):
+            for name in ("build_connector_meta", "receive", "take_output", "distribute"):
                 setattr(connector, name, self._timed(getattr(connector, name)))
-            connector.output_queue.fill = self._timed(connector.output_queue.fill)
         self._rows = np.random.default_rng(0).integers(0, 128, (CHUNK, num_layers, top_k)).astype(np.int16)
         self._forward_s = forward_s
         self._added = 0
@@ -126,15 +129,17 @@ class Steps:
         messages = self.scheduler.update_from_output(scheduled, output)
         seconds += time.perf_counter() - began
         cpu_seconds += time.thread_time() - cpu_began
-        ids = (request_of_prompt(output.request_id) for _, message in messages.items() for output in message.outputs)
-        return Step(seconds, cpu_seconds, self._ours, {request_id for request_id in ids if request_id is not None})
+        outputs = [output for message in messages.values() for output in message.outputs]
+        sent = {request_of_prompt(output.request_id) for output in outputs} - {None}
+        num_bytes = sum(output.routed_experts.nbytes for output in outputs if output.routed_experts is not None)
+        return Step(seconds, cpu_seconds, self._ours, sent, num_bytes)
 
     def age(self) -> None:
         """Makes it one that has run for a while: its host cache's memory is there, and its objects are no news to the
         garbage collector. Call after the first step."""
         cache = self.scheduler.aux_output_connector._cache
-        for first in range(0, NUM_BLOCKS * BLOCK, CHUNK):
-            slots = np.arange(first, min(first + CHUNK, NUM_BLOCKS * BLOCK))
+        for first in range(0, self._num_blocks * BLOCK, CHUNK):
+            slots = np.arange(first, min(first + CHUNK, self._num_blocks * BLOCK))
             cache.write(slots, self._rows[: len(slots)])
         gc.collect()
         gc.freeze()  # as vLLM's engine does at its start
@@ -178,7 +183,6 @@ def engine_config(is_captured: bool = True, **options: Any) -> VllmConfig:
         block_size=BLOCK,
         max_model_len=LONG + 1024,
         max_num_batched_tokens=CHUNK,
-        max_num_seqs=RUNNING,
         async_scheduling=False,
         scheduler_cls=SCHEDULER if is_captured else None,
         **options,
@@ -193,13 +197,15 @@ VARIANTS = [("captured, not asked for", False), ("returned", True)]
 AT_END = "returned at the end"
 
 
-def queue_table(waiting: tuple[int, ...] = (0, 5_000, 20_000), steps: int = 200) -> str:
-    """Markdown: median microseconds of the scheduler's thread in a step of 256 requests, with others in the queue."""
+def queue_table(running: int, waiting: tuple[int, ...], steps: int = 200) -> str:
+    """Markdown: median microseconds of the scheduler's thread in a step of `running` requests, with others in the
+    queue."""
     lines = ["| | " + " | ".join(f"{count:,} waiting" for count in waiting) + " |"]
     lines.append("| --- " * (len(waiting) + 1) + "|")
     for name, asks in [*VARIANTS, (AT_END, True)]:
-        made, whole, ours = Steps(), [], []
-        for index in range(RUNNING):
+        whole, ours = [], []
+        made = Steps(config=engine_config(max_num_seqs=running), num_blocks=running * 20 + NUM_BLOCKS)
+        for index in range(running):
             made.add(prompt_of(BLOCK, index), 10_000, asks, at_end=name == AT_END)
         added = 0
         for count in tqdm(waiting, desc=f"queue, {name}", unit=" queues", disable=None):
@@ -246,10 +252,38 @@ def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 
     return "\n".join(lines)
 
 
+def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
+    """Markdown: milliseconds of the scheduler's thread in the steps after which all requests have ended at once, while
+    as many new ones begin."""
+    lines = ["| | step before | longest step after | bytes sent | steps until all rows are sent |", "| --- " * 5 + "|"]
+    for name, asks in [("captured, not asked for", False), (AT_END, True)]:
+        made = Steps(config=engine_config(max_num_seqs=running), forward_s=0.005, num_blocks=running * 30)
+        for index in range(running):
+            made.add(prompt_of(BLOCK, index), num_tokens, asks, at_end=True)
+        made.step()
+        made.age()
+        before = median(made.step().seconds for _ in range(num_tokens - 2))
+        for index in range(running):
+            made.add(prompt_of(BLOCK, running + index), 10_000, asks, at_end=True)
+        taken, last = [], 0
+        for count in range(later):
+            taken.append(made.step())
+            if len(made.scheduler.aux_output_connector.output_queue):
+                last = count + 1
+        longest = max(step.seconds for step in taken)
+        num_bytes = sum(step.num_bytes for step in taken)
+        lines.append(f"| {name} | {1e3 * before:.1f} | {1e3 * longest:.1f} | {num_bytes / 1e6:.0f} MB | {last} |")
+        gc.unfreeze()
+    return "\n".join(lines)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
-    print(queue_table())
-    print()
+    for running in RUNNING:
+        print(
+            f"{running:,} requests\n\n{queue_table(running, (0, 5_000, 20_000) if running == RUNNING[0] else (0,))}\n"
+        )
+    print(f"{RUNNING[1]:,} requests that end in one step\n\n{ends_table(RUNNING[1])}\n")
     print(long_prompt_table())
 
 

@@ -10,10 +10,6 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import Rows
 
-STATS_OUTPUT_ID = "routed_experts.stats"
-"""Request id of the engine's output that carries its numbers. vLLM passes over outputs of requests that it does not
-know."""
-
 INTERVAL_S = 1.0
 """Between two reports of an engine that is busy, and between two samples of the load of its experts."""
 

@@ -1,15 +1,17 @@
-"""Sends the rows of prompts to the API process, ahead of the first tokens of their requests."""
+"""Sends rows of prompts ahead of the first tokens of their requests, and rows that are needed at the end before it."""
 
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+import numpy as np
+from numpy.typing import NDArray
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
-from routed_experts.capture.message import ROWS_OUTPUT_ID, PlacedRows, pack, prompt_output_id
-from routed_experts.protocol.codec import Rows
+from routed_experts.capture.message import prompt_output_id, rows_output_id
+from routed_experts.capture.pending_rows import PendingRows
 
 _PART_BYTES = 8 << 20
-"""Maximum bytes of prompt rows in a message that also has other requests' tokens, which it delays by about 3 ms. A
+"""Maximum bytes of such rows in a message that also has other requests' tokens, which it delays by about 3 ms. A
 prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
 
 _BACKLOG_SHARE = 4
@@ -18,137 +20,133 @@ than one part per step."""
 
 
 @dataclass(eq=False)
-class _Prompt:
-    """Pending prompt rows, and the outputs held back until they are sent.
+class _Entry:
+    """Rows, and the outputs held back until they are sent."""
 
-    Attributes:
-        client: index of the API process.
-        key: identifies the prompt.
-        start: absolute position of the first row.
-        rows: [n, L, K], or a future of them.
-        num_sent: number of rows sent.
-        followers: held outputs of its requests, in order.
-        requests: ids of its requests that have received a token, the first being the one that requested the rows.
-    """
-
-    client: int
-    key: bytes
-    start: int
-    rows: Rows | Future[Rows]
-    num_sent: int = 0
-    followers: list[EngineCoreOutput] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-
-    @property
-    def is_ready(self) -> bool:
-        return not isinstance(self.rows, Future) or self.rows.done()
-
-    @property
-    def bytes_left(self) -> int:
-        """Bytes that are not sent yet. Needs `is_ready`."""
-        rows = self.rows = self.rows.result() if isinstance(self.rows, Future) else self.rows
-        return rows[self.num_sent :].nbytes
+    key: object
+    client: int  # index of the API process
+    rows: PendingRows
+    output_id: str  # of the outputs that bring the rows
+    requests: list[str] = field(default_factory=list)  # of a prompt: those that have received a token
+    followers: list[EngineCoreOutput] = field(default_factory=list)  # in order
 
     def take(self, num_bytes: int) -> list[EngineCoreOutput]:
-        """The next outputs, with at most `num_bytes` of rows; after the last row, the followers. Needs `is_ready`."""
-        rows = self.rows
-        assert not isinstance(rows, Future)
-        start, outputs = self.num_sent, []
-        self.num_sent = min(start + num_bytes // rows[:1].nbytes, len(rows))
-        if self.num_sent > start:
-            part = PlacedRows(self.start + start, rows[start : self.num_sent])
-            outputs.append(EngineCoreOutput(prompt_output_id(self.requests[0]), [], routed_experts=part))
-        return outputs if self.bytes_left else outputs + self.followers
+        """The next rows, at most `num_bytes`. The last rows of a request come with its last output."""
+        size = self.rows.nbytes
+        part = self.rows.take(num_bytes)
+        if not len(self.rows) and not self.requests:
+            self.followers[0].routed_experts = part
+            return []
+        return [EngineCoreOutput(self.output_id, [], routed_experts=part)] if self.rows.nbytes < size else []
 
 
 class OutputQueue:
-    """Sends each prompt's rows once, before any token of its requests.
+    """Sends each prompt's rows once, before any token of its requests, and a request's last rows before its end.
 
-    Outputs of a prompt's requests wait for its rows, while a thread reads them or they do not fit a message. Other
-    requests do not wait.
+    Outputs wait for these rows where they do not fit a message. Other requests do not wait. Rows are read as they are
+    sent, or before their place in the host cache is written to.
     """
 
     def __init__(self) -> None:
         self.part_bytes = _PART_BYTES
-        self._prompts: dict[bytes, _Prompt] = {}  # in the order of `send`
-        self._waiting: dict[str, _Prompt] = {}  # by request id, while its outputs are held back
+        self._entries: dict[
+            object, _Entry
+        ] = {}  # prompts by their keys, and last rows, in the order in which they came
+        self._waiting: dict[str, _Entry] = {}  # by request id, while its outputs are held back for its prompt
+        self._last: dict[str, PendingRows] = {}  # last rows of requests whose last output was not seen yet
         self._ends: list[tuple[int, EngineCoreOutput]] = []
 
     def __len__(self) -> int:
-        """Number of prompts with unsent rows, and of unsent ends of requests."""
-        return len(self._prompts) + len(self._ends)
+        """Number of prompts and of requests' ends that are not sent."""
+        return len(self._entries) + len(self._ends)
 
-    def keeps(self, request_id: str) -> bool:
-        """Whether a request's outputs must wait for rows that are being read."""
-        prompt = self._waiting.get(request_id)
-        return prompt is not None and not prompt.is_ready
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether a request's outputs wait for its prompt's rows."""
+        return request_id in self._waiting
 
-    def send(self, client: int, request_id: str, key: bytes, start: int, rows: Rows | Future[Rows]) -> None:
-        """Sends a prompt's rows, from position `start` on, with the first token of one of its requests."""
-        self._prompts[key] = _Prompt(client, key, start, rows)
+    def send_prompt(self, client: int, request_id: str, key: bytes, rows: PendingRows) -> None:
+        """Sends a prompt's rows with the first token of one of its requests. `key` identifies the prompt."""
+        self._entries[key] = _Entry(key, client, rows, prompt_output_id(request_id))
         self.follow(request_id, key)
 
     def follow(self, request_id: str, key: bytes) -> None:
         """Holds a request's outputs back until its prompt's rows are sent, if they are pending."""
-        prompt = self._prompts.get(key)
+        prompt = self._entries.get(key)
         if prompt is not None:
             prompt.requests.append(request_id)
             self._waiting[request_id] = prompt
 
-    def end(self, client: int, request_id: str, reason: FinishReason, rows: PlacedRows | None) -> bool:
-        """Queues the end of a request after its held outputs, with its last `rows`. Returns False if it has neither."""
-        prompt = self._waiting.get(request_id)
-        output = EngineCoreOutput(request_id, [], finish_reason=reason, routed_experts=rows)
-        if prompt is not None:
-            prompt.followers.append(output)
-        elif rows is not None:
-            self._ends.append((client, output))
-        return prompt is not None or rows is not None
+    def send_last(self, request_id: str, rows: PendingRows) -> None:
+        """Sends a request's last rows with its last output, which is in this step's message."""
+        self._last[request_id] = rows
 
-    def fill(self, messages: dict[int, EngineCoreOutputs], patience: float | None) -> None:
-        """Adds rows and released outputs to a step's messages to the API processes.
+    def end(self, client: int, output: EngineCoreOutput, rows: PendingRows | None) -> None:
+        """Queues the end of a request after its held outputs, with its last `rows`."""
+        self._ends.append((client, output))
+        if rows is not None:
+            self._last[output.request_id] = rows
 
-        Args:
-            patience: seconds to wait for rows that a thread is reading; None waits for all.
-        """
-        if self._prompts:
-            for message in messages.values():
-                self._keep_back(message)
-            self._release(messages, patience)
+    def before_write(self, slots: NDArray[np.int64], num_blocks: int, block_size: int) -> None:
+        """Reads pending rows whose slots are about to be written."""
+        if not self._entries and not self._last:
+            return
+        blocks = np.zeros(num_blocks, dtype=np.bool_)
+        blocks[np.clip(slots // block_size, 0, num_blocks - 1)] = True  # slots outside the KV cache are not written
+        for rows in [*self._last.values(), *(entry.rows for entry in self._entries.values())]:
+            rows.before_write(slots, blocks)
+
+    def fill(self, messages: dict[int, EngineCoreOutputs]) -> None:
+        """Adds rows and released outputs to a step's messages to the API processes."""
         for client, output in self._ends:
             messages.setdefault(client, EngineCoreOutputs()).outputs.append(output)
         self._ends.clear()
-        for message in messages.values():
-            packed = pack(message.outputs)
-            if packed is not None:
-                message.outputs.insert(0, EngineCoreOutput(ROWS_OUTPUT_ID, [], routed_experts=packed))
-
-    def _release(self, messages: dict[int, EngineCoreOutputs], patience: float | None) -> None:
-        """Adds ready prompts and their followers, ahead of other requests' tokens."""
-        futures = [prompt.rows for prompt in self._prompts.values() if isinstance(prompt.rows, Future)]
-        if futures:
-            wait(futures, patience)
-        ready = [prompt for prompt in self._prompts.values() if prompt.is_ready]
-        for client in {prompt.client for prompt in ready}:
+        if not self._entries and not self._last:
+            return
+        for client, message in messages.items():
+            message.outputs = self._admit(client, message.outputs)
+        for client in dict.fromkeys(entry.client for entry in self._entries.values()):
             message = messages.setdefault(client, EngineCoreOutputs())
-            ours = sorted((prompt for prompt in ready if prompt.client == client), key=lambda each: each.bytes_left)
-            room = sum(prompt.bytes_left for prompt in ours)
-            if message.outputs:
-                room = min(room, max(self.part_bytes, room // _BACKLOG_SHARE))
-            outputs: list[EngineCoreOutput] = []
-            for index, prompt in enumerate(ours):  # each gets an equal share, plus what shorter prompts left over
-                left = prompt.bytes_left
-                outputs += prompt.take(room // (len(ours) - index))
-                room -= left - prompt.bytes_left
-            message.outputs = outputs + message.outputs
-        for prompt in [prompt for prompt in ready if not prompt.bytes_left]:
-            del self._prompts[prompt.key]
-            for request_id in prompt.requests:
-                del self._waiting[request_id]
+            message.outputs = self._release(client, is_alone=not message.outputs) + message.outputs
 
-    def _keep_back(self, message: EngineCoreOutputs) -> None:
-        others: list[EngineCoreOutput] = []
-        for output in message.outputs:
-            prompt = self._waiting.get(output.request_id)
-            (others if prompt is None else prompt.followers).append(output)
-        message.outputs = others
+    def _admit(self, client: int, outputs: Sequence[EngineCoreOutput]) -> list[EngineCoreOutput]:
+        """The outputs that wait for nothing."""
+        others = []
+        for output in outputs:
+            if (prompt := self._waiting.get(output.request_id)) is not None:
+                prompt.followers.append(output)
+            elif output.finish_reason is not None and (rows := self._last.pop(output.request_id, None)) is not None:
+                key = object()
+                self._entries[key] = _Entry(key, client, rows, rows_output_id(output.request_id), followers=[output])
+            else:
+                others.append(output)
+        return others
+
+    def _release(self, client: int, is_alone: bool) -> list[EngineCoreOutput]:
+        """The next rows for an API process, and the outputs that waited for them. The entry that came first gets half
+        of a message; shorter ones come before longer ones in the rest."""
+        entries = [entry for entry in self._entries.values() if entry.client == client]
+        room = sum(entry.rows.nbytes for entry in entries) + sum(rows.nbytes for rows in self._last.values())
+        if not is_alone or len(entries) > 1:
+            room = min(room, max(self.part_bytes, room // _BACKLOG_SHARE))
+        outputs: list[EngineCoreOutput] = []
+        while entries:
+            shorter = sorted(entries[1:], key=lambda entry: entry.rows.nbytes)
+            first = [(entries[0], room // 2)] if shorter else []
+            for entry, share in [*first, *((entry, room) for entry in shorter), (entries[0], room)]:
+                size = entry.rows.nbytes
+                if size:
+                    outputs += entry.take(min(share, room))
+                    room -= size - entry.rows.nbytes
+            known = set(self._entries)
+            for entry in entries:
+                if not len(entry.rows):
+                    outputs += self._close(entry)
+            entries = [entry for key, entry in self._entries.items() if key not in known]  # what followed a prompt
+        return outputs
+
+    def _close(self, entry: _Entry) -> list[EngineCoreOutput]:
+        """Removes an entry whose rows are sent; gives the outputs that wait for nothing else."""
+        del self._entries[entry.key]
+        for request_id in entry.requests:
+            del self._waiting[request_id]
+        return self._admit(entry.client, entry.followers) if entry.requests else entry.followers

@@ -10,7 +10,6 @@ from vllm.config import SpeculativeConfig
 from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -49,7 +48,6 @@ class _Calling(Scheduler):
     """Until 0.31: calls the connector where the scheduler of 0.31 does."""
 
     aux_output_connector: Any
-    _taken: dict[str, Any]
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         tag = self.aux_output_connector.build_connector_meta(scheduler_output, self.requests)
@@ -69,20 +67,6 @@ class _Calling(Scheduler):
         if is_reset:
             self.aux_output_connector.reset()
         return is_reset
-
-    def _update_request_with_output(self, request: Request, new_token_ids: list[int], *args: Any, **kwargs: Any) -> Any:
-        token_ids, stopped = super()._update_request_with_output(request, new_token_ids, *args, **kwargs)
-        if token_ids or stopped:
-            self._taken[request.request_id] = self.aux_output_connector.take_output(request, None)
-        return token_ids, stopped
-
-    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
-        self._taken = {}
-        messages: dict[int, EngineCoreOutputs] = super().update_from_output(*args, **kwargs)
-        for message in messages.values():
-            for output in message.outputs:
-                output.routed_experts = self._taken.pop(output.request_id, None)
-        return messages
 
 
 class _Resetting(Scheduler):

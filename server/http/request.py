@@ -123,7 +123,9 @@ class RoutedRequest(RoutingFields):
     def opt_in(self, params: SamplingParams) -> SamplingParams:
         """Adds the opt-in for the engine to `params` if the request asks for routing."""
         if self.routing is not None:
-            opt_in(params, self.routing.prompt_start, self.routing.weights, self.routing.at_end)
+            # vLLM's models have the field `stream` each, and not their common base.
+            at_end = self.routing.at_end or not getattr(self, "stream", False)
+            opt_in(params, self.routing.prompt_start, self.routing.weights, at_end)
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params

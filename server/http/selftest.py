@@ -16,8 +16,8 @@ from starlette.datastructures import State
 from starlette.middleware import Middleware
 
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, on_load
+from routed_experts.capture.envelope import SMALL_ARRAY_BYTES
 from routed_experts.capture.handoff import PARAM as ROWS_PARAM
-from routed_experts.capture.message import SMALL_ARRAY_BYTES
 from routed_experts.capture.seams.http import STREAMS_CHOICES, scales_out
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.collect import Routing, RoutingError, collect

@@ -10,17 +10,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from routed_experts.capture.envelope import CAUSES, SMALL_ARRAY_BYTES, STATS, Unpacker
 from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.message import (
-    CAUSES_OUTPUT_ID,
-    OPT_IN_ARG,
-    SMALL_ARRAY_BYTES,
-    OptIn,
-    UnknownRows,
-    Unpacker,
-    request_of_prompt,
-)
-from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, UnknownRows, request_of_prompt, request_of_rows
+from routed_experts.capture.stats import EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.server.outputs.kv_handoff import put_rows
 from routed_experts.server.vllm_api import (
@@ -63,7 +56,8 @@ def opt_in(params: SamplingParams, prompt_start: int, weights: bool = False, at_
     """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights.
 
     Args:
-        at_end: whether rows are needed at the end only. The engine does not know where a stop string ends a request.
+        at_end: whether rows are needed at the end only. Where a stop string ends a request, the engine does not know
+            in time.
     """
     asked = OptIn(prompt_start, os.urandom(16), params.n > 1, weights, at_end and not params.stop)
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
@@ -290,18 +284,20 @@ class RowBuffers:
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
         self._process: Callable[..., OutputProcessorOutput] = processor.process_outputs
+        self._abort: Callable[..., list[str]] = processor.abort_requests
         self._unpacker = Unpacker()
 
     @classmethod
     def install(cls, processor: OutputProcessor) -> "RowBuffers":
-        """Replaces `processor.process_outputs` and `add_request`, once per processor. A subclass is not possible,
-        because AsyncLLM creates its OutputProcessor itself."""
+        """Replaces `processor.process_outputs`, `add_request` and `abort_requests`, once per processor. A subclass is
+        not possible, because AsyncLLM creates its OutputProcessor itself."""
         installed = vars(processor).get("process_outputs")
         if installed is not None:
             return installed.__self__
         buffers = cls(processor)
         processor.process_outputs = buffers.process_outputs
         processor.add_request = buffers.add_request
+        processor.abort_requests = buffers.abort_requests
         return buffers
 
     def __len__(self) -> int:
@@ -323,21 +319,48 @@ class RowBuffers:
         if self.recorder is not None and request.request_id not in states:  # else more of a prompt that is streamed in
             record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
+        params = request.sampling_params
+        asked = OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) if params is not None else None
+        state = states[request.request_id]
+        state.ends_with_rows = asked is not None and asked.at_end
         if record is not None:
-            state = states[request.request_id]
             buffer = RowBuffer(state.external_req_id) if record.client_asks else None
             BufferedRequestState.give(state, buffer, record)
+
+    def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
+        """vLLM's `abort_requests`. Choices whose rows come at the end do not end here, but with the engine's answer to
+        the abort, which brings the rows of the tokens that they have."""
+        aborted: list[str] = []
+        for given in request_ids:
+            ids = self._choices_of(given, internal)
+            waiting = [
+                each for each in ids if getattr(self._processor.request_states.get(each), "ends_with_rows", False)
+            ]
+            aborted += waiting
+            if not waiting:
+                aborted += self._abort([given], internal)
+            elif others := [each for each in ids if each not in waiting]:
+                aborted += self._abort(others, True)
+        return aborted
+
+    def _choices_of(self, request_id: str, internal: bool) -> list[str]:
+        """The ids of running choices for which an id stands in vLLM's `abort_requests`."""
+        processor = self._processor
+        ids = [request_id] if internal else processor.external_req_ids.get(request_id, [])
+        parents = processor.parent_requests
+        return [child for each in ids for child in (parents[each].child_requests if each in parents else [each])]
 
     def process_outputs(
         self, engine_core_outputs: list[EngineCoreOutput], engine_core_timestamp: Any = None, *args: Any, **kwargs: Any
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, after the rows are taken off."""
-        for request_id, take in ((STATS_OUTPUT_ID, self._take_stats), (CAUSES_OUTPUT_ID, self._take_causes)):
-            if engine_core_outputs and engine_core_outputs[0].request_id == request_id:  # always the first
-                self._take_report(take, engine_core_outputs.pop(0).kv_transfer_params)
+        notes = self._unpacker.open(engine_core_outputs, engine_core_timestamp)
+        for name, take in ((STATS, self._take_stats), (CAUSES, self._take_causes)):
+            if name in notes:
+                self._take_report(take, notes[name])
         states = self._processor.request_states
-        for output, start, rows in self._unpacker.unpack(engine_core_outputs, engine_core_timestamp):
-            if (state := states.get(output.request_id)) is not None:
+        for output, start, rows in self._unpacker.rows(engine_core_outputs):
+            if (state := states.get(request_of_rows(output.request_id))) is not None:
                 for buffer in _buffers_of(state):
                     buffer.push(start, rows)
             elif (sender := request_of_prompt(output.request_id)) is not None:
@@ -380,15 +403,15 @@ class RowBuffers:
                 for buffer in _buffers_of(state):
                     yield each, buffer
 
-    def _take_causes(self, report: Any) -> None:
-        for unknown in itertools.starmap(UnknownRows, report["causes"]):
-            causes = Counter({Cause(unknown.cause): unknown.num_rows})
+    def _take_causes(self, causes: Any) -> None:
+        for unknown in itertools.starmap(UnknownRows, causes):
+            found = Counter({Cause(unknown.cause): unknown.num_rows})
             if unknown.is_prompt:  # with data parallelism, each engine sends it
                 for _, buffer in self._buffers_of_prompt(unknown.request_id):
-                    buffer.prompt_causes = buffer.prompt_causes | causes
+                    buffer.prompt_causes = buffer.prompt_causes | found
             elif (state := self._processor.request_states.get(unknown.request_id)) is not None:
                 for buffer in _buffers_of(state):
-                    buffer.own_causes = buffer.own_causes + causes
+                    buffer.own_causes = buffer.own_causes + found
 
 
 def _has_begun(state: RequestState) -> bool:

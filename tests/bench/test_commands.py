@@ -11,7 +11,7 @@ import pytest
 from bench.host_step import host_step_table
 from bench.offloading import VARIANTS, play, reload_table
 from bench.proxy import milliseconds
-from bench.scheduler import long_prompt_table, queue_table
+from bench.scheduler import ends_table, long_prompt_table, queue_table
 from bench.streamed_token import Stream
 from tests.command_lines import module_parser
 from tests.documentation import ROOT
@@ -48,7 +48,9 @@ def test_parts_of_a_step() -> None:
     rows = rows_of(host_step_table("cpu", num_layers=2, top_k=2, repeats=2))
     assert [row[0] for row in rows] == ["1", "64", "256", "8192"]
     assert all(cell.endswith(" µs") for row in rows for cell in row[1:])
-    assert [len(row) for row in rows_of(queue_table(waiting=(0, 30), steps=2))] == [3] * 6
+    assert [len(row) for row in rows_of(queue_table(4, waiting=(0, 30), steps=2))] == [3] * 6
+    *_, ended = rows_of(ends_table(4, num_tokens=20, later=5))
+    assert int(ended[4]) == 0, "few fit a message"
     *_, returned = rows_of(long_prompt_table(length=1024, repeats=2, forward_s=0, num_running=3))
     assert "steps, at most" in returned[4]
     assert asyncio.run(Stream(3).figures())["of it encoding"] > 0

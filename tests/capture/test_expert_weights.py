@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.envelope import ENVELOPE_ID, Unpacker, pack
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OptIn, PlacedRows, Unpacker, pack
+from routed_experts.capture.message import OptIn, PlacedRows
 from routed_experts.capture.rows import ids_of, joined, row_shape, weights_of
 from routed_experts.protocol.codec import Rows
 
@@ -161,8 +162,10 @@ def output(name: str, rows: Rows | None, start: int = 0) -> Any:
 
 def unpacked(outputs: list[Any]) -> dict[str, tuple[int, Rows]]:
     packed = pack(outputs)
-    outputs.insert(0, SimpleNamespace(request_id="routed_experts.rows", routed_experts=packed))
-    return {each.request_id: (start, rows) for each, start, rows in Unpacker().unpack(outputs, 1)}
+    outputs.insert(0, SimpleNamespace(request_id=ENVELOPE_ID, routed_experts=packed, kv_transfer_params=None))
+    unpacker = Unpacker()
+    unpacker.open(outputs, 1)
+    return {each.request_id: (start, rows) for each, start, rows in unpacker.rows(outputs)}
 
 
 def test_messages_with_and_without_weights() -> None:

@@ -7,15 +7,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, SMALL_ARRAY_BYTES, SingleRows, Unpacker, pack
 from routed_experts.capture.message import (
-    ROWS_OUTPUT_ID,
-    SMALL_ARRAY_BYTES,
     OptIn,
     PlacedRows,
-    Unpacker,
-    pack,
     prompt_output_id,
     request_of_prompt,
+    request_of_rows,
+    rows_output_id,
 )
 
 L, K = 3, 5  # odd, so that nothing is aligned by chance
@@ -26,6 +25,7 @@ LARGE = SMALL_ARRAY_BYTES // (2 * L * K) + 1
 class Output:
     routed_experts: Any
     request_id: str = field(default="a")
+    kv_transfer_params: Any = None
 
 
 def message(*counts: int | None) -> tuple[list[Output], list[Any]]:
@@ -40,17 +40,18 @@ def message(*counts: int | None) -> tuple[list[Output], list[Any]]:
 def sent(outputs: list[Output]) -> list[Output]:
     """What the engine sends."""
     packed = pack(outputs)
-    return outputs if packed is None else [Output(packed, ROWS_OUTPUT_ID), *outputs]
+    return outputs if packed is None else [Output(packed, ENVELOPE_ID), *outputs]
 
 
-def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list[PlacedRows | None]:
-    """The rows of each output but the header. They are off the output, where vLLM would collect them too."""
+def received(unpacker: Unpacker, outputs: list[Output], message: object, shape: tuple[int, int] = (L, K)) -> list[Any]:
+    """The rows of each output but the envelope. They are off the output, where vLLM would collect them too."""
     found: dict[int, PlacedRows] = {}
-    for output, start, rows in list(unpacker.unpack(outputs, message)):
-        assert (rows.dtype, rows.shape[1:]) == (np.int16, (L, K))
+    assert unpacker.open(outputs, message) == {}
+    for output, start, rows in list(unpacker.rows(outputs)):
+        assert (rows.dtype, rows.shape[1:]) == (np.int16, shape)
         found[id(output)] = PlacedRows(start, rows)
     assert all(output.routed_experts is None for output in outputs)
-    return [found.get(id(output)) for output in outputs if output.request_id != ROWS_OUTPUT_ID]
+    return [found.get(id(output)) for output in outputs]
 
 
 def check(got: list[PlacedRows | None], expected: list[PlacedRows | None]) -> None:
@@ -88,15 +89,33 @@ def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
 
 def test_a_row_that_is_too_large_to_be_packed() -> None:
     outputs = [Output(PlacedRows(7, np.zeros((1, SMALL_ARRAY_BYTES, 1), dtype=np.int16)))]
-    ((_, start, rows),) = Unpacker().unpack(sent(outputs), message=1)
+    ((start, rows),) = received(Unpacker(), sent(outputs), 1, shape=(SMALL_ARRAY_BYTES, 1))
     assert (start, len(rows)) == (7, 1)
+
+
+def test_single_rows_come_with_others() -> None:
+    """In any order of the outputs, and from any places of a step."""
+    outputs, expected = message(None, 2, None, LARGE, None)
+    step = np.random.default_rng(9).integers(-1, 300, (7, L, K)).astype(np.int16)
+    chosen = [outputs[4], outputs[0]]
+    packed = pack(outputs, [SingleRows(chosen, [70, 5], step, [6, 2])])
+    expected[4], expected[0] = PlacedRows(70, step[6:7]), PlacedRows(5, step[2:3])
+    check(received(Unpacker(), [Output(packed, ENVELOPE_ID), *outputs], 1), expected)
+
+
+def test_what_else_an_envelope_has() -> None:
+    outputs: list[Output] = [Output(None, ENVELOPE_ID, {CAUSES: [1]}), Output(None)]
+    unpacker = Unpacker()
+    assert unpacker.open(outputs, 1) == {CAUSES: [1]}
+    assert list(unpacker.rows(outputs)) == []
+    assert unpacker.open(outputs, 1) == {}
 
 
 def test_messages_that_do_not_arrive_whole() -> None:
     unpacker = Unpacker()
     received(unpacker, sent(message(1, 1, 1)[0])[:2], 1)
     check(received(unpacker, sent(message(None, None)[0]), 2), [None, None])  # nothing is left for the next
-    assert received(Unpacker(), sent(message(1, LARGE, 2)[0])[1:], 1) == [None] * 3  # without the header
+    assert received(Unpacker(), sent(message(1, LARGE, 2)[0])[1:], 1) == [None] * 3  # without the envelope
     outputs, expected = message(1, LARGE, 2)
     arriving = sent(outputs)
     arriving[2].routed_experts = None
@@ -109,7 +128,7 @@ def test_an_array_at_an_odd_address() -> None:
     packed = pack(outputs)
     assert packed is not None
     odd = np.frombuffer(b"x" + packed.tobytes(), dtype=np.int16, offset=1)
-    check(received(Unpacker(), [Output(odd, ROWS_OUTPUT_ID), *outputs], 1), expected)
+    check(received(Unpacker(), [Output(odd, ENVELOPE_ID), *outputs], 1), expected)
 
 
 @settings(database=None, derandomize=True)
@@ -128,3 +147,5 @@ def test_no_json_value_is_an_opt_in() -> None:
 def test_the_output_of_a_prompt_names_the_request() -> None:
     assert request_of_prompt(prompt_output_id("3_cmpl-x-0")) == "3_cmpl-x-0"
     assert request_of_prompt("3_cmpl-x-0") is None
+    assert request_of_prompt(rows_output_id("3_cmpl-x-0")) is None
+    assert request_of_rows(rows_output_id("3_cmpl-x-0")) == request_of_rows("3_cmpl-x-0") == "3_cmpl-x-0"

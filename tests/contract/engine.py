@@ -56,21 +56,15 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from routed_experts.capture import handoff
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.engine.transport import attach
+from routed_experts.capture.envelope import CAUSES, STATS, Unpacker
 from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.message import (
-    CAUSES_OUTPUT_ID,
-    OPT_IN_ARG,
-    OptIn,
-    UnknownRows,
-    Unpacker,
-    request_of_prompt,
-)
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, UnknownRows, request_of_prompt, request_of_rows
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights, ids_of, joined, weights_of
-from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
+from routed_experts.capture.stats import EngineStats
 
 L, K = 8, 64  # a row of 1 KiB, so that a few dozen are what the engine calls large
-AT_ONCE_BYTES, PART_BYTES = 16 << 10, 64 << 10  # a prompt of 17 tokens is read by the thread, one of 65 comes in parts
+PART_BYTES = 64 << 10  # a prompt of 65 tokens comes in parts
 BLOCK, NUM_BLOCKS, VOCAB, NUM_EXPERTS = 16, 64, 500, 1 << 15
 
 Rows = np.ndarray[Any, np.dtype[np.int16]]
@@ -137,7 +131,7 @@ class Received:
     finish: FinishReason | None = None
     kv_transfer_params: dict[str, Any] | None = None
     missing: list[int] = field(default_factory=list)
-    at_end: bool = False  # whether its rows may come in groups
+    at_end: bool = False  # whether its rows may come with its last output
     alone: bool = False  # whether rows that go with its KV are not to come
     num_arrays: int = 0
 
@@ -159,14 +153,15 @@ class Received:
         elif is_first and output.new_token_ids and self.start < self.prompt_len:
             self.check_prompt(self.client.prompts[self.prompt_id])
         if output.routed_experts is not None:
-            first, rows = output.routed_experts
-            assert first == self.prompt_len + self.num_rows
-            self.num_rows += len(rows)
-            self.num_arrays += 1
-            self.check(rows, first, first + len(rows))
+            self.take_rows(*output.routed_experts)
         known = max(len(self.tokens) - 1, 0)
-        may_lack = self.at_end and self.finish in (None, FinishReason.ERROR)
-        assert self.num_rows == known or (may_lack and self.num_rows < known)
+        assert self.num_rows == known or (self.at_end and self.finish is None and self.num_rows < known)
+
+    def take_rows(self, first: int, rows: Rows) -> None:
+        assert first == self.prompt_len + self.num_rows
+        self.num_rows += len(rows)
+        self.num_arrays += 1
+        self.check(rows, first, first + len(rows))
 
     def check_prompt(self, prompts: dict[str, Rows]) -> None:
         """That its rows are right each time they came, and whole at least once: another engine may be sending them."""
@@ -433,7 +428,7 @@ def engine(
         config.model_config.max_model_len = (num_blocks - 1) * BLOCK
     with no_collections():
         core = Core(config, executor, log_stats=False)
-    core.capture.at_once_bytes, core.capture.output_queue.part_bytes = AT_ONCE_BYTES, PART_BYTES
+    core.capture.output_queue.part_bytes = PART_BYTES
     if stages > 1:
         core.batch_queue_size = stages + is_async
         core.batch_queue = deque(maxlen=core.batch_queue_size)
@@ -558,10 +553,18 @@ class Client:
         assert any(stats.rows_forgotten for stats in self.stats) == forgets
         for core in self.engines:
             capture = core.capture
-            assert (len(capture._tracked), len(capture.output_queue), len(capture._steps)) == (0, 0, 0)
-            assert (len(capture._to_export), len(capture._unsent)) == (0, 0)
-            assert not capture.left
-            assert not capture._handed
+            assert (len(capture.output_queue), len(capture._steps), len(capture.prefill_rows._to_export)) == (0, 0, 0)
+            queue, requests = capture.output_queue, capture.requests
+            kept = (
+                requests.tracked,
+                requests._open,
+                requests._ended,
+                requests._prefilling,
+                queue._waiting,
+                queue._last,
+            )
+            assert not any(kept)
+            assert not capture.prefill_rows.pulls
 
     def missing(self) -> int:
         """How many rows came as unknown."""
@@ -578,25 +581,29 @@ class Client:
 
     def receive(self, message: EngineCoreOutputs, engine_index: int = 0) -> None:
         """Takes a message of one of the engines."""
-        if message.outputs and message.outputs[0].request_id == STATS_OUTPUT_ID:
-            self.stats.append(EngineStats.decode(message.outputs.pop(0).kv_transfer_params))
-        if message.outputs and message.outputs[0].request_id == CAUSES_OUTPUT_ID:
-            for unknown in itertools.starmap(UnknownRows, message.outputs.pop(0).kv_transfer_params["causes"]):
-                self.causes[Cause(unknown.cause)] += unknown.num_rows
-                self.explained[unknown.request_id] += unknown.num_rows
-        unpacked = list(self._unpackers[engine_index].unpack(message.outputs, message=message.timestamp))
+        unpacker = self._unpackers[engine_index]
+        notes = unpacker.open(message.outputs, message=message.timestamp)
+        if STATS in notes:
+            self.stats.append(EngineStats.decode(notes[STATS]))
+        for unknown in itertools.starmap(UnknownRows, notes.get(CAUSES, ())):
+            self.causes[Cause(unknown.cause)] += unknown.num_rows
+            self.explained[unknown.request_id] += unknown.num_rows
+        unpacked = list(unpacker.rows(message.outputs))
         for output, start, rows in unpacked:
             output.routed_experts = start, self._ids(output.request_id, rows)
         self.messages.append([output.request_id for output in message.outputs])
         for output in message.outputs:
-            if (sender := request_of_prompt(output.request_id)) is None:
-                self.received[output.request_id].take(output)
-            else:
+            if (sender := request_of_prompt(output.request_id)) is not None:
                 self._take_prompt(self.received[sender], output)
+            elif (name := request_of_rows(output.request_id)) != output.request_id:
+                assert not output.new_token_ids
+                self.received[name].take_rows(*output.routed_experts)
+            else:
+                self.received[name].take(output)
 
     def _ids(self, output_id: str, rows: Rows) -> Rows:
         """Those of `rows`, whose weights are checked if the request asks for them; others are sent ids alone."""
-        if (request_of_prompt(output_id) or output_id) not in self._weighed:
+        if (request_of_prompt(output_id) or request_of_rows(output_id)) not in self._weighed:
             assert rows.shape[1:] == (L, K)
             return rows
         ids, weights = ids_of(rows), weights_of(rows)

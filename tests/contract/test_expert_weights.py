@@ -241,7 +241,7 @@ def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPat
     for weights in (False, True):
         core = engine(is_async, weights=weights)
         assert captures_weights(core.scheduler.vllm_config) is weights
-        core.capture.at_once_bytes = core.capture.output_queue.part_bytes = 1 << 30  # no thread decides what comes when
+        core.capture.output_queue.part_bytes = 1 << 30
         client, messages = Client(core), list[bytes]()
         take = client._ids
 

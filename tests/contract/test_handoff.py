@@ -138,8 +138,8 @@ def test_rows_that_nobody_asked_for_are_not_handed_over(pair: Pair, monkeypatch:
     """Programs that do not say that they want them may make JSON of what they get."""
     ask = {key: value for key, value in REMOTE.items() if key != handoff.PARAM}
     assert handoff.PARAM not in pair.export_rows(tokens(20), ask=ask)
-    assert not pair.prefill.engines[0].capture._to_export
-    monkeypatch.setattr(pair.prefill.engines[0].capture._loads, "handed", None)  # and nobody knows for how long
+    assert not pair.prefill.engines[0].capture.prefill_rows._to_export
+    monkeypatch.setattr(pair.prefill.engines[0].capture.prefill_rows, "pulls", None)  # and nobody knows for how long
     assert handoff.PARAM not in pair.export_rows(PROMPT)
 
 
@@ -161,7 +161,7 @@ def test_rows_that_go_with_their_kv_alone(is_async: bool, length: int, monkeypat
             patch.setattr(handoff, "MAX_BYTES", L * K - 1)
             assert handoff.PARAM not in pair.export_rows(tokens(length, seed=2), ask=ALONE)
         capture = pair.prefill.engines[0].capture
-        assert (len(capture._to_export), len(capture._unsent), len(capture.output_queue)) == (0, 0, 0)
+        assert (len(capture.prefill_rows._to_export), len(capture.output_queue)) == (0, 0)
         assert not pair.prefill.missing()
         pair.decode.finish()
 

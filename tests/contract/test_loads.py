@@ -217,7 +217,6 @@ def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:
         core = client.engines[0]
         core.empty_prefix_cache()
         client.add("running", PROMPT, max_tokens=6 * BLOCK, at_end=True)
-        core.capture._tracked["running"].group_rows = 64
         client.steps(4 * BLOCK)
         client.answer("hits", before.sequence, start=None)
         assert kept.num_loaded == 1

@@ -16,6 +16,7 @@ from routed_experts.capture.engine.output_queue import OutputQueue
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.engine.v1 import OutputWithRows
 from routed_experts.capture.message import prompt_output_id
+from routed_experts.capture.pending_rows import PendingRows
 from routed_experts.capture.pipeline import Pipeline
 
 KV = KVConnectorOutput(finished_sending={"r"})
@@ -58,7 +59,8 @@ def test_our_classes_can_be_made() -> None:
 
 def test_tokens_of_others_come_with_8_mib_of_a_prompt_at_most() -> None:
     queue, message = OutputQueue(), EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])])
-    queue.send(0, "long", b"prompt", 0, np.zeros((20 << 10, 8, 64), dtype=np.int16))  # 20 MiB
-    queue.fill({0: message}, None)
+    rows = np.zeros((20 << 10, 8, 64), dtype=np.int16)  # 20 MiB
+    queue.send_prompt(0, "long", b"prompt", PendingRows(0, [rows], (8, 64), lambda *_: None))
+    queue.fill({0: message})
     (part,) = (output for output in message.outputs if output.request_id == prompt_output_id("long"))
-    assert part.routed_experts.nbytes == 8 << 20
+    assert part.routed_experts.rows.nbytes == 8 << 20

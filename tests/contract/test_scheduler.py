@@ -1,11 +1,10 @@
 """Our scheduler within vLLM's real engine core: every row of every request, whatever happens to it."""
 
 import random
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine import output_queue, scheduler
+from routed_experts.capture.engine import distributor, output_queue
 from routed_experts.capture.message import prompt_output_id
 from tests.contract.engine import (
     BLOCK,
@@ -150,17 +149,7 @@ def test_data_parallel_engines_send_a_prompt_once_each() -> None:
     assert client.times_sent(*ids) == 2
 
 
-# ---- rows that a thread reads while steps go on ----
-
-
-def busy(core: Core, seconds: float | None = None) -> Callable[[], None]:
-    """Keeps the thread that reads prompts' rows busy, so that what comes next has to wait: for some time, or until what
-    is returned is called."""
-    go = threading.Event()
-    core.capture._prompt_reader._thread.submit(go.wait)
-    if seconds is not None:
-        threading.Timer(seconds, go.set).start()
-    return go.set
+# ---- rows that do not fit a message ----
 
 
 class Warm(Client):
@@ -168,16 +157,20 @@ class Warm(Client):
 
     def __init__(self, is_async: bool, **sizes: Any) -> None:
         self.core = engine(is_async, **sizes)
-        self.end: Callable[[], object] = int
         super().__init__(self.core)
         self.answer("before", PROMPT, max_tokens=1)
 
-    def hold(self, name: str, steps: int, **about: Any) -> tuple[Callable[[], None], list[str]]:
-        """Adds a request of PROMPT, whose rows are not read before what is returned is called."""
-        self.end = end = busy(self.core)
-        ids = self.add(name, PROMPT, **about)
-        self.steps(steps)
-        return end, ids
+    def hold(self, name: str, steps: int, **about: Any) -> list[str]:
+        """Adds a request of PROMPT, of whose rows none fits a message before `let_go` is called."""
+        self.core.capture.output_queue.part_bytes = 0
+        share = patch.object(output_queue, "_BACKLOG_SHARE", 1 << 60)
+        with share:
+            ids = self.add(name, PROMPT, **about)
+            self.steps(steps)
+        return ids
+
+    def let_go(self) -> None:
+        self.core.capture.output_queue.part_bytes = PART_BYTES
 
     def num_tokens(self, *ids: str) -> list[int]:
         return [len(self.received[request_id].tokens) for request_id in ids]
@@ -192,21 +185,16 @@ def warm(is_async: bool) -> Iterator[Warm]:
     client.add("running", tokens(5, seed=1), max_tokens=40)
     client.steps(4)
     yield client
-    client.end()  # where a test has failed before it did
     client.run()
 
 
-def test_a_read_holds_up_its_own_prompt_only(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
-    patience: list[Any] = []
-    monkeypatch.setattr(output_queue, "wait", lambda *args: patience.append(args[1]) or futures.wait(*args))
+def test_a_prompt_holds_up_its_own_requests_only(warm: Warm) -> None:
     (before,) = warm.num_tokens("running")
-    end, ids = warm.hold("g", steps=12, n=3, max_tokens=6)
-    assert len(patience) >= 10
-    assert all(seconds is not None and seconds <= 5e-3 for seconds in patience)  # none of them waited for the thread
+    ids = warm.hold("g", steps=12, n=3, max_tokens=6)
     assert warm.num_tokens("running")[0] >= before + 10
-    assert warm.num_tokens(ids[0]) == [0]
+    assert warm.num_tokens(*ids) == [0, 0, 0]
     assert len(warm.core.capture.output_queue) == 1
-    end()
+    warm.let_go()
     warm.finish()
     sent = {prompt_output_id(request_id) for request_id in ids}
     *parts, last = [message for message in warm.messages if sent & set(message)]
@@ -218,47 +206,47 @@ def test_a_read_holds_up_its_own_prompt_only(warm: Warm, monkeypatch: pytest.Mon
 
 
 def test_choices_whose_prompt_was_sent_are_not_kept_back_for_another(warm: Warm) -> None:
-    end, ids = warm.hold("g", steps=4, n=3, max_tokens=60)
-    end()
+    ids = warm.add("g", PROMPT, n=3, max_tokens=60)
     while warm.num_tokens(ids[0]) == [0]:
         warm.step()
     before = warm.num_tokens(*ids)
-    end, _ = warm.hold("other", steps=10, max_tokens=3)
+    warm.hold("other", steps=10, max_tokens=3)
     assert all(now >= then + 8 for now, then in zip(warm.num_tokens(*ids), before, strict=True))
     assert warm.num_tokens("other") == [0]
-    end()
+    warm.let_go()
     warm.finish()
 
 
-def test_the_last_request_does_not_leave_before_its_rows(is_async: bool) -> None:
-    """No later step would send them."""
-    client = Warm(is_async)
-    busy(client.core, seconds=0.3)
-    client.add("after", PROMPT, max_tokens=1)
-    client.finish()
+def test_the_last_request_does_not_leave_before_its_rows(warm: Warm) -> None:
+    """Empty steps send them."""
+    warm.run()
+    warm.hold("after", steps=0, max_tokens=1)
+    warm.add("too", PROMPT, max_tokens=1)  # of a prompt that is alone all would come at once
+    warm.steps(6)
+    warm.let_go()
+    warm.finish()
 
 
 def test_a_pause_does_not_keep_rows_back(warm: Warm) -> None:
-    end, _ = warm.hold("late", steps=6)
+    warm.hold("late", steps=6)
     warm.core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert warm.num_tokens("late") == [0]
-    threading.Timer(0.3, end).start()
+    warm.let_go()
     warm.run()
     assert warm.num_tokens("late") > [0]
     warm.core.scheduler.set_pause_state(PauseState.UNPAUSED)
     warm.finish()
 
 
-@pytest.mark.parametrize(("waits_for", "clear_cache"), [("the thread", True), ("a part", False)])
-def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_cache: bool) -> None:
+@pytest.mark.parametrize("at_end", [False, True], ids=["with tokens", "at the end"])
+@pytest.mark.parametrize(("waits_for", "clear_cache"), [("all", True), ("a part", False)])
+def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_cache: bool, at_end: bool) -> None:
     """vLLM tells clients of the abort at once: of those whose outputs are kept back, it has to come after these."""
-    end, late = warm.hold("late", steps=6, n=2, max_tokens=30)
+    late = warm.hold("late", steps=6, n=2, max_tokens=30, at_end=at_end)
     ids, core = ["running", *late], warm.core
+    warm.let_go()
     if waits_for == "a part":
-        end()
         warm.step()
-    else:
-        threading.Timer(0.3, end).start()
     assert len(core.capture.output_queue) == 1
     assert warm.num_tokens(ids[1]) == [0]
     sampled = {request_id: list(core.scheduler.requests[request_id].output_token_ids) for request_id in ids}
@@ -274,43 +262,71 @@ def test_a_pause_that_aborts_loses_no_token(warm: Warm, waits_for: str, clear_ca
     warm.finish()
 
 
-def test_rows_that_are_needed_at_the_end_come_in_groups(is_async: bool) -> None:
-    """The first group of a prompt has 1 to 64 rows, so that those of many requests do not come all at once."""
+def test_rows_that_are_needed_at_the_end_come_with_it(is_async: bool) -> None:
+    """Whole if they fit a message, else in parts before the last output."""
     client = Client(engine(is_async))
-    ids = [client.add(f"groups-{each}", tokens(20), max_tokens=150, at_end=True)[0] for each in range(12)]
-    answers = [client.received[request_id] for request_id in ids]
-    client.steps(60)  # before any of them is preempted
-    assert len({answer.num_rows for answer in answers}) > 2
+    ids = [client.add(f"whole-{each}", tokens(20), max_tokens=40 + each, at_end=True)[0] for each in range(6)]
+    (long,) = client.add("in parts", tokens(20), max_tokens=150, at_end=True)
+    client.steps(30)
+    assert {client.received[request_id].num_rows for request_id in [*ids, long]} == {0}
     client.finish()
-    assert {(answer.num_rows, answer.num_arrays in (3, 4)) for answer in answers} == {(149, True)}
-    ids = client.add("aborted", tokens(20, 1), n=2, max_tokens=100, at_end=True)
-    client.steps(70)
-    assert all(client.received[request_id].num_arrays in (1, 2) for request_id in ids)
-    client.pause("abort", clear_cache=True)
-    for request_id in ids:
-        request = client.received[request_id]  # which checked that all rows came
-        assert (request.finish, request.num_arrays in (2, 3), request.num_rows > 64) == (FinishReason.ABORT, True, True)
-    client.finish(but=ids)
+    assert [client.received[request_id].num_rows for request_id in ids] == [39 + each for each in range(6)]
+    assert client.received[long].num_arrays < 6
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 70])
+def test_rows_of_aborted_requests_that_need_them_at_the_end(is_async: bool, steps: int) -> None:
+    """E4: the engine answers an abort with the rows of all tokens that were sent, whatever had been computed by then;
+    a pause too."""
+    client = Client(engine(is_async))
+    for name, end in (("asked", client.abort), ("paused", lambda *_: client.pause("abort", clear_cache=True))):
+        ids = client.add(name, tokens(100), n=2, max_tokens=150, at_end=True)
+        client.steps(steps)
+        end(*ids)
+        client.run()
+        requests = [client.received[request_id] for request_id in ids]  # which checked that all rows came
+        assert all(request.finish is FinishReason.ABORT or (name, steps) == ("paused", 0) for request in requests)
+        assert all(request.num_rows == max(len(request.tokens) - 1, 0) for request in requests)
+        client.engines[0].resume_scheduler()
+        client.finish(but=ids)
+    assert steps < 70 or min(request.num_rows for request in requests) > 60
+
+
+def test_many_that_end_in_one_step_come_in_parts(is_async: bool) -> None:
+    """Their rows are still to be read when others get their blocks."""
+    client = Client(engine(is_async, chunk=512))
+    for turn in range(2):
+        for index in range(12):
+            client.add(f"{turn}-{index}", tokens(5, seed=20 * turn + index), max_tokens=40, at_end=True)
+        client.run() if turn else client.steps(44)
+        for index in range(3):
+            client.add(f"others-{turn}-{index}", tokens(180, seed=30 * turn + index), max_tokens=2)
+    client.finish()
+    ends = [sum(name[:2] in ("0-", "1-") for name in message) for message in client.messages if "0-3" in message]
+    assert client.received["0-3"].num_rows == 39
+    assert max(len(message) for message in client.messages) > 8
+    assert ends
 
 
 @pytest.mark.parametrize("aborted", [0, 1])
-def test_an_abort_while_the_rows_are_read(warm: Warm, aborted: int) -> None:
-    end, ids = warm.hold("g", steps=6, n=2, max_tokens=20)
+def test_an_abort_while_rows_wait(warm: Warm, aborted: int) -> None:
+    ids = warm.hold("g", steps=6, n=2, max_tokens=20)
     warm.abort(gone := ids.pop(aborted))
     warm.step()
-    end()
+    warm.let_go()
     warm.finish(but=gone)
     assert warm.times_sent(*ids) == 1
 
 
-def test_blocks_that_are_taken_by_others_while_they_are_read(is_async: bool) -> None:
+def test_blocks_that_are_taken_by_others_while_rows_wait(is_async: bool) -> None:
     client = Warm(is_async, num_blocks=20)
-    end, _ = client.hold("gone", steps=0, max_tokens=1)
     client.add("running", tokens(5, seed=1), max_tokens=40)
-    client.steps(6)
-    threading.Timer(0.3, end).start()
+    client.steps(4)
+    client.hold("gone", steps=6, max_tokens=1)
     for index in range(2):
         client.add(f"other {index}", tokens(180, seed=2 + index))
+    client.steps(3)
+    client.let_go()
     client.finish()
 
 
@@ -322,19 +338,20 @@ def test_a_read_that_fails_ends_the_engine(warm: Warm) -> None:
     with pytest.raises(ValueError, match="block table"):
         warm.run()
     warm.core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-    warm.core.capture.output_queue._prompts.clear()
+    for kept in ("_entries", "_waiting"):
+        getattr(warm.core.capture.output_queue, kept).clear()
 
 
-@pytest.mark.parametrize("num_tokens", [0, 8], ids=["of a prompt", "of a group"])
+@pytest.mark.parametrize("num_tokens", [0, 8], ids=["of a prompt", "at the end"])
 def test_rows_that_are_gone_are_an_error_in_the_log(
     warm: Warm, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing loads KV here, so that all rows of a prefix and of a running answer should be known."""
     errors: list[Any] = []
-    monkeypatch.setattr(scheduler.logger, "error", lambda *args: errors.append(args[1:]))
+    monkeypatch.setattr(distributor.logger, "error", lambda *args: errors.append(args[1:]))
     monkeypatch.setattr(Received, "check", lambda *_: None)
+    warm.core.capture.output_queue.part_bytes = 1 << 30
     warm.add("asks", PROMPT, max_tokens=20, at_end=True)
-    warm.core.capture._tracked["asks"].group_rows = 64
     while warm.num_tokens("asks") < [num_tokens]:
         warm.step()
     warm.core.capture._cache._written[:] = False
@@ -435,31 +452,26 @@ def test_a_block_that_is_copied_brings_its_rows(is_async: bool) -> None:
     assert len(copies) == 1
 
 
-def test_a_block_that_is_copied_to_is_not_being_read(is_async: bool) -> None:
-    """The rows of a request that has ended are still to be read when its block gets a copy of another's."""
+def test_rows_of_a_block_that_is_copied_to_are_read_before(is_async: bool) -> None:
+    """The rows of a request that has ended are still to be sent when its block gets a copy of another's."""
     client = Warm(is_async, num_blocks=34)
     core, shared = client.core, tokens(SHARED + 4, seed=1)
     client.add("source", shared, max_tokens=60)
     client.steps(8)  # into its fourth block, so that it soon needs no other
-    end, _ = client.hold("ended", steps=4, max_tokens=1)
-    reader = core.capture._prompt_reader
-    (read,) = reader._reads
+    client.hold("ended", steps=4, max_tokens=1)
+    (entry,) = core.capture.output_queue._entries.values()
+    (piece, *_) = entry.rows._pieces
+    blocks = set(piece.block_ids[: piece.end // BLOCK].tolist())
     pool = core.scheduler.kv_cache_manager.block_pool
-    others = pool.get_new_blocks(pool.get_num_free_blocks() - int(read.blocks.sum()))  # theirs are the next
+    others = pool.get_new_blocks(pool.get_num_free_blocks() - len(blocks))  # theirs are the next
     copies = share_partly(core, client, shared)
-    receive, wait_for_reads = core.capture.receive, reader.wait_for_reads
-
-    def received(step: SchedulerOutput, *args: Any) -> None:
-        if step.kv_cache_block_copies:
-            assert not read.rows.done()
-            reader.wait_for_reads = lambda slots: (end(), wait_for_reads(slots))
-        receive(step, *args)
-
-    core.capture.receive = received
+    while not copies:
+        client.step()
+    client.let_go()
     client.run()
     pool.free_blocks(others)
     ((_, destination),) = copies
-    assert read.blocks[destination]
+    assert destination in blocks
     client.finish()
 
 
@@ -500,7 +512,7 @@ def test_whoever_reads_the_messages_of_a_step_gets_all_of_it(reader: Any) -> Non
     client.add("running", tokens(5, seed=1), max_tokens=20)
     for name in ("long", "too"):
         client.add(name, tokens(200), n=2)
-    busy(core, seconds=0.3)
+    core.capture.output_queue.part_bytes = 8 * L * K * 2
     while core.is_busy():
         messages, _ = core.step_fn()
         if messages and (message := reader(messages)):
@@ -525,13 +537,15 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
     looks = []
     step = None
     for count in (5, 500):
-        for index in range(len(core.capture._tracked), count):
+        for index in range(len(core.capture.requests.tracked), count):
             client.add(str(index), tokens(3, index))
         step = step or core.scheduler.schedule()
         step.num_scheduled_tokens = {CountedId(name): each for name, each in step.num_scheduled_tokens.items()}
         assert len(step.num_scheduled_tokens) == 2
-        core.capture._tracked = {CountedId(name): state for name, state in core.capture._tracked.items()}
-        assert len(core.capture._tracked) == count
+        requests = core.capture.requests
+        for kept in ("tracked", "_open", "_prefilling"):
+            setattr(requests, kept, {CountedId(name): state for name, state in getattr(requests, kept).items()})
+        assert len(core.capture.requests.tracked) == count
         CountedId.looks = 0
         core.capture.build_connector_meta(step, core.scheduler.requests)
         looks.append(CountedId.looks)

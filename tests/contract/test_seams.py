@@ -101,8 +101,7 @@ def test_overridden_methods_are_vllms_and_take_its_arguments(cls: type, base: ty
 
 
 # Methods of the connector that are called by us, or by one of the supported versions only.
-CALLED_BY_US = {"add_request", "receive", "add_stats", "add_causes", "follow_loads", "truncate_prefix_hit"}
-CALLED_BY_US |= {"prefill_again", "receive_rows", "export_rows", "fail_late_pulls", "weights_may_differ"}
+CALLED_BY_US = {"add_request", "receive", "distribute", "track_external_kv", "truncate_prefix_hit"}
 CALLED_BY_US |= {"max_cache_hit", "cap_external_hit", "request_loading"}  # vLLM 0.32: does not call these
 
 

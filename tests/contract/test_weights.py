@@ -10,7 +10,7 @@ import psutil
 import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from routed_experts.capture.engine import scheduler
+from routed_experts.capture.engine import distributor
 from tests.contract import engine as around
 from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, Rows, Sequence, Tokens, requests_at_random, tokens
 
@@ -224,9 +224,9 @@ def test_hundreds_of_cycles_leave_nothing_behind() -> None:
             client.run()
             for kept in (client.received, client.prompts, client.messages, client.stats, trained.executor.sampled):
                 kept.clear()
-        kept_by_us = vars(capture) | {"outbox waits": capture.output_queue._waiting}
+        kept_by_us = vars(capture) | vars(capture.requests) | vars(capture.output_queue) | vars(capture.prefill_rows)
         sizes = {name: len(value) for name, value in kept_by_us.items() if hasattr(value, "__len__")}
-        assert sizes.pop("_sent_prompts") <= scheduler._SENT_PROMPTS
+        assert sizes.pop("_sent_prompts") <= distributor._SENT_PROMPTS
         gc.collect()
         return sizes, psutil.Process().memory_info().rss
 

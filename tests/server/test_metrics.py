@@ -17,12 +17,11 @@ import pytest
 import vllm
 from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
+from routed_experts.capture.envelope import CAUSES, STATS
 from routed_experts.capture.host_cache import Cause
-from routed_experts.capture.message import CAUSES_OUTPUT_ID
-from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
+from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http import metrics
 from routed_experts.server.http.metrics import EngineMetrics, label_with, watch_buffers
-from routed_experts.server.vllm_api import EngineCoreOutput
 from tests.server.known import rows_of
 from tests.server.test_response import answer_of, answered, long_answer
 from tests.server.test_row_buffer import Frontend, message, output
@@ -163,11 +162,12 @@ def test_m1_reports_that_cannot_be_read_do_not_end_the_server(caplog: pytest.Log
     frontend.buffers.on_stats = EngineMetrics(MODEL, [1], 8).update
     tokens = frontend.add("b")
     more, less = (EngineStats(7, rows_captured=count).encode() for count in (5, 4))  # a negative difference
-    reports = [(STATS_OUTPUT_ID, report) for report in (more, less, {"unknown": 1}, None)]
-    reports += [(CAUSES_OUTPUT_ID, report) for report in ({}, {"causes": [["b", False, 99, 1]]}, {"causes": 5})]
-    for request_id, report in reports:
-        sent = EngineCoreOutput(request_id, [], kv_transfer_params=report)
-        frontend.processor.process_outputs([sent, *message(output("b", 1, first=0, rows=1))])
+    reports = [{STATS: report} for report in (more, less, {"unknown": 1}, None)]
+    reports += [{CAUSES: report} for report in (5, [["b", False, 99, 1]], [5])]
+    for report in reports:
+        outputs = message(output("b", 1, first=0, rows=1))
+        outputs[0].kv_transfer_params = report
+        frontend.processor.process_outputs(outputs)
     assert frontend.buffers.num_failed_reports == len(reports) - 1
     assert len([record for record in caplog.records if "cannot be read" in record.message]) == 1
     assert tokens.get_nowait() is not None

@@ -16,7 +16,7 @@ from routed_experts.server.http import metrics
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.recording import Recorder, RecordFiles, prepare
 from tests.server.known import K, L
-from tests.server.test_row_buffer import DELTA, Frontend, first_token, output, prompt, request_of, take
+from tests.server.test_row_buffer import ABORT, DELTA, Frontend, first_token, output, prompt, request_of, take
 
 
 def test_f2_files_that_no_server_made_are_left_alone(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def recorder_of(frontend: Frontend, folder: Path) -> Recorder:
     return frontend.buffers.recorder
 
 
-def test_an_aborted_request_is_recorded_with_the_rows_that_have_arrived(tmp_path: Path) -> None:
+def test_an_aborted_request_is_recorded_with_all_rows_of_its_tokens(tmp_path: Path) -> None:
     frontend = Frontend()
     recorder, no_rows = (
         recorder_of(frontend, tmp_path),
@@ -72,9 +72,12 @@ def test_an_aborted_request_is_recorded_with_the_rows_that_have_arrived(tmp_path
     several = frontend.add("c", n=2)
     frontend.step(prompt("b"), first_token("b"), prompt("0_c"), first_token("0_c"))
     frontend.step(output("b", 1, first=3), output("0_c", 1, first=3))
-    frontend.step(output("b", 1))  # its row waits in the engine, as it is to come in a group
+    frontend.step(output("b", 1))  # its row is still in the engine, as it is to come at the end
     for name in ("b", "early", "c"):
         frontend.processor.abort_requests([name], internal=True)
+    # The engine's answers: what it has of these requests.
+    frontend.step(output("b", 0, first=4, rows=1, finish=ABORT), output("early", 0, finish=ABORT))
+    frontend.step(*(output(f"{index}_c", 0, finish=ABORT) for index in range(2)))
     recorder.close()
     assert take(several).outputs[0].routed_experts is None, "the client did not ask"
     assert take(queue).outputs[0].finish_reason == "abort"
@@ -87,11 +90,11 @@ def test_an_aborted_request_is_recorded_with_the_rows_that_have_arrived(tmp_path
     for answer in answers:
         (routing,) = collect(answer)
         assert (routing.index, routing.finish_reason) == (0, "abort")
-        assert routing.rows[:, 0, 0].tolist() == [0, 1, 2, 3]
+        assert routing.rows[:, 0, 0].tolist() == [0, 1, 2, 3, 4][: 5 if answer["id"] == "b" else 4]
     assert metrics.RECORD_DROPPED.labels(metrics._model, "no_rows")._value.get() == no_rows + 1
 
 
-def test_rows_that_only_the_record_needs_come_in_groups(tmp_path: Path) -> None:
+def test_rows_that_only_the_record_needs_come_at_the_end(tmp_path: Path) -> None:
     """Not with a stop string, as the engine does not know where it ends the request."""
     frontend = Frontend()
     recorder = recorder_of(frontend, tmp_path)

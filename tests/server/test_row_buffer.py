@@ -17,8 +17,9 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture.message import OPT_IN_ARG, ROWS_OUTPUT_ID, OptIn, PlacedRows, pack, prompt_output_id
-from routed_experts.capture.stats import STATS_OUTPUT_ID, EngineStats
+from routed_experts.capture.envelope import ENVELOPE_ID, STATS, pack
+from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows, prompt_output_id
+from routed_experts.capture.stats import EngineStats
 from routed_experts.server.outputs.arrays import EveryRequest
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 from routed_experts.server.vllm_api import RequestOutput
@@ -54,7 +55,7 @@ def first_token(request_id: str) -> EngineCoreOutput:
 def message(*outputs: EngineCoreOutput) -> list[EngineCoreOutput]:
     """What the engine makes of a step's outputs."""
     packed = pack(outputs)
-    header = [] if packed is None else [EngineCoreOutput(ROWS_OUTPUT_ID, [], routed_experts=packed)]
+    header = [] if packed is None else [EngineCoreOutput(ENVELOPE_ID, [], routed_experts=packed)]
     return [*header, *outputs]
 
 
@@ -66,8 +67,10 @@ class Frontend:
         self.buffers = RowBuffers.install(self.processor)
         self.queue = self.add("a", n, kind)
 
-    def add(self, request_id: str, n: int = 1, kind: RequestOutputKind = DELTA) -> RequestOutputCollector:
-        params = SamplingParams(n=n, output_kind=kind, detokenize=False)
+    def add(
+        self, request_id: str, n: int = 1, kind: RequestOutputKind = DELTA, params: SamplingParams | None = None
+    ) -> RequestOutputCollector:
+        params = params or SamplingParams(n=n, output_kind=kind, detokenize=False)
         queue = RequestOutputCollector(kind, request_id)
         if n == 1:
             self.processor.add_request(request_of(request_id, params), None, queue=queue)
@@ -282,16 +285,38 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     frontend, seen = Frontend(), []
     other = frontend.add("b")
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
-    sent = EngineCoreOutput(STATS_OUTPUT_ID, [], kv_transfer_params=stats.encode())
+    sent = EngineCoreOutput(ENVELOPE_ID, [], kv_transfer_params={STATS: stats.encode()})
     frontend.step(sent)  # passed over where nobody wants them
     OutputProcessor(None, log_stats=False).process_outputs([sent])  # of a process that has not got so far
     frontend.buffers.on_stats = seen.append
-    outputs = [sent, *message(output("a", 1, first=0, rows=3), output("b", 1, first=0, rows=3))]
+    outputs = message(output("a", 1, first=0, rows=3), output("b", 1, first=0, rows=3))
+    outputs[0].kv_transfer_params = sent.kv_transfer_params
     arrived = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(EngineCoreOutputs(outputs=outputs)))
     for part in [arrived.outputs[:3], arrived.outputs[3:]] if in_slices else [arrived.outputs]:
         frontend.processor.process_outputs(part, arrived.timestamp)
     assert seen == [stats]
     assert frontend.taken(3) == frontend.taken(3, other) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("internal", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(n: int, internal: bool) -> None:
+    """E4: the engine's answer brings them. Others end at once, and those whose rows come with a stop string."""
+    frontend = Frontend()
+    asks = SamplingParams(n=n, output_kind=DELTA, detokenize=False)
+    opt_in(asks, prompt_start=0, at_end=True)
+    queue = frontend.add("b", n, params=asks)
+    ids = ["b"] if n == 1 else ["0_b", "1_b"]
+    frontend.step(prompt(ids[0]), *(output(each, 3) for each in ids))
+    assert sorted(frontend.processor.abort_requests(["b", "a", "unknown"], internal)) == sorted(["a", *ids])
+    assert set(frontend.processor.request_states) == set(ids)
+    frontend.step(*(output(each, 0, first=3, rows=2, finish=ABORT) for each in ids))
+    (result,) = [take(queue)]
+    assert {choice.finish_reason for choice in result.outputs} == {"abort"}
+    assert [positions(buffer.take(0, 5)) for buffer in buffers_of(result)] == [[0, 1, 2, 3, 4]] * n
+    assert not frontend.processor.request_states
+    assert not frontend.processor.parent_requests
+    assert not frontend.processor.external_req_ids
 
 
 # ---- the memory of rows that wait ----

@@ -17,8 +17,8 @@ from routed_experts.capture.engine.kv_transfer.offloading import Forgot, Offload
 from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
 from routed_experts.capture.handoff import WireRows
 from routed_experts.capture.host_cache import Cause, HostCache
+from routed_experts.capture.request_rows import RequestRows
 from routed_experts.capture.rows import ids_of, lack_weights
-from routed_experts.capture.split import RequestRows
 from routed_experts.protocol.codec import UNKNOWN
 
 _PIECE_ROWS = 256
@@ -195,7 +195,7 @@ class ExternalKVTracker:
 
     def _needs_rows_before(self, request_id: str, position: int) -> bool:
         state = self._asks(request_id) if self._recompute else None
-        return state is not None and state.next_row < position
+        return state is not None and state.first_needed < position
 
     def _needs_weights(self, request_id: str) -> bool:
         state = self._asks(request_id) if self._has_weights else None
@@ -208,7 +208,7 @@ class ExternalKVTracker:
 
     def _first_needed(self, request: Request) -> int:
         """Position of the first row that the request has not been sent."""
-        return self._tracked[request.request_id].next_row
+        return self._tracked[request.request_id].first_needed
 
     def _ask(self, request: Request, num_local: int) -> tuple[int | None, bool]:
         """Accepts a connector's offer as a whole or not at all: connectors fail if only a part of it is loaded."""

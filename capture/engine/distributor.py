@@ -1,0 +1,373 @@
+"""Which rows each request is sent after a step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from routed_experts.capture import handoff
+from routed_experts.capture.engine.output_queue import OutputQueue
+from routed_experts.capture.envelope import SingleRows
+from routed_experts.capture.host_cache import Cause, HostCache
+from routed_experts.capture.message import OptIn, UnknownRows
+from routed_experts.capture.pending_rows import CachedRows, PendingRows, Piece
+from routed_experts.capture.request_rows import RequestRows
+from routed_experts.capture.rows import ids_of
+from routed_experts.protocol.codec import UNKNOWN, Rows
+
+logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured
+
+_SENT_PROMPTS = 8192
+"""Limit of remembered sent prompts that have several requests."""
+
+
+@dataclass(slots=True)
+class ArrivedStep:
+    """A step whose output is being distributed to requests."""
+
+    rows: Rows
+    offsets: NDArray[np.int64]  # first row of each request in `rows`, in batch order
+    index: Mapping[str, int]  # of each request in the batch
+    starts: dict[str, int]  # tokens that each request had computed when the step was scheduled
+    blocks: Mapping[str, Sequence[Any]]  # block tables (vLLM's objects), where rows before the step's are needed
+
+    def rows_of(self, request_id: str) -> Rows:
+        index = self.index[request_id]
+        return self.rows[self.offsets[index] : self.offsets[index + 1]]
+
+
+def starts_of(scheduled: SchedulerOutput) -> dict[str, int]:
+    """Tokens that each request of a step had computed when it was scheduled."""
+    cached = scheduled.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts.update((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs)
+    return starts
+
+
+def block_ids(blocks: Sequence[Any], first: int = 0) -> NDArray[np.int64]:
+    """The ids of `blocks` from index `first` on; 0 before it."""
+    ids = np.zeros(len(blocks), dtype=np.int64)
+    ids[first:] = [block.block_id for block in blocks[first:]]
+    return ids
+
+
+class RowSource:
+    """Where rows come from: steps and the host cache. Says why rows that are read there are unknown.
+
+    Attributes:
+        cache: None before the first step.
+        knows_causes: whether KV may be loaded without rows.
+    """
+
+    def __init__(self, scheduler: Scheduler, kv_group: int, has_weights: bool) -> None:
+        self.cache: HostCache | None = None
+        self.knows_causes = False
+        self._scheduler = scheduler
+        self._kv_group = kv_group
+        self._has_weights = has_weights
+        self._unknown: list[tuple[int, UnknownRows]] = []  # to be reported, and to which API process
+
+    def pieces(self, step: ArrivedStep, request_id: str, start: int, first: int, end: int) -> list[Piece]:
+        """Rows of positions `first` to `end` as of a step that began at `start`: its own, and before them those of the
+        host cache. Rows that neither has are -1."""
+        own = step.rows_of(request_id)
+        split = min(max(start, first), end)
+        pieces: list[Piece] = []
+        if first < split:
+            if (blocks := step.blocks.get(request_id)) is not None:
+                pieces.append(self.cached(blocks, first, split))
+            else:
+                pieces.append(_unknown(split - first, own))
+        pieces.append(own[max(split - start, 0) : max(end - start, 0)])
+        missing = end - split - len(pieces[-1])
+        return [*pieces, _unknown(missing, own)] if missing else pieces
+
+    def cached(self, blocks: Sequence[Any], first: int, end: int) -> CachedRows:
+        assert self.cache is not None
+        # A long table takes longer than its rows.
+        return CachedRows(self.cache, block_ids(blocks, first // self.cache.block_size), first, end)
+
+    def pending(self, state: RequestRows, first: int, pieces: list[Piece], as_captured: bool = False) -> PendingRows:
+        assert self.cache is not None
+        ids_only = self._has_weights and not (state.opt_in.weights or as_captured)
+        return PendingRows(first, pieces, self.cache.row_shape, partial(self._report_unknown, state), ids_only)
+
+    def _report_unknown(self, state: RequestRows, blocks: NDArray[np.int64], first: int, rows: Rows) -> None:
+        """Reports why some of `rows`, which were read from position `first` on, are unknown."""
+        if not self.knows_causes:
+            logger.error("Request %r: some of its rows are not known and are sent as -1.", state.request_id)
+            return
+        assert self.cache is not None
+        causes = self.cache.causes(blocks, np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first)
+        if state.opt_in.best_effort:
+            causes[causes == Cause.COMPUTED_IF_ASKED] = Cause.KV_STORE
+        for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
+            if num_rows := int(np.count_nonzero(causes == cause)):
+                is_prompt = first < state.num_prompt
+                self._unknown.append((state.client, UnknownRows(state.request_id, is_prompt, int(cause), num_rows)))
+
+    def pop_unknown(self) -> list[tuple[int, UnknownRows]]:
+        """Why rows are unknown that were read since the last call, and the API processes to tell."""
+        unknown, self._unknown = self._unknown, []
+        return unknown
+
+    def block_table(self, request_id: str) -> Sequence[Any]:
+        manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[self._kv_group]
+        return tuple(manager.req_to_blocks[request_id])  # objects, since few callers need the ids
+
+
+def _unknown(count: int, like: Rows) -> Rows:
+    return np.full((count, *like.shape[1:]), UNKNOWN, dtype=np.int16)
+
+
+class RowDistributor:
+    """Sends requests with the opt-in their rows, each row once.
+
+    A request is sent its prompt's rows with its first token. Before that it is *open*, which means that its outputs are
+    looked at one by one. After that it is
+
+    - a *stream*: its steps bring one row each, as a rule, and the rows of all streams are taken at once; or
+    - *closed*, if it needs its rows when it ends: they stay in the host cache until then. If its blocks are about to be
+      lost, they are read and held, and it is open again, until the next output after its prefill.
+
+    With drafts no request is closed: a later step may compute a known token again, whose row is then not the one that
+    the next token was sampled with.
+    """
+
+    def __init__(self, scheduler: Scheduler, kv_group: int, has_drafts: bool, has_weights: bool) -> None:
+        self.source = RowSource(scheduler, kv_group, has_weights)
+        self.queue = OutputQueue()
+        self.tracked: dict[str, RequestRows] = {}
+        self._scheduler = scheduler
+        self._has_drafts = has_drafts
+        self._has_weights = has_weights
+        self._open: dict[str, RequestRows] = {}
+        self._streams: dict[str, RequestRows] = {}
+        self._prefilling: dict[str, RequestRows] = {}  # rows before their next sampling step are in the host cache
+        self._ended: dict[str, RequestRows] = {}  # in this step, or since
+        self._sent_prompts: dict[bytes, None] = {}  # those with several requests, oldest first
+        self._generation = 0  # raised when weights may have changed
+
+    # ---- what happens to requests ----
+
+    def add(self, request: Request, opt_in: OptIn, rows_go_with_kv: bool) -> None:
+        state = RequestRows(
+            request.request_id,
+            request.client_index,
+            opt_in,
+            request.num_prompt_tokens,
+            self._generation,
+            is_last_only=opt_in.at_end and not self._has_drafts,
+            rows_go_with_kv=rows_go_with_kv,
+            next_row=request.num_prompt_tokens - 1,
+        )
+        for requests in (self.tracked, self._open, self._prefilling):
+            requests[request.request_id] = state
+
+    def weights_may_differ(self) -> None:
+        """Called when later steps may use other weights. Requests without a token then get prompt rows of their own."""
+        self._generation += 1
+
+    def prefill_again(self, request: Request) -> None:
+        """Called when a request is preempted, or a load of its KV has failed."""
+        if (state := self.tracked.get(request.request_id)) is not None:
+            self._reopen(request, state)
+            self._prefilling[request.request_id] = state
+
+    def before_overwrite(self) -> None:
+        """Called when loads may overwrite blocks of any request."""
+        for request_id, state in self.tracked.items():
+            self._reopen(self._scheduler.requests[request_id], state)
+
+    def finish(self, request: Request) -> None:
+        """Called when a request ends, while it has its blocks."""
+        state = self.tracked.pop(request.request_id, None)
+        if state is None:
+            return
+        self._prefilling.pop(request.request_id, None)
+        self._ended[request.request_id] = state
+        if self._is_closed(state):
+            state.cached = self._cached_rows(request, state)
+
+    def end_aborted(self, requests: Iterable[Request], is_asked: bool) -> list[Request]:
+        """Called when requests were aborted. Queues an end for those whose outputs or rows are still to be sent.
+
+        Args:
+            is_asked: whether an API process asked for it; else it has to be told, as vLLM does at a pause.
+
+        Returns the others.
+        """
+        others = []
+        for request in requests:
+            state = self._ended.get(request.request_id)
+            is_owed = state is not None and state.opt_in.at_end
+            reason = RequestStatus.get_finished_reason(request.status)
+            if reason is not None and (is_owed or (not is_asked and self.queue.is_waiting(request.request_id))):
+                output = EngineCoreOutput(request.request_id, [], finish_reason=reason)
+                self.queue.end(request.client_index, output, self._rows_at_end(state) if state is not None else None)
+            else:
+                others.append(request)
+        self._forget_ended()
+        return others
+
+    # ---- steps ----
+
+    def schedule(self, scheduled: SchedulerOutput, requests: Mapping[str, Request]) -> dict[str, Sequence[Any]]:
+        """The block tables of requests whose prefill ends in this step, and whose rows are in the host cache."""
+        blocks = {}
+        counts = scheduled.num_scheduled_tokens
+        for request_id in counts.keys() & self._prefilling.keys():  # iterates over the smaller of the two
+            request = requests[request_id]
+            if request.num_computed_tokens + counts[request_id] >= request.num_tokens:
+                state = self._prefilling.pop(request_id)
+                if state.first_needed < request.num_computed_tokens:
+                    blocks[request_id] = self.source.block_table(request_id)
+        return blocks
+
+    @property
+    def are_looked_at(self) -> bool:
+        """Whether some request's next output may bring rows."""
+        return bool(self._open or self._streams)
+
+    def distribute(
+        self, step: ArrivedStep | None, messages: Mapping[int, EngineCoreOutputs]
+    ) -> dict[int, list[SingleRows]]:
+        """Puts the rows that became known with a step on its outputs, or into the queue.
+
+        Returns those of outputs with one row, by API process.
+        """
+        singles = {}
+        for client, message in messages.items():
+            if step is not None and self._streams:
+                singles[client] = self._take_streams(step, message.outputs)
+            if step is not None and self._open:
+                for output in message.outputs:
+                    if (opened := self._open.get(output.request_id)) is not None and output.new_token_ids:
+                        self._take(opened, step, step.starts[output.request_id], output)
+            for output in message.outputs if self._ended else ():
+                state = self._ended.get(output.request_id)
+                if state is not None and output.finish_reason is not None and (rows := self._rows_at_end(state)):
+                    self.queue.send_last(output.request_id, rows)
+        self._forget_ended()
+        return singles
+
+    def _take_streams(self, step: ArrivedStep, outputs: Sequence[Any]) -> list[SingleRows]:
+        """The rows of streams, in one pass. Outputs that bring more or less than the next row go the general way."""
+        ids = [output.request_id for output in outputs]
+        states: list[Any] = list(map(self._streams.get, ids))
+        if None in states or self._ended:
+            picked = [at for at, state in enumerate(states) if state is not None and outputs[at].new_token_ids]
+            outputs, ids, states = ([each[at] for at in picked] for each in (outputs, ids, states))
+        if not ids:
+            return []
+        starts = list(map(step.starts.__getitem__, ids))
+        index = np.fromiter(map(step.index.__getitem__, ids), np.int64, len(ids))
+        places = step.offsets[index]
+        # A step with one token of a request, and without drafts, gives it one token.
+        is_single = step.offsets[index + 1] - places == 1
+        if starts != [state.next_row for state in states] or not is_single.all():
+            for at, (state, start) in enumerate(zip(states, starts, strict=True)):
+                if start != state.next_row or not is_single[at]:
+                    is_single[at] = False
+                    self._take(state, step, start, outputs[at])
+            picked = np.flatnonzero(is_single).tolist()
+            outputs, states, starts = ([each[at] for at in picked] for each in (outputs, states, starts))
+            places = places[is_single]
+        for state in states:
+            state.next_row += 1
+        if not self._has_weights:
+            return [SingleRows(outputs, starts, step.rows, places)]
+        with_weights = np.array([state.opt_in.weights for state in states], dtype=np.bool_)
+        return [
+            SingleRows(list(compress(outputs, chosen)), list(compress(starts, chosen)), rows, places[chosen])
+            for rows, chosen in ((ids_of(step.rows), ~with_weights), (step.rows, with_weights))
+        ]
+
+    def _take(self, state: RequestRows, step: ArrivedStep, start: int, output: Any) -> None:
+        """Takes the rows of an output, whatever they are."""
+        if self._has_drafts:
+            # The step was scheduled as if all drafts in flight were accepted. It began at the last token that was.
+            start = min(start, state.next_row)
+        if state.is_prompt_due:
+            state.is_prompt_due = False
+            self._send_prompt(state, step, start, output)
+        first, end = max(state.next_row, state.num_prompt), state.next_row + len(output.new_token_ids)
+        state.next_row = end
+        if first <= end:  # none are told too, with the first token
+            pieces = self.source.pieces(step, state.request_id, start, first, end)
+            if state.is_last_only and first < end:
+                state.held.append(self.source.pending(state, first, pieces, as_captured=True).take().rows.copy())
+            elif not state.is_last_only:
+                output.routed_experts = self.source.pending(state, first, pieces).take()
+        if state.is_last_only and state.request_id not in self._prefilling:
+            # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped.
+            del self._open[state.request_id]
+        elif not (state.is_last_only or self.queue.is_waiting(state.request_id)):
+            self._open.pop(state.request_id, None)
+            self._streams[state.request_id] = state
+
+    def _send_prompt(self, state: RequestRows, step: ArrivedStep, start: int, output: Any) -> None:
+        """Sends a prompt's rows, unless they were sent with another of its requests, or go with its KV."""
+        first, request_id, key = (
+            min(state.opt_in.prompt_start, state.num_prompt),
+            state.request_id,
+            state.opt_in.prompt_id,
+        )
+        is_last = output.finish_reason is not None
+        if first == state.num_prompt:
+            return
+        if state.rows_go_with_kv and is_last and handoff.has_all(output.kv_transfer_params, state.opt_in.weights):
+            return
+        if state.generation != self._generation:
+            key = request_id.encode()  # for this request alone
+        elif state.opt_in.shared:
+            if key in self._sent_prompts:
+                self.queue.follow(request_id, key)
+                return
+            self._sent_prompts[key] = None
+            if len(self._sent_prompts) > _SENT_PROMPTS:
+                del self._sent_prompts[next(iter(self._sent_prompts))]
+        pieces = self.source.pieces(step, request_id, start, first, state.num_prompt)
+        self.queue.send_prompt(state.client, request_id, key, self.source.pending(state, first, pieces))
+
+    def _forget_ended(self) -> None:
+        for request_id in self._ended:
+            self._open.pop(request_id, None)
+            self._streams.pop(request_id, None)
+        self._ended.clear()
+
+    # ---- rows that stay in the host cache ----
+
+    def _cached_rows(self, request: Request, state: RequestRows) -> CachedRows | None:
+        """The known rows of a closed request from `next_row` on."""
+        end = request.num_tokens - 1
+        return (
+            self.source.cached(self.source.block_table(state.request_id), state.next_row, end)
+            if end > state.next_row
+            else None
+        )
+
+    def _is_closed(self, state: RequestRows) -> bool:
+        return state.is_last_only and state.request_id not in self._open
+
+    def _reopen(self, request: Request, state: RequestRows) -> None:
+        """Reads the rows of a closed request while it has its blocks."""
+        if self._is_closed(state):
+            self._open[state.request_id] = state
+            if (cached := self._cached_rows(request, state)) is not None:
+                state.held.append(self.source.pending(state, state.next_row, [cached], as_captured=True).take().rows)
+                state.next_row = request.num_tokens - 1
+
+    def _rows_at_end(self, state: RequestRows) -> PendingRows | None:
+        """Generated rows that a request which has ended was not sent."""
+        pieces: list[Piece] = [*state.held, *([state.cached] if state.cached is not None else [])]
+        return self.source.pending(state, state.next_row - sum(map(len, state.held)), pieces) if pieces else None

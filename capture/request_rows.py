@@ -1,0 +1,29 @@
+"""What a request with the opt-in is owed."""
+
+from dataclasses import dataclass, field
+
+from routed_experts.capture.message import OptIn
+from routed_experts.capture.pending_rows import CachedRows
+from routed_experts.protocol.codec import Rows
+
+
+@dataclass(slots=True, eq=False)
+class RequestRows:
+    """A request with the opt-in."""
+
+    request_id: str
+    client: int  # index of its API process
+    opt_in: OptIn
+    num_prompt: int  # tokens of the prompt
+    generation: int  # of the weights when it came
+    is_last_only: bool  # whether generated rows stay in the host cache until it ends
+    rows_go_with_kv: bool  # whether its prompt is not sent if its rows go with the KV
+    next_row: int  # rows before it were sent or are held, but for the prompt's
+    is_prompt_due: bool = True  # until the first token
+    held: list[Rows] = field(default_factory=list)  # the last rows before `next_row`, if they are sent at its end only
+    cached: CachedRows | None = None  # once it has ended: rows from `next_row` on
+
+    @property
+    def first_needed(self) -> int:
+        """Position of the first row that is still to be computed or read for it."""
+        return min(self.opt_in.prompt_start, self.num_prompt) if self.is_prompt_due else self.next_row
