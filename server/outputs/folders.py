@@ -30,7 +30,8 @@ def private_folder(folder: Path) -> None:
     Raises:
         OSError: it cannot be made, or is a link, or of another user, or others may write to it.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with suppress(FileExistsError):  # unlike `exist_ok`, if another process removes it just then
+        folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "it must be a folder of this user that nobody else may write to")

@@ -22,7 +22,7 @@ from routed_experts.server.outputs.array_store import (
     StoreFullError,
     UnknownArrayError,
 )
-from routed_experts.server.outputs.folders import remove_unused
+from routed_experts.server.outputs.folders import private_folder, remove_unused
 
 ARRAY = np.arange(4 * 10 * 2, dtype=np.int16).reshape(4, 10, 2)
 FILE_BYTES = 4096  # a block
@@ -402,3 +402,26 @@ def test_a_process_may_end_while_another_begins(tmp_path: Path, use: Callable[[P
             process.join(60)
         assert [process.exitcode for process in processes] == [0, 0]
         assert not folder.exists()
+
+
+def test_a_folder_that_another_process_removes_while_it_is_made(tmp_path: Path) -> None:
+    """S6. It is gone, and made again: "File exists" would have the first array of a process fail."""
+    folder, context = tmp_path / "store", multiprocessing.get_context("fork")
+    remover = context.Process(target=_remove_forever, args=(folder,), daemon=True)
+    remover.start()
+    found_gone = 0
+    try:
+        while found_gone < 10:
+            try:
+                private_folder(folder)
+            except FileNotFoundError:
+                found_gone += 1
+    finally:
+        remover.kill()
+        remover.join()
+
+
+def _remove_forever(folder: Path) -> None:
+    while True:
+        with suppress(FileNotFoundError):
+            folder.rmdir()
