@@ -1,12 +1,10 @@
 """The endpoint plugin that vLLM loads into its API process."""
 
 import asyncio
-import ctypes
 import json
 import os
 import shlex
 from argparse import Namespace
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +42,6 @@ from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger, r
 logger = get_logger(__name__)
 
 _SWEEP_S = 15.0
-_MALLOC_OPTIONS = {-1: 64 << 20, -2: 1 << 20, -3: 32 << 20}
-"""M_TRIM_THRESHOLD, M_TOP_PAD and M_MMAP_THRESHOLD of malloc.h. The last is the highest that glibc takes."""
 ADDRESS_FILE_VARIABLE = "ROUTED_EXPERTS_ADDRESS_FILE"
 
 REBOUND_CLASSES: dict[str, type[RoutedServing]] = {
@@ -82,7 +78,6 @@ class RoutedExpertsPlugin:
         Raises:
             SelfTestError: the capture does not bring back what it should.
         """
-        keep_memory()
         model = state.openai_serving_models.base_model_paths[0].name
         captured: CapturedEngine | None = None
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
@@ -108,13 +103,6 @@ class RoutedExpertsPlugin:
         if isinstance(engine_client, AsyncLLM):
             state.drain.guard(engine_client, state)
         state.announcement = asyncio.create_task(announce(state, args, model))
-
-
-def keep_memory() -> None:
-    """Has glibc keep what responses free: fresh pages take longer than to encode rows into them."""
-    with suppress(AttributeError):  # another C library
-        for option, num_bytes in _MALLOC_OPTIONS.items():
-            ctypes.CDLL(None).mallopt(option, num_bytes)
 
 
 def rebind_classes(

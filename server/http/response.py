@@ -2,8 +2,7 @@
 
 import asyncio
 import secrets
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -144,8 +143,9 @@ class RoutedResponse:
         """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
         return len(self.rows.prompts) == 1 and has_all(self.response.kv_transfer_params, self.rows.options.weights)
 
-    def parts(self, packed: bool) -> Iterator[bytes]:
-        """The response body as JSON or MessagePack (`packed`). Stores the arrays if the request asks for references.
+    def prepare(self, packed: bool) -> tuple[list[bytes], list[Iterator[bytes]]]:
+        """The texts of the response body, as JSON or MessagePack (`packed`), and the parts of each array between them.
+        Stores the arrays if the request asks for references.
 
         Raises:
             LostRowsError: a row is unknown, and the requested dtype cannot hold -1.
@@ -158,6 +158,8 @@ class RoutedResponse:
         marker = secrets.token_bytes(16)  # random, so that no client can send it; behind it, the index of an array
         inline: list[Iterator[bytes]] = []
         prompts: dict[str, list[Any]] = {}
+        for *_, rows in arrays:
+            self.encoder.check(rows)
         for (choice, start, rows), references in zip(arrays, self._refer(arrays), strict=True):
             for name, encoder in self.encoder.by_name(_name_of(choice)).items():
                 value = references.get(name, msgspec.Raw(marker + len(inline).to_bytes(4, "big")))
@@ -174,10 +176,8 @@ class RoutedResponse:
             for choice_body, counted in zip(body["choices"], of_choices, strict=True):
                 choice_body["routed_experts_histogram"] = counted
         first, *texts = encoded(body, packed).split(marker)
-        yield first
-        for text in texts:
-            yield from inline[int.from_bytes(text[:4], "big")]
-            yield text[4:]
+        order = [int.from_bytes(text[:4], "big") for text in texts]
+        return [first, *(text[4:] for text in texts)], [inline[index] for index in order]
 
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned inline."""
@@ -201,6 +201,13 @@ def _name_of(choice: int | None) -> str:
     return "routed_experts" if choice is not None else "prompt_routed_experts"
 
 
+def parts_of(texts: list[bytes], arrays: list[Iterator[bytes]]) -> Iterator[bytes]:
+    yield texts[0]
+    for array, text in zip(arrays, texts[1:], strict=True):
+        yield from array
+        yield text
+
+
 def body_of(response: Any, packed: bool) -> dict[str, Any]:
     """vLLM's response as a dict for JSON or MessagePack (`packed`), without vLLM's own routing field."""
     body: dict[str, Any] = response.model_dump()
@@ -221,7 +228,7 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
 _AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10
-"""Larger responses are encoded in a thread and sent in parts, so that other tasks run in between. Smaller ones take at
+"""Larger responses are prepared in a thread and sent in parts, so that other tasks run in between. Smaller ones take at
 most about 2 ms, which a thread would double."""
 
 
@@ -252,43 +259,44 @@ async def respond(answer: Any, raw_request: Request) -> Response:
 
 
 async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Response:
+    about = {"media_type": MSGPACK if packed else _JSON, "headers": headers}
     is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
     if answer.references is not None:
-        parts = await answer.references.run(answer.num_arrays, answer.nbytes, _encode, answer, packed)
+        texts, arrays = await answer.references.run(answer.num_arrays, answer.nbytes, answer.prepare, packed)
     elif is_small:
-        parts = [b"".join(answer.parts(packed))]
+        texts, arrays = answer.prepare(packed)
     else:
-        parts = await run_in_threadpool(_encode, answer, packed)
+        texts, arrays = await run_in_threadpool(answer.prepare, packed)
+    parts = parts_of(texts, arrays)
+    if arrays and not is_small:
+        return StreamingResponse(_in_turns(answer, parts), **about)
+    body = b"".join(parts)
     count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
-    return _Response(answer.references, parts, media_type=MSGPACK if packed else _JSON, headers=headers)
-
-
-def _encode(answer: RoutedResponse, packed: bool) -> list[bytes]:
-    """The body, made in a thread. Between any two parts others may run, for which Python would have them wait 5 ms."""
-    parts = []
-    for part in answer.parts(packed):
-        parts.append(part)
-        time.sleep(0)
-    return parts
+    return _Response(answer.references, body, **about)
 
 
 class _Response(Response):
-    """A body in parts. Keeps stored arrays only if the client is there when it is sent."""
+    """Keeps stored arrays only if the client is there when it is sent."""
 
-    def __init__(self, references: ReferenceMaker | None, parts: list[bytes], headers: Any, **kwargs: Any) -> None:
-        size = str(sum(map(len, parts)))
-        super().__init__(headers={**(headers or {}), "content-length": size}, **kwargs)
+    def __init__(self, references: ReferenceMaker | None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._references = references
-        self._parts = deque(parts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._references is not None:
             self._references.told()
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        while len(self._parts) > 1:
-            await send({"type": "http.response.body", "body": self._parts.popleft(), "more_body": True})
+        await super().__call__(scope, receive, send)
+
+
+async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        if answer.references is not None:
+            answer.references.told()
+        for part in parts:
+            yield part
             await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": self._parts.popleft()})
+    finally:
+        count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
 
 
 def wants_msgpack(accept: str) -> bool:
