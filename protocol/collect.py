@@ -451,8 +451,8 @@ class _Choice:
     histogram: Histogram | None = None
 
     def add_tokens(self, choice: Any, token_ids: Sequence[int] | None) -> None:
-        """Takes log-probabilities and their texts. A chunk may have the text of other tokens: with stop strings, and within
-        characters of several tokens, vLLM holds text back."""
+        """Takes log-probabilities and their texts. A chunk may have the text of other tokens: with stop strings and
+        within characters of several tokens, vLLM holds text back."""
         logprobs, texts = _logprobs(_get(choice, "logprobs"))
         self.logprobs += logprobs
         self.texts += texts or [None] * len(token_ids or ())
