@@ -1,6 +1,7 @@
 """The envelope: an output that comes before all others of a message, with their rows and what else is to be said."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -101,7 +102,7 @@ class _Part(NamedTuple):
 
 
 def _part(single: SingleRows, outputs: Sequence[Output]) -> _Part:
-    if len(single.outputs) == len(outputs):
+    if len(single.outputs) == len(outputs) and all(map(is_, single.outputs, outputs)):
         indexes: Sequence[int] = range(len(outputs))
     else:  # there are others, perhaps before them
         index = {id(output): at for at, output in enumerate(outputs)}

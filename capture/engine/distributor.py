@@ -285,7 +285,7 @@ class RowDistributor:
         for state in states:
             state.next_row += 1
         if not self._has_weights:
-            return [SingleRows(outputs, starts, step.rows, places)]
+            return [SingleRows([*outputs], starts, step.rows, places)]  # a message's own list grows
         with_weights = np.array([state.opt_in.weights for state in states], dtype=np.bool_)
         return [
             SingleRows(list(compress(outputs, chosen)), list(compress(starts, chosen)), rows, places[chosen])
