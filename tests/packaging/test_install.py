@@ -133,7 +133,7 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
     assert [layer["counts"] for layer in json.loads(done.stdout)["layers"]] == [[0, 1, 1, 1, 1, 1, 1]] * 2
     info = tmp_path / "info.json"
     info.write_text('{"layer_ids": [0, 2], "num_experts": 9}')
-    for name in ("out.csv", "out.npz", "out.json", "out.pt", "out.npy", "trace --format moe-trace", "out.parquet"):
+    for name in ("out.csv", "out.npz", "out.jsonl", "out.parquet"):
         words = f"export {info} {file} -o {tmp_path}/{name}".split()
         done = wheel_environment.run("routed-experts", *words)
         assert (done.returncode, "pyarrow" in done.stderr) == ((2, True) if "parquet" in name else (0, False)), name
