@@ -13,29 +13,18 @@ from routed_experts.capture.pipeline import PendingRows, Pipeline
 
 @dataclass(frozen=True)
 class RowShape:
-    """What the rows of a model, or of one pipeline stage of it, look like.
+    """What the rows of a model, or of one pipeline stage of it, look like."""
 
-    Attributes:
-        layer_ids: absolute decoder-layer index of each MoE layer, ascending.
-        num_experts: logical experts of a layer.
-        top_k: experts per token.
-        weights_scale: for each layer, what vLLM multiplies its output by, after the router's weights.
-        weights_on_input: whether weights multiply what goes into the experts, and not what comes out.
-    """
-
-    layer_ids: tuple[int, ...]
-    num_experts: int
-    top_k: int
+    layer_ids: tuple[int, ...]  # absolute decoder-layer index of each MoE layer, ascending
+    num_experts: int  # logical experts of a layer
+    top_k: int  # experts per token
+    # For each layer, what vLLM multiplies its output by, after the router's weights.
     weights_scale: tuple[float, ...] = ()
-    weights_on_input: bool = False
+    weights_on_input: bool = False  # whether weights multiply what goes into the experts, and not what comes out
 
     @classmethod
     def of_stages(cls, stages: Sequence["RowShape"]) -> "RowShape":
-        """The shape of the whole model from those of its pipeline stages, in order.
-
-        Raises:
-            ValueError: no stage has an MoE layer, or the stages differ in experts or top-k.
-        """
+        """The shape of the whole model from those of its pipeline stages, in order; refuses stages that differ."""
         kinds = {(stage.num_experts, stage.top_k) for stage in stages if stage.layer_ids}
         if not kinds:
             raise ValueError("no MoE layer was found in the model")
@@ -61,24 +50,15 @@ Sink = Callable[..., None]
 
 
 class Capturer:
-    """Owns the device cache of one worker and sends each step's rows to the host.
-
-    Args:
-        shape: of the whole model.
-        stage_layers: how many MoE layers each pipeline stage has, in order.
-        stage: which of them this worker's is.
-        max_tokens: most tokens in one step.
-        max_steps_in_flight: most steps launched whose outputs have not been read.
-        with_weights: whether the routers' weights are captured too.
-    """
+    """Owns the device cache of one worker and sends each step's rows to the host."""
 
     def __init__(
         self,
-        shape: RowShape,
-        stage_layers: Sequence[int],
-        stage: int,
-        max_tokens: int,
-        max_steps_in_flight: int,
+        shape: RowShape,  # of the whole model
+        stage_layers: Sequence[int],  # how many MoE layers each pipeline stage has, in order
+        stage: int,  # which of them this worker's is
+        max_tokens: int,  # in one step
+        max_steps_in_flight: int,  # launched, with outputs that have not been read
         device: torch.device,
         with_weights: bool = False,
     ) -> None:
@@ -94,9 +74,8 @@ class Capturer:
         `defer_stores` and `flush_stores`. Columns after K belong to fused shared experts: every token goes to them, the
         router does not choose them.
 
-        Args:
-            own_tokens: picks this rank's rows where the router sees those of other ranks as well, or a part of them.
-            may_defer: whether nothing else gets their memory, or writes to it, as long as somebody refers to them.
+        `own_tokens` picks this rank's rows where the router sees those of other ranks as well, or a part of them. It
+        `may_defer` if nothing else gets their memory, or writes to it, as long as somebody refers to them.
         """
         view, weights_view = self.cache.view(layer), self.cache.weights_view(layer)
         top_k = self.cache.top_k
@@ -117,10 +96,8 @@ class Capturer:
         return store
 
     def defer_stores(self) -> None:
-        """Until `flush_stores`, sinks that may hold keep the ids where their router has put them.
-
-        For a forward pass that is recorded as one CUDA graph. A copy in each of 58 layers took 1 % of a step of 4 ms.
-        """
+        """Until `flush_stores`, sinks that may hold keep the ids where their router has put them. For a forward pass
+        that is recorded as one CUDA graph. A copy in each of 58 layers took 1 % of a step of 4 ms."""
         self._held = {}
 
     def flush_stores(self) -> None:
@@ -149,8 +126,6 @@ class Capturer:
 
     def downstream(self, num_tokens: int, upstream: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, layers so far, K] int32 (2K with weights) for the next stage: `upstream`'s rows, then its own.
-
-        Always memory of its own: the next forward pass writes into the device cache while this is still being sent.
-        """
+        Always memory of its own: the next forward pass writes into the device cache while this is still being sent."""
         own = self.cache.planes[:, :, :num_tokens].permute(2, 1, 0, 3).flatten(2)
         return torch.cat([own] if upstream is None else [upstream[:num_tokens], own], dim=1)

@@ -8,24 +8,21 @@ from routed_experts.protocol.codec import UNKNOWN
 class DeviceCache:
     """One contiguous `[N, K]` int32 view for each MoE layer, always written from row 0.
 
-    Its addresses never change, so a CUDA graph that was captured with it writes to it at every replay. int32 is
-    what vLLM's top-k kernels write; the narrowing to int16 happens when a step's rows are packed.
+    Its addresses never change, so a CUDA graph that was captured with it writes to it at every replay. int32 is what
+    vLLM's top-k kernels write; the narrowing to int16 happens when a step's rows are packed.
 
     Before each step the rows that it will fill are put back to -1, so that a layer that does not write in that step (a
     kernel that goes around the router, for some batch sizes only) leaves -1 behind and not the ids of another step.
-
-    Attributes:
-        planes: [1, L, N, K] int32, the ids; with weights [2, L, N, K]. One allocation, which one kernel resets.
-        ids: [L, N, K] int32.
-        weights: [L, N, K] float32, of which -1 in all bits is NaN; None if weights are not captured.
     """
 
     def __init__(
         self, num_layers: int, max_tokens: int, top_k: int, device: torch.device, with_weights: bool = False
     ) -> None:
         shape = (2 if with_weights else 1, num_layers, max_tokens, top_k)
+        # [1, L, N, K], with weights [2, L, N, K]. One allocation, which one kernel resets.
         self.planes = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
-        self.ids = self.planes[0]
+        self.ids = self.planes[0]  # [L, N, K]
+        # [L, N, K], of which -1 in all bits is NaN.
         self.weights = self.planes[1].view(torch.float32) if with_weights else None
 
     @property
@@ -49,9 +46,6 @@ class DeviceCache:
         return None if self.weights is None else self.weights[layer]
 
     def reset_rows(self, num_tokens: int) -> None:
-        """Puts -1 back into the first `num_tokens` rows of every layer.
-
-        Enqueues one kernel on the current stream, which is the one that the last step was packed on and the next one
-        will run on; the host does not wait.
-        """
+        """Puts -1 back into the first `num_tokens` rows of every layer. Enqueues one kernel on the current stream,
+        which is the one that the last step was packed on and the next one will run on; the host does not wait."""
         self.planes[:, :, :num_tokens].fill_(UNKNOWN)

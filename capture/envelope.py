@@ -119,11 +119,8 @@ class Unpacker:
         self._num_outputs = 0  # in slices before
 
     def open(self, outputs: list[AnyOutput], message: object) -> Mapping[str, Any]:
-        """Takes the envelope off `outputs`, the next slice of a message. Gives what it has besides rows.
-
-        Args:
-            message: tells messages apart, so that what is left of one is never taken for another's.
-        """
+        """Takes the envelope off `outputs`, the next slice of a message. Gives what it has besides rows. `message`
+        tells messages apart, so that what is left of one is never taken for another's."""
         if message != self._message:
             self._message, self._entries, self._num_outputs = message, {}, 0
         if not outputs or outputs[0].request_id != ENVELOPE_ID:

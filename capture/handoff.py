@@ -43,24 +43,17 @@ _PIECE_BYTES = 192 << 10  # of ids, encoded at once
 
 
 def encode(
-    read: Callable[[int, Rows], None],
+    read: Callable[[int, Rows], None],  # fills an array ([n, L, K]) with the rows from a position on
     num_rows: int,
-    row_shape: tuple[int, int],
-    until: float,
+    row_shape: tuple[int, int],  # (L, K), with weights (3L, K)
+    until: float,  # when it is too late to come for their KV, in seconds since 1970
     has_weights: bool = False,
 ) -> dict[str, Any] | None:
     """Rows as what stands in `kv_transfer_params`, one byte for each id where that is enough.
 
     Piece by piece, each of which stays in the processor's cache until it is encoded: the engine's steps wait for this.
-
-    Args:
-        read: fills an array ([n, L, K]) with the rows from a position on.
-        row_shape: (L, K).
-        until: when it is too late to come for their KV, in seconds since 1970.
-        has_weights: whether rows have weights: then (3L, K).
-
-    None if they are too many. Between the processes of an instance `data` is bytes, which JSON cannot say: so no client
-    of another endpoint can make the engine take rows for true. Over HTTP it is base64.
+    Between the processes of an instance `data` is bytes, which JSON cannot say: so no client of another endpoint can
+    make the engine take rows for true. Over HTTP it is base64. None if they are too many.
     """
     for name, dtype in [(WORDS, _DTYPES["int16"])] if has_weights else _DTYPES.items():
         if num_rows * row_shape[0] * row_shape[1] * dtype.itemsize > _limit(name):
@@ -77,10 +70,8 @@ def _limit(name: str) -> int:
 def _encoded(
     read: Callable[[int, Rows], None], num_rows: int, row_shape: tuple[int, int], dtype: np.dtype[Any]
 ) -> bytearray | None:
-    """The rows in `dtype`; None if one byte is not enough for some of them, or they are not known.
-
-    In place, as fresh memory for a second copy takes longer than all else.
-    """
+    """The rows in `dtype`; None if one byte is not enough for some of them, or they are not known. In place, as fresh
+    memory for a second copy takes longer than all else."""
     count = max(_PIECE_BYTES // (row_shape[0] * row_shape[1]), 1)
     room = np.empty((min(count, num_rows), *row_shape), dtype=np.int16)
     data = bytearray(num_rows * row_shape[0] * row_shape[1] * dtype.itemsize)
@@ -112,10 +103,8 @@ def has_all(params: dict[str, Any] | None, weights: bool) -> bool:
 
 
 def decode(value: Any) -> tuple[WireRows, float] | None:
-    """The rows that `encode` was given, in the type that they came in and without a copy, and `until`.
-
-    None for anything else, whatever it is: programs can put any object there.
-    """
+    """The rows that `encode` was given, in the type that they came in and without a copy, and `until`. None for
+    anything else, whatever it is: programs can put any object there."""
     if not isinstance(value, dict):
         return None
     data, name, shape, until = (value.get(key) for key in ("data", "dtype", "shape", "until"))

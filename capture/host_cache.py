@@ -99,10 +99,7 @@ class HostCache:
         cause: Cause = Cause.FAULT,
     ) -> None:
         """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape.
-
-        Args:
-            cause: why some of `sources` are not written.
-        """
+        `cause` is why some of `sources` are not written."""
         inside = within(slots, len(self._by_slot))
         slots, sources = slots[inside], sources[inside]
         written = other.are_written(sources)
@@ -128,14 +125,8 @@ class HostCache:
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
         """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written.
 
-        One copy, during which other threads run: this may be a long prompt.
-
-        Args:
-            block_ids: the sequence's block table, from position 0 on.
-
-        Raises:
-            ValueError: the block table ends too early, so that rows behind would be given wrong positions, or names a
-                block that there is none of.
+        One copy, during which other threads run: this may be a long prompt. Raises if the block table (from position 0
+        on) ends too early, so that rows behind would be given wrong positions, or names a block that there is none of.
         """
         size, end = self.block_size, first + len(out)
         if len(block_ids) * size < end:

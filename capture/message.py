@@ -16,22 +16,16 @@ class OptIn:
 
     The prompt's rows come once, on outputs of their own (`prompt_output_id`), before the first tokens of any of the
     prompt's requests.
-
-    Attributes:
-        prompt_start: position of the first prompt row to send.
-        prompt_id: 16 random bytes, which tell prompts apart.
-        shared: whether the prompt has several requests.
-        weights: whether rows are to have weights, where the engine captures them.
-        at_end: whether generated rows come with the request's last output, as nobody needs them before. Then each
-            request has a last output, also if it is aborted.
-        best_effort: whether rows that are not there may stay unknown. Then nothing is computed again for them.
     """
 
-    prompt_start: int
-    prompt_id: bytes
-    shared: bool
-    weights: bool = False
+    prompt_start: int  # position of the first prompt row to send
+    prompt_id: bytes  # 16 random bytes, which tell prompts apart
+    shared: bool  # whether the prompt has several requests
+    weights: bool = False  # whether rows are to have weights, where the engine captures them
+    # Whether generated rows come with the request's last output, as nobody needs them before. Then each request has a
+    # last output, also if it is aborted.
     at_end: bool = False
+    # Whether rows that are not there may stay unknown; then nothing is computed again for them.
     best_effort: bool = False
 
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
@@ -54,10 +48,8 @@ _PROMPT_OF, _ROWS_OF = "routed-experts-prompt-of-", "routed-experts-rows-of-"
 
 
 def prompt_output_id(request_id: str) -> str:
-    """Id of outputs that bring rows of a prompt, and no tokens, before the first token of a request.
-
-    vLLM ignores outputs with unknown request ids.
-    """
+    """Id of outputs that bring rows of a prompt, and no tokens, before the first token of a request. vLLM ignores
+    outputs with unknown request ids."""
     return _PROMPT_OF + request_id
 
 
@@ -77,28 +69,16 @@ def request_of_rows(output_id: str) -> str:
 
 
 class PlacedRows(NamedTuple):
-    """Rows of a sequence, and where in it they are.
+    """Rows of a sequence, and where in it they are."""
 
-    Attributes:
-        start: absolute position of the first row.
-        rows: [n, L, K], with weights [n, 3L, K].
-    """
-
-    start: int
-    rows: Rows
+    start: int  # absolute position of the first row
+    rows: Rows  # [n, L, K], with weights [n, 3L, K]
 
 
 class UnknownRows(NamedTuple):
-    """Why some of a request's rows are unknown.
+    """Why some of a request's rows are unknown."""
 
-    Attributes:
-        request_id: of a prompt's rows, the request that they are sent with.
-        is_prompt: whether they are the prompt's.
-        cause: a `Cause` other than `FAULT`.
-        num_rows: how many.
-    """
-
-    request_id: str
-    is_prompt: bool
-    cause: int
+    request_id: str  # of a prompt's rows, the request that they are sent with
+    is_prompt: bool  # whether they are the prompt's
+    cause: int  # a `Cause` other than `FAULT`
     num_rows: int

@@ -12,11 +12,8 @@ from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
 class CachedRows:
-    """Positions `first` to `end` of a sequence in the host cache.
-
-    Args:
-        block_ids: the sequence's block table; what comes before the block of `first` is not looked at.
-    """
+    """Positions `first` to `end` of a sequence in the host cache. What comes before the block of `first` in
+    the sequence's block table is not looked at."""
 
     def __init__(self, cache: HostCache, block_ids: NDArray[np.int64], first: int, end: int) -> None:
         self.cache, self.block_ids, self.first, self.end = cache, block_ids, first, end
@@ -46,12 +43,7 @@ Report = Callable[[NDArray[np.int64], int, Rows], None]
 
 
 class PendingRows:
-    """Rows [n, L, K] from position `start` on, to be taken from the front.
-
-    Args:
-        shape: (L, K), with weights (3L, K).
-        ids_only: whether weights are left out.
-    """
+    """Rows [n, L, K] (with weights [n, 3L, K]) from position `start` on, to be taken from the front."""
 
     def __init__(
         self, start: int, pieces: list[Piece], shape: tuple[int, int], report: Report, ids_only: bool = False

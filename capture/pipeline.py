@@ -19,30 +19,20 @@ _SLOT_WORDS = 4  # int16 words in one int64 slot number
 
 @dataclass
 class StepRows:
-    """What one forward pass routed, on the host. Padding tokens are not in it.
+    """What one forward pass routed, on the host. Padding tokens are not in it."""
 
-    Attributes:
-        rows: [n, L, K] int16 logical expert ids, in the order of the batch; [n, 3L, K] with weights (`rows.py`).
-        slots: [n] int64, the KV slot (block id x block size + offset) that each token's KV was written to.
-        offsets: [requests + 1] int64, where each request's rows begin, in the order of the batch.
-        waited_s: seconds that the step's output waited for them.
-    """
-
+    # [n, L, K] logical expert ids, in the order of the batch; [n, 3L, K] with weights (`rows.py`).
     rows: NDArray[np.int16]
-    slots: NDArray[np.int64]
-    offsets: NDArray[np.int64]
-    waited_s: float = 0.0
+    slots: NDArray[np.int64]  # [n], the KV slot (block id x block size + offset) that each token's KV was written to
+    offsets: NDArray[np.int64]  # [requests + 1], where each request's rows begin, in the order of the batch
+    waited_s: float = 0.0  # seconds that the step's output waited for them
 
 
 class CpuCopier:
     """Moves the packed words of one step to the host. Here the device is the host: each step packs into memory of its
-    own, and nothing is left to copy.
+    own, and nothing is left to copy."""
 
-    Attributes:
-        device_bytes, pinned_bytes: what it keeps allocated.
-    """
-
-    device_bytes = pinned_bytes = 0
+    device_bytes = pinned_bytes = 0  # what it keeps allocated
 
     def __init__(self) -> None:
         self._packed = torch.empty(0, dtype=torch.int16)
@@ -177,13 +167,9 @@ class Pipeline:
     ) -> PendingRows:
         """Takes the step that has just been launched. Returns at once.
 
-        Args:
-            slots: [>= n] int64 on the device, the KV slots of the batch's tokens.
-            offsets: [requests + 1], see `StepRows`; its last element is n, the number of real tokens.
-            upstream: [>= n, layers, K] int32 (2K with weights), of the layers that earlier pipeline stages hold.
-
-        Raises:
-            ValueError: more tokens than the device cache has rows, or rows of earlier stages are missing.
+        `slots` ([>= n] int64, on the device) are the KV slots of the batch's tokens, and `offsets` ([requests + 1]) as
+        in `StepRows`, the last being n. `upstream` ([>= n, layers, K] int32, 2K with weights) has the layers of earlier
+        pipeline stages. Raises if it is missing, or if there are more tokens than the device cache has rows.
         """
         cache = self._cache
         n = int(offsets[-1])

@@ -12,11 +12,6 @@ class RowStore:
     Chunks of KV are copied out of the KV cache and back into it, and so are their rows. As in the host cache, what is
     let go needs no code: its place is taken by the next chunk, whose rows overwrite those that were there. Memory is
     bounded by the KV that may be kept, and reserved by the operating system only as it is written.
-
-    Args:
-        num_chunks: how many there is space for.
-        chunk_tokens: tokens of each.
-        has_weights: whether rows have weights, but for those whose ids were handed over alone.
     """
 
     def __init__(self, num_chunks: int, chunk_tokens: int, has_weights: bool = False) -> None:

@@ -19,28 +19,19 @@ _KEPT_SHARE = 0.9  # of the samples before, with each new one: the load is that 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The numbers of one engine. Those that grow are totals since its start, so that a report that is lost is made
-    good by the next.
+    """The numbers of one engine. Those that grow are totals since its start, so that a report that is lost is made good
+    by the next."""
 
-    Attributes:
-        engine: data-parallel rank.
-        rows_captured: tokens of all forward passes, padding not counted.
-        rows_forgotten: rows that were given up because the KV connector did what was not expected of it.
-        copy_wait_s: seconds that outputs of steps waited for their rows.
-        requests_tracked: requests with the opt-in that the engine holds state for.
-        host_cache_bytes: memory that the rows in the host cache take.
-        busiest, routed: for each layer, how often its busiest expert was chosen and how often all of them were, in
-            samples of which newer ones weigh more; empty before the first.
-    """
-
-    engine: int
-    rows_captured: int = 0
-    copy_wait_s: float = 0.0
-    requests_tracked: int = 0
-    host_cache_bytes: int = 0
+    engine: int  # data-parallel rank
+    rows_captured: int = 0  # tokens of all forward passes, padding not counted
+    copy_wait_s: float = 0.0  # seconds that outputs of steps waited for their rows
+    requests_tracked: int = 0  # requests with the opt-in that the engine holds state for
+    host_cache_bytes: int = 0  # memory that the rows in the host cache take
+    # For each layer, how often its busiest expert was chosen and how often all of them were, in samples of which newer
+    # ones weigh more; empty before the first.
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
-    rows_forgotten: int = 0
+    rows_forgotten: int = 0  # rows given up because the KV connector did what was not expected of it
 
     def encode(self) -> dict[str, Any]:
         """As plain numbers and lists."""
@@ -83,12 +74,7 @@ class ExpertLoad:
 
 
 class StatsRecorder:
-    """Counts what an engine captures, and says when to report it.
-
-    Args:
-        engine: data-parallel rank.
-        clock: seconds, ever growing.
-    """
+    """Counts what an engine captures, and says when to report it."""
 
     def __init__(self, engine: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine = engine

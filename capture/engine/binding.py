@@ -44,11 +44,8 @@ class MoELayers:
 
 
 def find_moe_layers(model: torch.nn.Module) -> MoELayers:
-    """The MoE layers of `model` and the shape of their rows; a pipeline stage may have none.
-
-    Raises:
-        UnsupportedConfig: a layer's routing cannot be captured, or the layers do not fit one array.
-    """
+    """The MoE layers of `model` and the shape of their rows; a pipeline stage may have none. Refuses layers whose
+    routing cannot be captured, or that do not fit one array."""
     if any(isinstance(module, RoutedExpertsCaptureSource) for module in model.modules()):
         raise UnsupportedConfig(
             "The model's fused MoE layers (MegaMoE) cannot be captured: choose another kernel with --moe-backend."
@@ -78,9 +75,7 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
 
 def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether an MoE layer among `modules` is sequence-parallel: each tensor-parallel rank routes a part of the tokens.
-
-    Each model decides this itself; not all follow vLLM's configuration.
-    """
+    Each model decides this itself; not all follow vLLM's configuration."""
     return any(isinstance(module, MoERunner) and module.moe_config.sp_size > 1 for module in modules)
 
 
@@ -178,12 +173,8 @@ def capture_choice(router: BaseRouter, sink: Sink) -> None:
 
 
 def check_weights_are_kept(runner: MoERunner) -> None:
-    """Compares a layer's weights before and after its experts' kernel, in the first step that is not recorded.
-
-    For layers whose weights are not copied before the kernel runs. vLLM's first step is one of its own, before it is
-    ready. Raises then:
-        UnsupportedConfig: the kernel writes into the weights.
-    """
+    """Refuses a layer whose experts' kernel writes into its weights, in the first step that is not recorded: vLLM's
+    own, before it is ready. For layers whose weights are not copied before the kernel runs."""
     experts = runner.routed_experts
     forward = experts.forward_modular
 
@@ -213,10 +204,8 @@ def owns_topk_buffer(runner: MoERunner) -> bool:
 
 
 def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
-    """Whether the layer's top-k kernel can be given the device cache's view as its output.
-
-    Only for vLLM's default router on CUDA with int32 ids, if it sees only this rank's tokens.
-    """
+    """Whether the layer's top-k kernel can be given the device cache's view as its output. Only for vLLM's default
+    router on CUDA with int32 ids, if it sees only this rank's tokens."""
     return (
         current_platform.is_cuda()
         and dp_size == 1
@@ -226,14 +215,8 @@ def can_write_directly(runner: MoERunner, dp_size: int) -> bool:
 
 
 def write_directly(router: FusedTopKRouter, view: torch.Tensor, weights_view: torch.Tensor | None = None) -> None:
-    """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its own.
-
-    Args:
-        weights_view: [N, K] float32, where it is to write the weights.
-
-    Raises, when a step runs or is captured:
-        RuntimeError: the step has more than N tokens, which the kernel would write past the end of `view`.
-    """
+    """Makes the router's top-k kernel write into `view` ([N, K] int32) instead of a tensor of its own, and weights into
+    `weights_view` ([N, K] float32). A step of more than N tokens raises: the kernel would write past their end."""
     scores = {"softmax": dispatch_topk_softmax_func, "sigmoid": dispatch_topk_sigmoid_func}
     top_k_kernel = scores[router.scoring_func]()
 
@@ -267,14 +250,10 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor, weights_view: to
 def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> LocalTokenSlice:
     """Returns a function that finds a data-parallel rank's tokens in a router's ids.
 
-    A router sees its own rank's tokens, or the gathered tokens of all ranks in rank order. With sequence-parallel
-    MoE, each tensor-parallel rank of a data-parallel rank has an equal part of its tokens, the last part padded. With
-    dual-batch overlap, a step consists of two or more microbatches, each with its own thread and context, which pass
-    through each layer in order.
-
-    Args:
-        dp_rank: the data-parallel rank.
-        sp_rank, sp_size: the tensor-parallel rank and how many there are, if the layer is sequence-parallel.
+    A router sees its own rank's tokens, or the gathered tokens of all ranks in rank order. With sequence-parallel MoE,
+    each tensor-parallel rank (`sp_rank` of `sp_size`) of a data-parallel rank has an equal part of its tokens, the last
+    part padded. With dual-batch overlap, a step consists of two or more microbatches, each with its own thread and
+    context, which pass through each layer in order.
     """
     microbatches: list[int] = []  # token counts of the microbatches seen in this layer so far
 
@@ -350,11 +329,7 @@ def _check_capturable(runner: MoERunner) -> None:
 
 
 def _monolithic_experts(runner: MoERunner) -> Any:
-    """The kernel of a layer that routes by itself, if it can report its choice.
-
-    Raises:
-        UnsupportedConfig: it cannot.
-    """
+    """The kernel of a layer that routes by itself; refused if it cannot report its choice."""
     kernel = getattr(getattr(runner._quant_method, "moe_kernel", None), "impl", None)
     experts = getattr(kernel, "fused_experts", None)
     if not (isinstance(experts, FusedMoEExpertsMonolithic) and can_report_choice(experts)):

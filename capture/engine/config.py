@@ -31,17 +31,11 @@ from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captu
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused configuration.
+    """A refused configuration."""
 
-    Attributes:
-        name: short name, as in `docs/support.md`.
-        applies: returns True for a configuration to refuse.
-        message: the reason, and what to change.
-    """
-
-    name: str
-    applies: Callable[[VllmConfig], bool]
-    message: str
+    name: str  # short, as in `docs/support.md`
+    applies: Callable[[VllmConfig], bool]  # true for a configuration to refuse
+    message: str  # the reason, and what to change
 
 
 EXTERNAL_LAUNCHER = "external_launcher"
@@ -222,12 +216,9 @@ def _keeps_every_token(spec: KVCacheSpec) -> bool:
 
 
 def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
-    """Index of the KV cache group whose blocks hold every token of a sequence.
-
-    Raises:
-        UnsupportedConfig: all groups drop tokens (sliding windows, states), so the rows of a prefix hit could not be
-            found; or a hit recomputes its last tokens without the tokens before them.
-    """
+    """Index of the KV cache group whose blocks hold every token of a sequence. Refused are models whose groups all drop
+    tokens (sliding windows, states), so that the rows of a prefix hit could not be found, or whose hits recompute their
+    last tokens without the tokens before them."""
     if any(seams.replays_prefixes(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         raise UnsupportedConfig(BOUNDED_REPLAY)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):

@@ -61,16 +61,11 @@ def block_ids(blocks: Sequence[Any], first: int = 0) -> NDArray[np.int64]:
 
 
 class RowSource:
-    """Where rows come from: steps and the host cache. Says why rows that are read there are unknown.
-
-    Attributes:
-        cache: None before the first step.
-        knows_causes: whether KV may be loaded without rows.
-    """
+    """Where rows come from: steps and the host cache. Says why rows that are read there are unknown."""
 
     def __init__(self, scheduler: Scheduler, kv_group: int, has_weights: bool) -> None:
-        self.cache: HostCache | None = None
-        self.knows_causes = False
+        self.cache: HostCache | None = None  # from the first step on
+        self.knows_causes = False  # whether KV may be loaded without rows
         self._scheduler = scheduler
         self._kv_group = kv_group
         self._has_weights = has_weights
@@ -199,13 +194,8 @@ class RowDistributor:
             state.cached = self._cached_rows(request, state)
 
     def end_aborted(self, requests: Iterable[Request], is_asked: bool) -> list[Request]:
-        """Called when requests were aborted. Queues an end for those whose outputs or rows are still to be sent.
-
-        Args:
-            is_asked: whether an API process asked for it; else it has to be told, as vLLM does at a pause.
-
-        Returns the others.
-        """
+        """Called when requests were aborted. Queues an end for those whose outputs or rows are still to be sent, and
+        returns the others. Unless an API process asked for it, it has to be told, as vLLM does at a pause."""
         others = []
         for request in requests:
             state = self._ended.get(request.request_id)
@@ -241,10 +231,8 @@ class RowDistributor:
     def distribute(
         self, step: ArrivedStep | None, messages: Mapping[int, EngineCoreOutputs]
     ) -> dict[int, list[SingleRows]]:
-        """Puts the rows that became known with a step on its outputs, or into the queue.
-
-        Returns those of outputs with one row, by API process.
-        """
+        """Puts the rows that became known with a step on its outputs, or into the queue. Returns those of outputs with
+        one row, by API process."""
         singles = {}
         for client, message in messages.items():
             if step is not None and self._streams:

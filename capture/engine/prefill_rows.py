@@ -39,23 +39,17 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
 
 
 class PrefillRows:
-    """Takes rows off `kv_transfer_params` of requests that come, and puts them on those of prefills that end.
-
-    Attributes:
-        pulls: None as long as no connector has a known lease.
-    """
+    """Takes rows off `kv_transfer_params` of requests that come, and puts them on those of prefills that end."""
 
     def __init__(self, source: RowSource, has_weights: bool) -> None:
-        self.pulls: RemotePrefillRows | None = None
+        self.pulls: RemotePrefillRows | None = None  # None as long as no connector has a known lease
         self._source = source
         self._has_weights = has_weights
         self._to_export: dict[str, bool] = {}  # requests whose rows go with their KV, and whether with it alone
 
     def receive(self, request: Request, config: KVTransferConfig | None) -> None:
-        """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers see it.
-
-        Ignores params that would end the engine. Over HTTP such params get 400; programs can set any object.
-        """
+        """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers see it. Ignores params
+        that would end the engine. Over HTTP such params get 400; programs can set any object."""
         given = request.kv_transfer_params
         if given is None:
             return
@@ -125,10 +119,8 @@ class PrefillRows:
             output.failed_recving |= late
 
     def export(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Adds a finished request's rows to `params`, with which another instance pulls its KV.
-
-        Called while the request still has its blocks. Aborted requests get none: some rows may not have arrived.
-        """
+        """Adds a finished request's rows to `params`, with which another instance pulls its KV. Called while the
+        request still has its blocks. Aborted requests get none: some rows may not have arrived."""
         is_wanted = self._to_export.pop(request.request_id, None) is not None
         if not is_wanted or not params or not params.get("do_remote_prefill"):
             return params

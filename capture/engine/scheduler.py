@@ -52,13 +52,8 @@ class ScheduledStep:
 
 
 class SchedulerConnector(ConnectorSlot):
-    """The object in vLLM's `scheduler.aux_output_connector`.
-
-    The rows of every request are written into the host cache, because a later request may hit them as a prefix.
-
-    Args:
-        has_weights: whether rows have weights; only requests that ask for them are sent any.
-    """
+    """The object in vLLM's `scheduler.aux_output_connector`. The rows of every request are written into the host cache,
+    because a later request may hit them as a prefix."""
 
     def __init__(
         self,
@@ -66,7 +61,7 @@ class SchedulerConnector(ConnectorSlot):
         kv_cache_config: KVCacheConfig,
         has_drafts: bool,
         engine: int = 0,
-        has_weights: bool = False,
+        has_weights: bool = False,  # of rows; only requests that ask for them are sent any
     ) -> None:
         self._scheduler = scheduler
         self._has_weights = has_weights
@@ -129,10 +124,8 @@ class SchedulerConnector(ConnectorSlot):
             self.requests.prefill_again(request)
 
     def reset(self, *more: Any, **options: Any) -> None:
-        """Called when the prefix cache was reset, as it is when weights change and before the engine sleeps.
-
-        No earlier block can be hit afterwards, so no stale row can be read from the host cache.
-        """
+        """Called when the prefix cache was reset, as it is when weights change and before the engine sleeps. No earlier
+        block can be hit afterwards, so no stale row can be read from the host cache."""
         self.requests.weights_may_differ()
 
     def take_output(self, *args: Any, **options: Any) -> None:
@@ -166,11 +159,8 @@ class SchedulerConnector(ConnectorSlot):
     # ---- a step's output ----
 
     def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Takes the rows of a step's output, before vLLM passes the output to requests.
-
-        Raises:
-            RuntimeError: the step ran, but its rows did not come with it.
-        """
+        """Takes the rows of a step's output, before vLLM passes the output to requests. Raises if the step ran without
+        them."""
         tag = scheduler_output.aux_output_connector_metadata
         assert isinstance(tag, StepTag)
         scheduled = self._steps.pop(tag.step)

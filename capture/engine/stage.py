@@ -30,10 +30,8 @@ def gather_stages(own: RowShape) -> list[RowShape]:
 
 
 def is_output_rank(parallel: ParallelConfig) -> bool:
-    """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline stage.
-
-    With an external launcher (torchrun), every rank has its own scheduler, which takes its worker's output.
-    """
+    """Whether vLLM takes the model's output from this worker: the first rank of the last pipeline stage. With an
+    external launcher (torchrun), every rank has its own scheduler, which takes its worker's output."""
     has_scheduler = parallel.distributed_executor_backend == EXTERNAL_LAUNCHER
     return bool(get_pp_group().is_last_rank and (get_tp_group().is_first_rank or has_scheduler))
 
@@ -41,11 +39,9 @@ def is_output_rank(parallel: ParallelConfig) -> bool:
 def join_parts(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
     """Merges the `ids` ([layers, n, K]) of all tensor-parallel ranks: each rank fills its -1 from the others.
 
-    All ranks of a group must call it; enqueued on the current stream. Ids that no rank wrote stay -1.
-
-    Args:
-        weights: [layers, n, K], the bits of their weights as int32. They are added, with 0 from every rank but the one
-            that has them: a maximum would prefer another rank's -1 to the bits of a negative number.
+    All ranks of a group must call it; enqueued on the current stream. Ids that no rank wrote stay -1. The bits of their
+    weights (int32, same shape) are added, with 0 from every rank but the one that has them: a maximum would prefer
+    another rank's -1 to the bits of a negative number.
     """
     if weights is not None:
         bits = torch.where(ids >= 0, weights, 0)
@@ -65,17 +61,13 @@ def join_cache(cache: DeviceCache, num_tokens: int) -> None:
 
 class PipelineStage:
     """Completes the rows of this pipeline stage, receives the previous stages' rows, and sends both on with the hidden
-    states.
-
-    Attributes:
-        upstream: [n, layers, K] int32, rows of the previous stages in the last step; None on the first stage.
-    """
+    states."""
 
     def __init__(self, runner: GPUModelRunner, capturer: Capturer) -> None:
         self._capturer = capturer
         self._execute: Callable[..., Any] = runner.execute_model
         self._has_parts = has_parts(runner.get_model().modules())
-        self.upstream: torch.Tensor | None = None
+        self.upstream: torch.Tensor | None = None  # [n, layers, K] int32, of the last step; None on the first stage
         if get_pp_group().world_size > 1 or self._has_parts:
             # For both model runners. vLLM's worker has no other place between receiving and sending hidden states.
             # Needed until a connector can add tensors to those that go to the next stage.
@@ -101,11 +93,8 @@ class PipelineStage:
 
 
 class _Received(IntermediateTensors):
-    """The previous stage's tensors without the rows, which the model runner does not know.
-
-    Reads them only when the runner does: vLLM waits for the transfer there, which overlaps with preparing the step's
-    inputs.
-    """
+    """The previous stage's tensors without the rows, which the model runner does not know. Reads them only when the
+    runner does: vLLM waits for the transfer there, which overlaps with preparing the step's inputs."""
 
     def __init__(self, received: IntermediateTensors) -> None:
         self._received = received

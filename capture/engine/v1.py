@@ -51,10 +51,7 @@ class V1Adapter:
     def post_sample(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput
     ) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """`output` with its step's rows.
-
-        All empty steps share one output object, which is not changed.
-        """
+        """`output` with its step's rows. All empty steps share one output object, which is not changed."""
         pending, self._pending = self._pending, None
         if pending is None:
             return output

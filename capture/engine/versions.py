@@ -25,11 +25,8 @@ class UnsupportedConfig(ValueError):
 
 
 def check_vllm_version(allow_untested: bool = False) -> None:
-    """Raises `UnsupportedConfig` for a version of vLLM that is not supported, or not tested and not allowed.
-
-    Args:
-        allow_untested: allows an untested version, as the environment variable does.
-    """
+    """Raises `UnsupportedConfig` for a version of vLLM that is not supported, or not tested and not allowed, here or by
+    the environment variable."""
     installed = _installed()
     if installed in SUPPORTED_VLLM:
         return

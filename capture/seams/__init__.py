@@ -10,14 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Seam:
-    """One difference.
+    """One difference."""
 
-    Attributes:
-        what: what older versions do not have.
-        until: the first version that has it.
-        is_needed: whether the installed version lacks it.
-    """
-
-    what: str
-    until: str
-    is_needed: Callable[[], bool]
+    what: str  # that older versions do not have
+    until: str  # the first version that has it
+    is_needed: Callable[[], bool]  # whether the installed version lacks it

@@ -28,17 +28,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Connector:
-    """A KV connector whose loads are all announced to the scheduler.
-
-    Attributes:
-        writes_behind_hit: True if loads never overwrite blocks of a prefix hit. Other connectors may fetch whole chunks
-            and overwrite KV that this engine computed.
-        lease_s: default of `kv_lease_duration`, in seconds. After the lease the blocks go to other requests, and a
-            later pull silently reads their KV. None if the connector's lease is unknown.
-    """
+    """A KV connector whose loads are all announced to the scheduler."""
 
     kind: Kind
+    # Whether loads never overwrite blocks of a prefix hit. Other connectors may fetch whole chunks and overwrite KV
+    # that this engine computed.
     writes_behind_hit: bool
+    # Default of `kv_lease_duration`, in seconds; None if unknown. After the lease the blocks go to other requests, and
+    # a later pull silently reads their KV.
     lease_s: float | None = None
 
 

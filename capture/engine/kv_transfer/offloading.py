@@ -29,18 +29,12 @@ Forgot = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class OffloadStore:
-    """Rows to copy out together with KV that is offloaded.
-
-    Attributes:
-        slots: [n x tokens of a chunk], of the KV cache.
-        chunks: [n], where they go.
-        comes_first: True if the KV is copied before the step runs, because the step reuses its blocks.
-    """
+    """Rows to copy out together with KV that is offloaded."""
 
     store: RowStore
-    slots: NDArray[np.int64]
-    chunks: NDArray[np.int64]
-    comes_first: bool
+    slots: NDArray[np.int64]  # [n x tokens of a chunk], of the KV cache
+    chunks: NDArray[np.int64]  # [n], where they go
+    comes_first: bool  # whether the KV is copied before the step runs, because the step reuses its blocks
 
     def apply(self, cache: HostCache) -> None:
         self.store.keep(cache, self.slots, self.chunks)
@@ -48,18 +42,12 @@ class OffloadStore:
 
 @dataclass(frozen=True)
 class OffloadLoad:
-    """Rows to copy back together with KV that is loaded.
-
-    Attributes:
-        slots: [n], of the KV cache.
-        places: [n], where they are in the store; -1 if they were not kept.
-        cause: why they were not kept.
-    """
+    """Rows to copy back together with KV that is loaded."""
 
     store: RowStore
-    slots: NDArray[np.int64]
-    places: NDArray[np.int64]
-    cause: Cause
+    slots: NDArray[np.int64]  # [n], of the KV cache
+    places: NDArray[np.int64]  # [n], where they are in the store; -1 if they were not kept
+    cause: Cause  # why they were not kept
     ends_late = False  # no step writes into these slots before the load has ended
 
     def are_known(self) -> NDArray[np.bool_]:
@@ -83,13 +71,6 @@ class OffloadedRows:
 
     A chunk can be loaded only after its store has completed. The connector learns of that after the output of the step
     that stored it has arrived, when its rows are already kept. So a lookup knows whether a chunk has rows.
-
-    Args:
-        needs_rows: whether a request still needs rows before a position.
-        needs_weights: whether their weights too; None if rows have none.
-        cause: why a request that needs rows may be given KV without.
-        forgot: called with a reason and a number of rows if the connector behaves unexpectedly. These rows become
-            unknown, which is always correct.
     """
 
     def __init__(
@@ -97,10 +78,10 @@ class OffloadedRows:
         scheduler: OffloadingConnectorScheduler,
         kv_group: int,
         block_size: int,
-        needs_rows: Callable[[str, int], bool],
-        needs_weights: Callable[[str], bool] | None,
-        cause: Cause,
-        forgot: Forgot,
+        needs_rows: Callable[[str, int], bool],  # whether a request still needs rows before a position
+        needs_weights: Callable[[str], bool] | None,  # and their weights; None if rows have none
+        cause: Cause,  # why a request that needs rows may be given KV without
+        forgot: Forgot,  # for unexpected behaviour: rows become unknown, which is always correct
     ) -> None:
         manager = scheduler.manager
         assert isinstance(manager, CPUOffloadingManager)

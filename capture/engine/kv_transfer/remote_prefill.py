@@ -32,28 +32,20 @@ Source = tuple[str | None, str | None]
 
 @dataclass
 class _Pull:
-    """A request that pulls KV. Times are seconds of `time.monotonic`.
-
-    Attributes:
-        rows: of the KV, from position 0 on; None once the pull has begun.
-        kept_until: end of the lease without heartbeats; once the pull has begun, the time by which it must end; no
-            limit once it has ended.
-        is_lost: True if the blocks may hold another prompt's KV by now.
-    """
+    """A request that pulls KV. Times are seconds of `time.monotonic`."""
 
     request: Request
-    rows: HandedRows | None
+    rows: HandedRows | None  # of the KV, from position 0 on; None once the pull has begun
     arrived: float
+    # End of the lease without heartbeats; once the pull has begun, the time by which it must end; no limit once it has
+    # ended.
     kept_until: float
-    is_lost: bool = False
+    is_lost: bool = False  # whether the blocks may hold another prompt's KV by now
 
 
 class RemotePrefillRows:
-    """Tracks pulls. The state of a request is dropped when it ends; pulled KV is remembered until its lease ends.
-
-    Args:
-        lease_s: lease in seconds, equal in both instances.
-    """
+    """Tracks pulls. The state of a request is dropped when it ends; pulled KV is remembered until its lease ends. The
+    lease is equal in both instances."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
@@ -73,11 +65,9 @@ class RemotePrefillRows:
     def add(self, request: Request, rows: HandedRows, source: Source, until: float, is_first: bool) -> bool:
         """Adds a request that is to pull KV, with the KV's rows from position 0 on.
 
-        Args:
-            until: the value of `until()` on the prefill instance.
-            is_first: True for the first choice of its prompt; other choices may be in other engines (data parallelism).
-
-        Returns whether the request may pull: False if it is too late, and for all but the first request for this KV.
+        Returns whether it may pull: False if it is too late, and for all but the first request for this KV. `until` is
+        that of the prefill instance. `is_first` says whether it is the first choice of its prompt; other choices may be
+        in other engines (data parallelism).
         """
         now = time.monotonic()
         left = until - time.time()
@@ -135,10 +125,8 @@ class RemotePrefillRows:
         return rows
 
     def end(self, request_id: str) -> bool:
-        """Called when a load has ended. Returns whether it is a pull that may have read the blocks after the lease.
-
-        A request pulls once: what it loads later, perhaps in place of a late pull, has no lease.
-        """
+        """Called when a load has ended. Returns whether it is a pull that may have read the blocks after the lease. A
+        request pulls once: what it loads later, perhaps in place of a late pull, has no lease."""
         pull = self._pulls.get(request_id)
         if pull is None or pull.rows is not None:
             return False

@@ -29,19 +29,14 @@ LocalHit = tuple[KVCacheBlocks, int, int, bool]
 
 @dataclass(frozen=True)
 class KVLoad:
-    """An update of the host cache for loaded KV.
+    """An update of the host cache for loaded KV."""
 
-    Attributes:
-        slots: [n], all loaded slots.
-        rows: [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown. In a cache of rows
-            with weights, those of ids that came alone are unknown.
-        cause: why some are unknown.
-        ends_late: True if it may overwrite what the step writes into the slots, because it runs beside steps.
-    """
-
-    slots: NDArray[np.int64]
+    slots: NDArray[np.int64]  # [n], all loaded slots
+    # [m <= n, L, K], with weights [m, 3L, K], of the first m slots; the others are unknown. In a cache of rows with
+    # weights, those of ids that came alone are unknown.
     rows: WireRows | None
-    cause: Cause
+    cause: Cause  # why some are unknown
+    # Whether it may overwrite what the step writes into the slots, because it runs beside steps.
     ends_late: bool = False
 
     def apply(self, cache: HostCache) -> None:
@@ -65,21 +60,11 @@ class ExternalKVTracker:
 
     vLLM asks the connector how many tokens it can load (`get_num_new_matched_tokens`), allocates blocks and passes them
     (`update_state_after_alloc`). External KV has no other way into a block, so both methods are replaced on the
-    instance; for a `MultiConnector`, on the outer one.
-
-    `OffloadedRows` keeps the rows of an `OffloadingConnector` with their KV.
+    instance; for a `MultiConnector`, on the outer one. `OffloadedRows` keeps the rows of an `OffloadingConnector`.
 
     A load is decided when a step is scheduled, while earlier steps may still write rows into the same slots. So its
     slots are cleared when that step's output arrives, before the step's rows are written. If a load that runs beside
     steps overwrites a prefix hit, which this step may be computing, they are cleared again after that.
-
-    Args:
-        forgot: called if the connector behaves unexpectedly.
-        has_weights: whether rows have weights.
-
-    Attributes:
-        handed: rows that came with requests; None if no connector's lease is known.
-        writes_behind_hit: as `Connector.writes_behind_hit`, for all connectors.
     """
 
     def __init__(
@@ -91,7 +76,7 @@ class ExternalKVTracker:
         block_size: int,
         tracked: Mapping[str, RequestRows],
         policy: str,
-        forgot: Forgot,
+        forgot: Forgot,  # called if the connector behaves unexpectedly
         has_weights: bool = False,
     ) -> None:
         self._connector = connector
@@ -119,6 +104,7 @@ class ExternalKVTracker:
         self._loads: list[KVLoad | OffloadLoad] = []
         self._reads_back = reads_back(config)
         lease_s = lease_of(config)
+        # Rows that came with requests; None if no connector's lease is known.
         self.handed = RemotePrefillRows(lease_s) if lease_s is not None else None
         # As of the next step: blocks with unknown rows, and these with blocks whose rows came without weights, which
         # only requests that ask for weights cannot use.
@@ -148,10 +134,7 @@ class ExternalKVTracker:
         return [keep for rows, child in pairs if rows is not None for keep in rows.take_stores(child)]
 
     def take(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[KVLoad | OffloadLoad]:
-        """The loads of a scheduled step.
-
-        Called before the step's requests are advanced.
-        """
+        """The loads of a scheduled step. Called before the step's requests are advanced."""
         if self.handed is not None:
             self.handed.step()
         loads, self._loads = self._loads, []

@@ -18,11 +18,7 @@ _MAX_INT = (1 << 31) - 1
 
 
 class TransferParamsError(ValueError):
-    """A value that would end the engine.
-
-    Attributes:
-        param: path of the field, such as `kv_transfer_params.remote_engine_id`.
-    """
+    """A value that would end the engine. `param` is its path, such as `kv_transfer_params.remote_engine_id`."""
 
     def __init__(self, message: str, *path: str) -> None:
         self.param = ".".join((FIELD, *path))
@@ -105,10 +101,8 @@ def hands_rows_over(config: KVTransferConfig | None) -> bool:
 
 
 def check(params: Any, config: KVTransferConfig | None) -> None:
-    """Raises `TransferParamsError` for a value that would end the engine.
-
-    Null counts as absent. Fields that no configured connector reads are not checked.
-    """
+    """Raises `TransferParamsError` for a value that would end the engine. Null counts as absent. Fields that no
+    configured connector reads are not checked."""
     if params is None:
         return
     if not isinstance(params, dict):
