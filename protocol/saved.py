@@ -29,29 +29,19 @@ _SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Known facts about a response and its model; None if unknown.
-
-    Attributes:
-        num_layers, top_k, num_experts, layer_ids, weights_scale: as in `GET /v1/routed_experts`.
-        rows_dtype: element type of rows in the form `raw`; None if they have another form.
-        n: choices per prompt.
-    """
+    """Known facts about a response and its model, as in `GET /v1/routed_experts`; None if unknown."""
 
     num_layers: int | None = None
     top_k: int | None = None
     num_experts: int | None = None
     layer_ids: tuple[int, ...] | None = None
-    rows_dtype: str | None = None
+    rows_dtype: str | None = None  # of rows in the form `raw`; None if they have another form
     weights_scale: tuple[float, ...] | None = None
-    n: int | None = None
+    n: int | None = None  # choices per prompt
 
     @classmethod
     def of(cls, document: Any) -> "ModelInfo":
-        """Parses the response of `GET /v1/routed_experts`, or a part of it.
-
-        Raises:
-            RoutingError: an invalid value.
-        """
+        """Parses the response of `GET /v1/routed_experts`, or a part of it."""
         if not isinstance(document, Mapping):
             raise RoutingError(f"{INFO} must be an object, not {shown(document)}")
         numbers = {name: document.get(name) for name in ("num_layers", "top_k", "num_experts")}
@@ -85,16 +75,11 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class SavedAnswer:
-    """One response, streamed or not.
+    """One response, streamed or not."""
 
-    Attributes:
-        file, line: where it begins, for messages; the line is 0 if it was not read from a file.
-        parts: the body, or the chunks of the stream.
-    """
-
-    file: str
-    line: int
-    parts: list[Any]
+    file: str  # where it begins, for messages
+    line: int  # 0 if it was not read from a file
+    parts: list[Any]  # the body, or the chunks of the stream
     info: ModelInfo
 
     @property
@@ -112,12 +97,8 @@ class SavedAnswer:
     def routings(self, model: ModelInfo | None = None, *, unfinished: bool = False) -> list[Routing]:
         """The rows of each choice, in MoE layers only.
 
-        Args:
-            model: facts about the model from another source. They take precedence.
-            unfinished: whether choices may lack a finish reason; they may then lack rows too.
-
-        Raises:
-            RoutingError: the response is incomplete, or belongs to another model.
+        `model` has facts from another source, which take precedence. If `unfinished`, choices may lack a finish reason,
+        and then rows too.
         """
         info = self.info if model is None else model.over(self.info)
         asked: Asked = {"prompt_start": None}
@@ -139,11 +120,7 @@ class SavedAnswer:
 def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dict[str, Any]]:
     """The response, with the rows of its MoE layers in the form `object`, int16: one body for each of its prompts.
 
-    Args:
-        routings: those of `answer`.
-
-    Raises:
-        RoutingError: it has histograms only.
+    `routings` are those of `answer`. It must have more than histograms.
     """
     known = {name: value for name, value in vars(answer.info).items() if value is not None and name in _INFO_FIELDS}
     head = {name: answer.parts[0].get(name) for name in ("id", "object", "created", "model")}
@@ -235,15 +212,8 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
 
 
 def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
-    """The responses in files, in order.
-
-    Args:
-        files: names and texts.
-        given: facts about the model from elsewhere. They take precedence.
-
-    Raises:
-        RoutingError: a file is empty, or has other contents.
-    """
+    """The responses in files, given as names and texts, in order. `given` are facts about the model from elsewhere,
+    which take precedence."""
     reader, name, found = Reader(given), "", False
     for name, file in files:
         for answer in reader.read(name, file):
@@ -254,22 +224,14 @@ def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[Save
 
 
 class Reader:
-    """Reads one file after another.
-
-    Attributes:
-        about: what the files so far say about their model.
-    """
+    """Reads one file after another."""
 
     def __init__(self, given: ModelInfo, about: ModelInfo | None = None) -> None:
-        self.about = about or ModelInfo()
+        self.about = about or ModelInfo()  # what the files so far say about their model
         self._given = given
 
     def read(self, name: str, file: TextIO) -> Iterator[SavedAnswer]:
-        """The responses in a file.
-
-        Raises:
-            RoutingError: it is empty, or has other contents.
-        """
+        """The responses in a file."""
         is_empty, of_file = True, ModelInfo()
         for line, parts in _responses(name, file):
             is_empty = False
@@ -312,11 +274,7 @@ def _responses(name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _stream(text: "_Text") -> list[Any]:
-    """The chunks of the stream that begins here.
-
-    Raises:
-        EventError: an event is not JSON, or the stream does not end with `[DONE]`.
-    """
+    """The chunks of the stream that begins here, up to `[DONE]`."""
     events = EventReader()
     chunks: list[Any] = []
     while not events.done and (line := text.peek()) is not None:
@@ -347,11 +305,7 @@ class _Text:
         self._go(self._line_end())
 
     def value(self) -> Any:
-        """The JSON value that starts in the current line.
-
-        Raises:
-            ValueError: it is not JSON.
-        """
+        """The JSON value that starts in the current line."""
         while self._text[self._at].isspace():
             self._at += 1
         while True:

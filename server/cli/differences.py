@@ -17,16 +17,13 @@ from routed_experts.server.cli.reference import Ids, Reference, Scores
 
 @dataclass
 class LayerCount:
-    """Counts of one layer.
-
-    Attributes:
-        gaps: for each differing row, the score gap between the experts that only one side chose, in standard deviations
-            of all scores of that token; none if there are no scores.
-    """
+    """Counts of one layer."""
 
     rows: int = 0
     differing_rows: int = 0
     differing_slots: int = 0
+    # For each differing row, the score gap between the experts that only one side chose, in standard deviations of all
+    # scores of that token; none if there are no scores.
     gaps: list[float] = field(default_factory=list)
     weights: "WeightCount" = field(default_factory=lambda: WeightCount())
 
@@ -145,11 +142,8 @@ class Comparison:
         self.layers = [LayerCount() for _ in self.layer_ids]
 
     def add(self, routing: Routing, reference: Reference, scale: Sequence[float] | None = None) -> None:
-        """Scores the tokens of `routing` in the checkpoint and compares each of its rows.
-
-        Args:
-            scale: [L], what the server's weights are to be multiplied by.
-        """
+        """Scores the tokens of `routing` in the checkpoint and compares each of its rows. The server's weights are
+        multiplied by `scale` [L]."""
         tokens = self._tokens_of(routing)
         logprobs = self._logprobs_of(routing, tokens)
         valued = np.flatnonzero(~np.isnan(logprobs[1:])) + 1  # nothing says how probable the first token is

@@ -121,11 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Flushes standard output. If that fails, drops the rest, because the interpreter would try again at exit.
-
-    Raises:
-        CommandError, BrokenPipeError: the write failed.
-    """
+    """Flushes standard output. If that fails, drops the rest and raises: the interpreter would try again at exit."""
     try:
         sys.stdout.flush()
     except OSError as error:

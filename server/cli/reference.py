@@ -23,25 +23,18 @@ _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 class Reference:
-    """A checkpoint in transformers with hooks on its routers.
-
-    Attributes:
-        layer_ids: decoder layer of each of the L routers.
-        top_k, num_experts: dimensions of the routers.
-        has_weights: whether the routers return weights.
-        epsilon: the larger machine epsilon of two dtypes: of this forward pass, and of the stored checkpoint, which is
-            a server's default.
-    """
+    """A checkpoint in transformers with hooks on its routers."""
 
     def __init__(self, model: str, dtype: str, device: str) -> None:
         import torch
 
         _check_device(device)
         self._model, stored = _load(model, getattr(torch, dtype), device)
+        # The larger of two dtypes: of this forward pass, and of the stored checkpoint, which is a server's default.
         self.epsilon = float(max(torch.finfo(each).eps for each in (getattr(torch, dtype), stored)))
-        self.layer_ids: list[int] = []
+        self.layer_ids: list[int] = []  # decoder layer of each of the L routers
         self.top_k = self.num_experts = 0
-        self.has_weights = False
+        self.has_weights = False  # whether the routers return weights
         self._take: Callable[[str, Ids, Scores, Scores | None], None] = self._learn
         for name, module in self._model.named_modules():
             if hasattr(module, "top_k"):
@@ -60,10 +53,8 @@ class Reference:
         following: Sequence[int] = (),
     ) -> Scores:
         """Runs `tokens`; calls `take` with index, experts [tokens, K] and scores [tokens, experts] of each layer, and
-        `take_weights` with index, experts and weights [tokens, K].
-
-        Returns the log-probabilities of `following`: the tokens after each of the last ones of `tokens`.
-        """
+        `take_weights` with index, experts and weights [tokens, K]. Returns the log-probabilities of `following`: the
+        tokens after each of the last ones of `tokens`."""
         places = iter(range(len(self.layer_ids)))
 
         def take_both(name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:

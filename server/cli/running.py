@@ -39,11 +39,7 @@ Place = tuple[str, int]
 
 
 def base_of(url: str) -> str:
-    """The base URL of a server: `localhost:8000` and `http://localhost:8000/v1` are both accepted.
-
-    Raises:
-        CommandError: not an HTTP URL.
-    """
+    """The base URL of a server: `localhost:8000` and `http://localhost:8000/v1` are both accepted."""
     base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1").rstrip("/")
     if not base.startswith(("http://", "https://")):
         raise CommandError(f"--url {url} is not the URL of a server: use one such as http://localhost:8000.")
@@ -54,10 +50,6 @@ class RunningServer:
     """A server that returns routing."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """
-        Raises:
-            CommandError: not an HTTP URL.
-        """
         self.url = base_of(url)
         self._headers = {"Content-Type": "application/json"}
         self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -72,14 +64,7 @@ class RunningServer:
         return document
 
     def ask(self, place: Place, body: Body, with_weights: bool = False) -> SavedAnswer:
-        """The response to a request, which has a prompt or messages.
-
-        Args:
-            place: file and line of the prompt.
-
-        Raises:
-            CommandError: the server cannot be reached or returns an error.
-        """
+        """The response to a request with a prompt or messages from `place`: file and line."""
         asked = {"model": self.document["model"], **body, **_ROWS, "stream": False}
         asked |= {"return_routed_expert_weights": True} if with_weights else {}
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -103,11 +88,7 @@ class RunningServer:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
-        """The texts of tokens, and of those before; empty if the server has none.
-
-        Raises:
-            CommandError: the server cannot be reached or returns another error.
-        """
+        """The texts of tokens, and of those before; empty if the server has none."""
         unknown = sorted(set(tokens) - self._texts.keys())
         for first in range(0, len(unknown), TEXTS_AT_ONCE):
             ids = unknown[first : first + TEXTS_AT_ONCE]
@@ -142,15 +123,10 @@ class RunningServer:
 
 
 def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tuple[Place, Body]]:
-    """Place and request of each prompt of `--prompts`: one per line, or JSON if a file's name ends in `.jsonl`.
+    """Place and request of each prompt of `--prompts` (without files, `default`): one per line, or JSON if a file's
+    name ends in `.jsonl`.
 
     A JSON line is a prompt or the body of a request, with a prompt or messages, whose fields take precedence.
-
-    Args:
-        default: prompts in place of files.
-
-    Raises:
-        CommandError: a file cannot be read or has no prompts.
     """
     prompts: Iterable[tuple[Place, str | Body]] = [((args.url, 0), prompt) for prompt in default]
     if args.prompts:

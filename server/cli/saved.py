@@ -13,11 +13,7 @@ SUFFIXES = (".json", ".jsonl")
 
 
 def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
-    """The name and text of each file, opened one at a time. `-` is standard input.
-
-    Raises:
-        CommandError: a file cannot be read, or a folder has no responses.
-    """
+    """The name and text of each file, opened one at a time. `-` is standard input."""
     for path in files_in(paths):
         name = "standard input" if path == STDIN else path
         try:
@@ -28,11 +24,7 @@ def opened(paths: Sequence[str]) -> Iterator[tuple[str, TextIO]]:
 
 
 def files_in(paths: Sequence[str]) -> list[str]:
-    """Files, and in place of a folder those in it and below, by name, without empty ones, which a server may write.
-
-    Raises:
-        CommandError: a folder has no such files.
-    """
+    """Files, and in place of a folder those in it and below, by name, without empty ones, which a server may write."""
     found: list[str] = []
     for path in paths:
         if path == STDIN or not Path(path).is_dir():

@@ -25,16 +25,11 @@ _NAMED = 5  # files in the sentence that the command prints
 
 @dataclass(frozen=True)
 class ViewedFile:
-    """A file with responses. It is read anew whenever the page asks for it, as it may be larger than the memory.
+    """A file with responses. It is read anew whenever the page asks for it, as it may be larger than the memory."""
 
-    Attributes:
-        name: as the page shows it.
-        about: what the files before it say about their model.
-    """
-
-    name: str
+    name: str  # as the page shows it
     path: Path
-    about: ModelInfo
+    about: ModelInfo  # what the files before it say about their model
 
     def lines(self, given: ModelInfo) -> Iterator[str]:
         """The responses in the one form that the page reads; an error ends them."""
@@ -51,11 +46,7 @@ class ViewedFile:
 
 
 class ViewServer(ThreadingHTTPServer):
-    """Serves the page and the responses in files to browsers on this machine.
-
-    Attributes:
-        page_config: names and sizes of the files.
-    """
+    """Serves the page and the responses in files to browsers on this machine."""
 
     daemon_threads = True
 
@@ -121,11 +112,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `routed-experts view` until it is interrupted; returns the exit status.
-
-    Raises:
-        CommandError: the command cannot run.
-    """
+    """Runs `routed-experts view` until it is interrupted; returns the exit status."""
     args = parse(argv)
     given = info_of(args)
     with ExitStack() as stack:
@@ -149,14 +136,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> list[ViewedFile]:
-    """The files that have responses. Each is read once, one response at a time.
-
-    Args:
-        stack: keeps a copy of standard input.
-
-    Raises:
-        CommandError, RoutingError: a file cannot be read, or has other contents than responses with rows.
-    """
+    """The files that have responses, each read once, one response at a time. `stack` keeps a copy of standard input."""
     viewed, about = [], ModelInfo()
     for path in progress(files_in(paths), desc="reading", unit=" files"):
         name = "standard input" if path == STDIN else path

@@ -30,16 +30,12 @@ class Drain:
 
     vLLM stops the engine first: later requests end with `finish_reason: "abort"`, and unfinished ones with 500 and
     tracebacks in the log. Can go when vLLM's API process waits for its requests.
-
-    Attributes:
-        under_way: number of running requests.
-        until: deadline on the monotonic clock; None while the server is not stopping.
-        listens: what to close when this process no longer listens: the port of several stays open until all have.
     """
 
     def __init__(self) -> None:
-        self.under_way = 0
-        self.until: float | None = None
+        self.under_way = 0  # running requests
+        self.until: float | None = None  # deadline on the monotonic clock, while the server is stopping
+        # What to close when this process no longer listens: the port of several stays open until all have.
         self.listens: Connection | None = None
 
     def guard(self, engine: AsyncLLM, state: State) -> None:

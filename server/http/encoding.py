@@ -53,20 +53,7 @@ class Sent:
 
 
 class Encoder:
-    """Encodes the arrays of one response and counts them.
-
-    Args:
-        fmt: `object`, `npy`, `raw` or `list`.
-        dtype: element type on the wire.
-        shape: (L, K) of the served model.
-        num_experts: experts per layer.
-        layers: decoder layers of the L layers, and the number of decoder layers; None to send MoE layers only.
-        has_weights: whether rows have weights, which are encoded as arrays of their own.
-
-    Attributes:
-        row_shape: of the rows that it is given: (L, K), or (3L, K) with weights.
-        weights: encodes the weights; None if there are none.
-    """
+    """Encodes the arrays of one response and counts them."""
 
     _unknown = _UNKNOWN_BYTE
     _listed: type[np.generic] = np.int16
@@ -83,16 +70,16 @@ class Encoder:
     ) -> None:
         self.weights: WeightsEncoder | None = WeightsEncoder(fmt, shape, layers) if has_weights else None
         self._has_weights = has_weights
-        self.row_shape = row_shape(*shape, has_weights)
+        self.row_shape = row_shape(*shape, has_weights)  # of the rows that it is given: (L, K), or (3L, K) with weights
         self.fmt = fmt
-        self.dtype = dtype
-        self.shape = shape
+        self.dtype = dtype  # on the wire
+        self.shape = shape  # (L, K) of the served model
         self.sent = Sent()
         self._wire = _DTYPES[dtype]
         self._is_native = dtype in ("int16", "float32")
         self._is_plain = fmt == "object" and dtype == "int16" and layers is None
         self._num_experts = num_experts
-        self._layers = layers
+        self._layers = layers  # decoder layers of the L layers, and how many there are; None to send MoE layers only
         num_layers, top_k = self._wire_shape = (shape[0] if layers is None else layers[1], shape[1] * self._columns)
         self._row_bytes = num_layers * top_k * self._wire.itemsize
         self._middle = f',{num_layers},{top_k}],"dtype":"{dtype}","start":'
@@ -169,11 +156,8 @@ class Encoder:
         return max(((num_bytes - _ENVELOPE_BYTES) // 4 * 3 - header) // self._row_bytes, 1)
 
     def text(self, rows: Rows, start: int) -> str:
-        """The JSON text of `rows` ([n, L, K]), which begin at position `start`.
-
-        Raises:
-            LostRowsError: a row is unknown, and the dtype cannot hold -1.
-        """
+        """The JSON text of `rows` ([n, L, K]), which begin at position `start`. Unknown rows are an error if the dtype
+        cannot hold -1."""
         rows, missing = self._laid_out(rows), self.sent.missing
         data = self._data(rows)
         if self.fmt == "object":
@@ -246,11 +230,8 @@ class Encoder:
             yield b"]"
 
     def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
-        """The rows of `arrays` as one array [layers, n, K], and how many of them are unknown. Counts nothing as sent.
-
-        Raises:
-            LostRowsError: a row is unknown, and the dtype cannot hold -1.
-        """
+        """The rows of `arrays` as one array [layers, n, K], and how many of them are unknown, which is an error if the
+        dtype cannot hold -1. Counts nothing as sent."""
         num_layers, top_k = self._wire_shape
         array = np.empty((num_layers, sum(map(len, arrays)), top_k), dtype=self._wire)
         item = np.dtype((np.void, top_k * self._wire.itemsize))  # numpy moves K ids with one copy

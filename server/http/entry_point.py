@@ -23,11 +23,7 @@ def make() -> "RoutedExpertsPlugin | UnavailablePlugin":
 
 
 class UnavailablePlugin:
-    """Ends the start of the server that names it: vLLM ignores unknown fields, and routing would be lost silently.
-
-    Args:
-        error: why there are no routes.
-    """
+    """Ends the start of the server that names it: vLLM ignores unknown fields, and routing would be lost silently."""
 
     name = PLUGIN_NAME
     required_tasks = ("generate",)

@@ -96,12 +96,7 @@ def label_with(model: str) -> None:
 
 
 def count_response(sent: Sent, lost: int, causes: Causes) -> None:
-    """Counts a finished response.
-
-    Args:
-        lost: number of rows that did not arrive from the engine.
-        causes: why the engine did not know rows.
-    """
+    """Counts a finished response. `lost` rows did not arrive from the engine; it did not know others for `causes`."""
     ROWS_RETURNED.labels(_model).inc(sent.rows)
     SENT_BYTES.labels(_model).inc(sent.num_bytes)
     left = sent.missing
@@ -136,17 +131,11 @@ def count_dropped(reason: str, count: int = 1) -> None:
 
 
 class EngineMetrics:
-    """The metrics of engines.
-
-    Args:
-        model: name of the served model.
-        layer_ids: decoder layer of each of the L layers.
-        num_experts: experts per layer.
-    """
+    """The metrics of engines."""
 
     def __init__(self, model: str, layer_ids: Sequence[int], num_experts: int) -> None:
         self._model = model
-        self._layer_ids = layer_ids
+        self._layer_ids = layer_ids  # decoder layer of each of the L layers
         self._num_experts = num_experts
         self._last: dict[int, EngineStats] = {}
 

@@ -73,11 +73,7 @@ class RoutedExpertsPlugin:
         app.add_middleware(DrainMiddleware, drain=app.state.drain)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Runs before the server listens.
-
-        Raises:
-            SelfTestError: the capture does not bring back what it should.
-        """
+        """Runs before the server listens. Fails if the capture does not bring back what it should."""
         model = state.openai_serving_models.base_model_paths[0].name
         captured: CapturedEngine | None = None
         if isinstance(engine_client, AsyncLLM) and captures(engine_client):
@@ -143,11 +139,7 @@ def defaults_of(args: Namespace, captured: CapturedEngine | None) -> dict[str, A
     """The server-wide defaults of routing fields; none where nothing is captured.
 
     They come with `--routed-experts-default`, or, where vLLM's own command serves, as `routed_experts_default` of
-    `--additional-config`.
-
-    Raises:
-        FieldError: a field that does not exist, or a value that no request could have; or the model has more experts
-            than the default type can number; or they ask for weights, which are not captured.
+    `--additional-config`. A value that no request to this model could have is a `FieldError`.
     """
     if captured is None:
         return {}

@@ -73,11 +73,7 @@ class FullError(Exception):
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder, and completes the files of processes that were killed, less a line that was cut off.
-
-    Raises:
-        OSError: the folder cannot be made or written, or others may write to it.
-    """
+    """Makes the folder, and completes the files of processes that were killed, less a line that was cut off."""
     private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -111,15 +107,11 @@ def _complete(path: Path, size: int) -> None:
 
 
 class RecordFiles:
-    """The files that one process writes in a folder.
-
-    Args:
-        room: maximum bytes of all of them. Files that were moved away do not count.
-    """
+    """The files that one process writes in a folder."""
 
     def __init__(self, folder: Path, room: int) -> None:
         self._folder = folder
-        self._room = room
+        self._room = room  # maximum bytes of all files; those that were moved away do not count
         self._numbers = count()
         self._file: FileIO | None = None
         self._path = folder
@@ -127,12 +119,7 @@ class RecordFiles:
         self._sizes: dict[Path, int] = {}  # of complete files
 
     def write(self, parts: Iterable[bytes]) -> int:
-        """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it stays in the file.
-
-        Raises:
-            FullError: there is no room.
-            OSError: the disk is full or fails.
-        """
+        """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
         limit = self._room - sum(self._sizes.values())
@@ -245,17 +232,13 @@ class Recorder:
     """Decides which requests are recorded, and has their routing written.
 
     All methods but those of the thread run in the event loop.
-
-    Args:
-        share: share of the prompts that are recorded, drawn for each.
-        keeps_tokens: whether to write token ids.
     """
 
     def __init__(self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool) -> None:
         self._captured = captured
         self._info = captured.info.model_dump()
         self._files = files
-        self._share = share
+        self._share = share  # of the prompts that are recorded, drawn for each
         self._keeps_tokens = keeps_tokens
         self._random = Random()
         self._is_full = self._is_closed = self._has_failed = False

@@ -70,9 +70,6 @@ def unpacked(content: bytes) -> Any:
     """The values that JSON can say of a MessagePack body, and the rows in its `kv_transfer_params`.
 
     Other bytes become text: they would pass for what only this server may say to its engine.
-
-    Raises:
-        ValueError: the body is not MessagePack.
     """
     try:
         body = msgspec.msgpack.decode(content)
@@ -172,11 +169,7 @@ def _odd_field(model: type[RoutedRequest], data: Any) -> VLLMValidationError | N
 
 
 async def routing_of(raw_request: Request) -> RoutingOptions | None:
-    """The request's routing options. Runs before vLLM validates the body.
-
-    Raises:
-        VLLMValidationError: `parameter` is the field's name.
-    """
+    """The request's routing options. Runs before vLLM validates the body. An error names the field as `parameter`."""
     body = await _body(raw_request)
     if body is None:
         return None
@@ -185,11 +178,7 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
 
 
 async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
-    """As `routing_of`, for vLLM's token-in, token-out endpoint, which also has fields of its own for routing.
-
-    Raises:
-        VLLMValidationError: `parameter` is the field's name.
-    """
+    """As `routing_of`, for vLLM's token-in, token-out endpoint, which also has fields of its own for routing."""
     body = await _body(raw_request)
     if body is None:
         return None
@@ -213,11 +202,7 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
 
 
 async def require_key(raw_request: Request) -> None:
-    """Checks the API key at routes that are not below /v1, which is all that every supported vLLM guards.
-
-    Raises:
-        HTTPException: 401; the server has keys, and the request has none of them.
-    """
+    """Checks the API key at routes that are not below /v1, which is all that every supported vLLM guards."""
     keys = api_keys(getattr(raw_request.app.state, "args", Namespace()))
     scheme, _, given = raw_request.headers.get("Authorization", "").partition(" ")
     known = [secrets.compare_digest(given.encode(), key.encode()) for key in keys]  # all, so that the time says nothing
@@ -226,11 +211,7 @@ async def require_key(raw_request: Request) -> None:
 
 
 async def refuse_odd_values(raw_request: Request) -> None:
-    """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns 500.
-
-    Raises:
-        VLLMValidationError: a value of the body is invalid.
-    """
+    """Returns 400 for values in the body of a failed `/invocations` request for which vLLM returns 500."""
     body = await _body(raw_request)
     for model in (RoutedChatRequest, RoutedCompletionRequest):  # in vLLM's order
         try:

@@ -145,12 +145,7 @@ class RoutedResponse:
 
     def prepare(self, packed: bool) -> tuple[list[bytes], list[Iterator[bytes]]]:
         """The texts of the response body, as JSON or MessagePack (`packed`), and the parts of each array between them.
-        Stores the arrays if the request asks for references.
-
-        Raises:
-            LostRowsError: a row is unknown, and the requested dtype cannot hold -1.
-            StoreError: the store cannot take the arrays, and they are too large to be returned inline.
-        """
+        Stores the arrays if the request asks for references; if the store cannot take them, they must fit inline."""
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
         if self._hands_prompt_over and not self.rows.options.asks_for_inline:

@@ -58,13 +58,7 @@ class SelfTestError(RuntimeError):
 async def probe(app: FastAPI, captured: CapturedEngine, args: Namespace, model: str) -> None:
     """Checks that every endpoint returns complete and valid routing, and the same experts for the same tokens.
 
-    Args:
-        app: the application with its state, but without server-wide defaults.
-        args: arguments of vLLM's command.
-        model: model name for the requests.
-
-    Raises:
-        SelfTestError: a check failed.
+    `app` has its state already, but no server-wide defaults.
     """
     began = time.monotonic()
     config = captured.engine.vllm_config
@@ -196,11 +190,7 @@ async def _check_refusal(client: AppClient, path: str, param: str, **body: Any) 
 
 
 class _Rank:
-    """Tests one data parallel rank.
-
-    Args:
-        rank: None if there is only one.
-    """
+    """Tests one data parallel rank."""
 
     def __init__(
         self, client: AppClient, endpoints: dict[str, Body], captured: CapturedEngine, rank: int | None
@@ -208,7 +198,7 @@ class _Rank:
         self._client = client
         self._endpoints = endpoints
         self._captured = captured
-        self._rank = rank
+        self._rank = rank  # None if there is only one
         config = captured.engine.vllm_config
         self._n = min(2, config.scheduler_config.max_num_seqs)
         self._loads_lose_rows = config.kv_transfer_config is not None and on_load() == MISSING

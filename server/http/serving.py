@@ -66,11 +66,7 @@ class RoutedServing:
     store: ArrayStore | None  # arrays that are returned by reference; None if there are none
 
     def begin(self, request: Any, raw_request: Request | None) -> None:
-        """Prepares a request for vLLM's own handling.
-
-        Raises:
-            VLLMValidationError: names the field.
-        """
+        """Prepares a request for vLLM's own handling."""
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
             request._has_left = partial(has_left, raw_request)
@@ -81,9 +77,6 @@ class RoutedServing:
 
         Runs before vLLM's own handling. If vLLM or `check` rejects the request later, vLLM passes these params to the
         engine, so that the prefill instance frees its KV.
-
-        Raises:
-            VLLMValidationError: names the field.
         """
         self._move_params(request)
         params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
@@ -201,12 +194,7 @@ class RoutedServing:
 
     async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
         """Rejects a request for references to a store that has no room for the rows of its prompts. If only the
-        server-wide default asks for references, arrays are returned inline then.
-
-        Raises:
-            HTTPException: the store is full.
-            VLLMValidationError: there is no store, or the arrays are too large to be returned inline.
-        """
+        server-wide default asks for references, arrays are returned inline then, unless they are too large."""
         options = options_of(request)
         if options is None or not options.by_reference:
             return
@@ -301,11 +289,7 @@ class RoutedServing:
         return CollectedRows(options, self.captured.row_shape(options.weights), prompt_alone)
 
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
-        """`response` with its rows; without them if only a server-wide default asks and they are too large.
-
-        Raises:
-            VLLMValidationError: the rows exceed the maximum size of a response.
-        """
+        """`response` with its rows; without them if only a server-wide default asks and they are too large."""
         assert self.captured is not None
         references = self.references(request, rows.options)
         if references is None:

@@ -76,28 +76,18 @@ class SSERewriter:
 
     vLLM makes at most one chunk per output, before it reads the next output. So the rows of an output belong to the
     next chunk of its choice.
-
-    Args:
-        options: routing options of the request.
-        encoder: encodes the arrays in the requested form.
-        num_choices: `n`, choices per prompt.
-        error_event: makes the JSON text of an error event.
-        preface_chunks: number of chunks that the generator sends before the first tokens.
-        max_bytes: maximum bytes of routing in the stream.
-        has_own_field: whether the generator's chunks have vLLM's own routing field (null).
-        references: stores the arrays, if the request asks for references.
     """
 
     def __init__(
         self,
         options: RoutingOptions,
         encoder: Encoder,
-        num_choices: int,
-        error_event: Callable[[Exception], str],
-        preface_chunks: int = 0,
-        max_bytes: int = MAX_RESPONSE_BYTES,
-        has_own_field: bool = False,
-        references: ReferenceMaker | None = None,
+        num_choices: int,  # per prompt
+        error_event: Callable[[Exception], str],  # makes the JSON text of an error event
+        preface_chunks: int = 0,  # that the generator sends before the first tokens
+        max_bytes: int = MAX_RESPONSE_BYTES,  # of routing in the stream
+        has_own_field: bool = False,  # whether the generator's chunks have vLLM's own routing field (null)
+        references: ReferenceMaker | None = None,  # if the request asks for references
     ) -> None:
         self._options = options
         self._references = references
@@ -284,12 +274,8 @@ class SSERewriter:
         return chunk, prompt_rows, rows
 
     def _lines(self, chunk: str, prompt_rows: list[Rows] | None, rows: list[Rows], next_row: int) -> Iterator[str]:
-        """`chunk` with its rows and those of its prompt. If they exceed a line, chunks without text come before it.
-
-        Args:
-            prompt_rows: None if this chunk does not carry the prompt's array.
-            next_row: position after the last of `rows`.
-        """
+        """`chunk` with its rows up to position `next_row`, and those of its prompt if it carries them. If they exceed a
+        line, chunks without text come before it."""
         has_prompt, prompt_rows = prompt_rows is not None, prompt_rows or []
         rows = [*map(own, rows)]  # a slow reader must not keep the engine's message alive
         num_prompt, num_rows = sum(map(len, prompt_rows)), sum(map(len, rows))

@@ -31,12 +31,7 @@ class TokenTexts(BaseModel):
 
 
 async def texts_of(raw_request: Request, engine: AsyncLLM) -> TokenTexts:
-    """The texts of the ids in the body of a request.
-
-    Raises:
-        VLLMValidationError: the body is not `TokenIds`, or an id is not one of the model's.
-        NotImplementedError: the server runs without a tokenizer.
-    """
+    """The texts of the ids in the body of a request. `NotImplementedError` if the server runs without a tokenizer."""
     ids = await _ids_in(raw_request)
     tokenizer = engine.tokenizer
     if tokenizer is None:

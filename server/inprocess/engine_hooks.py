@@ -41,12 +41,7 @@ _SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def take_over(args: Any) -> None:
-    """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture.
-
-    Raises:
-        UnsupportedConfig: the arguments name classes that the capture cannot be mixed into, the device is not
-            supported, or a setting in `additional_config` is invalid.
-    """
+    """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture."""
     try:
         if not isinstance(args.additional_config, dict):
             raise UnsupportedConfig("additional_config must be a dictionary.")

@@ -46,11 +46,7 @@ def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any
 
 def _engine_hooks(usage_context: Any = None) -> ModuleType | None:
     """The module that puts this capture in the place of vLLM's; None beside a version or front end that is not
-    supported.
-
-    Raises:
-        UnsupportedConfig: this capture cannot be loaded, or VLLM_PLUGINS names it beside such a version or front end.
-    """
+    supported. That is an error if VLLM_PLUGINS names the capture."""
     from vllm.platforms import current_platform
 
     from routed_experts.capture.engine.versions import UnsupportedConfig, check_gpu_run, check_vllm_version

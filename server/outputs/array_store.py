@@ -66,21 +66,15 @@ class ArrayStore:
 
     Its subfolder is made when it is first needed, and again if somebody removed it. What ended processes left in a
     folder that is kept belongs to it from then on.
-
-    Args:
-        max_bytes: limit of the files of all `count` processes; by default half of the space that is free at first.
-        lifetime_s: seconds until an array expires.
-        keeps: whether arrays outlive the process.
-        rank: of this process among `count`.
     """
 
     def __init__(
         self,
         folder: Path,
-        max_bytes: int | None = None,
-        lifetime_s: float = DEFAULT_LIFETIME_S,
-        keeps: bool = True,
-        rank: int = 0,
+        max_bytes: int | None = None,  # of all `count` processes; by default half of the space that is free at first
+        lifetime_s: float = DEFAULT_LIFETIME_S,  # until an array expires
+        keeps: bool = True,  # whether arrays outlive the process
+        rank: int = 0,  # of this process among `count`
         count: int = 1,
     ) -> None:
         self.folder, self.lifetime_s = folder, lifetime_s

@@ -52,11 +52,7 @@ def asks_for_every_request(config: Any) -> bool:
 
 
 class ArrayForm:
-    """Converts rows to the layout of vLLM's own capture: all decoder layers, zeros in dense layers.
-
-    Args:
-        model: vLLM's `ModelConfig`.
-    """
+    """Converts rows to the layout of vLLM's own capture: all decoder layers, zeros in dense layers."""
 
     def __init__(self, model: Any, has_weights: bool = False) -> None:
         self.has_weights = has_weights  # whether rows have weights
@@ -91,26 +87,19 @@ class ArrayForm:
 
 
 class ArrayBuffer(RowBuffer):
-    """The rows of one choice, which become arrays on its outputs, or references to arrays on its last output.
-
-    Args:
-        store: takes the arrays of a request that asks for references; None for others.
-        start: position of the first row to return.
-        prompt_len: number of prompt tokens.
-        kind: outputs of the request: cumulative, new tokens only (`DELTA`), or final only.
-    """
+    """The rows of one choice, which become arrays on its outputs, or references to arrays on its last output."""
 
     def __init__(
         self,
         form: ArrayForm,
         request_id: str,
-        start: int,
+        start: int,  # position of the first row to return
         prompt_len: int,
-        kind: RequestOutputKind,
+        kind: RequestOutputKind,  # of the outputs
         store: ArrayStore | None = None,
     ) -> None:
         super().__init__(request_id)
-        self._store = store
+        self._store = store  # of a request that asks for references
         self._form = form
         self._next_row = start
         self._prompt_len = prompt_len
@@ -263,11 +252,8 @@ class EveryRequest:
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """vLLM's `add_request`, with the opt-in.
-
-        Raises:
-            VLLMValidationError: the prompt is streamed in, so its rows have no fixed positions.
-        """
+        """vLLM's `add_request`, with the opt-in. Refuses a prompt that is streamed in: its rows have no fixed
+        positions."""
         params = request.sampling_params
         if not self.is_on or params is None or _asks(params):
             self._add(request, prompt, parent_req, request_index, queue)

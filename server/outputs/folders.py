@@ -25,11 +25,7 @@ _OWNER, _OWNER_BYTES = ".owner", 1 << 20
 
 
 def private_folder(folder: Path) -> None:
-    """Makes a folder unless it is there.
-
-    Raises:
-        OSError: it cannot be made, or is a link, or of another user, or others may write to it.
-    """
+    """Makes a folder unless it is there. A link, or a folder that others own or may write to, is an OSError."""
     with suppress(FileExistsError):  # unlike `exist_ok`, if another process removes it just then
         folder.mkdir(mode=0o700, parents=True)
     found = folder.lstat()

@@ -53,15 +53,7 @@ class Handover:
         return sum(len(text) for text in texts if isinstance(text, str | bytes)) > LARGE_TEXT
 
     def read(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
-        """Decodes and checks the rows.
-
-        Args:
-            shape: (L, K) of the served model.
-            with_weights: whether the server captures weights; others drop those that came.
-
-        Raises:
-            HandoffError: the value is invalid.
-        """
+        """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server captures none."""
         value, self._value = self._value, None
         self._rows = from_wire(value, shape, num_experts)
         if with_weights and value.get(WEIGHTS) is not None:

@@ -55,9 +55,8 @@ def causes_of(buffers: Iterable["RowBuffer"], joined: bool) -> Causes:
 def opt_in(params: SamplingParams, prompt_start: int, weights: bool = False, at_end: bool = False) -> None:
     """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights.
 
-    Args:
-        at_end: whether rows are needed at the end only. Where a stop string ends a request, the engine does not know
-            in time.
+    `at_end`: whether rows are needed at the end only. Where a stop string ends a request, the engine does not know in
+    time.
     """
     asked = OptIn(prompt_start, os.urandom(16), params.n > 1, weights, at_end and not params.stop)
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
@@ -71,14 +70,6 @@ class RowBuffer:
 
     Every array arrives with the position of its first row. A gap before it is filled with -1, and repeated rows are
     dropped.
-
-    Args:
-        request_id: for the log.
-
-    Attributes:
-        num_lost: number of rows that did not arrive.
-        prompt_causes, own_causes: why the engine does not know some rows of the prompt, and of the choice. Not changed
-            in place.
     """
 
     __slots__ = (
@@ -97,7 +88,8 @@ class RowBuffer:
     )
 
     def __init__(self, request_id: str = "") -> None:
-        self.num_lost = 0
+        self.num_lost = 0  # rows that did not arrive
+        # Why the engine does not know some rows of the prompt, and of the choice. Not changed in place.
         self.prompt_causes = self.own_causes = _NO_CAUSES
         self._request_id = request_id
         self._shape: tuple[int, ...] = ()
@@ -184,8 +176,7 @@ class RowBuffer:
     def take(self, first: int, end: int, shape: tuple[int, int] | None = None) -> list[Rows]:
         """Takes the rows from position `first` to `end`, or fewer if they have not arrived. Drops rows before `first`.
 
-        Args:
-            shape: (L, K) if no more rows can arrive. Rows that are missing up to `end` are then -1.
+        `shape` is (L, K) if no more rows can arrive. Rows that are missing up to `end` are then -1.
         """
         if self._end < 0 and self._offers:  # no own row has arrived
             self._accept(end)
