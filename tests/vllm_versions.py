@@ -237,9 +237,9 @@ as unsupported.
 
 **0.30.0 and 0.28.0** were run in part on H100s ([commits and dates](gpu-runs.json)). With both, every row was exact on
 the V1 and the V2 runner, eagerly and with graphs, with synchronous scheduling, n-gram drafts, preemption and without
-prefix caching, and so was every weight that was tried; with 0.30.0 also over two pipeline stages. Two faults were found,
-and are mended but not run again there: drafts found on the GPU (`ngram_gpu`) on the V1 runner, and waking up by tags up
-to 0.30.
+prefix caching, and so was every weight that was tried; with 0.30.0 also over two pipeline stages. Two faults were
+found, and are mended but not run again there: drafts found on the GPU (`ngram_gpu`) on the V1 runner, and waking up by
+tags up to 0.30.
 
 **0.33.0** has no CPU build. On H200s, 15 of 17 configurations of `tests/gpu/test_engines.py`,
 `tests/gpu/test_offloading.py`, and tensor parallelism over two nodes passed ([commits and dates](gpu-runs.json)). The
