@@ -739,7 +739,7 @@ def test_f3_files_that_are_opened_when_they_are_picked(tab: Tab, monkeypatch: py
         tab.wait_for("#side-b")
         names = [tab.text(f"#name-{side}") for side in "ab"]
         assert names == ["A: recorded/2.jsonl, line 1", "B: recorded/1.jsonl, line 1"]
-        tab.wait(f"!$$('{unopened}').length")
+        tab.wait(f'!$$("{unopened}").length')
         shows(tab, rows[1][20], column=2)
 
 
