@@ -398,9 +398,10 @@ async function pick() {
   const [a, b] = [fileOf($("pick-a")), fileOf($("pick-b"))];
   if (a) return openViewed([a]);
   if (b) {
-    const before = view.entryA;
+    const { entryA: before, token } = view;
     await openViewed([b]);
     picked = view.entryA === before ? null : view.entryA;
+    view.token = token;
     return show(before, picked);
   }
   if (!chosen($("pick-a"))) return;
