@@ -305,11 +305,8 @@ class RowDistributor:
 
     def _send_prompt(self, state: RequestRows, step: ArrivedStep, start: int, output: Any) -> None:
         """Sends a prompt's rows, unless they were sent with another of its requests, or go with its KV."""
-        first, request_id, key = (
-            min(state.opt_in.prompt_start, state.num_prompt),
-            state.request_id,
-            state.opt_in.prompt_id,
-        )
+        first = min(state.opt_in.prompt_start, state.num_prompt)
+        request_id, key = state.request_id, state.opt_in.prompt_id
         is_last = output.finish_reason is not None
         if first == state.num_prompt:
             return

@@ -49,9 +49,8 @@ class OutputQueue:
 
     def __init__(self) -> None:
         self.part_bytes = _PART_BYTES
-        self._entries: dict[
-            object, _Entry
-        ] = {}  # prompts by their keys, and last rows, in the order in which they came
+        # Prompts by their keys, and last rows, in the order in which they came.
+        self._entries: dict[object, _Entry] = {}
         self._waiting: dict[str, _Entry] = {}  # by request id, while its outputs are held back for its prompt
         self._last: dict[str, PendingRows] = {}  # last rows of requests whose last output was not seen yet
         self._ends: list[tuple[int, EngineCoreOutput]] = []
