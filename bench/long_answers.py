@@ -35,7 +35,7 @@ from bench.http_table import commit_and_device, described
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutingOptions, parse_options
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.references import ReferenceMaker, has_left
+from routed_experts.server.http.references import Delivery, ReferenceMaker, has_left
 from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -197,11 +197,11 @@ class Edge:
     def _stream(
         self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput], request: Request
     ) -> AsyncIterator[str]:
-        aligner = SSERewriter(options, encoder_of(options), 1, str, references=self._references(options, request))
+        aligner = SSERewriter(options, encoder_of(options), 1, str, delivery=self._references(options, request))
         return aligner.rewrite(_chunks(aligner.watch(outputs)))
 
-    def _references(self, options: RoutingOptions, request: Request) -> ReferenceMaker | None:
-        return ReferenceMaker(self._store, partial(has_left, request)) if options.by_reference else None
+    def _references(self, options: RoutingOptions, request: Request) -> Delivery:
+        return ReferenceMaker(self._store, partial(has_left, request)) if options.by_reference else Delivery()
 
 
 def encoder_of(options: RoutingOptions) -> Encoder:

@@ -28,7 +28,7 @@ import msgspec
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.codec import resolve_dtype
 from routed_experts.protocol.models import RoutingOptions
-from routed_experts.server.http.encoding import Encoder, LostRowsError
+from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows
@@ -411,7 +411,7 @@ class Recorder:
         prompt = record.prompt_token_ids or [0] * record.prompt_len
         rows = CollectedRows(options, captured.row_shape(options.weights))
         rows.collect(RequestOutput(record.request_id, None, prompt, None, finished, finished=True))
-        encoders = self._encoder(rows).by_name()
+        encoders = self._encoder(rows).named_encoders()
         head: dict[str, Any] = {"id": record.request_id, "object": "text_completion", "created": record.created}
         head |= {"model": record.model or captured.info.model, "routed_experts_info": self._info}
         if self._keeps_tokens and record.prompt_token_ids is not None:
@@ -419,7 +419,7 @@ class Recorder:
         yield msgspec.json.encode(head)[:-1]
         for name, encoder in encoders.items():
             yield f',"prompt_{name}":'.encode()
-            yield from encoder.parts(rows.prompts[0], options.prompt_start, packed=False)
+            yield from encoder.parts(rows.prompts[0], options.prompt_start)
         lead = b',"choices":['
         for output, (first, arrays) in zip(finished, rows.choices, strict=True):
             choice: dict[str, Any] = {"index": output.index, "finish_reason": output.finish_reason}
@@ -428,21 +428,16 @@ class Recorder:
             yield lead + msgspec.json.encode(choice)[:-1]
             for name, encoder in encoders.items():
                 yield f',"{name}":'.encode()
-                yield from encoder.parts(arrays, first, packed=False)
+                yield from encoder.parts(arrays, first)
             lead = b"},"
         yield b"}]}\n"
 
     def _encoder(self, rows: CollectedRows) -> Encoder:
         """For the narrowest type that holds these rows."""
         captured, weights = self._captured, rows.options.weights
-        about = captured.shape, captured.num_experts, None, weights
-        narrow = Encoder("object", resolve_dtype("auto", captured.num_experts), *about)
-        try:
-            for *_, arrays in rows.arrays():
-                narrow.check(arrays)
-        except LostRowsError:
-            return Encoder("object", "int16", *about)
-        return narrow
+        has_unknown = any(rows.count_missing(array) for *_, arrays in rows.arrays() for array in arrays)
+        dtype = resolve_dtype("int16" if has_unknown else "auto", captured.num_experts)
+        return Encoder("object", dtype, captured.shape, captured.num_experts, None, weights)
 
 
 def start_recording(captured: CapturedEngine, args: Namespace) -> Recorder:

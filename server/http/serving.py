@@ -18,7 +18,7 @@ from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS,
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_stored
-from routed_experts.server.http.references import ReferenceMaker, cannot_store, has_left
+from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store, has_left
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -214,10 +214,10 @@ class RoutedServing:
             request.routing = replace(options, by_reference=False)
             self.check_prompts(request, prompt_lens, num_choices, max_tokens)
 
-    def references(self, request: Any, options: RoutingOptions) -> ReferenceMaker | None:
-        """What stores the arrays of a request that asks for references."""
+    def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
+        """How the arrays of a request reach the client."""
         if not options.by_reference or self.store is None:
-            return None
+            return Delivery()
         return ReferenceMaker(self.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
@@ -268,7 +268,7 @@ class RoutedServing:
             preface_chunks,
             self.max_bytes,
             has_own_field,
-            self.references(request, options),
+            self.delivery(request, options),
         )
 
     async def collect(
@@ -291,13 +291,13 @@ class RoutedServing:
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
         """`response` with its rows; without them if only a server-wide default asks and they are too large."""
         assert self.captured is not None
-        references = self.references(request, rows.options)
-        if references is None:
+        if not rows.options.by_reference:
             self.check_size(request, rows.options, rows.num_rows)
         if options_of(request) is None:
             response.kv_transfer_params = kv_handoff.to_wire(response.kv_transfer_params)
             return response
-        return RoutedResponse(response, rows, self.encoder(rows.options), is_list, references, self.max_bytes)
+        encoder, delivery = self.encoder(rows.options), self.delivery(request, rows.options)
+        return RoutedResponse(response, rows, encoder, is_list, delivery, self.max_bytes)
 
     def _error_event(self, error: Exception) -> str:
         said = isinstance(error, LostRowsError | StreamLimitError)

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from routed_experts.capture.rows import joined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, parts_of, respond, wants_msgpack
+from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond, wants_msgpack
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import K, L, buffer_of, choice, output, positions, rows_of
@@ -54,8 +54,8 @@ def answer_of(
 
 def body_of(answer: RoutedResponse) -> dict[str, Any]:
     """The answer as JSON, and checked to be the same in MessagePack."""
-    body = orjson.loads(b"".join(parts_of(*answer.prepare(packed=False))))
-    assert as_json(msgspec.msgpack.decode(b"".join(parts_of(*answer.prepare(packed=True))))) == body
+    body = orjson.loads(asyncio.run(answer.prepare(packed=False)))
+    assert as_json(msgspec.msgpack.decode(asyncio.run(answer.prepare(packed=True)))) == body
     return body
 
 

@@ -336,7 +336,7 @@ def test_all_rows_lost() -> None:
 
 def test_errors_end_the_stream_with_an_event() -> None:
     class Failing(Encoder):
-        def text(self, rows: np.ndarray, start: int) -> str:
+        def parts(self, *args: Any) -> Iterator[bytes]:
             raise MemoryError("no more")
 
     engine = Engine(prompt_len=2)
