@@ -250,26 +250,21 @@ class RoutedServing:
             return PairedEncoder(self.captured.shape, num_experts, layers, self.captured.info.weights_scale)
         return Encoder(options.format, dtype, self.captured.shape, num_experts, layers, options.weights)
 
-    def aligner(
+    def stream(
         self,
+        make: Callable[[AsyncIterator[Any]], AsyncIterator[str]],
         request: Any,
-        options: RoutingOptions,
+        results: AsyncIterator[Any],
         num_choices: int,
-        preface_chunks: int = 0,
-        has_own_field: bool = False,
-    ) -> SSERewriter:
-        """The `SSERewriter` for a request with `options`."""
-        assert self.captured is not None
-        return SSERewriter(
-            options,
-            self.encoder(options),
-            num_choices,
-            self._error_event,
-            preface_chunks,
-            self.max_bytes,
-            has_own_field,
-            self.delivery(request, options),
-        )
+        **about: Any,
+    ) -> AsyncIterator[str]:
+        """The stream that vLLM's generator `make` builds from `results`, with its rows. `about` is `SSERewriter`'s."""
+        options = options_of(request)
+        if options is None:
+            return make(results)
+        about |= {"max_bytes": self.max_bytes, "delivery": self.delivery(request, options)}
+        rewriter = SSERewriter(options, self.encoder(options), num_choices, self._error_event, **about)
+        return rewriter.rewrite(make(rewriter.watch(results)))
 
     async def collect(
         self, make: Callable[..., Awaitable[Any]], request: Any, results: AsyncIterator[RequestOutput], *args: Any
@@ -335,12 +330,12 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        options = options_of(request)
         make = super().completion_stream_generator
-        if options is None:
-            return make(request, engine_inputs, result_generator, *args, **kwargs)
-        aligner = self.aligner(request, options, num_choices=request.n or 1)
-        return aligner.rewrite(make(request, engine_inputs, aligner.watch(result_generator), *args, **kwargs))
+
+        def chunks(results: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[str]:
+            return make(request, engine_inputs, results, *args, **kwargs)
+
+        return self.stream(chunks, request, result_generator, request.n or 1)
 
     def request_output_to_completion_response(
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, *args: Any, **kwargs: Any
@@ -386,19 +381,17 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        options = options_of(request)
         make = super().chat_completion_stream_generator
-        if options is None:
-            return make(request, result_generator, request_id, model_name, conversation, *args, **kwargs)
-        num_choices = request.n or 1
+
+        def chunks(results: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
+            return make(request, results, request_id, model_name, conversation, *args, **kwargs)
+
+        preface = num_choices = request.n or 1
         # One chunk with the role per choice, and with `echo` one with the last message if it has the same role.
-        preface = num_choices
         last = conversation[-1] if conversation else {}
         if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
             preface += num_choices
-        aligner = self.aligner(request, options, num_choices, preface)
-        watched = aligner.watch(result_generator)
-        return aligner.rewrite(make(request, watched, request_id, model_name, conversation, *args, **kwargs))
+        return self.stream(chunks, request, result_generator, num_choices, preface_chunks=preface)
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
@@ -447,12 +440,12 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     def serve_tokens_stream_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
-        options = options_of(request)
         make = super().serve_tokens_stream_generator
-        if options is None:
-            return make(request, result_generator, *args, **kwargs)
-        aligner = self.aligner(request, options, request.sampling_params.n, has_own_field=True)
-        return aligner.rewrite(make(request, aligner.watch(result_generator), *args, **kwargs))
+
+        def chunks(results: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
+            return make(request, results, *args, **kwargs)
+
+        return self.stream(chunks, request, result_generator, request.sampling_params.n, has_own_field=True)
 
     async def serve_tokens_full_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any

@@ -1,8 +1,9 @@
 """Adds rows to the chunks of a stream: each row to the chunk whose tokens made it known."""
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -65,6 +66,7 @@ class _Prompt:
     was_counted: bool = False  # whether the histogram was sent
 
 
+@dataclass(eq=False)
 class SSERewriter:
     """Takes rows off the outputs that enter vLLM's stream generator, and adds them to the chunks that leave it.
 
@@ -72,32 +74,24 @@ class SSERewriter:
     next chunk of its choice.
     """
 
-    def __init__(
-        self,
-        options: RoutingOptions,
-        encoder: Encoder,
-        num_choices: int,  # per prompt
-        error_event: Callable[[Exception], str],  # makes the JSON text of an error event
-        preface_chunks: int = 0,  # that the generator sends before the first tokens
-        max_bytes: int = MAX_RESPONSE_BYTES,  # of routing in the stream
-        has_own_field: bool = False,  # whether the generator's chunks have vLLM's own routing field (null)
-        delivery: Delivery | None = None,  # inline if None
-    ) -> None:
-        self._options = options
-        self._delivery = delivery or Delivery()
-        self._encoder = encoder
-        self._num_choices = num_choices
-        self._error_event = error_event
-        self._preface_chunks = preface_chunks
-        self._max_bytes = max_bytes
-        self._has_own_field = has_own_field
-        self._is_joined = options.rows and options.layout == "joined"
-        self._choices: dict[int, _Choice] = {}
-        self._prompts: dict[int, _Prompt] = {}
+    options: RoutingOptions
+    encoder: Encoder
+    num_choices: int  # per prompt
+    error_event: Callable[[Exception], str]  # makes the JSON text of an error event
+    preface_chunks: int = 0  # that the generator sends before the first tokens
+    max_bytes: int = MAX_RESPONSE_BYTES  # of routing in the stream
+    has_own_field: bool = False  # whether the generator's chunks have vLLM's own routing field (null)
+    delivery: Delivery = field(default_factory=Delivery)
+    _choices: dict[int, _Choice] = field(default_factory=dict, init=False)
+    _prompts: dict[int, _Prompt] = field(default_factory=dict, init=False)
+
+    @property
+    def _is_joined(self) -> bool:
+        return self.options.rows and self.options.layout == "joined"
 
     async def watch(self, results: AsyncIterator[T]) -> AsyncIterator[T]:
         """Yields `results` after taking off their row buffers."""
-        choices, num_choices, at_end = self._choices, self._num_choices, self._options.at_end
+        choices, num_choices, at_end = self._choices, self.num_choices, self.options.at_end
         async for result in results:
             prompt_index, output = result if isinstance(result, tuple) else (0, result)
             for choice in output.outputs:
@@ -116,42 +110,42 @@ class SSERewriter:
             yield result
 
     def _begin(self, prompt_index: int, output: RequestOutput, choice: CompletionOutput) -> _Choice:
-        key, length = prompt_index * self._num_choices + choice.index, len(output.prompt_token_ids or ())
+        key, length = prompt_index * self.num_choices + choice.index, len(output.prompt_token_ids or ())
         prompt = self._prompts.setdefault(prompt_index, _Prompt(length, is_pending=not self._is_joined))
-        next_row = self._options.prompt_start if self._is_joined else length
+        next_row = self.options.prompt_start if self._is_joined else length
         state = _Choice(f"{_INDEX}{key},", prompt, next_row, length - 1, RowBuffer(output.request_id))
         self._choices[key] = state
         return state
 
     def rewrite(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """Adds rows to `chunks` (server-sent events). An error ends the stream with an error event and `[DONE]`."""
-        return self._with_rows_at_end(chunks) if self._options.at_end else self._with_rows(chunks)
+        return self._with_rows_at_end(chunks) if self.options.at_end else self._with_rows(chunks)
 
     async def _with_rows(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """`chunks`, each with the rows that its tokens made known."""
         state: _Choice | None = None
-        try:
+        async with self._ending(chunks) as failure:
             async for chunk in chunks:
                 if (begin := chunk.find(_FIRST_CHOICE)) < 0:
                     yield chunk
                     continue
                 begin += len(_FIRST_CHOICE)
-                if self._has_own_field:
+                if self.has_own_field:
                     chunk = chunk.replace(OWN_FIELD, "", 1)
                 if state is None or not chunk.startswith(state.begin, begin):
                     index = _index_of_choice(chunk, begin)
-                    state, prompt = self._choices.get(index), self._prompts.get(index // self._num_choices)
+                    state, prompt = self._choices.get(index), self._prompts.get(index // self.num_choices)
                 prompt_rows = self._take_prompt(prompt) if prompt is not None and prompt.is_pending else None
                 rows: list[Rows] = []
-                if self._preface_chunks > 0:
-                    self._preface_chunks -= 1
+                if self.preface_chunks > 0:
+                    self.preface_chunks -= 1
                 elif state is not None:
                     rows = self._take(state)
-                    if state.finish is not None and self._options.histogram:
+                    if state.finish is not None and self.options.histogram:
                         chunk = await self._with_histograms(chunk, state)
                 if prompt_rows is None and not rows:
                     yield chunk
-                elif prompt_rows is None and len(rows) == len(rows[0]) == 1 and not self._options.histogram:  # most
+                elif prompt_rows is None and len(rows) == len(rows[0]) == 1 and not self.options.histogram:  # most
                     assert state is not None
                     fields = self._fields("routed_experts", rows.pop(), state.next_row - 1)
                     yield f"{chunk[:begin]}{fields}{chunk[begin:]}"
@@ -159,20 +153,17 @@ class SSERewriter:
                     next_row = state.next_row if state is not None else 0
                     async for line in self._lines(chunk, prompt_rows, rows, next_row):
                         yield line
-        except Exception as error:  # noqa: BLE001 the stream and the log say it
-            for line in self._failure(error):
-                yield line
-        finally:
-            await self._end(chunks)
+        for line in failure:
+            yield line
 
     async def _with_rows_at_end(self, chunks: AsyncIterator[str]) -> AsyncIterator[str]:
         """`chunks`, the last of each choice with its rows or references to them."""
-        try:
+        async with self._ending(chunks) as failure:
             async for chunk in chunks:
-                if not self._has_own_field and _UNFINISHED in chunk:  # most
+                if not self.has_own_field and _UNFINISHED in chunk:  # most
                     yield chunk
                     continue
-                chunk = chunk.replace(OWN_FIELD, "", 1) if self._has_own_field else chunk
+                chunk = chunk.replace(OWN_FIELD, "", 1) if self.has_own_field else chunk
                 begin = chunk.find(_FIRST_CHOICE)
                 state = self._choices.get(_index_of_choice(chunk, begin + len(_FIRST_CHOICE))) if begin >= 0 else None
                 if state is None or state.finish is None:
@@ -180,44 +171,40 @@ class SSERewriter:
                     continue
                 prompt_rows = self._take_prompt(state.prompt) if state.prompt.is_pending else None
                 rows = self._take(state)
-                if self._options.histogram:
+                if self.options.histogram:
                     chunk = await self._with_histograms(chunk, state)
                 chunk, prompt_rows, rows = await self._with_references(chunk, state, prompt_rows, rows)
                 async for line in self._lines(chunk, prompt_rows, rows, state.next_row):
                     yield line
-                self._delivery.told()
-        except Exception as error:  # noqa: BLE001 the stream and the log say it
-            for line in self._failure(error):
-                yield line
+                self.delivery.told()
+        for line in failure:
+            yield line
+
+    @asynccontextmanager
+    async def _ending(self, chunks: AsyncIterator[str]) -> AsyncIterator[list[str]]:
+        """Counts what was sent in its body, and frees all rows. Gives the events that end the stream after an error."""
+        failure: list[str] = []
+        try:
+            yield failure
+        except Exception as error:
+            is_ours = isinstance(error, LostRowsError | StreamLimitError)
+            logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
+            failure += [f"{_DATA}{self.error_event(error)}\n\n", f"{_DATA}[DONE]\n\n"]
         finally:
-            await self._end(chunks)
-
-    def _failure(self, error: Exception) -> list[str]:
-        """The events that end a stream with an error."""
-        is_ours = isinstance(error, LostRowsError | StreamLimitError)
-        logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
-        return [f"{_DATA}{self._error_event(error)}\n\n", f"{_DATA}[DONE]\n\n"]
-
-    async def _end(self, chunks: AsyncIterator[str]) -> None:
-        """Counts what was sent, and frees all rows."""
-        self._delivery.delete_untold()
-        count_response(self._encoder, *(self._lost() if self._encoder.counts.missing else (0, Counter())))
-        self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
-        self._prompts.clear()
-        close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
-        if close is not None:
-            await close()
+            self.delivery.delete_untold()
+            count_response(self.encoder, *(self._lost() if self.encoder.counts.missing else (0, Counter())))
+            self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
+            self._prompts.clear()
+            close = getattr(chunks, "aclose", None)  # aborts a running request in the engine
+            if close is not None:
+                await close()
 
     def _lost(self) -> tuple[int, Causes]:
         """How many rows did not arrive, and why the engine does not know others."""
-        buffers: dict[int, list[RowBuffer]] = defaultdict(list)  # by prompt
-        for index, state in self._choices.items():
-            buffers[index // self._num_choices].append(state.buffer)
-        num_lost = sum(state.buffer.num_lost for state in self._choices.values())
-        causes: Causes = Counter()
-        for choices in buffers.values():
-            causes += causes_of(choices, self._is_joined)
-        return num_lost, causes
+        states, causes = self._choices.values(), Causes()
+        for prompt in self._prompts.values():
+            causes += causes_of((each.buffer for each in states if each.prompt is prompt), self._is_joined)
+        return sum(each.buffer.num_lost for each in states), causes
 
     def _take_prompt(self, prompt: _Prompt) -> list[Rows] | None:
         """Takes the rows of a pending prompt; None if they have not arrived or are not sent."""
@@ -225,18 +212,18 @@ class SSERewriter:
         if source is None:
             return None
         prompt.is_pending = False
-        shape = self._encoder.row_shape if source.is_complete else None
-        rows = source.buffer.take(self._options.prompt_start, prompt.length, shape)
-        if self._options.histogram:
+        shape = self.encoder.row_shape if source.is_complete else None
+        rows = source.buffer.take(self.options.prompt_start, prompt.length, shape)
+        if self.options.histogram:
             prompt.counted += rows
-        return rows if self._options.rows else None
+        return rows if self.options.rows else None
 
     def _take(self, state: _Choice) -> list[Rows]:
         """Takes the rows to send with the next chunk of a choice: none before those of its prompt."""
         if state.prompt.is_pending:
             return []
-        options, first = self._options, state.next_row
-        shape = self._encoder.row_shape if state.is_complete else None
+        options, first = self.options, state.next_row
+        shape = self.encoder.row_shape if state.is_complete else None
         rows = state.buffer.take(first, state.end, shape)
         state.next_row += sum(map(len, rows))
         if options.histogram:
@@ -253,8 +240,8 @@ class SSERewriter:
         if rows or not self._is_joined or first > options.prompt_start:
             return rows
         # A joined response without rows has one empty array.
-        is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self._has_own_field)
-        return [joined([], self._encoder.row_shape)] if is_due else []
+        is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self.has_own_field)
+        return [joined([], self.encoder.row_shape)] if is_due else []
 
     async def _with_references(
         self, chunk: str, state: _Choice, prompt_rows: list[Rows] | None, rows: list[Rows]
@@ -265,10 +252,10 @@ class SSERewriter:
             state.is_referred = True
             arrays.append(("routed_experts", state.next_row - sum(map(len, rows)), rows))
         if prompt_rows is not None:
-            arrays.append(("prompt_routed_experts", self._options.prompt_start, prompt_rows))
+            arrays.append(("prompt_routed_experts", self.options.prompt_start, prompt_rows))
         num_bytes = sum(part.nbytes for *_, parts in arrays for part in parts)
-        num_arrays, refer = len(arrays) * len(self._encoder.named_encoders()), self._delivery.references
-        made, _ = await self._delivery.run(num_arrays, num_bytes, refer, self._encoder, arrays)
+        num_arrays, refer = len(arrays) * len(self.encoder.named_encoders()), self.delivery.references
+        made, _ = await self.delivery.run(num_arrays, num_bytes, refer, self.encoder, arrays)
         for (name, *_), references in zip(arrays, made, strict=True):
             chunk = _with_fields(chunk, references)
             if references and name == "routed_experts":
@@ -285,10 +272,10 @@ class SSERewriter:
         has_prompt, prompt_rows = prompt_rows is not None, prompt_rows or []
         rows = [*map(owned_copy, rows)]  # a slow reader must not keep the engine's message alive
         num_prompt, num_rows = sum(map(len, prompt_rows)), sum(map(len, rows))
-        first_prompt_row, first, num_bytes = self._options.prompt_start, next_row - num_rows, 0
+        first_prompt_row, first, num_bytes = self.options.prompt_start, next_row - num_rows, 0
         # A line may have two arrays, and both counts are rounded up.
         is_mixed = num_prompt and num_rows
-        fit = max(2 * self._encoder.rows_in(LINE_BYTES // 2) - 2, 2) if is_mixed else self._encoder.rows_in(LINE_BYTES)
+        fit = max(2 * self.encoder.rows_in(LINE_BYTES // 2) - 2, 2) if is_mixed else self.encoder.rows_in(LINE_BYTES)
         count = max(-(-(num_prompt + num_rows) // fit), 1)
         blank = _without_text(chunk) if count > 1 else ""
         for line in range(count):
@@ -297,12 +284,12 @@ class SSERewriter:
                 # Fewer rows than lines: one row in each of the first lines, because clients expect the prompt first.
                 size = _rows_of_line(num_prompt, line, count) if num_prompt >= count else 1
                 piece, prompt_rows = split_at(prompt_rows, size)
-                array = joined(piece, self._encoder.row_shape)
+                array = joined(piece, self.encoder.row_shape)
                 of_prompt = self._fields("prompt_routed_experts", array, first_prompt_row)
                 first_prompt_row += len(array)
             piece, rows = split_at(rows, _rows_of_line(num_rows, line, count))
             if piece:
-                array = joined(piece, self._encoder.row_shape)
+                array = joined(piece, self.encoder.row_shape)
                 of_choice = self._fields("routed_experts", array, first)
                 first += len(array)
             yield _with_texts(text, of_prompt, of_choice)
@@ -312,8 +299,8 @@ class SSERewriter:
                 await asyncio.sleep(0)
 
     def _fields(self, name: str, rows: Rows, start: int) -> str:
-        fields = self._encoder.fields(name, rows, start)
-        if self._encoder.num_bytes <= self._max_bytes:
+        fields = self.encoder.fields(name, rows, start)
+        if self.encoder.num_bytes <= self.max_bytes:
             return fields
         raise StreamLimitError("the routing of this response is larger than --routed-experts-max-response-bytes")
 
@@ -329,27 +316,25 @@ class SSERewriter:
         """The histograms of arrays, which it frees: that takes a while too."""
         histograms: dict[str, Any] = {}
         for name, arrays in counted.items():
-            histograms[name] = self._encoder.histogram(arrays)
+            histograms[name] = self.encoder.histogram(arrays)
             arrays.clear()
         return histograms
 
 
 def _with_fields(chunk: str, values: dict[str, Any]) -> str:
     """`chunk` with `values` before other fields: those of its choice, and at the top level those of the prompt."""
-    of_choice = {name: value for name, value in values.items() if not name.startswith("prompt_")}
-    of_prompt = {name: value for name, value in values.items() if name.startswith("prompt_")}
-    return _with_texts(chunk, _json_fields(of_prompt), _json_fields(of_choice))
+
+    def texts(of_prompt: bool) -> str:
+        named = ((name, value) for name, value in values.items() if name.startswith("prompt_") is of_prompt)
+        return "".join(f'"{name}":{msgspec.json.encode(value).decode()},' for name, value in named)
+
+    return _with_texts(chunk, texts(of_prompt=True), texts(of_prompt=False))
 
 
 def _with_texts(chunk: str, of_prompt: str, of_choice: str) -> str:
     """`chunk` with fields, each with a comma behind it, at its top level and in its choice, before others."""
     begin = chunk.index(_FIRST_CHOICE) + len(_FIRST_CHOICE)
     return f"{chunk[:_BEGIN_OF_CHUNK]}{of_prompt}{chunk[_BEGIN_OF_CHUNK:begin]}{of_choice}{chunk[begin:]}"
-
-
-def _json_fields(values: dict[str, Any]) -> str:
-    """`values` as fields of a JSON object, each with a comma behind it."""
-    return msgspec.json.encode(values).decode()[1:-1] + "," if values else ""
 
 
 def _index_of_choice(chunk: str, begin: int) -> int:

@@ -346,7 +346,7 @@ def test_errors_end_the_stream_with_an_event() -> None:
     assert "uint8 cannot hold" in error
     assert done == DONE
     engine, aligner = Engine(prompt_len=2), aligner_of()
-    aligner._encoder = Failing("object", "int16", (L, K), EXPERTS)
+    aligner.encoder = Failing("object", "int16", (L, K), EXPERTS)
     assert ended(aligner, [engine.step(), engine.step(finish="stop")]) == ['data: {"error":"no more"}\n\n', DONE]
     for max_bytes, least in ((250, 2), (500, 3)):
         engine = Engine(prompt_len=2)
@@ -376,7 +376,7 @@ def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
 def test_vllms_own_field_is_taken_away() -> None:
     """Its token-in, token-out chunks have it, null; a second one of the same name would win with many parsers."""
     engine, aligner = Engine(prompt_len=2), aligner_of()
-    aligner._has_own_field = True
+    aligner.has_own_field = True
     generate = saying({"choices": [{"index": 0, "token_ids": [1], "routed_experts": None, "text": "x"}]})
     texts = ended(aligner, [engine.step(), engine.step(finish="stop")], generate)
     assert all("null" not in text for text in texts)
