@@ -79,7 +79,7 @@ class Encoder:
     @property
     def num_bytes(self) -> int:
         """Size of all encoded arrays."""
-        return sum(encoder.counts.num_bytes for encoder in self.named_encoders().values())
+        return self.counts.num_bytes + (0 if self.weights is None else self.weights.counts.num_bytes)
 
     def named_encoders(self, name: str = "routed_experts") -> dict[str, "Encoder"]:
         """What encodes the arrays of a choice, or those called `name`, by their names."""
