@@ -5,7 +5,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -203,27 +202,17 @@ def allow_plugin() -> None:
 
     The variable filters every group of plugins. If it was not set, all installed plugins are named too, to stay loaded.
     """
-    plugins = entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME)
-    if not plugins:
-        raise CommandError(
-            "The package is not installed properly (its plugin for vLLM is not registered): reinstall it."
-        )
-    try:
-        next(iter(plugins)).load()
-        import_module("routed_experts.server.http.plugin")  # imports names of vLLM that the entry point does not
-    except Exception as error:
-        # vLLM would log that and serve without it.
-        raise CommandError(f"The plugin for vLLM cannot be loaded: {error!r}") from error
-    given = os.environ.get("VLLM_PLUGINS")
-    names = given.split(",") if given is not None else sorted(_other_plugins())
-    os.environ["VLLM_PLUGINS"] = ",".join([*(name for name in names if name and name != PLUGIN_NAME), PLUGIN_NAME])
-
-
-def _other_plugins() -> set[str]:
-    """Installed plugins of vLLM that load without being named, which excludes endpoint plugins."""
     every = entry_points()
-    groups = [group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP]
-    return {plugin.name for group in groups for plugin in every.select(group=group)}
+    try:
+        next(iter(every.select(group=PLUGIN_GROUP, name=PLUGIN_NAME))).load()
+    except Exception as error:  # vLLM would log that and serve without it
+        why = f"its plugin for vLLM cannot be loaded: {error!r}"
+        raise CommandError(f"The package is not installed properly ({why}): reinstall it.") from error
+    given = os.environ.get("VLLM_PLUGINS")
+    groups = [group for group in every.groups if group.startswith("vllm.") and group != PLUGIN_GROUP]  # load unnamed
+    names = sorted({each.name for group in groups for each in every.select(group=group)})
+    names = names if given is None else given.split(",")
+    os.environ["VLLM_PLUGINS"] = ",".join([*(name for name in names if name and name != PLUGIN_NAME), PLUGIN_NAME])
 
 
 @contextmanager

@@ -74,7 +74,7 @@ class RoutedExpertsPlugin:
         """Runs before the server listens. Fails if the capture does not bring back what it should."""
         ours: ServerState = state.routed_experts
         model = state.openai_serving_models.base_model_paths[0].name
-        if isinstance(engine_client, AsyncLLM) and captures(engine_client):
+        if isinstance(engine_client, AsyncLLM) and is_capturing(engine_client.vllm_config.parallel_config.worker_cls):
             ours.captured = await CapturedEngine.start(engine_client, model)
             ours.tasks.append(asyncio.create_task(watch_buffers(ours.captured.buffers)))
         rebind_classes(state)
@@ -127,11 +127,6 @@ async def sweep_forever(store: ArrayStore) -> None:
     while True:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
         show_store(await run_in_threadpool(store.sweep))
-
-
-def captures(engine: AsyncLLM) -> bool:
-    """Whether the engine's workers and scheduler are ours."""
-    return is_capturing(engine.vllm_config.parallel_config.worker_cls)
 
 
 async def announce(state: State, args: Namespace, model: str) -> None:

@@ -152,7 +152,7 @@ def test_the_installed_package_registers_the_plugin() -> None:
 @pytest.mark.parametrize("target", [None, "no_such_module:Plugin", "http.entry_point:no_such_factory"])
 def test_a_plugin_that_vllm_would_serve_without(monkeypatch: pytest.MonkeyPatch, target: str | None) -> None:
     installed = [EntryPoint(PLUGIN_NAME, f"routed_experts.server.{target}", PLUGIN_GROUP)] if target else []
-    with pytest.raises(CommandError, match="cannot be loaded" if target else "not installed properly"):
+    with pytest.raises(CommandError, match="The package is not installed properly"):
         allowed(monkeypatch, None, installed)
 
 
