@@ -60,15 +60,10 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 
 @dataclass
 class Held:
-    """How long others had to wait, in milliseconds, and for what.
+    """How long others had to wait, in milliseconds, and for what."""
 
-    Attributes:
-        held: CPU time of the longest step of any task.
-        late: by how much a timer fired too late, at most.
-    """
-
-    held: float = 0.0
-    late: float = 0.0
+    held: float = 0.0  # CPU time of the longest step of any task
+    late: float = 0.0  # by how much a timer fired too late, at most
 
     def timed(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task:
         """A task for `coro`, every step of which is timed: what a loop makes its tasks with."""
@@ -120,12 +115,7 @@ class _Completion(BaseModel):
 
 
 class Edge:
-    """Routes that answer with rows as vLLM's do, to what an engine would have sent.
-
-    Args:
-        num_rows: of a long answer.
-        folder: for stored arrays.
-    """
+    """Routes that answer with rows as vLLM's do, to what an engine would have sent."""
 
     def __init__(self, num_rows: int, folder: Path) -> None:
         self._store = ArrayStore(folder)
