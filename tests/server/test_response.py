@@ -4,7 +4,6 @@ import asyncio
 import base64
 import itertools
 import random
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -151,27 +150,6 @@ def test_the_form_of_the_response() -> None:
     assert "prompt_routed_experts" not in counted
     assert "routed_experts" not in counted["choices"][0]
     assert np.array(counted["prompt_routed_experts_histogram"]["counts"]).shape == (L, EXPERTS)
-
-
-def test_rows_are_taken_off_before_vllm_sees_the_output() -> None:
-    rows = CollectedRows(RoutingOptions(), (L, K))
-
-    async def results() -> AsyncIterator[RequestOutput]:
-        yield output(2, choice(2, buffer_of((0, rows_of(0, 3)))))
-
-    async def seen() -> list[Any]:
-        return [each.outputs[0].routed_experts async for each in rows.collect_from(results())]
-
-    assert asyncio.run(seen()) == [None]
-    assert len(rows.choices) == 1
-
-
-def test_a_list_of_one_prompt_is_a_list() -> None:
-    for is_list, kind in ((True, list), (False, dict)):
-        outputs = [output(2, choice(1, buffer_of((0, rows_of(0, 2)))))]
-        body = body_of(answer_of(outputs, is_list=is_list, histogram=True)[0])
-        assert isinstance(body["prompt_routed_experts"], kind)
-        assert isinstance(body["prompt_routed_experts_histogram"], kind)
 
 
 def test_choices_whose_prompts_went_through_other_weights() -> None:
