@@ -328,6 +328,13 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout
         assert [each["missing"] for each in counted] == [2 * (0 in lost), len(lost - {0})]
 
 
+def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -> None:
+    engine = Engine(prompt_len=2)
+    steps: list[dict[str, Any]] = [{"late": 1}, {}, {"finish": "stop"}]
+    chunks = stream(aligner_of(), (engine.step(**step) for step in steps))
+    assert [placed(chunk) for chunk in chunks] == [(None, None), ([0, 1], [2]), (None, [3])]
+
+
 def test_errors_end_the_stream_with_an_event() -> None:
     class Failing(Encoder):
         def parts(self, *args: Any) -> Iterator[bytes]:
