@@ -139,6 +139,17 @@ def test_those_are_vllms_own_words() -> None:
     assert serve._ENGINE_FAILED in Path(utils.__file__).read_text()
 
 
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("GatedRepoError", preflight.NO_SUCH_MODEL), ("ConnectTimeout", preflight.NO_HUB), ("Another", "vLLM's own.")],
+)
+@pytest.mark.parametrize("is_explicit", [True, False])
+def test_errors_of_the_hub_below_those_of_others(name: str, sentence: str, is_explicit: bool) -> None:
+    error = OSError("vLLM's own\nand more")
+    setattr(error, "__cause__" if is_explicit else "__context__", type(name, (Exception,), {})())
+    assert preflight.sentence_of(error, "m") == sentence.format(model="m")
+
+
 def test_an_error_of_pydantic_without_a_link() -> None:
     """Errors of its own kinds have a fourth line, with a link."""
 
