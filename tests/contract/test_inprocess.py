@@ -188,11 +188,8 @@ def check_reference(output: RequestOutput, start: int = 0) -> None:
     for choice in output.outputs:
         rows = pickle.loads(pickle.dumps(choice.routed_experts))
         tokens = [*output.prompt_token_ids, *choice.token_ids]
-        assert (rows.shape, len(rows), rows.reference["start"]) == (
-            (len(tokens) - 1 - start, DECODER_LAYERS, K),
-            len(rows),
-            start,
-        )
+        assert rows.shape == (len(rows), DECODER_LAYERS, K) == (len(tokens) - 1 - start, DECODER_LAYERS, K)
+        assert rows.reference["start"] == start
         check(np.array(rows, order="C"), tokens, start)
         assert np.array_equal(rows.fetch(layers=(2, 5), tokens=(1, 3)), np.asarray(rows)[1:3, 2:5].swapaxes(0, 1))
         choice.routed_experts = None  # or the array would be in the way of the next check
