@@ -26,8 +26,9 @@ MAY_IMPORT = {
     },
     "server/cli": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
-        *("server", "server/http", "server/inprocess", "server/outputs", "server/page"),
+        *("server", "server/http", "server/inprocess", "server/outputs"),
     },
+    "server/tools": {"protocol", "server/cli", "server/page"},
 }
 MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")
 MAY_IMPORT_VLLM += ("server/cli/serve.py", "server/inprocess/plugin.py")

@@ -20,10 +20,10 @@ import pytest
 
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.saved import ModelInfo
-from routed_experts.server.cli import view
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
 from routed_experts.server.page import page_files
+from routed_experts.server.tools import view
 from tests.command_lines import shell_words
 from tests.contract.served import serving
 from tests.e2e.harness import Server

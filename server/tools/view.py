@@ -15,8 +15,8 @@ from types import MappingProxyType
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, Reader, normalised
 from routed_experts.server.cli.console import CommandError, progress
-from routed_experts.server.cli.saved import STDIN, add_flags, files_in, info_of
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
+from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
 HOST = "127.0.0.1"
