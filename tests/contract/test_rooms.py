@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "capture/seams": set(),
     "server": set(),
     "server/outputs": {"protocol", "capture", "server"},
-    "server/page": set(),
+    "server/page": {"protocol"},
     "server/inprocess": {"protocol", "capture/engine", "capture/seams", "server", "server/outputs"},
     "server/http": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
