@@ -213,7 +213,7 @@ def _arrays(routing: Routing, first: int, end: int, prefix: str = "") -> dict[st
     return arrays
 
 
-def once(routings: Iterable[Routing]) -> Iterator[Routing]:
+def drop_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
     """The rows of each choice. Those of a prompt come with the first of its choices only."""
     prompts: list[Routing] = []
     for routing in routings:

@@ -18,7 +18,6 @@ USAGE = """\
 usage: routed-experts serve [MODEL] [any flag of vllm serve]
        routed-experts tiny-model DIR
        routed-experts compare MODEL --answers FILE... | --url URL
-       routed-experts stats FILE...
        routed-experts view FILE...
        routed-experts export FILE... | --url URL --prompts FILE  -o OUTPUT
        routed-experts --version
@@ -32,7 +31,6 @@ tiny-model  Write that tiny model to DIR: random weights, 16 experts, a few MB.
 compare     Compare the experts in responses with a Hugging Face forward pass of the same checkpoint, per layer, and
             report whether rounding explains the differences. --help lists its flags.
             Exit status: 0 if equal or near-ties only, 1 if different, 2 on error.
-stats       Report how evenly the experts of each layer are used in saved responses. --help lists its flags.
 view        Show saved responses in a browser, with the page that a running server has at /routed_experts.
 export      Write the experts in responses as Parquet, CSV, npz or JSON Lines. --help lists its flags.
 
@@ -94,11 +92,10 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "serve": serve,
     "tiny-model": tiny_model,
     "compare": _main_of("compare"),
-    "stats": _main_of("stats"),
     "view": _main_of("view"),
     "export": _main_of("export"),
 }
-WITHOUT_VLLM = ("stats", "view", "export")
+WITHOUT_VLLM = ("view", "export")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from routed_experts.protocol.collect import Routing
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer
 from routed_experts.server.cli.console import CommandError
 
@@ -87,7 +88,16 @@ class RunningServer:
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
+    def with_texts(self, routings: Sequence[Routing]) -> list[Routing]:
+        """The rows of a response with the texts of their tokens, if the server has them."""
+        tokens = [(*(each.prompt_token_ids or ()), *(each.token_ids or ())) for each in routings]
+        texts = self._texts_of(chain.from_iterable(tokens))
+        return [
+            replace(routing, texts=tuple(map(texts.get, ids)) if texts and ids else None)
+            for routing, ids in zip(routings, tokens, strict=True)
+        ]
+
+    def _texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
         """The texts of tokens, and of those before; empty if the server has none."""
         unknown = sorted(set(tokens) - self._texts.keys())
         for first in range(0, len(unknown), TEXTS_AT_ONCE):

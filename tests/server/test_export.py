@@ -16,7 +16,7 @@ import torch
 
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.main import INTERRUPTED, main
-from routed_experts.server.tools import export, formats
+from routed_experts.server.tools import export
 from routed_experts.server.tools.running import bodies_of
 from routed_experts.server.tools.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
@@ -129,8 +129,8 @@ def test_the_documented_command(exported: Export, monkeypatch: pytest.MonkeyPatc
 
 
 def test_parquet_with_a_row_per_token_and_layer(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_CUT", 4 * LAYERS)  # so that choices are cut, and groups have several spans
-    monkeypatch.setattr(formats, "_GROUP", 30)
+    monkeypatch.setattr(export, "_CUT", 4 * LAYERS)  # so that choices are cut, and groups have several spans
+    monkeypatch.setattr(export, "_GROUP", 30)
     file = pq.ParquetFile(exported("out.parquet"))
     assert file.num_row_groups > 2
     assert json.loads(file.schema_arrow.metadata[b"routed_experts"]) == INFO
@@ -165,14 +165,14 @@ def test_csv(exported: Export) -> None:
         token, layer = EXPECTED[place // LAYERS], place % LAYERS
         assert [int(row[f"expert_{slot}"]) for slot in range(TOP_K)] == token["rows"][layer].tolist()
         for name in ("request", "choice", "position", "is_prompt", "token_id"):
-            assert row[name] == str(token[name])
+            assert row[name] == str(token[name]).lower()
         assert (row["layer"], row["layer_id"]) == (str(layer), str(LAYER_IDS[layer]))
         assert row["token"] == (token_text(token) or "")
         assert (row["source"], row["group"]) == (str(exported.folder / token["source"]), str(exported.folder))
 
 
 def test_npz(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_CUT", 4 * LAYERS)
+    monkeypatch.setattr(export, "_CUT", 4 * LAYERS)
     with np.load(exported("out.npz"), allow_pickle=False) as found:
         assert found["experts"].dtype == np.int16
         assert np.array_equal(found["experts"], np.stack([token["rows"] for token in EXPECTED]))
@@ -315,7 +315,7 @@ def test_f6_how_prompts_are_sent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS.values())
 def test_memory_does_not_grow(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "_GROUP", 2000)
+    monkeypatch.setattr(export, "_GROUP", 2000)
     line = json.dumps({**answer(Told(rows_of(400, 1), [rows_of(200, 2)])), "routed_experts_info": INFO})
     pool, peaks = pa.default_memory_pool(), []
     for answers in (4, 40):
@@ -365,9 +365,10 @@ def test_without_pyarrow_and_tqdm(
 ) -> None:
     for module in ("pyarrow", "pyarrow.parquet", "tqdm"):
         monkeypatch.setitem(sys.modules, module, None)
-    exported("out.csv")
-    assert main(["export", str(tmp_path / "answers"), "-o", str(tmp_path / "out.parquet")]) == 2
-    assert capsys.readouterr().err == f"routed-experts: {formats.NO_PYARROW}\n"
+    exported("out.npz")
+    for name in ("out.parquet", "out.csv"):
+        assert main(["export", str(tmp_path / "answers"), "-o", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err == f"routed-experts: {export.NO_PYARROW}\n"
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
