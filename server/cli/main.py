@@ -32,7 +32,7 @@ compare     Compare the experts in responses with a Hugging Face forward pass of
             report whether rounding explains the differences. --help lists its flags.
             Exit status: 0 if equal or near-ties only, 1 if different, 2 on error.
 view        Show saved responses in a browser, with the page that a running server has at /routed_experts.
-export      Write the experts in responses as Parquet, CSV, npz or JSON Lines. --help lists its flags.
+export      Write the experts in responses as Parquet, CSV or npz. --help lists its flags.
 
 FILE contains JSON (one response per line or pretty-printed), streams as printed by curl or the output of a batch, or is
 a folder with files *.json and *.jsonl; - is standard input.

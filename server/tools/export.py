@@ -1,15 +1,14 @@
-"""`routed-experts export`: the rows of responses as Parquet, CSV, `.npz` or JSON Lines.
+"""`routed-experts export`: the rows of responses as Parquet, CSV or `.npz`.
 
 Reads and writes part by part, so that memory does not grow with the number of responses.
 """
 
 import argparse
 import json
-import os
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -21,13 +20,12 @@ import numpy as np
 
 from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
 from routed_experts.protocol.collect import Routing, RoutingError
-from routed_experts.protocol.saved import ModelInfo, SavedAnswer, drop_repeated_prompts, normalised, read
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer, drop_repeated_prompts, read
 from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
-from routed_experts.server.tools.saved import add_flags, info_of, opened
+from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, opened
 
-FORMATS = ("parquet", "csv", "npz", "jsonl")
-NOTHING = "Nothing to export: the responses have no rows."
+FORMATS = ("parquet", "csv", "npz")
 NO_PYARROW = "Parquet and CSV need pyarrow: pip install 'routed-experts-server[export]', or choose --format npz."
 KINDS = {"source": "string", "group": "string", "request": "int32", "id": "string", "choice": "int32"}
 KINDS |= {"position": "int32", "is_prompt": "bool_", "token_id": "int32", "token": "string"}
@@ -195,33 +193,6 @@ def write_npz(path: Path, parts: Iterator[Columns], found: Exported) -> None:
                     np.save(member, np.asarray(value))
 
 
-def write_lines(path: Path, answers: Answers, found: Exported) -> None:
-    """The responses themselves, a line for each prompt."""
-    with path.open("w", encoding="ascii") as file:
-        for answer, routings in answers:
-            file.writelines(f"{json.dumps(body)}\n" for body in normalised(answer, routings))
-            for routing in drop_repeated_prompts(routings):
-                found.count(routing.rows)
-            found.answers += 1
-
-
-@contextmanager
-def atomic_file(output: Path) -> Iterator[Path]:
-    """A file beside `output`, which takes its name if all goes well."""
-    path = output.with_name(f".{output.name}.{os.getpid()}.part")
-    if output.is_dir():
-        raise CommandError(f"--output {output} is a folder.")
-    try:
-        path.touch()
-    except OSError as error:
-        raise CommandError(f"--output {output} cannot be written: {error.strerror}.") from error
-    try:
-        yield path
-        path.replace(output)
-    finally:
-        path.unlink(missing_ok=True)
-
-
 # ---- the command ----
 
 
@@ -238,9 +209,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--url", help="URL of a running server; sends the requests of --prompts to it")
     add_server_flags(parser)
     parser.add_argument("--output", "-o", type=Path, required=True, help="file to write")
-    parser.add_argument(
-        "--format", choices=FORMATS, help="format of the file (default: as its name ends); jsonl: responses"
-    )
+    parser.add_argument("--format", choices=FORMATS, help="format of the file (default: as its name ends)")
     parser.add_argument(
         "--per",
         choices=("layer", "token"),
@@ -276,15 +245,12 @@ def main(argv: Sequence[str]) -> int:
         server = RunningServer(args.url, args.api_key)
         asked = shown(server.ask_all(bodies, args.weights))
         answers = ((each, server.with_texts(each.routings())) for each in asked)
-    with atomic_file(args.output) as path:
-        if args.format == "jsonl":
-            write_lines(path, answers, found)
-        else:
-            parts = columns_of(answers, found, args.weights)
-            if (first := next(parts, None)) is None:
-                raise CommandError(NOTHING)
-            form = args.format if args.per == "layer" else args.per
-            write: Any = write_npz if form == "npz" else partial(write_table, form=form)
-            write(path, chain([first], parts), found)
+    with atomic_file(args.output, "--output") as path:
+        parts = columns_of(answers, found, args.weights)
+        if (first := next(parts, None)) is None:
+            raise CommandError("Nothing to export: the responses have no rows.")
+        form = args.format if args.per == "layer" else args.per
+        write: Any = write_npz if form == "npz" else partial(write_table, form=form)
+        write(path, chain([first], parts), found)
     print(f"Wrote {args.output}: {found.answers} responses, {found.rows} rows, {found.missing} of them unknown.")
     return 0

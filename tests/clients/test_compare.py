@@ -251,7 +251,7 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
     assert (tuple(reference.layer_ids), reference.top_k) == (shape.layer_ids, shape.top_k)
     assert reference.num_experts == shape.num_experts
     chosen: dict[int, np.ndarray] = {}
-    reference.score(tokens, lambda place, ids, scores: chosen.__setitem__(place, ids))
+    reference.score(tokens, lambda place, ids, scores, weights: chosen.__setitem__(place, ids))
     got = np.stack([chosen[place] for place in range(len(shape.layer_ids))], axis=1)
     assert np.array_equal(np.sort(got, axis=2), HookOracle(tmp_path, shape).rows(tokens))
 

@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 
 def commands(file: str, folder: str) -> list[list[str]]:
-    outputs = (f"{folder}/out.{each}" for each in ("parquet", "csv", "npz", "jsonl"))
+    outputs = (f"{folder}/out.{each}" for each in ("parquet", "csv", "npz"))
     return [
         *(["export", file, "-o", output] for output in outputs),
         ["export", file, "--weights", "-o", f"{folder}/weights.npz"],
