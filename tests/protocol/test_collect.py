@@ -19,7 +19,7 @@ from openai.types.chat import ChatCompletionChunk
 from routed_experts.protocol import expert_load
 from routed_experts.protocol.codec import Format, encode
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream, weights_of
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 RAW: dict[str, Any] = {"num_layers": LAYERS, "top_k": TOP_K}
@@ -39,10 +39,13 @@ def check(routing: Routing, expected: Told, choice: int = 0) -> None:
     assert np.array_equal(routing.prompt_rows, expected.prompt[expected.start :])
     assert np.array_equal(routing.generated_rows, expected.choices[choice])
     assert (routing.prompt_len, routing.finish_reason) == (len(expected.prompt), "length")
-    assert (routing.prompt_token_ids, routing.token_ids) == (
-        tuple(expected.prompt_token_ids),
-        tuple(expected.token_ids(choice)),
-    )
+    ids = tuple(expected.prompt_token_ids), tuple(expected.token_ids(choice))
+    assert (routing.prompt_token_ids, routing.token_ids) == ids
+    assert (routing.weights is not None) == expected.weights
+    if routing.weights is not None:
+        weights = weights_of(whole)
+        assert np.array_equal(routing.weights, weights, equal_nan=True)
+        assert expected.fmt == "list" or routing.weights.tobytes() == weights.tobytes(), "NaN has all bits set"
 
 
 def check_all(routings: list[Routing], *prompts: Told) -> None:
@@ -59,7 +62,7 @@ def responses(draw: Any) -> list[Told]:
     dtype, g, n = draw(st.sampled_from(["int16", "uint8", "int32"])), draw(st.integers(1, 6)), draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(2, 9), min_size=1, max_size=2))
     start = draw(st.integers(0, min(lengths)))
-    options = {"fmt": fmt, "layout": layout, "dtype": dtype, "start": start}
+    options = {"fmt": fmt, "layout": layout, "dtype": dtype, "start": start, "weights": draw(st.booleans())}
     prompts = [told(p, g, n, first_token=500 * i, **options) for i, p in enumerate(lengths)]
     if dtype != "uint8":
         for at in draw(st.sets(st.integers(start, min(lengths) - 1), max_size=2)) if start < min(lengths) else ():
@@ -76,9 +79,8 @@ def test_collect(prompts: list[Told], piece: int, per_chunk: int, is_list: bool)
     check_all(collect(body, **options), *prompts)
     check_all(collect(iter(stream(*prompts, piece=piece, per_chunk=per_chunk)), **options), *prompts)
     packed = copy.deepcopy(body)
-    for holder, key in ((packed, "prompt_routed_experts"), *((each, "routed_experts") for each in packed["choices"])):
-        if key in holder:
-            holder[key] = binary(holder[key])
+    for holder in (packed, *packed["choices"]):
+        holder |= {name: binary(value) for name, value in holder.items() if "routed_expert" in name}
     check_all(collect(msgspec.msgpack.decode(msgspec.msgpack.encode(packed)), **options), *prompts)
     n = options.pop("n")  # needed only for several choices of several prompts
     if n == 1 or len(prompts) == 1 or one.layout == "joined":
@@ -94,7 +96,7 @@ def binary(array: Any) -> Any:
         return base64.b64decode(array)
     if isinstance(array, dict):
         return {**array, "data": base64.b64decode(array["data"])}
-    return [binary(each) if isinstance(each, str | dict) else each for each in array]
+    return [binary(each) if isinstance(each, str | dict) else each for each in array]  # of prompts, or nested lists
 
 
 def test_prompts_with_different_starts_and_without_rows() -> None:
@@ -235,6 +237,26 @@ class TestServerSentEvents:
         refused("an event is not JSON", [b'data: {"choices": [\n\ndata: [DONE]\n\n'])
         refused("the engine died", [sse([*self.CHUNKS[:3], error])])
         refused("the engine died", error)
+
+
+def test_weights_that_are_not_of_the_ids_beside_them() -> None:
+    """A stream that loses some of its weights; an array of another start, shape or type; too few of them."""
+    expected = told(weights=True)
+    for place in range(len(stream(expected, piece=5))):
+        chunks = stream(expected, piece=5)
+        for holder in (chunks[place], *chunks[place]["choices"]):
+            for name in [name for name in holder if name.endswith("weights")]:
+                del holder[name]
+                refused("some of its rows", iter(chunks))
+    for change in ({"start": 1}, {"missing": 1}, {"shape": [2, 1, 1]}, {"shape": [1, 3, 8]}, {"dtype": "int32"}):
+        for prefix in ("prompt_", ""):
+            body = answer(expected)
+            holder = body if prefix else body["choices"][0]
+            holder[f"{prefix}routed_expert_weights"] |= change
+            refused("weights", body)
+    body = answer(expected, told(weights=True, first_token=500))
+    body["prompt_routed_expert_weights"].pop()
+    refused("rows of 2 prompts, but weights of 1", body)
 
 
 def test_a_broken_off_stream_keeps_what_arrived() -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from routed_experts.protocol.batch import align, align_weights, join_turns, scaled, splice, spread_layers, verify
 from routed_experts.protocol.codec import UNKNOWN_WEIGHT, CodecError, count_missing, decode, decode_weights
-from routed_experts.protocol.collect import Routing, RoutingError, collect
+from routed_experts.protocol.collect import Routing, RoutingError
 
 L, K = 2, 3
-P, G = 4, 3
 BITS = np.array([-1, 0x7FC00001, 0x80000000 - (1 << 32), 0x3F000000, 1, -65536], dtype=np.int32)
 
 
@@ -97,102 +96,6 @@ def test_known_weights_are_not_missing() -> None:
     assert count_missing(weights) == 0
     weights[1, 1, 2] = UNKNOWN_WEIGHT
     assert count_missing(weights) == 1
-
-
-def answer(form: str = "object", layout: str = "split", weights: bool = True) -> dict[str, Any]:
-    rows, of_rows = ids_of(P + G - 1), weights_of(P + G - 1)
-    make = FORMS[form]
-
-    def arrays(prefix: str, first: int, end: int) -> dict[str, Any]:
-        found = {f"{prefix}routed_experts": make(rows[first:end], first)}
-        if weights:
-            found[f"{prefix}routed_expert_weights"] = make(of_rows[first:end], first)
-        return found
-
-    choice = {"index": 0, "prompt_token_ids": list(range(P)), "token_ids": list(range(G)), "finish_reason": "length"}
-    if layout == "joined":
-        return {"choices": [choice | arrays("", 0, P + G - 1)]}
-    return {"choices": [choice | arrays("", P, P + G - 1)], **arrays("prompt_", 0, P)}
-
-
-@pytest.mark.parametrize("layout", ["split", "joined"])
-@pytest.mark.parametrize("form", FORMS)
-def test_whole_answers(form: str, layout: str) -> None:
-    asked: Any = {"num_layers": L, "top_k": K} if form == "raw" else {}
-    (routing,) = collect(answer(form, layout), **asked)
-    assert np.array_equal(routing.rows, ids_of(P + G - 1))
-    assert routing.weights is not None
-    assert np.array_equal(routing.weights, weights_of(P + G - 1), equal_nan=True)
-    if form != "list":
-        assert routing.weights.tobytes() == weights_of(P + G - 1).tobytes()
-    (routing,) = collect(answer(form, layout, weights=False), **asked)
-    assert routing.weights is None
-
-
-def chunks(weights: bool = True) -> list[dict[str, Any]]:
-    """A stream: the prompt in two pieces, then a row with each token."""
-    whole, rows, of_rows = answer(), ids_of(P + G - 1), weights_of(P + G - 1)
-    pieces = [(0, 3), (3, 4), (4, 5), (5, 6)]
-    made = []
-    for index, (first, end) in enumerate(pieces):
-        arrays = {"routed_experts": as_object(rows[first:end], first)}
-        if weights:
-            arrays["routed_expert_weights"] = as_object(of_rows[first:end], first)
-        choice = {**whole["choices"][0], "token_ids": [[], [0], [1], [2]][index], "finish_reason": None}
-        del choice["routed_experts"], choice["routed_expert_weights"]
-        if end <= P:
-            made.append({"choices": [choice], **{f"prompt_{name}": array for name, array in arrays.items()}})
-        else:
-            made.append({"choices": [choice | arrays]})
-    made[-1]["choices"][0]["finish_reason"] = "length"
-    return made
-
-
-def test_streams() -> None:
-    (routing,) = collect(iter(chunks()))
-    assert routing.weights is not None
-    assert routing.weights.tobytes() == weights_of(P + G - 1).tobytes()
-    (routing,) = collect(iter(chunks(weights=False)))
-    assert routing.weights is None
-
-
-def test_several_prompts() -> None:
-    one = answer()
-    both = {
-        "choices": [one["choices"][0], {**one["choices"][0], "index": 1}],
-        **{name: [one[name]] * 2 for name in ("prompt_routed_experts", "prompt_routed_expert_weights")},
-    }
-    for routing in collect(both):
-        assert routing.weights is not None
-        assert routing.weights.tobytes() == weights_of(P + G - 1).tobytes()
-    both["prompt_routed_expert_weights"].pop()
-    with pytest.raises(RoutingError, match="weights of 1"):
-        collect(both)
-
-
-@pytest.mark.parametrize("place", ["prompt", "choice"])
-@pytest.mark.parametrize(
-    "change", [{"start": 1}, {"missing": 1}, {"shape": [2, K, L]}, {"shape": [1, L, 2 * K]}, {"dtype": "int32"}, None]
-)
-def test_arrays_that_disagree(place: str, change: dict[str, Any] | None) -> None:
-    whole = answer()
-    container, prefix = (whole, "prompt_") if place == "prompt" else (whole["choices"][0], "")
-    name = f"{prefix}routed_expert_weights"
-    if change is None:
-        del container[name]
-    else:
-        container[name] = {**container[name], **change}
-    with pytest.raises(RoutingError):
-        collect(whole)
-
-
-def test_a_stream_that_loses_weights() -> None:
-    for index in range(4):
-        stream = chunks()
-        container, prefix = (stream[index], "prompt_") if index < 2 else (stream[index]["choices"][0], "")
-        del container[f"{prefix}routed_expert_weights"]
-        with pytest.raises(RoutingError, match="some of its rows"):
-            collect(iter(stream))
 
 
 def routing(first: int, end: int, weights: bool = True, **about: Any) -> Routing:

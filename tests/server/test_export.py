@@ -5,6 +5,7 @@ import json
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,40 +16,24 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT, decode, encode_weights
 from routed_experts.server.cli.main import INTERRUPTED, main
 from routed_experts.server.tools import export
 from routed_experts.server.tools.running import bodies_of
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream, weights_of
 
 LAYER_IDS = [1, 3, 4]
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": LAYER_IDS}
 FORMATS = ("out.parquet", "out.csv", "out.npz")
 
-SEVERAL = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)])
+SEVERAL = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], weights=True)
 SEVERAL.prompt[3] = -1
-STREAMED = Told(rows_of(7, 4), [rows_of(3, 5)], start=2, first_token=500)
-JOINED = Told(rows_of(2, 1), [rows_of(2, 2)], layout="joined")  # without token ids
-OF_PAGE = Told(rows_of(2, 6), [rows_of(2, 7)])
+STREAMED = Told(rows_of(7, 4), [rows_of(3, 5)], start=2, first_token=500, weights=True)
+JOINED = Told(rows_of(2, 1), [rows_of(2, 2)], layout="joined", weights=True)  # without token ids
+OF_PAGE = Told(rows_of(2, 6), [rows_of(2, 7)], weights=True)
 TEXTS = {1: [None] * 7 + [*"wxyz"], 3: ["p", '"a",\n', "\ud800", None, "s"]}
 """Of some answers: log-probabilities have those of generated tokens, files of the page all."""
 
 Tokens = list[dict[str, Any]]
-
-
-def weights_of(rows: Any) -> np.ndarray:
-    """Weights that differ in every slot; unknown where a row is."""
-    return np.where(np.array(rows) < 0, UNKNOWN_WEIGHT, np.array(rows, np.float32) / 64)
-
-
-def weighed(body: dict[str, Any]) -> dict[str, Any]:
-    """`body`, or a chunk, with weights beside all rows."""
-    for holder in (body, *body["choices"]):
-        for prefix in ("prompt_", ""):
-            if (ids := holder.get(f"{prefix}routed_experts")) is not None:
-                weights = encode_weights(weights_of(decode(ids)), start=ids["start"])
-                holder[f"{prefix}routed_expert_weights"] = weights
-    return body
 
 
 def expected(folder: Path) -> Iterator[dict[str, Any]]:
@@ -75,11 +60,11 @@ def folder(tmp_path: Path) -> Path:
     """Files with the answers above; the first two say which layers they have."""
     folder = tmp_path / "answers"
     folder.mkdir()
-    first = {"id": "cmpl-1", **weighed(answer(SEVERAL)), "routed_experts_info": INFO}
-    chunks, texts = [weighed(chunk) for chunk in stream(STREAMED)], iter(TEXTS[1][7:])
+    first = {"id": "cmpl-1", **answer(SEVERAL), "routed_experts_info": INFO}
+    chunks, texts = stream(STREAMED), iter(TEXTS[1][7:])
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         choice["logprobs"] = {"tokens": [next(texts) for _ in choice.get("token_ids", ())]}
-    joined, of_page = weighed(answer(JOINED)), weighed(answer(OF_PAGE))
+    joined, of_page = answer(JOINED), answer(OF_PAGE)
     for name in ("prompt_token_ids", "token_ids"):
         del joined["choices"][0][name]
     of_page |= {"routed_experts_page": {"prompt_tokens": TEXTS[3][:2]}}
@@ -305,7 +290,7 @@ def test_without_pyarrow_and_tqdm(
 
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, other = answer(SEVERAL), answer(Told(rows_of(4, layers=2), [rows_of(2, layers=2)]))
+    plain, other = answer(replace(SEVERAL, weights=False)), answer(Told(rows_of(4, layers=2), [rows_of(2, layers=2)]))
     large = answer(Told(rows_of(2, 1), [rows_of(2, 2)], first_token=1 << 40))
     nothing = answer(Told(rows_of(2, 1), [rows_of(0, 2)], start=2))
     nowhere = tmp_path / "nowhere" / "out.csv"
