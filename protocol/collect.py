@@ -314,35 +314,19 @@ class Collector:
         if value is not None:
             self._add(state.pieces, value, _get(choice, "routed_expert_weights"))
 
-    def _add(self, pieces: "_Pieces", value: Any, weights: Any) -> None:
+    def _add(self, pieces: "_Pieces", value: Any, beside: Any) -> None:
+        """Adds an array of rows, and the one of their weights if there is one."""
+        shape = {name: size for name, size in self._form.items() if name != "dtype"}
         try:
             rows = decode(value, **self._form)
+            weights = None if beside is None else decode_weights(beside, **shape)
         except ValueError as error:
             raise RoutingError(f"{pieces.name}: {error}") from error
-        if len(rows) or rows.shape[1:] != (0, 0):  # an empty list has no shape
-            if rows.ndim != 3 or self._shape not in (None, rows.shape[1:]):
+        if len(rows):  # an empty list has no shape
+            if self._shape not in (None, rows.shape[1:]):
                 raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
             self._shape = rows.shape[1:]
-        if pieces.arrays and (pieces.weights is None) != (weights is None):
-            raise RoutingError(f"{pieces.name}: weights of some of its rows only")
-        pieces.add(value, rows)
-        if weights is not None:
-            self._add_weights(pieces, value, rows, weights)
-
-    def _add_weights(self, pieces: "_Pieces", ids: Any, rows: NDArray[np.integer[Any]], value: Any) -> None:
-        """Adds the weights `value` beside `rows`, which were decoded from `ids`."""
-        try:
-            shape = {name: size for name, size in self._form.items() if name != "dtype"}
-            weights = decode_weights(value, **shape)
-        except ValueError as error:
-            raise RoutingError(f"{pieces.name}: {error}") from error
-        if weights.shape != rows.shape and len(weights) + len(rows):
-            raise RoutingError(f"{pieces.name}: weights of shape {weights.shape} beside ids of {rows.shape}")
-        if isinstance(value, Mapping):
-            theirs = ids.get("start") if isinstance(ids, Mapping) else None
-            if value.get("start") != theirs or value.get("missing") != count_missing(weights):
-                raise RoutingError(f"{pieces.name}: weights that are not of the ids beside them")
-        pieces.weights = [*(pieces.weights or ()), weights]
+        pieces.add(value, rows, beside, weights)
 
     def _routing_of(self, index: int, prompt: "_Pieces | None", counted: Histogram | None) -> Routing:
         choice = self._choices[index]
@@ -410,21 +394,31 @@ class _Pieces:
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     weights: list[NDArray[np.float32]] | None = None
 
-    def add(self, value: Any, rows: NDArray[np.integer[Any]]) -> None:
-        """Appends `rows`, which were decoded from `value`."""
+    def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
+        """Appends `rows` and their weights, which were decoded from `value` and `beside`."""
+        start = value.get("start") if isinstance(value, Mapping) else None
         if isinstance(value, Mapping):
-            start, missing = value.get("start"), value.get("missing")
             if type(start) is not int or not 0 <= start <= _LARGEST:
                 raise RoutingError(f"{self.name}: its first row is at {shown(start)}")
-            if self.start is None:
-                self.start = start
-            elif start != self.start + self.length:
-                what = "overlap" if start < self.start + self.length else "a gap"
-                raise RoutingError(f"{self.name}: {what}: rows from {start} on after {self.start + self.length}")
-            if missing != count_missing(rows):
+            self.start = start if self.start is None else self.start
+            if (end := self.start + self.length) != start:
+                what = "overlap" if start < end else "a gap"
+                raise RoutingError(f"{self.name}: {what}: rows from {start} on after {end}")
+            if value.get("missing") != (missing := count_missing(rows)):
                 raise RoutingError(
-                    f"{self.name}: {count_missing(rows)} rows are not known, said to be {shown(missing)}"
+                    f"{self.name}: {missing} rows are not known, said to be {shown(value.get('missing'))}"
                 )
+        if self.arrays and (self.weights is None) != (weights is None):
+            raise RoutingError(f"{self.name}: weights of some of its rows only")
+        if weights is not None:
+            if weights.shape != rows.shape and len(weights) + len(rows):
+                raise RoutingError(f"{self.name}: weights of shape {weights.shape} beside ids of {rows.shape}")
+            if isinstance(beside, Mapping) and (
+                beside.get("start") != start or beside.get("missing") != count_missing(weights)
+            ):
+                raise RoutingError(f"{self.name}: weights that are not of the ids beside them")
+            self.weights = self.weights or []
+            self.weights.append(weights)
         self.arrays.append(rows)
         self.length += len(rows)
 
