@@ -4,10 +4,11 @@ import os
 from argparse import Namespace
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
-from routed_experts.server.page.saved import MAX_BYTES, READ_PATH, TOO_LARGE, read
+from routed_experts.server.page.saved import MAX_BYTES, READ_PATH, read
 
 page_router = APIRouter(include_in_schema=False)
 
@@ -30,9 +31,11 @@ async def read_saved(raw_request: Request) -> Response:
     async for chunk in raw_request.stream():  # to its end, so that the client hears of the error
         if len(body) <= MAX_BYTES:
             body += chunk
-    if len(body) > MAX_BYTES:
-        return JSONResponse({"error": {"message": TOO_LARGE}}, 413)
-    return StreamingResponse(read(bytes(body)), media_type="application/jsonl", headers=HEADERS)
+    try:
+        lines = await run_in_threadpool(read, bytes(body))
+    except ValueError as error:
+        return JSONResponse({"error": {"message": str(error), "type": "BadRequestError", "code": 400}}, 400)
+    return StreamingResponse(lines, media_type="application/jsonl", headers=HEADERS)
 
 
 def page_config(raw_request: Request) -> dict[str, str]:

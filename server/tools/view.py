@@ -61,7 +61,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Reads files that are opened in the page."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._respond(200, "application/jsonl", map(str.encode, read(body)))
+        try:
+            self._respond(200, "application/jsonl", map(str.encode, read(body)))
+        except ValueError as error:
+            self._respond(400, "application/json", [json.dumps({"error": {"message": str(error)}}).encode()])
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
