@@ -8,7 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
-from routed_experts.server.page.saved import MAX_BYTES, READ_PATH, read
+from routed_experts.server.page.saved import MAX_BYTES, READ_PATH, TOO_LARGE, read
 
 page_router = APIRouter(include_in_schema=False)
 
@@ -31,11 +31,17 @@ async def read_saved(raw_request: Request) -> Response:
     async for chunk in raw_request.stream():  # to its end, so that the client hears of the error
         if len(body) <= MAX_BYTES:
             body += chunk
+    if len(body) > MAX_BYTES:
+        return _error(TOO_LARGE, 413)
     try:
         lines = await run_in_threadpool(read, bytes(body))
     except ValueError as error:
-        return JSONResponse({"error": {"message": str(error), "type": "BadRequestError", "code": 400}}, 400)
+        return _error(str(error), 400)
     return StreamingResponse(lines, media_type="application/jsonl", headers=HEADERS)
+
+
+def _error(message: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": status}}, status)
 
 
 def page_config(raw_request: Request) -> dict[str, str]:

@@ -8,6 +8,7 @@ from routed_experts.protocol.saved import ModelInfo, page_lines
 
 READ_PATH = "/v1/routed_experts/saved"
 MAX_BYTES = 32 << 20
+TOO_LARGE = f"Files of more than {MAX_BYTES >> 20} MiB at once: open them with routed-experts view."
 
 
 def read(body: bytes) -> Iterator[str]:
@@ -16,8 +17,6 @@ def read(body: bytes) -> Iterator[str]:
     Raises:
         ValueError: the body is another one.
     """
-    if len(body) > MAX_BYTES:
-        raise ValueError(f"Files of more than {MAX_BYTES >> 20} MiB at once: open them with routed-experts view.")
     try:
         files = [(str(name), StringIO(text)) for name, text in json.loads(body)]
     except (TypeError, ValueError, RecursionError) as error:
