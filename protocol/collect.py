@@ -302,7 +302,8 @@ class Collector:
         state.prompt_token_ids = _ids(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
         token_ids = _ids(_get(choice, "token_ids"))
         if token_ids is not None:
-            state.token_ids = [*(state.token_ids or ()), *token_ids]
+            state.token_ids = state.token_ids or []
+            state.token_ids += token_ids
         finish_reason = _get(choice, "finish_reason")
         if finish_reason is not None and not isinstance(finish_reason, str):
             raise RoutingError(f"choice {index}: not a finish reason: {shown(finish_reason)}")
@@ -380,19 +381,13 @@ class Collector:
 
 @dataclass
 class _Pieces:
-    """Arrays that follow each other without gap or overlap.
-
-    Attributes:
-        start: position of the first row; None until a piece states it.
-        length: rows of all arrays.
-        weights: those of the arrays; None where they have none.
-    """
+    """Arrays that follow each other without gap or overlap."""
 
     name: str
-    start: int | None = None
-    length: int = 0
+    start: int | None = None  # of the first row, once a piece says it
+    length: int = 0  # rows of all arrays
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
-    weights: list[NDArray[np.float32]] | None = None
+    weights: list[NDArray[np.float32]] | None = None  # of the arrays, if they have any
 
     def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
         """Appends `rows` and their weights, which were decoded from `value` and `beside`."""
