@@ -127,7 +127,7 @@ class TestTurns:
         assert (joined.start, joined.end, joined.prompt_len) == (starts[0], 29, 22)
         assert join_turns(turns[:1]) is turns[0]
         counted = replace(turns[-1], histogram=expert_load.histogram(turns[-1].rows, EXPERTS))
-        assert join_turns([*turns[:-1], counted]).histogram is None, "of the last turn alone"
+        assert join_turns([join_turns(turns[:-1]), counted]).histogram is None, "of the last turn alone"
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
 
     def test_rows_that_hold_for_another_prompt(self) -> None:
