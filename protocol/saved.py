@@ -21,6 +21,7 @@ from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
+MAX_POSITIONS = 1 << 20  # of a choice on the page
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
@@ -151,7 +152,7 @@ def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: Mod
 
 
 def _shown(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> dict[str, Any]:
-    check_rows(answer, routing)
+    check_shown(answer, routing)
     model, weights, start = answer.parts[0].get("model"), routing.weights, routing.start
     prompt = routing.prompt_token_ids or [None] * (routing.prompt_len or 0)
     ids = [] if routing.prompt_len is None else [*prompt, *(routing.token_ids or ())]
@@ -169,8 +170,12 @@ def _shown(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> di
     }
 
 
-def check_rows(answer: SavedAnswer, routing: Routing) -> None:
-    """Raises `RoutingError` if a choice has counts in place of rows."""
+def check_shown(answer: SavedAnswer, routing: Routing) -> None:
+    """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or too many tokens."""
+    if (
+        routing.end > MAX_POSITIONS
+    ):  # whatever a file says; a token takes memory, whether anything is known of it or not
+        raise RoutingError(f"{answer.where}: rows up to {routing.end}, but the page shows {MAX_POSITIONS} at most")
     if routing.histogram is not None and not len(routing.rows):
         raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
 

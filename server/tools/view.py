@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TextIO
 
-from routed_experts.protocol.saved import ModelInfo, Reader, check_rows, page_lines
+from routed_experts.protocol.saved import ModelInfo, Reader, check_shown, page_lines
 from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
 from routed_experts.server.page.saved import read
@@ -146,7 +146,7 @@ def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> li
                 for answer in reader.read(name, text):
                     found = True
                     for routing in answer.routings(unfinished=True):
-                        check_rows(answer, routing)
+                        check_shown(answer, routing)
         except OSError as error:
             raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
         viewed += [ViewedFile(name, file, about)] if found else []

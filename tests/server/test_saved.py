@@ -226,12 +226,18 @@ def test_what_the_page_shows() -> None:
     assert error["error"]["message"].startswith("cut, line 3 is not valid JSON")
 
 
-def test_weights_and_histograms_on_the_page() -> None:
+def test_weights_and_what_the_page_cannot_show() -> None:
     body = answer(Told(rows_of(2, 1), [rows_of(1, 2)], layout="joined"))
     weights = np.random.default_rng(0).random((3, LAYERS, TOP_K), dtype=np.float32)
     body["choices"][0]["routed_expert_weights"] = encode_weights(weights, start=0)
     (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
     assert np.array_equal(decode_weights(line["weights"]), weights)
+    far = answer(Told(rows_of(2, 1), [rows_of(1, 2)], fmt="object", layout="joined"))
+    for name in ("prompt_token_ids", "token_ids"):
+        del far["choices"][0][name]
+    far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
+    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
+    assert line["error"]["message"] == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
     of_choice = {"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows_of(3), EXPERTS)}
     body = {"choices": [of_choice], "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS)}
     (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
