@@ -44,6 +44,7 @@ PROMPT_END_UNKNOWN = (
 _LARGEST = (1 << 31) - 1
 """Of indices, token ids and positions, none of which are larger in a real response."""
 _LARGEST_COUNT = (1 << 53) - 1
+_MOST_TEXTS = 1 << 24
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 _PLAIN = (str, bytes, int, float, list, tuple)
@@ -361,7 +362,10 @@ class Collector:
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
         rows: Rows = _joined(arrays, shape, np.int16)  # which can hold every id and -1, for any type on the wire
-        texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
+        texts: tuple[str | None, ...] = ()
+        # A file may say that a prompt is longer than any is: its tokens have no texts, and take no memory.
+        if (choice.texts or self._prompt_texts) and (prompt_len or 0) * len(self._choices) <= _MOST_TEXTS:
+            texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
             start=start,

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import copy
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any, get_args
@@ -480,6 +481,22 @@ def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
     assert collect({"choices": [choice], "routed_experts_page": {"prompt_tokens": texts}})[0].texts == tuple(texts)
     for some in (texts[9:], texts[1:]):
         assert collect({"choices": [{**choice, "logprobs": {"tokens": some}}]})[0].texts is None
+
+
+def test_f1_a_prompt_that_is_longer_than_any() -> None:
+    """F1: its length is one number in a response, and takes no memory of its size."""
+    body = answer(told())
+    body["choices"][0]["logprobs"] = {"tokens": [*"abcdef"]}
+    del body["choices"][0]["prompt_token_ids"]
+    body["prompt_routed_experts"]["start"] = 2**28
+    body["choices"][0]["routed_experts"]["start"] = 2**28 + 9
+    tracemalloc.start()
+    try:
+        (routing,) = collect(body, prompt_start=None)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert (routing.prompt_len, routing.texts) == (2**28 + 9, None)
 
 
 JSON = st.recursive(
