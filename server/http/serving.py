@@ -189,7 +189,7 @@ class RoutedServing:
             return
         assert self.captured is not None
         for_response = not options.rows or options.histogram or options.layout == "joined" or options.asks_for_inline
-        if num_choices == 1 and not (request.stream or for_response or self.captured.buffers.recorder is not None):
+        if num_choices == 1 and not (request.stream or for_response or self.captured.buffers.recorder.is_on):
             request.kv_transfer_params = {**params, PARAM: ALONE}
 
     async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
@@ -220,7 +220,7 @@ class RoutedServing:
         return ReferenceMaker(self.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        if self.captured is not None and self.captured.buffers.recorder is not None:
+        if self.captured is not None:
             self.captured.buffers.recorder.leave_out("beam_search")
         async for output in super().beam_search(*args, **kwargs):  # type: ignore[misc]
             yield output
