@@ -11,7 +11,6 @@ import time
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -134,15 +133,6 @@ def test_references_lead_to_what_comes_inline(api: Server, path: str, body: dict
         if mode is REFERENCE:
             assert all("url" in chunk["choices"][0]["routed_experts"] for chunk in last)
             assert not any("routed_exp" in str(chunk) for chunk in chunks if chunk not in last)
-
-
-def test_the_rows_are_those_of_the_tokens(api: Server) -> None:
-    prompt = prompt_of(21, 9)
-    whole = api.complete(prompt=prompt, max_tokens=6, **ASK, **REFERENCE)
-    tokens = whole["choices"][0]["token_ids"]
-    assert np.array_equal(fetch(whole["prompt_routed_experts"]).swapaxes(0, 1), rows_of(prompt))
-    rows = np.load(whole["choices"][0]["routed_experts"]["path"], mmap_mode="r")
-    assert np.array_equal(rows.swapaxes(0, 1), rows_of([*prompt, *tokens][:-1], 21))
 
 
 @pytest.fixture(scope="module")
@@ -272,7 +262,6 @@ def test_h5_methods_that_there_are_not(api: Server, reference: dict[str, Any]) -
 @pytest.mark.parametrize("is_in_memory", [True, False])
 def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool) -> None:
     """Which are sent in many chunks; files on a disk are not read in the event loop."""
-    store = ArrayStore(default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store", keeps=False)
     threads = []
 
     def in_which_thread(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,53 +269,52 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
 
     monkeypatch.setattr(route, "read_npy_header", in_which_thread(route.read_npy_header))
     monkeypatch.setattr(os, "pread", in_which_thread(os.pread))
+    store = ArrayStore(default_folder(f"test-{os.getpid()}") if is_in_memory else tmp_path / "store", keeps=False)
     array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
     app = FastAPI()
     app.include_router(router)
     app.state.array_store = store
 
-    async def get(query: str, **headers: str) -> bytes:
+    async def fetch_all() -> None:
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            response = await client.get(f"{references.ROWS_PATH}/{stored.id}?{query}", headers=headers)
-        return response.content
+        async with httpx.AsyncClient(transport=transport, base_url=f"http://server{references.ROWS_PATH}/") as client:
+            for layers, tokens in ((0, 6), (0, 120_001)), ((1, 6), (7, 100_008)), ((0, 6), (9, 12)):
+                query = f"layers={layers[0]}:{layers[1]}&tokens={tokens[0]}:{tokens[1]}"
+                part = array[slice(*layers), slice(*tokens)].tobytes()
+                for first, end in (0, len(part)), (1, 77), (len(part) // 3, len(part) - 1):
+                    headers = {"Range": f"bytes={first}-{end - 1}"} if first else {}
+                    response = await client.get(f"{stored.id}?{query}", headers=headers)
+                    assert response.content == part[first:end]
 
     try:
         stored = store.put(array)
-        for layers, tokens in ((0, 6), (0, 120_001)), ((2, 5), (0, 120_001)), ((1, 6), (7, 100_008)), ((0, 6), (9, 12)):
-            query = f"layers={layers[0]}:{layers[1]}&tokens={tokens[0]}:{tokens[1]}"
-            part = array[slice(*layers), slice(*tokens)].tobytes()
-            assert asyncio.run(get(query)) == part
-            for first, end in (1, 77), (len(part) // 3, len(part) - 1), (len(part) // 2, len(part)):
-                assert asyncio.run(get(query, Range=f"bytes={first}-{end - 1}")) == part[first:end]
+        asyncio.run(fetch_all())
     finally:
         store.close()
     assert store.is_in_memory == (get_ident() in threads) == is_in_memory
 
 
-def test_deleted_and_unknown_arrays(api: Server, folder: Path) -> None:
-    reference = api.complete(prompt="abc", max_tokens=2, **ASK, **REFERENCE)["choices"][0]["routed_experts"]
+def test_arrays_that_there_are_not_and_a_folder_that_cannot_be_used(api: Server, folder: Path) -> None:
+    answer = api.complete(prompt="abc", max_tokens=2, **ASK, **REFERENCE)
+    stays, reference = answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]
     assert request(api, reference, "DELETE").status_code == 204
-    assert not list(folder.rglob(f"{reference['id'][16:]}.npy"))
-    for url, status in ((reference["url"], 410), (reference["url"].replace("rows/", "rows/0000"), 404)):
-        for method in ("GET", "HEAD", "DELETE"):
-            response = request(api, {"url": url}, method)
+    assert not Path(reference["path"]).exists()
+    elsewhere = folder.with_name("elsewhere")
+    unknown = {**stays, "url": stays["url"].replace("rows/", "rows/0000")}
+    for wanted, status in ((reference, 410), (unknown, 404), (stays, 500)):
+        if status == 500:
+            folder.rename(elsewhere)
+            folder.touch()
+        for method in ("HEAD", "DELETE", "GET"):
+            response = request(api, wanted, method)
             assert response.status_code == status
         assert response.json()["error"]["code"] == status
         with pytest.raises(FetchError) as error:
-            get(api, {**reference, "url": url})
+            get(api, wanted)
         assert error.value.status == status
-
-
-def test_a_folder_that_cannot_be_used_is_not_taken_for_an_array_that_never_was(api: Server, folder: Path) -> None:
-    reference = api.complete(prompt="abc", max_tokens=1, **ASK, **REFERENCE)["prompt_routed_experts"]
-    folder.rename(folder.with_name("elsewhere"))
-    folder.touch()
-    for method in ("GET", "HEAD", "DELETE"):
-        assert request(api, reference, method).status_code == 500
     folder.unlink()
-    folder.with_name("elsewhere").rename(folder)
-    assert request(api, reference).status_code == 200
+    elsewhere.rename(folder)
+    assert request(api, stays).status_code == 200
 
 
 def test_s1_urls_say_nothing_that_a_request_says(api: Server) -> None:
@@ -338,14 +326,6 @@ def test_s1_urls_say_nothing_that_a_request_says(api: Server) -> None:
     for found in (answer["prompt_routed_experts"], answer["choices"][0]["routed_experts"]):
         assert found["url"] == f"routed_experts/rows/{found['id']}"
         assert get(api, found).shape[0] == L
-
-
-def test_many_fetch_at_once(api: Server, reference: dict[str, Any]) -> None:
-    array = np.load(reference["path"])
-    parts = [(layer, layer + 1 + layer % 3) for layer in range(L - 3)] * 8
-    with ThreadPoolExecutor(8) as threads:
-        found = threads.map(lambda layers: get(api, reference, layers=layers), parts)
-        assert all(np.array_equal(part, array[slice(*layers)]) for layers, part in zip(parts, found, strict=True))
 
 
 def test_two_ranks_fetch_their_own_layers_of_several_turns(api: Server) -> None:
