@@ -3,8 +3,8 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from http import HTTPStatus
 from io import FileIO
 from typing import Any, TypeVar
@@ -103,7 +103,7 @@ async def stored_array(
     """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it. Raises errors
     that become 400, 404, 410, 412 and 500."""
     with ExitStack() as opened:
-        file = opened.enter_context(await _run(store, _opened, store, key))
+        file = opened.enter_context(await _run(store, _ask, store, ArrayStore.read, key))
         part = await _run(store, _Part, file, key, layers, tokens)
         if not _is_wanted(request, part.tag):
             return Response(status_code=304, headers=part.headers)
@@ -133,11 +133,9 @@ async def stored_array(
 
 def delete_array(request: Request, store: ArrayStore | None, key: str) -> Response:
     """The response for `DELETE` of an array. Raises as `stored_array` does."""
-    with _opened(store, key):
+    with _ask(store, ArrayStore.read, key):
         _is_wanted(request, f'"{key}"')
-    assert store is not None
-    with _as_responses():
-        store.delete(key)
+    _ask(store, ArrayStore.delete, key)
     return Response(status_code=204)
 
 
@@ -146,24 +144,18 @@ async def _run(store: ArrayStore | None, function: Callable[..., T], *args: Any)
     return function(*args) if store is None or store.is_in_memory else await run_in_threadpool(function, *args)
 
 
-@contextmanager
-def _as_responses() -> Iterator[None]:
-    """Raises the errors of a store as those of a response."""
+def _ask(store: ArrayStore | None, method: Callable[[ArrayStore, str], T], key: str) -> T:
+    """What a method of the store gives for an array. Its errors are raised as those of a response."""
+    if store is None:
+        raise VLLMNotFoundError("This server stores no routed experts.")
     try:
-        yield
+        return method(store, key)
     except UnknownArrayError:
         raise VLLMNotFoundError("There is no such array.") from None
     except ArrayGoneError:
         raise HTTPException(410, "This array has expired or was deleted.") from None
     except StoreError as error:
         raise HTTPException(500, str(error)) from None
-
-
-def _opened(store: ArrayStore | None, key: str) -> FileIO:
-    if store is None:
-        raise VLLMNotFoundError("This server stores no routed experts.")
-    with _as_responses():
-        return store.read(key)
 
 
 def _is_wanted(request: Request, tag: str) -> bool:
