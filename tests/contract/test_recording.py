@@ -13,9 +13,7 @@ import pytest
 
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.saved import opened
-from routed_experts.server.cli.serve import main
 from routed_experts.server.cli.stats import tally
 from routed_experts.server.cli.view import viewed_files
 from routed_experts.server.http import recording
@@ -253,20 +251,3 @@ def test_a_disk_that_fails(tiny_model: Path, tmp_path: Path, caplog: pytest.LogC
         server.complete(prompt=PROMPT, max_tokens=5)
     assert len(lines_of(folder)) == 1
     assert caplog.text.count("cannot be recorded: [Errno 2]") == 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--routed-experts-record", "/proc/nowhere"), "--routed-experts-record: /proc/nowhere cannot be written"),
-        (("--routed-experts-record-share", "0.5"), "need --routed-experts-record FOLDER"),
-        (("--routed-experts-record", "x", "--no-enable-return-routed-experts"), "needs the capture"),
-        (("--routed-experts-record", "x", "--routed-experts-record-share", "1.5"), "1.5 is not a share"),
-    ],
-)
-def test_flags_that_cannot_be(
-    tiny_model: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises((CommandError, SystemExit)) as raised:
-        main([str(tiny_model), "--port", "0", *flags])
-    assert message in str(raised.value) + capsys.readouterr().err
