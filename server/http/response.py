@@ -141,9 +141,10 @@ class RoutedResponse:
         """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the arrays if the request
         asks for references; if the store cannot take them, they must fit inline."""
         num_arrays = (len(self.rows.choices) + len(self.rows.prompts)) * len(self.encoder.named_encoders())
-        return await self.delivery.run(num_arrays, self.nbytes, self._prepare, packed)
+        return await self.delivery.run(num_arrays, self.nbytes, self.encode, packed)
 
-    def _prepare(self, packed: bool) -> bytes | Iterator[bytes]:
+    def encode(self, packed: bool) -> bytes | Iterator[bytes]:
+        """As `prepare`, in this thread."""
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
         if self._hands_prompt_over and not self.rows.options.asks_for_inline:
