@@ -7,11 +7,10 @@ export class Answer {
   /**
    * `shape` = {layers, topK, experts, layerIds, knowsLayers, knowsExperts, model, hasWeights, weightsScale}: whether layers
    * are decoder layers, and experts as many as there are, or what the rows show; whether rows have weights. `start` is the
-   * position of the first row. `shape.parts` are the responses of a group (groups.js).
+   * position of the first row.
    */
   constructor(name, shape, start = 0) {
     Object.assign(this, shape, { name, start });
-    this.parts = shape.parts ?? null;
     this.size = shape.layers * shape.topK; // ids of a row
     this.tokens = []; // {text: string | null, id: number | null} by position
     this.promptLength = null; // P, once it is known
@@ -51,15 +50,6 @@ export class Answer {
     this.#count(ids, count);
   }
 
-  /** The response that a position belongs to: {name, position: the one there, promptLength, from, to: where it is here}. */
-  origin(position) {
-    const { parts, name, promptLength } = this;
-    const place = parts?.findLastIndex(({ first }) => first <= position) ?? -1;
-    if (place < 0) return { name, position, promptLength, from: 0, to: this.tokens.length };
-    const part = parts[place];
-    return { ...part, position: position - part.first + part.start, from: part.first, to: parts[place + 1]?.first ?? this.tokens.length };
-  }
-
   /** The ids of a cell, or its weights; empty where the position has no row. */
   cell(position, layer, values = this.rows) {
     const row = position - this.start;
@@ -89,6 +79,12 @@ export class Answer {
   /** A layer in words. */
   layerName(layer) {
     return `${this.knowsLayers ? "decoder" : "MoE"} layer ${this.layerIds[layer]}`;
+  }
+
+  /** The answer as it is played again. */
+  whole() {
+    const { name, tokens, promptLength, start, finished, length, size, rows, weights } = this;
+    return { name, tokens, promptLength, start, finished, rows: rows.slice(0, length * size), weights: weights?.slice(0, length * size) };
   }
 
   text(position) {

@@ -80,11 +80,11 @@ export class Texture {
     this.layers = layers;
     this.tiles = [];
     this.painted = 0;
-    this.covered = 0; // what was painted before stays until it is painted again
   }
 
-  /** Paints positions up to `end`, where `paint(position, layer)` gives a pixel; whether some are left for later. */
-  extend(end, paint) {
+  /** Paints positions `start` to `end`, where `paint(position, layer)` gives a pixel; whether some are left for later. */
+  extend(start, end, paint) {
+    this.painted = Math.max(this.painted, start);
     let room = Math.ceil(CELLS_A_FRAME / this.layers);
     while (this.painted < end && room > 0) {
       const tile = Math.floor(this.painted / TILE);
@@ -93,7 +93,6 @@ export class Texture {
       room -= upTo - this.painted;
       this.painted = upTo;
     }
-    this.covered = Math.max(this.covered, this.painted);
     return this.painted < end;
   }
 
@@ -118,7 +117,7 @@ export class Texture {
     context.imageSmoothingEnabled = false;
     for (let tile = Math.floor(from / TILE); tile < this.tiles.length && tile * TILE < to; tile++) {
       const first = Math.max(from, tile * TILE);
-      const last = Math.min(to, this.covered, (tile + 1) * TILE);
+      const last = Math.min(to, this.painted, (tile + 1) * TILE);
       if (last <= first) continue;
       const { picture, share } = blends ? this.#narrowed(this.tiles[tile], cell) : { picture: this.tiles[tile], share: 1 };
       const left = (first - tile * TILE) * share;

@@ -46,16 +46,14 @@ export function forgetTheme() {
   inks = new Map();
 }
 
-/** The colours of the theme: ramps `usual` to rare, `load` from none to much, `differs` from none to all; and `experts`. */
+/** The colours of the theme: the ramps `load`, from none to much, and `differs`, from none to all; and `experts`. */
 export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
   const dark = isDark();
-  const blues = dark ? BLUES.toReversed() : BLUES;
   return {
     unknown: dark ? 0xff7d7d7d : 0xff9a9a9a,
-    usual: pixels(blues, 256),
-    load: pixels(blues, 256),
+    load: pixels(dark ? BLUES.toReversed() : BLUES, 256),
     differs: remembered((size) => pixels(dark ? ORANGES_ON_DARK : ORANGES, size)),
     experts: remembered((size) => Uint32Array.from({ length: size }, (_, i) => kind(i))),
   };

@@ -1,7 +1,6 @@
 // Two answers side by side: where they part.
 
 import { grown } from "./arrays.js";
-import { distance } from "./stats.js";
 
 export class Comparison {
   constructor(a, b) {
@@ -21,6 +20,11 @@ export class Comparison {
 
   get end() {
     return this.start + this.length;
+  }
+
+  /** How many experts of a cell differ; null where it has not been compared. */
+  at(position, layer) {
+    return position < this.start || position >= this.end ? null : this.cells[(position - this.start) * this.a.layers + layer];
   }
 
   /** Whether a position is a token of one answer's prompt and another token in the other: rows are not of the same text. */
@@ -95,9 +99,18 @@ export function checkSameModel(a, b) {
   }
 }
 
+/** The share of a layer's choices that go to other experts in b than in a: half the sum of the differences of shares. */
+function distance(a, b, layer) {
+  if (!a.slots[layer] || !b.slots[layer]) return 0;
+  const share = (of, expert) => (expert < of.experts ? of.counts[layer * of.experts + expert] / of.slots[layer] : 0);
+  let sum = 0;
+  for (let expert = 0; expert < Math.max(a.experts, b.experts); expert++) sum += Math.abs(share(a, expert) - share(b, expert));
+  return sum / 2;
+}
+
 /** How far the loads of two answers are apart, as a sentence. */
 export function loadsInWords(a, b) {
-  const by = a.layerIds.map((_, layer) => distance(a, b, layer) ?? 0);
+  const by = a.layerIds.map((_, layer) => distance(a, b, layer));
   const most = by.indexOf(Math.max(...by));
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
   return `Load: ${percent(by.reduce((sum, share) => sum + share, 0) / by.length)} of the choices go to other experts in B than in A, most in ${a.layerName(most)} (${percent(by[most])}).`;

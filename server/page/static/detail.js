@@ -1,7 +1,7 @@
 // One token in full: the experts of every layer, and those of the answer beside it.
 
 import { css, ramps } from "./colours.js";
-import { made, reveal } from "./sorted.js";
+import { made, reveal } from "./dom.js";
 import { weightText } from "./tokens.js";
 
 const CHIPS_A_FRAME = 240;

@@ -1,6 +1,5 @@
 // The map of tokens and layers: a band for an answer, or three for two of them and where they differ.
 
-import { Rarity } from "./rarity.js";
 import { GUTTER, Texture, bar, layerNumbers, outline, sized, ticks } from "./canvas.js";
 import { ink, ramps } from "./colours.js";
 import { visible } from "./tokens.js";
@@ -31,7 +30,6 @@ export class TokenMap {
   /** Forgets what was painted: other answers, other colours. */
   reset() {
     this.bands = [];
-    this.tables = null;
   }
 
   #hover(cell) {
@@ -60,11 +58,6 @@ export class TokenMap {
   get #layerHeight() {
     const { a, b } = this.view;
     return Math.max(b ? 3 : 4, Math.min(26, Math.floor((b ? 210 : 340) / a.layers)));
-  }
-
-  /** What is rare in the answer of a band; null where the colours say something else. */
-  rarity(band) {
-    return this.tables.get(band) ?? null;
   }
 
   setZoom(width) {
@@ -126,7 +119,7 @@ export class TokenMap {
       context.clip();
       context.fillStyle = ink("empty");
       context.fillRect(GUTTER, top, (to - from) * cell, band);
-      texture.draw(context, from, to, GUTTER, top, cell, band, i === 2 || this.view.colour !== "expert");
+      texture.draw(context, from, to, GUTTER, top, cell, band, i === 2);
       const answer = [a, b, null][i];
       if (answer) this.#boundary(context, answer, from, cell, top, band);
       if (answer && this.view.expert !== null) this.#chosen(context, answer, from, to, cell, top);
@@ -140,46 +133,23 @@ export class TokenMap {
 
   /** Paints what is new of every band; whether there is more to do. */
   #paint() {
-    const { a, b, comparison, colour } = this.view;
-    const ramp = ramps();
-    if (!this.bands.length) {
-      this.bands = Array.from({ length: this.#bands }, () => new Texture(a.layers));
-      this.tables = new Map();
-    }
-    let more = false;
-    [a, b].forEach((answer, i) => {
-      if (answer) more = this.#paintAnswer(answer, this.bands[i], colour, ramp, i) || more;
+    const { a, b, comparison, rank } = this.view;
+    const { unknown, experts, differs } = ramps();
+    if (!this.bands.length) this.bands = Array.from({ length: this.#bands }, () => new Texture(a.layers));
+    const more = [a, b].map((answer, i) => {
+      if (!answer) return false;
+      const colours = experts(answer.experts);
+      const place = Math.min(rank, answer.topK) - 1;
+      return this.bands[i].extend(answer.start, answer.end, (position, layer) => {
+        const id = answer.rows[(position - answer.start) * answer.size + layer * answer.topK + place];
+        return id < 0 ? unknown : colours[id];
+      });
     });
     if (comparison) {
-      const colours = ramp.differs(a.topK + 1);
-      this.bands[2].painted = Math.max(this.bands[2].painted, comparison.start);
-      const left = this.bands[2].extend(comparison.end, (position, layer) => colours[comparison.cells[(position - comparison.start) * a.layers + layer]]);
-      more = left || more;
+      const colours = differs(a.topK + 1);
+      more.push(this.bands[2].extend(comparison.start, comparison.end, (position, layer) => colours[comparison.at(position, layer)]));
     }
-    return more;
-  }
-
-  #paintAnswer(answer, texture, colour, ramp, band) {
-    texture.painted = Math.max(texture.painted, answer.start);
-    if (colour === "expert") {
-      const colours = ramp.experts(answer.experts);
-      const rank = Math.min(this.view.rank, answer.topK) - 1;
-      return texture.extend(answer.end, (position, layer) => {
-        const id = answer.rows[(position - answer.start) * answer.size + layer * answer.topK + rank];
-        return id < 0 ? ramp.unknown : colours[id];
-      });
-    }
-    // What is usual changes as the answer grows: all is painted again whenever it has grown by an eighth.
-    let table = this.tables.get(band);
-    if (!table || table.isOld) {
-      table = new Rarity(answer);
-      this.tables.set(band, table);
-      texture.painted = answer.start;
-    }
-    return texture.extend(answer.end, (position, layer) => {
-      const share = table.ofCell(position, layer);
-      return share === null ? ramp.unknown : ramp.usual[Math.round(255 * share)];
-    });
+    return more.includes(true);
   }
 
   #axis(context, from, to, cell) {
@@ -241,11 +211,10 @@ export class TokenMap {
 
   /** Draws the legend, and says it in words. */
   legend(canvas, text, differs) {
-    const { a, comparison, colour } = this.view;
+    const { a, comparison } = this.view;
     const ramp = ramps();
-    bar(canvas, colour === "expert" ? ramp.experts(Math.min(a.experts, 120)) : ramp.usual);
-    const what = colour === "expert" ? `a colour for each expert of a layer, 0 to ${a.experts - 1}` : "from common to rare in this response";
-    text.textContent = `${what}; grey: unknown`;
+    bar(canvas, ramp.experts(Math.min(a.experts, 120)));
+    text.textContent = `a colour for each expert of a layer, 0 to ${a.experts - 1}; grey: unknown`;
     differs.hidden = !comparison;
     bar(differs.querySelector("canvas"), ramp.differs(a.topK + 1));
   }

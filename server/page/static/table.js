@@ -1,6 +1,6 @@
 // The map as a table, some tokens at a time.
 
-import { made } from "./sorted.js";
+import { made } from "./dom.js";
 import { capital, visible } from "./tokens.js";
 
 const ROWS = 25;

@@ -1,0 +1,44 @@
+// The server that this page comes from: what it has, and its key.
+
+import { $ } from "./dom.js";
+import { hideError, showError } from "./messages.js";
+import { ServerError, getJson, useKey } from "./stream.js";
+
+/** `info` is what the server says of its rows; null without a server. */
+export const server = { info: null };
+
+export async function connect() {
+  try {
+    server.info = await getJson("v1/routed_experts");
+  } catch (error) {
+    return failed(error);
+  }
+  const { model, num_layers: layers, top_k: topK, num_experts: experts } = server.info;
+  hideError();
+  $("key-form").hidden = true;
+  $("key").value = "";
+  $("model").textContent = `${model}: ${layers} MoE layers, top ${topK} of ${experts} experts`;
+  $("ask").hidden = false;
+  if (matchMedia("(min-width: 700px)").matches) $("prompt").focus();
+}
+
+export function setKey() {
+  useKey($("key").value);
+  return connect();
+}
+
+export function askForKey() {
+  $("key-form").hidden = false;
+  $("ask").hidden = true;
+  $("key").focus();
+}
+
+/** Shows why a request failed; asks for another key if it is that. */
+export function failed(error) {
+  if (error instanceof ServerError && error.status === 401) {
+    askForKey();
+    $("key").value = "";
+    error = new Error("The server rejected this API key.");
+  }
+  showError(error);
+}
