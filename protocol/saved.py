@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from reprlib import repr as shown
 from typing import Any, TextIO
 
@@ -67,6 +68,12 @@ class ModelInfo:
             weights_scale=None if scale is None else tuple(map(float, scale)),
         )
 
+    @property
+    def known(self) -> dict[str, Any]:
+        """The known facts about the model, by the names of `GET /v1/routed_experts`."""
+        names = ("num_layers", "top_k", "num_experts", "layer_ids", "weights_scale")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def over(self, other: "ModelInfo") -> "ModelInfo":
         """A copy in which `other` fills the unknown fields."""
         known = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -122,17 +129,15 @@ def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dic
 
     `routings` are those of `answer`. It must have more than histograms.
     """
-    known = {name: value for name, value in vars(answer.info).items() if value is not None and name in _INFO_FIELDS}
     head = {name: answer.parts[0].get(name) for name in ("id", "object", "created", "model")}
     bodies: list[tuple[Routing, dict[str, Any]]] = []  # each with the first choice of its prompt
     for routing in routings:
-        if routing.histogram is not None and not len(routing.rows):
-            raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
+        check_rows(answer, routing)
         end = 0 if routing.prompt_len is None else len(routing.prompt_rows)
         body = next((body for first, body in bodies if _have_same_prompt(routing, first)), None)
         if body is None:
             body = {name: value for name, value in head.items() if isinstance(value, str | int)}
-            body |= {INFO: known, "choices": []}
+            body |= {INFO: answer.info.known, "choices": []}
             body |= {} if routing.prompt_len is None else _arrays(routing, 0, end, "prompt_")
             if routing.texts is not None:
                 body["routed_experts_page"] = {"prompt_tokens": routing.texts[: routing.prompt_len]}
@@ -147,7 +152,56 @@ def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dic
     yield from (body for _, body in bodies)
 
 
-_INFO_FIELDS = ("num_layers", "top_k", "num_experts", "layer_ids", "weights_scale")
+def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: ModelInfo | None = None) -> Iterator[str]:
+    """The choices in files, given as names and texts, as the page shows them: a line of JSON for each, of this form.
+
+        {"name": "FILE, line 3, choice 1", "file": "FILE", "model": str or null,
+         "info": {num_layers, top_k, num_experts, layer_ids, weights_scale: those that are known},
+         "tokens": [{"id": int or null, "text": str or null}, one for each position from 0; the last has no row],
+         "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
+         "rows": of MoE layers from `start` on, prompt and generated, in the form `object`, int16,
+         "weights": likewise, float32, or null}
+
+    If a response cannot be read, the last line is `{"error": {"message": str}}`.
+
+    Args:
+        given: facts about the model, which take precedence.
+        about: what files before these say about the model.
+    """
+    reader = Reader(given, about)
+    try:
+        for name, file in files:
+            for answer in reader.read(name, file):
+                routings = answer.routings(unfinished=True)
+                yield from (json.dumps(_shown(answer, each, len(routings) > 1)) + "\n" for each in routings)
+    except (OSError, RoutingError) as error:
+        yield json.dumps({"error": {"message": str(error)}}) + "\n"
+
+
+def _shown(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> dict[str, Any]:
+    check_rows(answer, routing)
+    model, texts = answer.parts[0].get("model"), routing.texts or ()
+    prompt = routing.prompt_token_ids or ([None] * (routing.prompt_len or 0))
+    ids = [*prompt, *(routing.token_ids or ())] if routing.prompt_len is not None else []
+    tokens = zip_longest(range(routing.end + 1), ids, texts)
+    arrays = _arrays(routing, 0, len(routing.rows))
+    return {
+        "name": f"{answer.where}, choice {routing.index}" if is_one_of_several else answer.where,
+        "file": answer.file,
+        "model": model if isinstance(model, str) else None,
+        "info": answer.info.known,
+        "tokens": [{"id": one, "text": text} for _, one, text in tokens],
+        "prompt_len": routing.prompt_len,
+        "finish_reason": routing.finish_reason,
+        "rows": arrays["routed_experts"],
+        "weights": arrays.get("routed_expert_weights"),
+    }
+
+
+def check_rows(answer: SavedAnswer, routing: Routing) -> None:
+    """Raises `RoutingError` if a choice has counts in place of rows."""
+    if routing.histogram is not None and not len(routing.rows):
+        raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
 
 
 def _arrays(routing: Routing, first: int, end: int, prefix: str = "") -> dict[str, Any]:

@@ -68,7 +68,7 @@ def tiny_model(argv: list[str]) -> int:
 
 
 def _main_of(module: str) -> Callable[[list[str]], int]:
-    """`main` of a module in this package, which is imported when the command runs.
+    """`main` of a tool, which is imported when the command runs.
 
     Files come from anywhere: what is wrong with one is an error with its place.
     """
@@ -80,7 +80,7 @@ def _main_of(module: str) -> Callable[[list[str]], int]:
 
         try:
             with np.errstate(all="ignore"):  # numbers that no router has
-                status: int = import_module(f"routed_experts.server.cli.{module}").main(argv)
+                status: int = import_module(f"routed_experts.server.tools.{module}").main(argv)
                 return status
         except RoutingError as error:
             raise CommandError(f"{error}.") from error

@@ -1,12 +1,13 @@
-"""Routes of the page in the API server. They need no API key; the requests that the page sends do."""
+"""Routes of the page in the API server. Its files need no API key; the requests that it sends do."""
 
 import os
 from argparse import Namespace
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
+from routed_experts.server.page.saved import MAX_BYTES, READ_PATH, TOO_LARGE, read
 
 page_router = APIRouter(include_in_schema=False)
 
@@ -20,6 +21,18 @@ async def page(raw_request: Request, name: str | None = None) -> Response:
         return Response("File not found.", status_code=404)
     content, kind = found
     return Response(content, media_type=kind, headers=HEADERS)
+
+
+@page_router.post(READ_PATH)
+async def read_saved(raw_request: Request) -> Response:
+    """The responses in files that are opened in the page. They are read in a thread."""
+    body = bytearray()
+    async for chunk in raw_request.stream():  # to its end, so that the client hears of the error
+        if len(body) <= MAX_BYTES:
+            body += chunk
+    if len(body) > MAX_BYTES:
+        return JSONResponse({"error": {"message": TOO_LARGE}}, 413)
+    return StreamingResponse(read(bytes(body)), media_type="application/jsonl", headers=HEADERS)
 
 
 def page_config(raw_request: Request) -> dict[str, str]:

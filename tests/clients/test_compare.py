@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from routed_experts.protocol.codec import encode
-from routed_experts.server.cli import running
 from routed_experts.server.cli.main import main
-from routed_experts.server.cli.reference import Reference
+from routed_experts.server.tools import running
+from routed_experts.server.tools.reference import Reference
 from tests.e2e.harness import Oracle, Server, free_port, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 

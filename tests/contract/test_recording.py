@@ -15,12 +15,12 @@ import pytest
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import opened
 from routed_experts.server.cli.serve import main
-from routed_experts.server.cli.stats import tally
-from routed_experts.server.cli.view import viewed_files
 from routed_experts.server.http import recording
 from routed_experts.server.http.recording import PART, FullError, RecordFiles, prepare
+from routed_experts.server.tools.saved import opened
+from routed_experts.server.tools.stats import tally
+from routed_experts.server.tools.view import viewed_files
 from tests.contract.engine import weights_for
 from tests.contract.served import LAYER_IDS, rows_of, serving
 from tests.e2e.harness import ASK, Server, prompt_of, wait_until

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.saved import opened
+from routed_experts.server.tools.saved import opened
 from tests.e2e.harness import SMALL_KV, Oracle, prompt_of, run_program, serving, wait_until
 
 pytestmark = pytest.mark.e2e

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routed_experts.protocol.codec import decode, decode_weights
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.saved import opened
+from routed_experts.server.tools.saved import opened
 from routed_experts.server.cli.tiny_model import make_tokenizer
 from routed_experts.server.page import page_files
 from tests.contract.engine import weights_for
@@ -206,19 +207,26 @@ def test_errors_of_the_server_are_shown(tab: Tab, api: Server) -> None:
     tab.console.clear()
 
 
-def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path) -> None:
+def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
+    """Nor are files read for those who have none."""
+    file = tmp_path / "saved.jsonl"
+    file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
     with serving(tiny_model, "--api-key", "a-secret") as server:
         tab.open(f"{server.url}/routed_experts")
         tab.wait_for("#key-form")
         assert tab.console == []
+        tab.give_file("#file", file)
+        assert error_in(tab) == "The server requires an API key."
         tab.type("#key", "wrong")
         tab.click("#key-form button")
-        assert error_in(tab) == "The server rejected this API key."
+        tab.wait_for_text("#error", "The server rejected this API key.")
         tab.console.clear()
         tab.type("#key", "a-secret")
         tab.click("#key-form button")
         ask(tab, tokens=5)
         ended(tab)
+        tab.give_file("#file", file)
+        tab.wait_for_text("#summary", "3 prompt and 7 generated tokens")
         kept = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
         assert "a-secret" not in tab.js(kept) + tab.js("document.documentElement.outerHTML")
         assert tab.js("$('#key').value") == ""
@@ -226,13 +234,22 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path) -> No
         tab.wait_for("#key-form")
 
 
-def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", [None, "a-secret"])
+def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path, key: str | None) -> None:
+    """Reads files, for those who have the key."""
     file = tmp_path / "saved.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
-    with serving(tiny_model, "--no-enable-return-routed-experts") as server:
+    with serving(tiny_model, "--no-enable-return-routed-experts", *(("--api-key", key) if key else ())) as server:
         tab.open(f"{server.url}/routed_experts")
         tab.wait_for("#notice")
         assert tab.is_hidden("#ask")
+        if key:
+            tab.give_file("#file", file)
+            assert error_in(tab) == "The server requires an API key."
+            tab.type("#key", key)
+            tab.click("#key-form button")
+            tab.wait("$('#key-form').hidden")
+            tab.console.clear()
         tab.give_file("#file", file)
         ended(tab)
 
@@ -255,8 +272,7 @@ def test_the_example(tab: Tab, api: Server, viewed: Viewed, oracle: Oracle) -> N
     tab.wait_for_text("#map-status", "Token 5 ")
     assert "decoder layer 3" in tab.text("#map-status")
     for line in page_files()["example.json"][0].splitlines():
-        (routing,) = collect(json.loads(line))
-        tokens = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())]
-        assert oracle.wrong(routing.rows, tokens[:-1]) == []
-        assert routing.weights is not None
-        assert np.allclose(routing.weights, oracle.weights(routing.rows, tokens[:-1]), atol=1e-5)
+        found = json.loads(line)
+        rows, tokens = decode(found["rows"]), [token["id"] for token in found["tokens"]]
+        assert oracle.wrong(rows, tokens[:-1]) == []
+        assert np.allclose(decode_weights(found["weights"]), oracle.weights(rows, tokens[:-1]), atol=1e-5)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet  # noqa: F401 what the commands import lazily, before the limit
 
-from routed_experts.server.cli import compare, export, stats, view  # noqa: F401
 from routed_experts.server.cli.main import main
+from routed_experts.server.tools import compare, export, stats, view  # noqa: F401
 
 GIB = 1 << 30
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli import export, formats
 from routed_experts.server.cli.main import INTERRUPTED, main
-from routed_experts.server.cli.running import bodies_of
-from routed_experts.server.cli.saved import opened
+from routed_experts.server.tools import export, formats
+from routed_experts.server.tools.running import bodies_of
+from routed_experts.server.tools.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream
 
 LAYER_IDS = [1, 3, 4]

@@ -11,7 +11,7 @@ import pytest
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, normalised, read
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import opened
+from routed_experts.server.tools.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])

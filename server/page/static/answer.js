@@ -5,25 +5,26 @@ import { weightText } from "./tokens.js";
 
 export class Answer {
   /**
-   * `shape` = {layers, topK, experts, layerIds, knowsLayers, knowsExperts, model, hasWeights, weightsScale}: whether layers
-   * are decoder layers, and experts as many as there are, or what the rows show; whether rows have weights. `start` is the
-   * position of the first row.
+   * `info` is what is known of the model, in the names of GET /v1/routed_experts; `experts` how many a layer has, or the
+   * rows show; `start` the position of the first row.
    */
-  constructor(name, shape, start = 0) {
-    Object.assign(this, shape, { name, start });
-    this.size = shape.layers * shape.topK; // ids of a row
+  constructor({ name, model, info, hasWeights, start = 0, experts = info.num_experts }) {
+    const { num_layers: layers, top_k: topK, layer_ids: layerIds } = info;
+    Object.assign(this, { name, model, info, hasWeights, start, experts, layers, topK });
+    this.knowsLayers = Boolean(layerIds); // whether they are decoder layers
+    this.layerIds = layerIds ?? Array.from({ length: layers }, (_, i) => i);
+    this.size = layers * topK; // ids of a row
     this.tokens = []; // {text: string | null, id: number | null} by position
     this.promptLength = null; // P, once it is known
     this.rows = new Int16Array(this.size * 256);
     this.weights = this.hasWeights ? new Float32Array(this.rows.length) : null; // of the ids in rows
     this.length = 0; // rows
-    this.counts = new Uint32Array(shape.layers * shape.experts);
-    this.slots = new Float64Array(shape.layers); // ids counted for each layer
+    this.counts = new Uint32Array(layers * experts);
+    this.slots = new Float64Array(layers); // ids counted for each layer
     this.sums = new Float64Array(this.counts.length); // of the weights that each expert was chosen with
-    this.totals = new Float64Array(shape.layers); // of all weights of a layer
+    this.totals = new Float64Array(layers); // of all weights of a layer
     this.missing = 0;
     this.finished = null; // finish reason, or why it broke off
-    this.error = null;
   }
 
   /** The position after the last row. */
@@ -79,12 +80,6 @@ export class Answer {
   /** A layer in words. */
   layerName(layer) {
     return `${this.knowsLayers ? "decoder" : "MoE"} layer ${this.layerIds[layer]}`;
-  }
-
-  /** The answer as it is played again. */
-  whole() {
-    const { name, tokens, promptLength, start, finished, length, size, rows, weights } = this;
-    return { name, tokens, promptLength, start, finished, rows: rows.slice(0, length * size), weights: weights?.slice(0, length * size) };
   }
 
   text(position) {

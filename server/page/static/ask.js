@@ -4,7 +4,7 @@ import { Answer } from "./answer.js";
 import { decode } from "./arrays.js";
 import { $ } from "./dom.js";
 import { hideError, say } from "./messages.js";
-import { name } from "./names.js";
+import { name as nameToken } from "./names.js";
 import { begin } from "./responses.js";
 import { UNFINISHED } from "./saved.js";
 import { failed, server } from "./server.js";
@@ -21,10 +21,10 @@ export async function send(begun) {
   view.request?.abort();
   const ownRequest = new AbortController();
   view.request = ownRequest;
-  const { num_layers: layers, top_k: topK, num_experts: experts, layer_ids: layerIds, model, weights_scale: weightsScale } = server.info;
-  const shape = { layers, topK, experts, layerIds, knowsLayers: true, knowsExperts: true, model, hasWeights: Boolean(server.info.weights), weightsScale };
+  const { info } = server;
   const prompt = visible($("prompt").value);
-  const answer = new Answer(`${++asked}: ${prompt.length > 30 ? `${prompt.slice(0, 29)}…` : prompt || "(empty)"}`, shape);
+  const name = `${++asked}: ${prompt.length > 30 ? `${prompt.slice(0, 29)}…` : prompt || "(empty)"}`;
+  const answer = new Answer({ name, info, model: info.model, hasWeights: Boolean(info.weights) });
   $("stop").disabled = false;
   try {
     const isChat = $("kind").value === "chat";
@@ -67,6 +67,7 @@ function bodyOf(isChat, { model, hasWeights }) {
     return_token_ids: true,
     return_routed_experts: true,
     routed_experts_layers: "moe",
+    routed_experts_dtype: "int16",
     return_routed_expert_weights: hasWeights || undefined,
   };
 }
@@ -96,6 +97,6 @@ function addTokens(answer, ids, text) {
   for (const id of ids) {
     const token = { id, text };
     answer.tokens.push(token);
-    if (text === null) name(token, changed);
+    if (text === null) nameToken(token, changed);
   }
 }

@@ -21,11 +21,7 @@ const table = new MapTable($("table"), view);
 const texts = [new TokenText($("tokens-a"), "a", select), new TokenText($("tokens-b"), "b", select)];
 
 const REST = 60; // milliseconds between two drawings of all but the map, while an answer grows
-const LONG_REST = 600; // and of the list of tokens
-const KEYS_REST = 80; // between two of these while keys are pressed
 let drawn = 0;
-let slowlyDrawn = 0;
-let slowly = null;
 
 /** Builds the parts anew for the answers that are shown. */
 export function build() {
@@ -110,7 +106,7 @@ function draw(now) {
   drawn = now;
   load.draw();
   detail.draw({ ...view, b: comparison && b });
-  drawSlowly();
+  expertTokens.draw();
   const firstToken = comparison?.firstToken ?? null;
   [a, b].forEach((answer, i) => {
     if (!answer) return;
@@ -126,19 +122,8 @@ function draw(now) {
   }
   write("detail-token", describe(a, token));
   write("load-status", loadInWords(view));
+  write("expert-status", expertInWords(view));
+  if (document.activeElement !== $("expert")) $("expert").value = view.expert ?? "";
   $("stop").disabled = !view.request && !players().length;
   return map.more;
-}
-
-/** Draws what takes longer, when the keys rest. */
-function drawSlowly() {
-  clearTimeout(slowly);
-  const wait = slowlyDrawn + (view.growing ? LONG_REST : KEYS_REST) - performance.now();
-  if (wait > 0) slowly = setTimeout(changed, wait);
-  else {
-    expertTokens.draw();
-    write("expert-status", expertInWords(view));
-    if (document.activeElement !== $("expert")) $("expert").value = view.expert ?? "";
-    slowlyDrawn = performance.now();
-  }
 }

@@ -6,6 +6,7 @@ import { flat, visible, weightText } from "./tokens.js";
 
 const ROWS = 25; // on a page
 const AROUND = 4; // tokens before and after one
+const REST = 600; // milliseconds between two drawings while an answer grows
 
 /** Of rows {answer, position, rank, weight, side}. `rises`: the lowest comes first at first. */
 const COLUMNS = {
@@ -40,13 +41,9 @@ function tokensOf(answer, side, layer, expert) {
 export class ExpertTokens {
   constructor(element, view, select) {
     Object.assign(this, { element, view, first: 0, rows: [], columns: [] });
-    this.table = made("table", {});
-    this.scroll = made("div", { className: "scroll", tabIndex: 0, role: "region", ariaLabel: "Tokens of the selected expert" }, this.table);
-    this.back = made("button", { type: "button" }, "Previous");
-    this.on = made("button", { type: "button" }, "Next");
-    this.range = made("span", { className: "muted" });
-    this.pager = made("div", { className: "row pager" }, this.back, this.on, this.range);
-    element.append(this.scroll, this.pager);
+    [this.scroll, this.pager] = element.children;
+    [this.back, this.on, this.range] = this.pager.children;
+    this.table = this.scroll.firstElementChild;
     this.back.addEventListener("click", () => this.#go(this.first - ROWS));
     this.on.addEventListener("click", () => this.#go(this.first + ROWS));
     this.table.addEventListener("click", ({ target }) => {
@@ -69,8 +66,9 @@ export class ExpertTokens {
     const shows = [list, a.length, b?.length].join();
     const isOther = list !== this.list || a !== this.of;
     const isNew = isOther || shows !== this.shows;
+    if (!isOther && this.view.growing && performance.now() - this.drawn < REST) return;
     const hasMoved = token !== this.token;
-    Object.assign(this, { list, shows, of: a, token });
+    Object.assign(this, { list, shows, of: a, token, drawn: performance.now() });
     if (isNew) this.#find();
     const place = hasMoved ? this.rows.findIndex((row) => this.#isSelected(row)) : -1;
     const page = pageOf(place < 0 && !isOther ? this.first : place);

@@ -5,10 +5,11 @@ import { $, made } from "./dom.js";
 import { save as saveFile } from "./download.js";
 import { build } from "./drawing.js";
 import { hideError, notify, say, showError } from "./messages.js";
-import { name } from "./names.js";
+import { name as nameToken } from "./names.js";
 import { Player } from "./player.js";
 import { line, read } from "./saved.js";
-import { server } from "./server.js";
+import { failed, server } from "./server.js";
+import { request } from "./stream.js";
 import { changed, view } from "./view.js";
 
 export const EXAMPLE = "example.json";
@@ -77,54 +78,41 @@ export function begin(answer) {
   show(entry, view.entryB === picked ? picked : null);
 }
 
-/** Opens files or responses {name, file}, or a promise of them, and shows the first answer in them. */
-export async function openFiles(files) {
+/** Opens files, or a promise of them, which the server reads, and shows the first answer in them. */
+export const openFiles = (files) => open(async () => {
+  const texts = await Promise.all((await files).map(async ({ name, file }) => [name, await file.text()]));
+  return [await request("v1/routed_experts/saved", texts)];
+});
+
+/** The same with what is fetched. */
+async function open(fetched) {
   hideError();
   try {
-    open(await Promise.all((await files).map(async ({ name, file }) => ({ name, text: await (await file).text() }))));
+    const lines = await Promise.all((await fetched()).map((response) => response.text()));
+    const added = lines.flatMap(read).map(playing);
+    if (!added.length) throw new Error("These files contain no responses.");
+    add(...added);
+    Object.assign(view, { token: added[0].answer.promptLength ?? 0, isPinned: true });
+    show(added[0], null);
+    say(`Opened ${added.length} responses.`);
   } catch (error) {
-    showError(error);
+    failed(error);
   }
 }
 
-function open(files) {
-  const added = [];
-  let about = {};
-  for (const { name, text } of files) {
-    const found = read(text, name, about);
-    about = found.about;
-    added.push(...found.answers.map((whole) => ({ ...playing(whole), file: name })));
-  }
-  if (!added.length) throw new Error(`${files.map(({ name }) => name).join(", ")} contains no responses.`);
-  add(...added);
-  Object.assign(view, { token: added[0].answer.promptLength ?? 0, isPinned: true });
-  show(added[0], null);
-  say(`Opened ${added.length} responses.`);
-}
-
-/** What is known of a whole answer, by itself or by the server that has its model. */
+/** A whole answer with what is known of it by itself, or by the server that has its model. */
 function playing(whole) {
-  const [layers, topK] = whole.shape;
-  const { info } = server;
-  const isServed = info && info.model === whole.model && info.num_layers === layers && info.top_k === topK;
-  const known = { ...(isServed ? info : {}), ...whole.info };
-  const highest = whole.rows.reduce((most, id) => Math.max(most, id), 0);
-  const shape = {
-    layers,
-    topK,
-    experts: known.num_experts ?? highest + 1,
-    layerIds: known.layer_ids ?? Array.from({ length: layers }, (_, i) => i),
-    knowsLayers: Boolean(known.layer_ids),
-    knowsExperts: Boolean(known.num_experts),
-    model: whole.model,
-    hasWeights: Boolean(whole.weights),
-    weightsScale: known.weights_scale,
-  };
-  if (shape.layerIds.length !== layers) throw new Error(`${whole.name}: rows have ${layers} layers, but the model has ${shape.layerIds.length}.`);
-  if (highest >= shape.experts) throw new Error(`${whole.name}: expert id ${highest} is out of range: the model has ${shape.experts} experts.`);
-  if (isServed) for (const token of whole.tokens) if (token.text === null && token.id !== null) name(token, changed);
-  const player = new Player(whole, shape);
-  return { player, answer: player.answer };
+  const { name, model, file, rows, tokens, shape: [length, layers, topK] } = whole;
+  const isServed = server.info?.model === model && server.info.num_layers === layers && server.info.top_k === topK;
+  const info = { ...(isServed ? server.info : {}), ...whole.info, num_layers: layers, top_k: topK };
+  const highest = rows.reduce((most, id) => Math.max(most, id), 0);
+  const experts = info.num_experts ?? highest + 1;
+  const known = info.layer_ids?.length ?? layers;
+  if (known !== layers) throw new Error(`${name}: rows have ${layers} layers, but the model has ${known}.`);
+  if (highest >= experts) throw new Error(`${name}: expert id ${highest} is out of range: the model has ${experts} experts.`);
+  if (isServed) for (const token of tokens) if (token.text === null && token.id !== null) nameToken(token, changed);
+  const player = new Player({ ...whole, info, experts, length, hasWeights: Boolean(whole.weights) });
+  return { player, answer: player.answer, file };
 }
 
 /** Opens the files of `routed-experts view`, [[name, bytes]], as many as are small; the others when they are picked. */
@@ -137,15 +125,15 @@ export async function openSaved(files) {
   if (first.length) await openViewed(first);
 }
 
-const openViewed = (files) => openFiles(files.map(({ name, place }) => ({ name, file: fetch(`routed_experts/saved/${place}`) })));
+const openViewed = (files) => open(() => Promise.all(files.map(({ place }) => request(`routed_experts/saved/${place}`))));
 
 /** Responses of the tiny model to two prompts. */
-export const openExample = () => openFiles([{ name: EXAMPLE, file: fetch(`routed_experts/${EXAMPLE}`) }]);
+export const openExample = () => open(() => Promise.all([request(`routed_experts/${EXAMPLE}`)]));
 
 /** Shows the selected answer again as it was made: 40 tokens a second, or in ten seconds. */
 export function play() {
   const entry = view.entryA;
-  entry.player ??= new Player(entry.answer.whole(), entry.answer);
+  entry.player ??= new Player(entry.answer);
   const { length } = entry.player.whole.tokens;
   entry.answer = entry.player.replay(Math.max(40, length / 10));
   view.isPinned = false;

@@ -6,6 +6,7 @@ import { ServerError, getJson, useKey } from "./stream.js";
 
 /** `info` is what the server says of its rows; null without a server. */
 export const server = { info: null };
+let hasKey = false;
 
 export async function connect() {
   try {
@@ -24,7 +25,9 @@ export async function connect() {
 
 export function setKey() {
   useKey($("key").value);
-  return connect();
+  hasKey = true;
+  if (document.documentElement.dataset.capture === "off") $("key-form").hidden = true;
+  else connect();
 }
 
 export function askForKey() {
@@ -38,7 +41,7 @@ export function failed(error) {
   if (error instanceof ServerError && error.status === 401) {
     askForKey();
     $("key").value = "";
-    error = new Error("The server rejected this API key.");
+    error = new Error(hasKey ? "The server rejected this API key." : "The server requires an API key.");
   }
   showError(error);
 }

@@ -14,10 +14,10 @@ from typing import Any
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError, say
-from routed_experts.server.cli.differences import Comparison, table
-from routed_experts.server.cli.reference import Reference
-from routed_experts.server.cli.running import Body, Place, RunningServer, add_server_flags, bodies_of
-from routed_experts.server.cli.saved import add_flags, info_of, opened
+from routed_experts.server.tools.differences import Comparison, table
+from routed_experts.server.tools.reference import Reference
+from routed_experts.server.tools.running import Body, Place, RunningServer, add_server_flags, bodies_of
+from routed_experts.server.tools.saved import add_flags, info_of, opened
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")

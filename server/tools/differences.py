@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.server.cli.console import aligned
-from routed_experts.server.cli.reference import Ids, Reference, Scores
+from routed_experts.server.tools.reference import Ids, Reference, Scores
 
 
 @dataclass

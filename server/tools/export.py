@@ -15,11 +15,11 @@ from pathlib import Path
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, normalised, once, read
-from routed_experts.server.cli import formats
 from routed_experts.server.cli.console import CommandError, progress
-from routed_experts.server.cli.formats import Span
-from routed_experts.server.cli.running import RunningServer, add_server_flags, bodies_of
-from routed_experts.server.cli.saved import add_flags, info_of, opened
+from routed_experts.server.tools import formats
+from routed_experts.server.tools.formats import Span
+from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
+from routed_experts.server.tools.saved import add_flags, info_of, opened
 
 TABLES = {"parquet": formats.write_parquet, "csv": formats.write_csv, "npz": formats.write_npz}
 FORMATS = (*TABLES, "jsonl")

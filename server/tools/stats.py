@@ -15,7 +15,7 @@ from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.protocol.expert_load import ExpertLoad, Histogram, expert_load, histogram, sum_weights
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer, once, read
 from routed_experts.server.cli.console import aligned
-from routed_experts.server.cli.saved import add_flags, info_of, opened
+from routed_experts.server.tools.saved import add_flags, info_of, opened
 
 BARS = " ▁▂▃▄▅▆▇█"
 PLAIN_BARS = " .:-=+*#@"
