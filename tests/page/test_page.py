@@ -257,7 +257,10 @@ def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path, ke
 def test_the_example(tab: Tab, api: Server, viewed: Viewed, oracle: Oracle) -> None:
     """On a server, and in `routed-experts view` without files; its rows and weights are the tiny model's."""
     url = viewed(texts={})
-    addresses = {f"{api.url}/routed_experts": "!$('#ask').hidden", url: "$('#empty-how').textContent.startsWith('Open')"}
+    addresses = {
+        f"{api.url}/routed_experts": "!$('#ask').hidden",
+        url: "$('#empty-how').textContent.startsWith('Open')",
+    }
     for address, condition in addresses.items():
         tab.open(address)
         tab.wait(condition)  # the button moves until then

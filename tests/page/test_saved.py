@@ -65,7 +65,10 @@ def test_weights_are_saved(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
     rows[20, 2] = -1
     weights = weights_of(rows)
     weights[5, 0, 0] = np.nan
-    show(tab, viewed(answer(rows, 12, weights=weights) | {"routed_experts_info": {**INFO, "weights_scale": [1.0, 2.5, 1.0]}}))
+    show(
+        tab,
+        viewed(answer(rows, 12, weights=weights) | {"routed_experts_info": {**INFO, "weights_scale": [1.0, 2.5, 1.0]}}),
+    )
     download(tab, "#save", "answer.jsonl", tmp_path)
     (saved,) = read(opened([str(tmp_path / "answer.jsonl")]), ModelInfo())
     (routing,) = saved.routings()
@@ -128,7 +131,9 @@ def test_a_file_that_cannot_be_read_is_said(tab: Tab, viewed: Viewed, tmp_path: 
     assert tab.is_hidden("#views")
 
 
-def test_f3_files_that_are_opened_when_they_are_picked(tab: Tab, viewed: Viewed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f3_files_that_are_opened_when_they_are_picked(
+    tab: Tab, viewed: Viewed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """F3: of folders that are larger than a browser should hold, the first file, and others on demand."""
     rows = [rows_of(29, 3, 2, 32, seed) for seed in range(3)]
     texts = {f"recorded/{place}.jsonl": json.dumps(answer(each, 12)) for place, each in enumerate(rows)}

@@ -82,7 +82,10 @@ def test_every_number_is_numpys(tab: Tab, viewed: Viewed, made: Any) -> None:
     missing, prompt = int((routing.rows < 0).any((1, 2)).sum()), routing.prompt_len or 0
     said = f"{prompt} prompt and {routing.start + n + 1 - prompt} generated tokens, {n} rows"
     said += f" ({missing} unknown)" if missing else ""
-    assert tab.text("#summary") == f"{said} of {layers} layers {TIMES} {top_k} of {experts} experts, finish reason: length."
+    assert (
+        tab.text("#summary")
+        == f"{said} of {layers} layers {TIMES} {top_k} of {experts} experts, finish reason: length."
+    )
     check_table(tab, routing)
     check_selected(tab, routing, experts)
 
@@ -170,6 +173,7 @@ def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     tab.click("#map", GUTTER + 33.5 * wide, 20 + 2.5 * 26)
     selected(tab, 33)
     shows(tab, rows[33])
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # else the status is that of the cell below it
     token, layer = 33, 2
     steps = [("ArrowRight", 5, 5, 0), ("ArrowDown", 2, 0, 2), ("ArrowUp", 1, 0, -1), ("PageDown", 1, 50, 0)]
     for key, times, by_token, by_layer in (*steps, ("ArrowLeft", 1, -1, 0)):

@@ -33,22 +33,17 @@ export class Answer {
   }
 
   /** Appends whole rows, an Int16Array, and their weights, a Float32Array, if it has them; ids out of range are an error. */
-  addRows(ids, weights = null) {
-    if (this.hasWeights && ids.length && weights?.length !== ids.length) throw new Error("The weights of some rows are missing.");
-    const count = ids.length / this.size;
-    for (let i = 0; i < ids.length; i++) {
-      if (ids[i] < -1 || ids[i] >= this.experts) throw new Error(`Expert id ${ids[i]} is out of range: a layer has ${this.experts} experts.`);
-    }
-    const needed = (this.length + count) * this.size;
-    this.rows = grown(this.rows, needed);
-    this.weights &&= grown(this.weights, needed);
-    this.rows.set(ids, this.length * this.size);
-    if (this.hasWeights && weights) {
-      this.weights.set(weights, this.length * this.size);
-      this.#weigh(ids, weights);
-    }
-    this.length += count;
-    this.#count(ids, count);
+  addRows(ids, weights) {
+    if (this.hasWeights && weights?.length !== ids.length) throw new Error("The weights of some rows are missing.");
+    const wrong = ids.find((id) => id < -1 || id >= this.experts);
+    if (wrong !== undefined) throw new Error(`Expert id ${wrong} is out of range: a layer has ${this.experts} experts.`);
+    const at = this.length * this.size;
+    this.rows = grown(this.rows, at + ids.length);
+    this.rows.set(ids, at);
+    this.weights &&= grown(this.weights, at + ids.length);
+    this.weights?.set(weights, at);
+    this.length += ids.length / this.size;
+    this.#count(ids, this.weights && weights);
   }
 
   /** The ids of a cell, or its weights; empty where the position has no row. */
@@ -66,14 +61,9 @@ export class Answer {
     return words.join(", ") || "no row";
   }
 
-  /** What is counted of each expert of each layer, choices or weights, and the sums of layers. */
-  tally(byWeight) {
-    return byWeight ? [this.sums, this.totals] : [this.counts, this.slots];
-  }
-
   /** How often an expert was chosen, or with which weight, as a multiple of what all would have if they shared evenly. */
   load(layer, expert, byWeight = false) {
-    const [counts, totals] = this.tally(byWeight);
+    const [counts, totals] = byWeight ? [this.sums, this.totals] : [this.counts, this.slots];
     return totals[layer] ? (counts[layer * this.experts + expert] * this.experts) / totals[layer] : 0;
   }
 
@@ -87,31 +77,22 @@ export class Answer {
     return token?.text ?? (token?.id != null ? `#${token.id}` : "");
   }
 
-  #weigh(ids, weights) {
-    const { layers, topK, experts, sums, totals } = this;
-    weights.forEach((weight, at) => {
-      if (ids[at] < 0 || Number.isNaN(weight)) return;
+  #count(ids, weights) {
+    const { layers, topK, experts, size, counts, slots, sums, totals } = this;
+    let lastMissing = -1; // row
+    for (let at = 0; at < ids.length; at++) {
       const layer = Math.floor(at / topK) % layers;
-      sums[layer * experts + ids[at]] += weight;
-      totals[layer] += weight;
-    });
-  }
-
-  #count(ids, count) {
-    const { layers, topK, experts, counts, slots } = this;
-    for (let row = 0, at = 0; row < count; row++) {
-      let missing = 0;
-      for (let layer = 0; layer < layers; layer++) {
-        for (let k = 0; k < topK; k++, at++) {
-          const id = ids[at];
-          if (id < 0) missing = 1;
-          else {
-            counts[layer * experts + id]++;
-            slots[layer]++;
-          }
-        }
+      const place = layer * experts + ids[at];
+      if (ids[at] >= 0) {
+        counts[place]++;
+        slots[layer]++;
+        if (!weights || Number.isNaN(weights[at])) continue;
+        sums[place] += weights[at];
+        totals[layer] += weights[at];
+      } else if (Math.floor(at / size) !== lastMissing) {
+        lastMissing = Math.floor(at / size);
+        this.missing++;
       }
-      this.missing += missing;
     }
   }
 }

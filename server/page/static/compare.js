@@ -15,7 +15,6 @@ export class Comparison {
     this.firstToken = null; // the first position with another token
     this.tokensCompared = 0;
     this.areKnown = true; // whether the tokens compared are
-    this.mark = new Int32Array(Math.max(a.experts, b.experts)).fill(-1);
   }
 
   get end() {
@@ -25,6 +24,13 @@ export class Comparison {
   /** How many experts of a cell differ; null where it has not been compared. */
   at(position, layer) {
     return position < this.start || position >= this.end ? null : this.cells[(position - this.start) * this.a.layers + layer];
+  }
+
+  /** The share of experts that differ in a layer, over the positions `first` to `end`. */
+  share(layer, first, end) {
+    let sum = 0;
+    for (let position = first; position < end; position++) sum += this.at(position, layer);
+    return sum / (end - first) / this.a.topK;
   }
 
   /** Whether a position is a token of one answer's prompt and another token in the other: rows are not of the same text. */
@@ -47,11 +53,8 @@ export class Comparison {
   }
 
   #compare(position, layer) {
-    const { a, b, mark } = this;
-    const stamp = position * a.layers + layer;
-    for (const id of b.cell(position, layer)) if (id >= 0) mark[id] = stamp;
-    let others = 0;
-    for (const id of a.cell(position, layer)) others += id >= 0 && mark[id] !== stamp;
+    const { a, b } = this;
+    const others = differing(a.cell(position, layer), b.cell(position, layer));
     this.cells[(position - this.start) * a.layers + layer] = others;
     if (!others) return;
     this.differing++;
@@ -85,6 +88,9 @@ export class Comparison {
     return words.join(" ");
   }
 }
+
+/** How many of some ids are not among others; those that are unknown are not counted. */
+export const differing = (ids, others) => ids.filter((id) => id >= 0 && !others.includes(id)).length;
 
 /** Null where one of the two is not known. */
 const isSame = (one, other) => (one === null || other === null ? null : one === other);

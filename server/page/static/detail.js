@@ -1,10 +1,9 @@
 // One token in full: the experts of every layer, and those of the answer beside it.
 
 import { css, ramps } from "./colours.js";
+import { differing } from "./compare.js";
 import { made, reveal } from "./dom.js";
 import { weightText } from "./tokens.js";
-
-const CHIPS_A_FRAME = 240;
 
 export class Detail {
   constructor(table, select) {
@@ -33,37 +32,29 @@ export class Detail {
       name.dataset.layer = layer;
       row.append(name);
       const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer, layer));
-      return { at: layer, row, sides, differ: b && row.insertCell(), shows: null };
+      return { row, sides, differ: b && row.insertCell(), shows: null };
     });
   }
 
-  /** Fills in what changed, the rows that can be seen first; the others when the keys rest. */
-  draw({ a, b, token, layer, expert, changed }) {
+  /** Fills in what changed. */
+  draw({ a, b, token, layer, expert }) {
     const colours = ramps().experts(a.experts);
     const known = [a, b].map((answer) => Boolean(answer) && token >= answer.start && token < answer.end);
-    const of = (at) => `${token} ${known} ${at === layer ? `${expert} here` : ""} ${colours[0]}`;
-    if (layer !== this.layer) reveal(this.rows[layer].row, this.table.parentElement);
-    this.layer = layer;
-    const waiting = this.rows.filter((entry, at) => entry.shows !== of(at));
-    clearTimeout(this.rest);
-    if (!waiting.length) return;
-    const top = this.table.parentElement.scrollTop;
-    const first = Math.floor((top / Math.max(this.table.offsetHeight, 1)) * this.rows.length);
-    waiting.sort((one, other) => (one.at - first + this.rows.length) % this.rows.length - ((other.at - first + this.rows.length) % this.rows.length));
-    for (const entry of waiting.slice(0, Math.ceil(CHIPS_A_FRAME / a.topK))) {
-      const { at, row, sides, differ } = entry;
-      entry.shows = of(at);
+    this.rows.forEach((entry, at) => {
+      const shows = `${token} ${known} ${at === layer ? `${expert} here` : ""} ${colours[0]}`;
+      if (entry.shows === shows) return;
+      entry.shows = shows;
       const here = [a.cell(token, at), b?.cell(token, at)];
-      const isHere = at === layer;
-      row.classList.toggle("selected", isHere);
-      sides.forEach((cells, side) => {
-        fill(cells, here[side], here[1 - side], colours, isHere ? expert : null);
+      entry.row.classList.toggle("selected", at === layer);
+      entry.sides.forEach((cells, side) => {
+        fill(cells, here[side], here[1 - side], colours, at === layer ? expert : null);
         const { weights } = side ? b : a;
         if (weights) weigh(cells, (side ? b : a).cell(token, at, weights));
       });
-      if (differ) differ.textContent = here[0].length && here[1].length ? here[0].filter((id) => !here[1].includes(id)).length || "" : "";
-    }
-    this.rest = setTimeout(changed, 80);
+      if (entry.differ) entry.differ.textContent = here[0].length && here[1].length ? differing(...here) || "" : "";
+    });
+    if (layer !== this.layer) reveal(this.rows[layer].row, this.table.parentElement);
+    this.layer = layer;
   }
 }
 

@@ -47,7 +47,6 @@ const buildDetail = () => detail.build({ ...view, b: view.comparison && view.b }
 /** Paints with other colours, or colours for something else. */
 export function recolour() {
   forgetTheme();
-  map.reset();
   if (view.a) {
     map.legend($("legend"), $("legend-text"), $("legend-b"));
     load.legend($("load-legend"), $("load-legend-text"), $("by-label"));
@@ -125,5 +124,5 @@ function draw(now) {
   write("expert-status", expertInWords(view));
   if (document.activeElement !== $("expert")) $("expert").value = view.expert ?? "";
   $("stop").disabled = !view.request && !players().length;
-  return map.more;
+  return false;
 }

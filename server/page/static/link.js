@@ -8,7 +8,6 @@ import { select, view } from "./view.js";
 
 const REST = 300; // milliseconds: browsers refuse to have the address changed often
 const UNSAVED = "a response that was not saved";
-const CONTROLS = ["rank", "by"];
 
 let waiting = null;
 let link = readLink(); // until what it names is open
@@ -34,16 +33,13 @@ function putLink(fields) {
   history.replaceState(null, "", `#${new URLSearchParams(known)}`);
 }
 
-const initial = (control) => (control.options ? control.options[0].value : control.defaultValue);
-
 /** The view in words of a link; only responses from files can be named. */
 function linkFields() {
   if (link) return { ...link };
-  const { entryA, entryB, a, layer, token, expert, sort } = view;
+  const { entryA, entryB, a, layer, token, expert, rank, byWeight, sort } = view;
   const name = (entry) => entry && (entry.file ? entry.answer.name : UNSAVED);
-  const controls = CONTROLS.map((id) => [id, $(id).value === initial($(id)) ? null : $(id).value]);
   const fields = { a: name(entryA), b: name(entryB), token, layer: a.layerIds[layer], expert };
-  return { ...fields, ...Object.fromEntries(controls), sort, zoom: map.zoom };
+  return { ...fields, rank: rank > 1 ? rank : null, by: byWeight ? "weights" : null, sort, zoom: map.zoom };
 }
 
 /** What was picked or sent since is shown in place of what the link says. */
@@ -72,10 +68,10 @@ export async function followLink() {
   if (names.length || !view.a) return;
   link = null;
   view.sort = fields.sort ?? null;
-  for (const id of CONTROLS) {
-    $(id).value = fields[id] ?? initial($(id));
-    if ($(id).value === "") $(id).value = initial($(id));
-    for (const kind of ["input", "change"]) $(id).dispatchEvent(new Event(kind));
+  const controls = { rank: numberIn(fields.rank) ?? 1, by: fields.by === "weights" ? "weights" : "choices" };
+  for (const [id, value] of Object.entries(controls)) {
+    $(id).value = value;
+    $(id).dispatchEvent(new Event("input"));
   }
   show(responseOf(fields.a) ?? view.entryA, responseOf(fields.b) ?? (fields.a ? null : view.entryB));
   const expert = numberIn(fields.expert);

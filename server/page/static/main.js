@@ -91,7 +91,7 @@ on("rank", "input", () => {
   view.rank = Math.max(Number($("rank").value) || 1, 1);
   recolour();
 });
-on("by", "change", () => {
+on("by", "input", () => {
   view.byWeight = $("by").value === "weights";
   recolour();
 });

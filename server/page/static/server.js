@@ -2,7 +2,7 @@
 
 import { $ } from "./dom.js";
 import { hideError, showError } from "./messages.js";
-import { ServerError, getJson, useKey } from "./stream.js";
+import { ServerError, request, useKey } from "./stream.js";
 
 /** `info` is what the server says of its rows; null without a server. */
 export const server = { info: null };
@@ -10,7 +10,7 @@ let hasKey = false;
 
 export async function connect() {
   try {
-    server.info = await getJson("v1/routed_experts");
+    server.info = await (await request("v1/routed_experts")).json();
   } catch (error) {
     return failed(error);
   }

@@ -23,7 +23,7 @@ export class TokenText {
     this.selected = null;
     this.block = null;
     this.parted = null;
-    this.chosen = { spans: [], upTo: 0, of: null };
+    this.chosen = ""; // what is marked
     this.element.replaceChildren();
   }
 
@@ -84,18 +84,10 @@ export class TokenText {
 
   /** Marks the tokens that chose an expert of a layer. */
   highlight(layer, expert) {
-    const of = expert === null ? null : `${layer} ${expert}`;
-    if (of !== this.chosen.of) {
-      for (const span of this.chosen.spans) span.classList.remove("chosen");
-      this.chosen = { spans: [], upTo: this.answer.start, of };
-    }
-    if (of === null) return;
-    const end = Math.min(this.shown.length, this.answer.end);
-    for (; this.chosen.upTo < end; this.chosen.upTo++) {
-      if (!this.answer.cell(this.chosen.upTo, layer).includes(expert)) continue;
-      this.shown[this.chosen.upTo].classList.add("chosen");
-      this.chosen.spans.push(this.shown[this.chosen.upTo]);
-    }
+    const key = expert === null ? "" : [layer, expert, this.shown.length, this.answer.length].join();
+    if (key === this.chosen) return;
+    this.chosen = key;
+    this.shown.forEach((span, i) => span.classList.toggle("chosen", expert !== null && this.answer.cell(i, layer).includes(expert)));
   }
 
   /** Scrolls so that a token can be seen. */
