@@ -12,12 +12,11 @@ import pytest
 
 from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.tools.view import ViewedFile, ViewServer
-from tests.contract.served import serving, serving_weights
+from tests.contract.served import serving
 from tests.e2e.harness import Server
 from tests.page.browser import CHROMIUM, Tab, browser
 
 Viewed = Callable[..., str]
-KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
 
 
 @pytest.fixture(scope="session")
@@ -40,13 +39,6 @@ def tab(the_tab: Tab) -> Iterator[Tab]:
 @pytest.fixture(scope="session")
 def api(tiny_model: Path) -> Iterator[Server]:
     with serving(tiny_model, "--enable-return-routed-expert-weights") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def model_api(tiny_model: Path) -> Iterator[Server]:
-    """A server whose model computes log-probabilities."""
-    with serving_weights(tiny_model, "--dtype", "float32", "--enforce-eager", *KV) as server:
         yield server
 
 

@@ -11,7 +11,7 @@ from routed_experts.protocol.saved import ModelInfo, page_lines
 from routed_experts.server.cli.tiny_model import make_tiny_model, make_tokenizer
 from tests.contract.served import serving_weights
 from tests.e2e.harness import ASK, Server
-from tests.page.conftest import KV
+from tests.page.screenshots import KV
 
 PATH = Path(page.__file__).parent / "static" / "example.json"
 PROMPTS = (

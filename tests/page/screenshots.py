@@ -17,8 +17,9 @@ from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.contract.served import serving_weights
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab, browser
-from tests.page.conftest import KV, viewing
+from tests.page.conftest import viewing
 
+KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
 # Width and theme of the pictures of each.
 SHOWN = {
     "chat": [(1440, "light"), (420, "dark")],

@@ -65,21 +65,16 @@ def shows(tab: Tab, rows: np.ndarray, column: int = 1) -> None:
 
 
 def shows_weights(tab: Tab, weights: np.ndarray) -> None:
-    """The same for its weights [L, K], to three decimals, or with fewer digits where they are small or large."""
-    cells = "$$('#detail tbody tr').map(row => [...row.children[1].querySelectorAll('.chip small')])"
+    """The same for its weights [L, K], about: `test_weights_are_written_whole` has how they are written."""
+    small = "$$('#detail tbody tr').map(row => [...row.children[1].querySelectorAll('.chip small')])"
+    texts = f"{small}.map(row => row.map(c => c.textContent.trim()))"
 
     @np.errstate(invalid="ignore")  # some tests have any bits as weights
     def is_shown() -> bool:
-        shown = tab.js(f"{cells}.map(row => row.map(c => c.textContent.trim()))")
-        found = np.array([["nan" if text == "?" else text for text in row] for row in shown], dtype=np.float64)
-        size = np.abs(weights)
-        room = np.where(size < 0.001, 0.51 * size, np.where(size < 1e6, 0.00051, 0.051) * np.maximum(size, 1))
-        isnan = np.isnan(weights)
-        return found.shape == weights.shape and bool(
-            np.where(isnan, np.isnan(found), abs(found - weights) <= room).all()
-        )
+        found = np.array([["nan" if text == "?" else text for text in row] for row in tab.js(texts)], dtype=np.float64)
+        return found.shape == weights.shape and np.allclose(found, weights, rtol=0.051, atol=0.00051, equal_nan=True)
 
-    wait_until(is_shown, lambda: f"other weights: {tab.js(cells + '.map(row => row.map(c => c.textContent))')}", 60)
+    wait_until(is_shown, lambda: f"{tab.js(texts)}\nnot\n{weights}", 60)
 
 
 def cells(tab: Tab, table: str) -> list[list[str]]:

@@ -11,9 +11,9 @@ import pytest
 from routed_experts.protocol.codec import decode, decode_weights
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.tools.saved import opened
 from routed_experts.server.cli.tiny_model import make_tokenizer
 from routed_experts.server.page import page_files
+from routed_experts.server.tools.saved import opened
 from tests.contract.engine import weights_for
 from tests.contract.served import serving
 from tests.e2e.harness import ASK, Oracle, Server, answers_of
@@ -34,11 +34,15 @@ def texts_of(ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) -> None:
-    """With weights; what Save writes has the same, and opens as the same."""
+    """With weights; what Save writes has the same, and opens as the same.
+
+    page: texts come with the stream, those of the prompt in one request, below /v1, which every proxy passes.
+    """
     body: dict[str, Any] = {**ASK, "max_tokens": 40}
     chat = {"messages": [{"role": "user", "content": PROMPT}]}
     (said,) = answers_of(api.chat(**body, **chat) if kind == "chat" else api.complete(**body, prompt=PROMPT))
     tab.open(f"{api.url}/routed_experts")
+    start = time.monotonic()
     ask(tab, kind=kind)
     ended(tab)
     rows = np.concatenate([said.prompt_rows, said.rows])
@@ -51,6 +55,9 @@ def test_an_answer_streams_in(tab: Tab, api: Server, tmp_path: Path, kind: str) 
         shows(tab, rows[token])
         shows_weights(tab, weights_for(rows[token : token + 1])[0])
     assert all(url.startswith(api.url) for url in tab.requested)
+    asked = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
+    assert set(asked) == {f"{api.url}/{TEXTS}"}
+    assert len(asked) <= 2 + time.monotonic() - start  # one a second, where chunks bring several tokens
 
     download(tab, "#save", "answer.jsonl", tmp_path)
     (saved,) = read(opened([str(tmp_path / "answer.jsonl")]), ModelInfo())
@@ -97,20 +104,6 @@ def test_play_shows_it_grow(tab: Tab, viewed: Viewed) -> None:
     assert seen == sorted(seen)
     assert max(seen) < 400
     assert tab.count(TOKENS) == 400
-
-
-def test_texts_need_no_request_for_each_token(tab: Tab, api: Server) -> None:
-    """page: they come with the stream, and those of the prompt in one request, below /v1, which every proxy passes."""
-    prompt = "".join(map(chr, range(33, 120)))
-    tab.open(f"{api.url}/routed_experts")
-    start = time.monotonic()
-    ask(tab, prompt=prompt, tokens=200)
-    ended(tab)
-    tab.wait("!$('#tokens-a .number')")
-    assert "".join(tab.texts(TOKENS)[:87]) == prompt
-    asked = [url for url in tab.requested if url.endswith("texts") or "tokenize" in url]
-    assert set(asked) == {f"{api.url}/{TEXTS}"}
-    assert len(asked) <= 2 + time.monotonic() - start  # one a second, where chunks bring several tokens
 
 
 def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path) -> None:
@@ -234,22 +227,20 @@ def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path, tmp_p
         tab.wait_for("#key-form")
 
 
-@pytest.mark.parametrize("key", [None, "a-secret"])
-def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path, key: str | None) -> None:
+def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
     """Reads files, for those who have the key."""
     file = tmp_path / "saved.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
-    with serving(tiny_model, "--no-enable-return-routed-experts", *(("--api-key", key) if key else ())) as server:
+    with serving(tiny_model, "--no-enable-return-routed-experts", "--api-key", "a-secret") as server:
         tab.open(f"{server.url}/routed_experts")
         tab.wait_for("#notice")
         assert tab.is_hidden("#ask")
-        if key:
-            tab.give_file("#file", file)
-            assert error_in(tab) == "The server requires an API key."
-            tab.type("#key", key)
-            tab.click("#key-form button")
-            tab.wait("$('#key-form').hidden")
-            tab.console.clear()
+        tab.give_file("#file", file)
+        assert error_in(tab) == "The server requires an API key."
+        tab.type("#key", "a-secret")
+        tab.click("#key-form button")
+        tab.wait("$('#key-form').hidden")
+        tab.console.clear()
         tab.give_file("#file", file)
         ended(tab)
 

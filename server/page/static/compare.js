@@ -45,21 +45,18 @@ export class Comparison {
     const upTo = Math.min(this.end + most, end);
     this.cells = grown(this.cells, (upTo - this.start) * layers);
     for (let position = this.end; position < upTo; position++) {
-      for (let layer = 0; layer < layers; layer++) this.#compare(position, layer);
+      for (let layer = 0; layer < layers; layer++) {
+        const others = differing(a.cell(position, layer), b.cell(position, layer));
+        this.cells[(position - this.start) * layers + layer] = others;
+        if (!others) continue;
+        this.differing++;
+        this.byLayer[layer]++;
+        this.first ??= { position, layer };
+      }
       this.length++;
     }
     this.#compareTokens();
     return upTo < end;
-  }
-
-  #compare(position, layer) {
-    const { a, b } = this;
-    const others = differing(a.cell(position, layer), b.cell(position, layer));
-    this.cells[(position - this.start) * a.layers + layer] = others;
-    if (!others) return;
-    this.differing++;
-    this.byLayer[layer]++;
-    this.first ??= { position, layer };
   }
 
   #compareTokens() {
@@ -96,7 +93,7 @@ export const differing = (ids, others) => ids.filter((id) => id >= 0 && !others.
 const isSame = (one, other) => (one === null || other === null ? null : one === other);
 
 /** Raises an Error where the rows of two answers mean different things. */
-export function checkSameModel(a, b) {
+function checkSameModel(a, b) {
   if (a.layers !== b.layers || a.topK !== b.topK) {
     throw new Error("The responses are from different models: their rows have different shapes.");
   }

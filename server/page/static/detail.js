@@ -9,10 +9,10 @@ export class Detail {
   constructor(table, select) {
     this.table = table;
     table.addEventListener("click", (event) => {
-      const cell = event.target.closest("[data-layer]");
-      if (!cell) return;
-      const expert = cell.className.startsWith("chip") ? parseInt(cell.textContent) : NaN;
-      select({ layer: Number(cell.dataset.layer), expert: Number.isNaN(expert) ? null : expert });
+      const row = event.target.closest("[data-layer]");
+      if (!row) return;
+      const expert = parseInt(event.target.closest(".chip")?.textContent);
+      select({ layer: Number(row.dataset.layer), expert: Number.isNaN(expert) ? null : expert });
     });
   }
 
@@ -21,17 +21,15 @@ export class Detail {
     this.table.replaceChildren();
     this.layer = null;
     this.table.style.setProperty("--digits", String(a.experts - 1).length);
-    const head = this.table.createTHead().insertRow();
-    for (const title of [a.knowsLayers ? "Decoder layer" : "MoE layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
-      head.append(made("th", { scope: "col" }, title));
-    }
+    const titles = [a.knowsLayers ? "Decoder layer" : "MoE layer", ...(b ? ["Experts of A", "Experts of B", "Differ"] : ["Experts"])];
+    const head = titles.map((title) => made("th", { scope: "col" }, title));
+    this.table.createTHead().insertRow().append(...head);
     const body = this.table.createTBody();
     this.rows = a.layerIds.map((id, layer) => {
       const row = body.insertRow();
-      const name = made("th", { scope: "row" }, String(id));
-      name.dataset.layer = layer;
-      row.append(name);
-      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer, layer));
+      row.append(made("th", { scope: "row" }, String(id)));
+      row.dataset.layer = layer;
+      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer));
       return { row, sides, differ: b && row.insertCell(), shows: null };
     });
   }
@@ -46,10 +44,10 @@ export class Detail {
       entry.shows = shows;
       const here = [a.cell(token, at), b?.cell(token, at)];
       entry.row.classList.toggle("selected", at === layer);
-      entry.sides.forEach((cells, side) => {
-        fill(cells, here[side], here[1 - side], colours, at === layer ? expert : null);
+      entry.sides.forEach((chips, side) => {
         const { weights } = side ? b : a;
-        if (weights) weigh(cells, (side ? b : a).cell(token, at, weights));
+        const beside = weights && (side ? b : a).cell(token, at, weights);
+        fill(chips, here[side], beside, here[1 - side], colours, at === layer ? expert : null);
       });
       if (entry.differ) entry.differ.textContent = here[0].length && here[1].length ? differing(...here) || "" : "";
     });
@@ -58,31 +56,22 @@ export class Detail {
   }
 }
 
-function chips(cell, { topK, weights }, layer) {
+function chips(cell, { topK, weights }) {
   cell.className = weights ? "experts weighed" : "experts";
   const chips = Array.from({ length: topK }, () => made("span", { className: "chip" }, "", ...(weights ? [made("small", {})] : [])));
-  for (const chip of chips) chip.dataset.layer = layer;
   cell.append(made("div", { className: "chips" }, ...chips));
   return chips;
 }
 
-/** Shows ids; those that the other answer has not are marked. */
-function fill(cells, ids, others, colours, expert) {
-  cells.forEach((chip, k) => {
+/** Shows ids and their weights; ids that the other answer has not are marked. */
+function fill(chips, ids, weights, others, colours, expert) {
+  chips.forEach((chip, k) => {
     const id = ids[k] ?? null;
     const isKnown = id !== null && id >= 0;
     const relation = !others?.length || !isKnown ? "" : others.includes(id) ? " same" : " differs";
-    set(chip.firstChild, "data", isKnown ? String(id) : id === null ? "–" : "?");
-    set(chip, "className", `chip${relation}${isKnown && id === expert ? " chosen" : ""}`);
+    chip.firstChild.data = isKnown ? String(id) : id === null ? "–" : "?";
+    chip.className = `chip${relation}${isKnown && id === expert ? " chosen" : ""}`;
     chip.style.borderLeftColor = isKnown ? css(colours[id]) : "transparent";
+    if (weights) chip.lastChild.textContent = id === null ? "" : ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}`;
   });
-}
-
-function weigh(cells, weights) {
-  cells.forEach((chip, k) => set(chip.lastChild, "textContent", k < weights.length ? ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}` : ""));
-}
-
-/** Touches the document only where something changes. */
-function set(element, property, value) {
-  if (element[property] !== value) element[property] = value;
 }

@@ -7,7 +7,6 @@ import { $, write } from "./dom.js";
 import { ExpertTokens } from "./expert.js";
 import { LoadMap } from "./load.js";
 import { TokenMap } from "./map.js";
-import { showError } from "./messages.js";
 import { MapTable } from "./table.js";
 import { TokenText } from "./text.js";
 import { changed, players, select, view } from "./view.js";
@@ -57,12 +56,7 @@ export function recolour() {
 /** Draws what has changed; calls `rested` if nothing is left for the next frame. */
 export function frame(now, rested) {
   if (!view.a || !$("views").clientWidth) return; // a page that is not laid out is drawn when it is
-  let more = false;
-  try {
-    more = grow(now);
-  } catch (error) {
-    showError(error);
-  }
+  const more = grow(now);
   const wasGrowing = view.growing;
   view.growing = [view.a, view.b].some((answer) => answer && answer.finished === null);
   map.following = !view.isPinned;

@@ -36,10 +36,10 @@ function putLink(fields) {
 /** The view in words of a link; only responses from files can be named. */
 function linkFields() {
   if (link) return { ...link };
-  const { entryA, entryB, a, layer, token, expert, rank, byWeight, sort } = view;
+  const { entryA, entryB, a, layer, token, expert, rank, byWeight } = view;
   const name = (entry) => entry && (entry.file ? entry.answer.name : UNSAVED);
   const fields = { a: name(entryA), b: name(entryB), token, layer: a.layerIds[layer], expert };
-  return { ...fields, rank: rank > 1 ? rank : null, by: byWeight ? "weights" : null, sort, zoom: map.zoom };
+  return { ...fields, rank: rank > 1 ? rank : null, by: byWeight ? "weights" : null, zoom: map.zoom };
 }
 
 /** What was picked or sent since is shown in place of what the link says. */
@@ -64,10 +64,9 @@ export async function followLink() {
   }
   if (absent().some((name) => name.startsWith(EXAMPLE)) && !hasExample()) await openExample();
   const names = absent();
-  notify(names.length && `This link shows ${names.join(" and ")}: open ${names.length > 1 ? "these files" : "this file"} to see it.`);
+  notify(names.length ? `This link shows ${names.join(" and ")}: open ${names.length > 1 ? "these files" : "this file"} to see it.` : "");
   if (names.length || !view.a) return;
   link = null;
-  view.sort = fields.sort ?? null;
   const controls = { rank: numberIn(fields.rank) ?? 1, by: fields.by === "weights" ? "weights" : "choices" };
   for (const [id, value] of Object.entries(controls)) {
     $(id).value = value;

@@ -11,7 +11,7 @@ import { notify, say } from "./messages.js";
 import { isOpened, openExample, openFiles, openSaved, pick, play, save } from "./responses.js";
 import { askForKey, connect, setKey } from "./server.js";
 import { watchTheme } from "./theme.js";
-import { changed, drawWith, select, view } from "./view.js";
+import { changed, select, view } from "./view.js";
 import { cellInWords } from "./words.js";
 
 /** Starts with what the server told the page: that it has files to show, wants a key, or captures nothing. */
@@ -45,14 +45,6 @@ onSubmit("ask", () => send(forgetLink));
 on("prompt", "keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
 });
-on("stop", "click", stop);
-on("go", "click", () => {
-  const { position: token, layer } = view.comparison.first;
-  select({ token, layer });
-  say(cellInWords(view));
-});
-on("play", "click", play);
-on("save", "click", save);
 for (const id of ["pick-a", "pick-b"]) {
   on(id, "change", async ({ target }) => {
     if (isOpened(target)) forgetLink();
@@ -66,9 +58,25 @@ document.addEventListener("drop", (event) => {
   event.preventDefault();
   open(droppedFiles(event.dataTransfer));
 });
-on("example", "click", () => openExample().then(followLink));
-on("link", "click", copyLink);
 addEventListener("hashchange", followAddress);
+
+const CLICKS = {
+  stop,
+  play,
+  save,
+  link: copyLink,
+  example: () => openExample().then(followLink),
+  go: () => {
+    const { position: token, layer } = view.comparison.first;
+    select({ token, layer });
+    say(cellInWords(view));
+  },
+  fit: () => {
+    map.setZoom("fit");
+    $("zoom").value = Math.log2(map.cellWidth);
+  },
+};
+for (const [id, act] of Object.entries(CLICKS)) on(id, "click", act);
 
 /** What the buttons with data-save write: what is shown, as numbers or as a picture. */
 const SAVES = {
@@ -96,12 +104,8 @@ on("by", "input", () => {
   recolour();
 });
 on("zoom", "input", () => map.setZoom(2 ** Number($("zoom").value)));
-on("fit", "click", () => {
-  map.setZoom("fit");
-  $("zoom").value = Math.log2(map.cellWidth);
-});
 watchKeys();
-drawWith((now) => frame(now, writeLink));
+view.draw = (now) => frame(now, writeLink);
 new ResizeObserver(changed).observe($("views"));
 watchTheme($("theme"), recolour);
 start();

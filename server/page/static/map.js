@@ -13,7 +13,6 @@ export class TokenMap {
     this.canvas = element.querySelector("canvas");
     this.spacer = element.querySelector(".spacer");
     this.view = view;
-    this.select = select;
     this.zoom = null; // width of a token in pixels, where it was chosen by hand; "fit": all tokens are in sight
     this.hover = null;
     this.following = false; // whether to keep the end in sight
@@ -123,7 +122,9 @@ export class TokenMap {
     this.#bands.forEach(({ name, answer, start, end, colour }, i) => {
       const top = AXIS + i * (height + GAP);
       layerNumbers(context, a, layer, top, tall);
-      if (b) this.#caption(context, name, top);
+      context.textAlign = "left";
+      context.fillStyle = ink("text");
+      if (b) context.fillText(name, 1, top + 7);
       context.save();
       context.beginPath();
       context.rect(GUTTER, top, width - GUTTER, height);
@@ -184,16 +185,6 @@ export class TokenMap {
     outline(context, [token * cell - width / 2, 0, Math.max(cell, 1) + width, this.view.a.layers * tall], ink(colour), width);
     outline(context, box, ink("surface"), 3);
     outline(context, box, ink(colour), 1.5);
-  }
-
-  #caption(context, text, top) {
-    context.textAlign = "left";
-    context.textBaseline = "alphabetic";
-    context.fillStyle = ink("text");
-    context.save();
-    context.font = `bold ${context.font}`;
-    context.fillText(text, 1, top + 10);
-    context.restore();
   }
 
   /** Draws the legend, and says it in words. */

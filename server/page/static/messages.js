@@ -10,17 +10,12 @@ export function say(words) {
   spoken = setTimeout(() => ($("live").textContent = words), 150);
 }
 
-/** Shows a notice; without words, none. */
-export function notify(words) {
-  $("notice").textContent = words || "";
-  $("notice").hidden = !words;
-}
+export const notify = (words) => show("notice", words);
+export const showError = ({ message }) => show("error", message);
+export const hideError = () => show("error", "");
 
-export function showError(error) {
-  $("error").textContent = error.message;
-  $("error").hidden = false;
-}
-
-export function hideError() {
-  $("error").hidden = true;
+/** Shows words in their place; without any, nothing. */
+function show(id, words) {
+  $(id).textContent = words;
+  $(id).hidden = !words;
 }

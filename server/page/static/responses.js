@@ -46,7 +46,7 @@ export function show(entryA, entryB) {
   view.layer = Math.min(view.layer, view.a.layers - 1);
   $("pick-a").value = String(responses.indexOf(entryA));
   $("pick-b").value = view.entryB ? String(responses.indexOf(view.entryB)) : "";
-  notify();
+  notify("");
   build();
 }
 

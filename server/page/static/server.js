@@ -14,11 +14,11 @@ export async function connect() {
   } catch (error) {
     return failed(error);
   }
-  const { model, num_layers: layers, top_k: topK, num_experts: experts } = server.info;
+  const { model, num_layers, top_k, num_experts } = server.info;
   hideError();
   $("key-form").hidden = true;
   $("key").value = "";
-  $("model").textContent = `${model}: ${layers} MoE layers, top ${topK} of ${experts} experts`;
+  $("model").textContent = `${model}: ${num_layers} MoE layers, top ${top_k} of ${num_experts} experts`;
   $("ask").hidden = false;
   if (matchMedia("(min-width: 700px)").matches) $("prompt").focus();
 }

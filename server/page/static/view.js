@@ -13,31 +13,26 @@ export const view = {
   expert: null,
   rank: 1, // of the choice that the map has colours for
   byWeight: false, // what the load adds up
-  sort: null, // of the expert's tokens: a column's key, with a minus where the highest comes first
   growing: false,
   request: null, // the AbortController of the one under way
   isPinned: false, // whether a token was selected by hand while the answer grows
   isRevealed: true, // whether the selected token was brought into sight
+  draw: null, // a function
   changed,
 };
 
 /** The players of what is shown that are not at the end. */
 export const players = () => [view.entryA, view.entryB].map((entry) => entry?.player).filter((player) => player && !player.isOver);
 
-let draw = null;
 let isScheduled = false;
 
-/** Has `frame(now)` draw the view whenever it has changed, once a frame of the browser. */
-export function drawWith(frame) {
-  draw = frame;
-}
-
+/** Has the view drawn, once a frame of the browser. */
 export function changed() {
   if (isScheduled) return;
   isScheduled = true;
   requestAnimationFrame((now) => {
     isScheduled = false;
-    draw(now);
+    view.draw(now);
   });
 }
 

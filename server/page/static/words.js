@@ -14,9 +14,8 @@ export function describe(answer, position) {
 export function summary(answer, name) {
   const { tokens, promptLength, length, missing, layers, topK, experts, finished } = answer;
   const parts = promptLength === null ? `${tokens.length} tokens` : `${promptLength} prompt and ${tokens.length - promptLength} generated tokens`;
-  const unknown = missing ? ` (${missing} unknown)` : "";
   const end = finished === null ? "streaming" : finished === UNFINISHED ? UNFINISHED : `finish reason: ${finished}`;
-  return `${name}${parts}, ${length} rows${unknown} of ${layers} layers × ${topK} of ${experts} experts, ${end}.`;
+  return `${name}${parts}, ${length} rows${missing ? ` (${missing} unknown)` : ""} of ${layers} layers × ${topK} of ${experts} experts, ${end}.`;
 }
 
 export function cellInWords({ a, b, comparison, token, layer }) {
