@@ -33,15 +33,13 @@ export function setKey() {
 export function askForKey() {
   $("key-form").hidden = false;
   $("ask").hidden = true;
+  $("key").value = "";
   $("key").focus();
 }
 
 /** Shows why a request failed; asks for another key if it is that. */
 export function failed(error) {
-  if (error instanceof ServerError && error.status === 401) {
-    askForKey();
-    $("key").value = "";
-    error = new Error(hasKey ? "The server rejected this API key." : "The server requires an API key.");
-  }
-  showError(error);
+  const needsKey = error instanceof ServerError && error.status === 401;
+  if (needsKey) askForKey();
+  showError(needsKey ? new Error(hasKey ? "The server rejected this API key." : "The server requires an API key.") : error);
 }
