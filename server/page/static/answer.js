@@ -63,8 +63,8 @@ export class Answer {
 
   /** How often an expert was chosen, or with which weight, as a multiple of what all would have if they shared evenly. */
   load(layer, expert, byWeight = false) {
-    const [counts, totals] = byWeight ? [this.sums, this.totals] : [this.counts, this.slots];
-    return totals[layer] ? (counts[layer * this.experts + expert] * this.experts) / totals[layer] : 0;
+    const total = (byWeight ? this.totals : this.slots)[layer];
+    return total ? ((byWeight ? this.sums : this.counts)[layer * this.experts + expert] * this.experts) / total : 0;
   }
 
   /** A layer in words. */

@@ -70,7 +70,8 @@ function fill(chips, ids, weights, others, colours, expert) {
     const isKnown = id !== null && id >= 0;
     const relation = !others?.length || !isKnown ? "" : others.includes(id) ? " same" : " differs";
     chip.firstChild.data = isKnown ? String(id) : id === null ? "–" : "?";
-    chip.className = `chip${relation}${isKnown && id === expert ? " chosen" : ""}`;
+    const name = `chip${relation}${isKnown && id === expert ? " chosen" : ""}`;
+    if (chip.className !== name) chip.className = name;
     chip.style.borderLeftColor = isKnown ? css(colours[id]) : "transparent";
     if (weights) chip.lastChild.textContent = id === null ? "" : ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}`;
   });

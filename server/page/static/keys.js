@@ -15,10 +15,6 @@ const ALONG = {
   Home: () => ({ token: 0 }),
   End: () => ({ token: Infinity }),
 };
-const ACROSS = {
-  ArrowUp: ({ layer }) => ({ layer: layer - 1 }),
-  ArrowDown: ({ layer }) => ({ layer: layer + 1 }),
-};
 const expertBy = (by) => ({ a, layer, expert }) => ({ layer, expert: expert === null ? 0 : Math.min(Math.max(expert + by, 0), a.experts - 1) });
 const sameExpert = (by) => ({ layer, expert }) => ({ layer: layer + by, expert: expert ?? 0 });
 const OF_LOAD = {
@@ -30,7 +26,7 @@ const OF_LOAD = {
 };
 
 export function watchKeys() {
-  onKeys("map", { ...ALONG, ...ACROSS }, cellInWords);
+  onKeys("map", { ...ALONG, ArrowUp: ({ layer }) => ({ layer: layer - 1 }), ArrowDown: ({ layer }) => ({ layer: layer + 1 }) }, cellInWords);
   for (const id of ["tokens-a", "tokens-b"]) onKeys(id, ALONG, cellInWords);
   onKeys("load", OF_LOAD, loadInWords);
 }

@@ -53,7 +53,9 @@ export class LoadMap {
     context.translate(GUTTER, 0);
     const { load } = ramps();
     const cell = width / a.experts;
-    paint(context, 0, a.experts, cell, a.layers, tall, (...cells) => load[Math.round(255 * Math.min(Math.sqrt(highest(a, this.byWeight, ...cells) / TOP), 1))]);
+    const { byWeight } = this;
+    const colour = (layer, first, end) => load[Math.round(255 * Math.min(Math.sqrt(highest(a, byWeight, layer, first, end) / TOP), 1))];
+    paint(context, 0, a.experts, cell, a.layers, tall, colour);
     outline(context, [-1, layer * tall, width + 2, tall], ink("select"), 1.5);
     if (expert !== null) outline(context, [expert * cell - 1, layer * tall - 1, Math.max(cell, 2) + 2, tall + 2], ink("select"), 2);
     context.translate(0, height + 14);

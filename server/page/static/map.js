@@ -16,18 +16,17 @@ export class TokenMap {
     this.zoom = null; // width of a token in pixels, where it was chosen by hand; "fit": all tokens are in sight
     this.hover = null;
     this.following = false; // whether to keep the end in sight
+    const hover = (cell) => {
+      this.hover = cell;
+      view.changed();
+    };
     element.addEventListener("scroll", () => view.changed());
-    element.addEventListener("pointermove", (event) => this.#hover(this.#at(event)));
-    element.addEventListener("pointerleave", () => this.#hover(null));
+    element.addEventListener("pointermove", (event) => hover(this.#at(event)));
+    element.addEventListener("pointerleave", () => hover(null));
     element.addEventListener("click", (event) => {
       const cell = this.#at(event);
       if (cell) select(cell);
     });
-  }
-
-  #hover(cell) {
-    this.hover = cell;
-    this.view.changed();
   }
 
   /** Positions of both answers. */
