@@ -115,11 +115,11 @@ def test_files_in_every_shape(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
     [
         ("", "answers.jsonl has no responses"),
         ("no json", "answers.jsonl, line 1 is not valid JSON"),
-        ('{"layer_ids": [1]}', "answers.jsonl has no responses"),
+        ('{"layer_ids": [1]}', "These files contain no responses."),
         ('{"choices": [{}]}', "answers.jsonl, line 1: "),
         (
             json.dumps(answer(rows_of(9, 2, 2, 8), 3) | {"routed_experts_info": {"num_experts": 2}}),
-            "is out of range: the model has 2 experts",
+            "answers.jsonl, line 1: an id is 7, but the model has 2 experts",
         ),
     ],
 )
