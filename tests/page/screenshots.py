@@ -23,8 +23,8 @@ KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
 # Width and theme of the pictures of each.
 SHOWN = {
     "chat": [(1440, "light"), (420, "dark")],
-    "two": [(1440, "dark"), (420, "light")],
-    "long": [(420, "dark")],
+    "two": [(1440, "dark")],
+    "long": [],
 }
 ALL = list(itertools.product((1440, 1024, 390), ("light", "dark")))
 
