@@ -4,6 +4,7 @@ import os
 from argparse import Namespace
 
 from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
@@ -31,14 +32,22 @@ async def read_saved(raw_request: Request) -> Response:
         if len(body) <= MAX_BYTES:
             body += chunk
     if len(body) > MAX_BYTES:
-        return JSONResponse({"error": {"message": TOO_LARGE}}, 413)
-    return StreamingResponse(read(bytes(body)), media_type="application/jsonl", headers=HEADERS)
+        return _error(TOO_LARGE, 413)
+    try:
+        lines = await run_in_threadpool(read, bytes(body))
+    except ValueError as error:
+        return _error(str(error), 400)
+    return StreamingResponse(lines, media_type="application/jsonl", headers=HEADERS)
+
+
+def _error(message: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": status}}, status)
 
 
 def page_config(raw_request: Request) -> dict[str, str]:
     """Settings that the page needs before its first request."""
     state = raw_request.app.state
-    if getattr(state, "captured_engine", None) is None:
+    if state.routed_experts.captured is None:
         return {"capture": "off"}
     return {"api-key": "wanted"} if wants_key(getattr(state, "args", Namespace())) else {}
 

@@ -12,10 +12,13 @@ TOO_LARGE = f"Files of more than {MAX_BYTES >> 20} MiB at once: open them with r
 
 
 def read(body: bytes) -> Iterator[str]:
-    """The lines of `page_lines` for files in the body of a request, `[[name, text], …]`."""
+    """The lines of `page_lines` for files in the body of a request, `[[name, text], …]`.
+
+    Raises:
+        ValueError: the body is another one.
+    """
     try:
         files = [(str(name), StringIO(text)) for name, text in json.loads(body)]
-    except (TypeError, ValueError, RecursionError):
-        files, error = [], {"message": "The body must be a list of files, each [name, text]."}
-        yield json.dumps({"error": error}) + "\n"
-    yield from page_lines(files, ModelInfo())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError("The body must be a list of files, each [name, text].") from error
+    return page_lines(files, ModelInfo())

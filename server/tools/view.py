@@ -4,19 +4,18 @@ import argparse
 import json
 import shutil
 import webbrowser
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import MappingProxyType
 from typing import TextIO
 
-from routed_experts.protocol.saved import ModelInfo, Reader, check_rows, page_lines
+from routed_experts.protocol.saved import ModelInfo, Reader, check_shown, page_lines
 from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
-from routed_experts.server.page.saved import READ_PATH, read
+from routed_experts.server.page.saved import read
 from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
@@ -62,42 +61,33 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Reads files that are opened in the page."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if self.path == READ_PATH and self._is_ours():
-            self._respond_lines(read(body))
+        try:
+            self._respond(200, "application/jsonl", map(str.encode, read(body)))
+        except ValueError as error:
+            self._respond(400, "application/json", [json.dumps({"error": {"message": str(error)}}).encode()])
 
     def do_GET(self) -> None:
-        if not self._is_ours():
-            return
         path = self.path.partition("?")[0]
         folder, _, place = path.rpartition("/")
         if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.viewed):
-            self._respond_lines(self.server.viewed[int(place)].lines(self.server.given))
-            return
-        if (found := page_file(path, self.server.page_config)) is None:
-            self._respond(404, b"File not found.", "text/plain")
+            lines = self.server.viewed[int(place)].lines(self.server.given)
+            self._respond(200, "application/jsonl", map(str.encode, lines))
+        elif found := page_file(path, self.server.page_config):
+            content, kind = found
+            self._respond(200, kind, [content])
         else:
-            self._respond(200, *found)
+            self._respond(404, "text/plain", [b"File not found."])
 
-    def _is_ours(self) -> bool:
-        """Against DNS rebinding: another site could point its own name to this address and read the files."""
-        if self.headers.get("Host") in {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}:
-            return True
-        self._respond(403, b"Open this page at the address that the command printed.", "text/plain")
-        return False
-
-    def _respond_lines(self, lines: Iterable[str]) -> None:
-        self._begin(200, "application/jsonl")
-        self.wfile.writelines(map(str.encode, lines))
-
-    def _respond(self, status: int, content: bytes, kind: str) -> None:
-        self._begin(status, kind, {"Content-Length": str(len(content))})
-        self.wfile.write(content)
-
-    def _begin(self, status: int, kind: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+    def _respond(self, status: int, kind: str, parts: Iterable[bytes]) -> None:
+        # Against DNS rebinding: another site could point its own name to this address and read the files.
+        if self.headers.get("Host") not in {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}:
+            address = b"Open this page at the address that the command printed."
+            status, kind, parts = 403, "text/plain", [address]
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, **headers}.items():
+        for name, value in {**HEADERS, "Content-Type": kind}.items():
             self.send_header(name, value)
         self.end_headers()
+        self.wfile.writelines(parts)
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing."""
@@ -156,7 +146,7 @@ def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> li
                 for answer in reader.read(name, text):
                     found = True
                     for routing in answer.routings(unfinished=True):
-                        check_rows(answer, routing)
+                        check_shown(answer, routing)
         except OSError as error:
             raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
         viewed += [ViewedFile(name, file, about)] if found else []

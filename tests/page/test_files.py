@@ -92,8 +92,8 @@ def test_both_read_files_that_the_page_opens(api: Server, viewed: Viewed) -> Non
         assert (line["file"], line["name"], line["info"]) == ("b.json", "b.json, line 1", {"layer_ids": [1, 3]})
         assert np.array_equal(decode(line["rows"]), rows)
         assert post([["c", "{]"]]).json()["error"]["message"].startswith("c, line 1 is not valid JSON")
-        for wrong in ([["c"]], [["c", 3]], {"prompt": "a"}, 3):
-            assert "[name, text]" in post(wrong).json()["error"]["message"]
+        for wrong in ([["c"]], [["c", 3]], {"prompt": "a", "return_routed_experts": True}, 3):
+            assert (post(wrong).status_code, "[name, text]" in post(wrong).json()["error"]["message"]) == (400, True)
     large = httpx.post(f"{api.url}/v1/routed_experts/saved", content=b" " * (MAX_BYTES + 1), timeout=300)
     assert large.status_code == 413
     assert "routed-experts view" in large.json()["error"]["message"]

@@ -1,0 +1,85 @@
+"""Settings: what is valid, and that flags, `additional_config` and the documentation mean the same."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from routed_experts.capture.rows import WEIGHTS_KEY
+from routed_experts.server.cli import serve
+from routed_experts.server.settings import HELP, KINDS, Settings, SettingsError
+
+RECORD = {"routed_experts_record": "folder"}
+VALID = [
+    {"routed_experts_default": {"return_routed_experts": True}},
+    {"routed_experts_delivery": "reference"},
+    {"routed_experts_max_response_bytes": 1},
+    {"routed_experts_page": False},
+    {"routed_experts_store": "5"},
+    {"routed_experts_store_bytes": 1 << 40},
+    *({"routed_experts_store_seconds": value} for value in (0.5, 10**9)),
+    {"routed_experts_store_paths": True},
+    RECORD,
+    *({**RECORD, f"routed_experts_record_{name}": value} for name, value in (("tokens", False), ("share", 1e-9))),
+    {**RECORD, "routed_experts_record_bytes": 1},
+    {WEIGHTS_KEY: True},
+]
+
+
+def flags_of(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [serve.flag_of(name if value else f"no_{name}")]
+    return [serve.flag_of(name), value if isinstance(value, str) else json.dumps(value)]
+
+
+@pytest.mark.parametrize("given", VALID)
+def test_a_setting_is_a_key_and_a_flag(given: dict[str, Any]) -> None:
+    settings = Settings.of({**given, "another": 1})
+    assert {name: getattr(settings, name) for name in given} == given
+    assert settings != Settings.of({}) == Settings.of(None) == Settings.of(dict.fromkeys(KINDS))
+    if all(HELP[name] for name in given):
+        flags = [word for setting in given.items() for word in flags_of(*setting)]
+        args = serve.parse(["model", "--additional-config", '{"another": 1}', *flags])
+        assert serve.configure(args) == settings
+        # vLLM hashes what is there, also for its answers.
+        assert args.additional_config == {"another": 1, **({WEIGHTS_KEY: True} if WEIGHTS_KEY in given else {})}
+
+
+def test_every_setting_is_tried() -> None:
+    assert {name for given in VALID for name in given} == set(KINDS)
+
+
+BYTES = ("max_response", "store", "record")
+NOT_POSITIVE = (0, -1, 1.5, True, "1GB", float("inf"))
+INVALID: list[tuple[str, tuple[Any, ...], str]] = [
+    ("routed_experts_default", ([], "{"), "a JSON object with routing fields"),
+    ("routed_experts_delivery", ("by mail", True), "inline or reference"),
+    *((f"routed_experts_{name}_bytes", NOT_POSITIVE, "a positive integer") for name in BYTES),
+    ("routed_experts_store_seconds", (0, -1, "1h", True, 2e9, float("nan")), "a positive number up to 1,000,000,000"),
+    ("routed_experts_record_share", (0, -0.5, 1.01, True, "all", float("nan")), "a number above 0, at most 1"),
+    *((f"routed_experts_{name}", (5, "", False), "a path") for name in ("store", "record")),
+    *((name, ("yes", 1, 0), "true or false") for name, kind in KINDS.items() if kind.metavar is None),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "expected"), INVALID)
+def test_a_value_that_a_setting_cannot_have(name: str, values: tuple[Any, ...], expected: str) -> None:
+    for value in values:
+        with pytest.raises(SettingsError, match=re.escape(f"{name} must be {expected}, not {value!r}.")):
+            Settings.of({**RECORD, name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"routed_experts_record_share": 0.5}, "routed_experts_record_share needs routed_experts_record"),
+        ({"routed_experts_record_tokens": False}, "routed_experts_record_tokens needs routed_experts_record"),
+        ({"routed_experts_default": {"return_experts": True}}, "return_experts is not a routing field"),
+        ({"routed_experts_default": {"routed_experts_format": "xml"}}, "routed_experts_default: routed_experts_format"),
+        ({"routed_experts_default": {"return_routed_expert_weights": True}}, f"weights needs {WEIGHTS_KEY}"),
+    ],
+)
+def test_settings_that_do_not_go_together(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        Settings.of(given)
