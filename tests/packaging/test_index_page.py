@@ -23,7 +23,7 @@ TAG = f"v{PROJECT['version']}"
 def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
     folder = tmp_path_factory.mktemp("index page")
     sources = copy_sources(folder / "sources", "README.md")
-    run([sys.executable, str(ROOT / "index_page.py"), str(sources), f"{URL}/"])
+    run([sys.executable, str(ROOT / "tests/packaging/index_page.py"), str(sources), f"{URL}/"])
     offline = ("--no-deps", "--no-build-isolation", "--no-index")
     run([*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(sources)])
     (wheel,) = folder.glob("*.whl")
@@ -55,6 +55,6 @@ def test_addresses(metadata: Message) -> None:
 
 
 def test_an_address_that_is_none(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "index_page.py"), str(tmp_path), "example.org"]
+    command = [sys.executable, str(ROOT / "tests/packaging/index_page.py"), str(tmp_path), "example.org"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "URL must begin with https://, but is 'example.org'.\n")
