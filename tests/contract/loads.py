@@ -23,9 +23,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
-from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract import engine as around
 from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, K, L, Rows, Sequence, Tokens, requests_at_random
@@ -359,10 +358,13 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     global STORE
     STORE = Store(policy, **about)
     with pytest.MonkeyPatch.context() as patch:
-        for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER), (PULL, Kind.TRANSFER)):
-            lease_s = LEASE_S if name == PULL else None
-            patch.setitem(CONNECTORS, name, Connector(kind, writes_behind_hit=not STORE.fetches_hits, lease_s=lease_s))
-        patch.setitem(transfer_params.READ_BY, PULL, (transfer_params.NIXL, ("remote_request_id",)))
+        for name, *about in (
+            (NAME, Kind.STORE),
+            (TRANSFER, Kind.TRANSFER),
+            (PULL, Kind.TRANSFER, LEASE_S, ("remote_request_id",)),
+        ):
+            kind, *pulls = about
+            patch.setitem(CONNECTORS, name, Connector(kind, not STORE.fetches_hits, *pulls))
         patch.setenv(ON_LOAD_VARIABLE, policy)
         yield STORE
 

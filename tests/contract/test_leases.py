@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from vllm.v1.engine import FinishReason
 
-from routed_experts.capture.engine.kv_transfer import remote_prefill
-from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.engine.kv_transfer import pulls
+from routed_experts.capture.prefill_rows import PARAM
 from tests.contract.engine import BLOCK, Client, Core, tokens
 from tests.contract.loads import LEASE_S, NAME, PULL, Store, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADING
@@ -58,7 +58,7 @@ class Legs:
 @pytest.fixture
 def kept(request: pytest.FixtureRequest) -> Iterator[Store]:
     about = getattr(request, "param", {})
-    with store(**about) as kept, patch.object(remote_prefill, "time", kept.clock):
+    with store(**about) as kept, patch.object(pulls, "time", kept.clock):
         yield kept
 
 

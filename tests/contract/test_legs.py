@@ -19,12 +19,12 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from routed_experts.capture import handoff
+from routed_experts.capture import prefill_rows
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
 from routed_experts.server.http.request import MSGPACK
-from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.outputs import prefill_param
 from routed_experts.server.outputs.row_buffer import RowBuffers
 from tests.contract.engine import K, L, Tokens, weights_for
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
@@ -197,7 +197,7 @@ def test_rows_that_are_not_handed_over_are_returned(
         about["stop_token_ids"] = whole["choices"][0]["token_ids"]
     with monkeypatch.context() as patch:
         if why == "too large":
-            patch.setattr(handoff, "MAX_BYTES", 64)
+            patch.setattr(prefill_rows, "MAX_BYTES", 64)
         first = legs.first(path, {**ASK, **what, **about})
     params = first["kv_transfer_params"]
     assert "routed_experts" not in (params or {})
@@ -454,9 +454,11 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("is_large", [False, True])
 def test_large_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
     threads = []
-    read = kv_handoff.from_wire
-    monkeypatch.setattr(kv_handoff, "LARGE_TEXT", 0 if is_large else 1 << 30)
-    monkeypatch.setattr(kv_handoff, "from_wire", lambda *args: threads.append(current_thread().name) or read(*args))
+    read = prefill_param.parse_prefill_rows
+    monkeypatch.setattr(prefill_param, "LARGE_TEXT", 0 if is_large else 1 << 30)
+    monkeypatch.setattr(
+        prefill_param, "parse_prefill_rows", lambda *args: threads.append(current_thread().name) or read(*args)
+    )
     body = {**ASK, "prompt": f"in a thread {is_large}" * 5, "max_tokens": 2}
     _, (answer,) = legs.answers(COMPLETIONS, body)
     assert not (answer.prompt_rows == -1).any()
@@ -477,8 +479,8 @@ def test_weights_that_are_not_handed_over_are_returned(
     tiny_model: Path, sent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their ids are all the same."""
-    limit = handoff._limit
-    monkeypatch.setattr(handoff, "_limit", lambda name: 0 if name == handoff.WORDS else limit(name))
+    limit = prefill_rows._limit
+    monkeypatch.setattr(prefill_rows, "_limit", lambda name: 0 if name == prefill_rows.WORDS else limit(name))
     with two_servers(tiny_model, "--enable-return-routed-expert-weights") as legs:
         sent.clear()
         body = {"prompt": "too heavy" * 9, **ASK, "return_routed_expert_weights": True}

@@ -56,7 +56,7 @@ def test_a_store_that_offers_less_than_nothing(is_async: bool, policy: str, star
 
 def test_without_the_hook_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the tests here see it."""
-    monkeypatch.setattr(ExternalKVTracker, "take", lambda *_: [])
+    monkeypatch.setattr(ExternalKVTracker, "pop_loads", lambda *_: [])
     with store("missing"), pytest.raises(AssertionError, match="another computation"):
         mix(engine_with_store(is_async=False, **FEW), seed=1)
 

@@ -12,8 +12,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
 from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadLoad, OffloadStore
-from routed_experts.capture.handoff import PARAM
 from routed_experts.capture.host_cache import Cause
+from routed_experts.capture.prefill_rows import PARAM
 from tests.contract.engine import BLOCK, Client, Core, tokens
 from tests.contract.loads import NAME as STORE
 from tests.contract.loads import PULL, computed_before, mix, store
@@ -120,7 +120,7 @@ def test_blocks_that_are_copied_out_as_another_gets_them(
     core = engine_that_offloads(answers=True, is_async=True, num_blocks=12, chunk=256, drafts=drafts)
     came_first: list[bool] = []
     apply = OffloadStore.apply
-    monkeypatch.setattr(OffloadStore, "apply", lambda *at: came_first.append(at[0].comes_first) or apply(*at))
+    monkeypatch.setattr(OffloadStore, "apply", lambda *at: came_first.append(at[0].runs_before_step) or apply(*at))
     client = Client(core)
     client.add("first", tokens(BLOCK + 1), max_tokens=num_tokens)
     client.steps(2)
@@ -254,7 +254,7 @@ def test_a_store_of_other_chunks_than_were_prepared(
     core = warm.engines[0]
     assert rows_of(core)._chunks
     loads, jobs = core.capture._loads, []
-    build = loads.take_stores
+    build = loads.pop_stores
 
     def changed(step: SchedulerOutput) -> Any:
         for job in step.kv_connector_metadata.store_jobs.values():
@@ -267,7 +267,7 @@ def test_a_store_of_other_chunks_than_were_prepared(
         return build(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loads, "take_stores", changed)
+        patch.setattr(loads, "pop_stores", changed)
         warm.answer("stores", tokens(3 * BLOCK, seed=1))
     assert jobs
     core.empty_prefix_cache()
