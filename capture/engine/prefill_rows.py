@@ -71,10 +71,9 @@ class PrefillRowsExchange:
         if value is True and is_asked:
             self._to_export.add(request.request_id)
         elif params.get("do_remote_prefill") and (rows := prefill_rows.decode(value)) is not None:
-            lacks_weights = self._has_weights and not rows.has_weights and opt_in is not None and opt_in.weights
-            if not (is_asked and lacks_weights) and self._add_pull(request, opt_in, self._fitting(rows)):
-                return
-            if is_asked:
+            needs_weights = self._has_weights and is_asked and opt_in is not None and opt_in.weights
+            lacks_weights = needs_weights and not rows.has_weights
+            if lacks_weights or not self._add_pull(request, opt_in, self._fitting(rows)):
                 _set_transfer_params(request, None)  # so that it computes the prompt
 
     def _add_pull(self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows) -> bool:

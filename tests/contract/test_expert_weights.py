@@ -13,10 +13,10 @@ from routed_experts.protocol.codec import UNKNOWN_WEIGHT
 from routed_experts.server.outputs import prefill_param
 from tests.contract import engine as engines
 from tests.contract.engine import BLOCK, Client, K, L, engine, requests_at_random, tokens, weights_for
-from tests.contract.loads import NAME, PULL, engine_with_store, mix, store
+from tests.contract.loads import PULL, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADS
 from tests.contract.offloading import engine_that_offloads
-from tests.contract.test_handoff import REMOTE, Pair
+from tests.contract.test_prefill_rows import REMOTE, Pair
 
 
 class Every(Client):
@@ -49,28 +49,6 @@ def test_at_random(is_async: bool, about: dict[str, Any]) -> None:
     client = Every(core)
     gone = requests_at_random(client, random.Random(5), 60, lambda: None, ns=(1, 1, 3))
     client.finish(but={name for name in client.received if name.partition("_")[2] in gone or name in gone})
-    assert client.num_weights > 100
-    assert client.num_without_weights == 0
-
-
-@pytest.mark.parametrize("policy", ["recompute", "missing"])
-def test_stores(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.contract.loads.Client", Every)
-    with store(policy, is_async=is_async):
-        client = mix(engine_with_store(NAME, weights=True, num_blocks=40), seed=3)
-    assert client.num_weights > 100
-    assert client.num_without_weights == 0
-
-
-@pytest.mark.parametrize("policy", ["recompute", "missing"])
-def test_offloading(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are kept outside the KV cache with their ids, and come back with them."""
-    monkeypatch.setattr("tests.contract.loads.Client", Every)
-    with store(policy):
-        core = engine_that_offloads(chunks=12, is_async=is_async, weights=True, num_blocks=24)
-        client = mix(core, seed=4, turns=100, resets=0.04, resets_running=False)
-    assert core.capture._loads is not None
-    assert core.capture._loads.kept_bytes > 0
     assert client.num_weights > 100
     assert client.num_without_weights == 0
 

@@ -5,7 +5,7 @@ Rows are valid if their KV's pull ended before `until`, a time that the prefill 
 pull reads those without an error. So
 
 - only the first request for some KV pulls it;
-- a request that asks for rows and has not begun to pull by `until` computes its prompt;
+- a request that has not begun to pull by `until` computes its prompt;
 - a pull that ends after `until` counts as a failed load.
 
 Heartbeats of the decode instance only make the lease longer, so they do not matter here. (vLLM 0.32, `nixl/`.)
@@ -33,7 +33,6 @@ class _Pull:
     request: Request
     rows: PrefillRows | None  # of the KV; None once the pull has begun
     until: float  # of `time.monotonic`; no limit once the pull has ended
-    is_late: bool = False  # whether it could not begin before `until`
 
 
 class Pulls:
@@ -81,17 +80,13 @@ class Pulls:
         return first is not None and first.request.status < RequestStatus.RUNNING
 
     def is_late(self, request_id: str) -> bool:
-        """Whether it is too late to pull KV for its rows. Called when a pull is decided."""
+        """Whether a request that came with rows can pull no more."""
         pull = self._pulls.get(request_id)
-        if pull is None:
-            return False
-        pull.is_late |= time.monotonic() > pull.until
-        return pull.is_late
+        return pull is not None and time.monotonic() > pull.until
 
     def begin(self, request_id: str) -> PrefillRows | None:
-        """Called when a pull begins. Returns the rows, or None if they may not belong to the KV."""
-        pull = self._pulls.get(request_id)
-        if pull is None or pull.is_late:
+        """Called when a pull begins. Returns the rows that came with the KV, if any did."""
+        if (pull := self._pulls.get(request_id)) is None:
             return None
         rows, pull.rows = pull.rows, None
         return rows

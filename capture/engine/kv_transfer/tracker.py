@@ -246,7 +246,7 @@ class ExternalKVTracker:
         group = transferred.index(self._kv_group) if self._kv_group in transferred else None
         if groups and group is not None and len(groups[group]) * self._block_size < end:
             return False
-        return not self.pulls.is_late(request.request_id) or self._asks(request.request_id) is None
+        return not self.pulls.is_late(request.request_id)
 
     def _child(self, request: Request) -> int | None:
         """Index of the connector from which the request's KV would come; None if a `MultiConnector` chose none."""

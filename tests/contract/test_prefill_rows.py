@@ -93,39 +93,6 @@ def test_every_row_is_there(is_async: bool) -> None:
         pair.decode.finish()
 
 
-@pytest.mark.parametrize(
-    ("start", "own", "others"),
-    [(0, BLOCK, 0), (0, 4 * BLOCK, 0), (0, 100, 0), (0, 0, 70), (1, 0, 0), (50, 0, 0), (99, 0, 0), (100, 0, 0)],
-)
-def test_starts_and_prefixes_that_an_instance_has(pair: Pair, start: int, own: int, others: int) -> None:
-    for client, length in ((pair.decode, own), (pair.prefill, others)):
-        if length:
-            client.answer("before", PROMPT[:length])
-    assert pair.missing(PROMPT, pair.export_rows(PROMPT, start), start) == []
-
-
-@pytest.mark.parametrize("start", [0, None])
-def test_later_turns_hit_what_was_pulled(pair: Pair, start: int | None) -> None:
-    """Also where who pulled it did not ask for rows."""
-    first = pair.add(PROMPT, pair.export_rows(PROMPT), start, max_tokens=30)
-    pair.decode.run()
-    turn = [*first.sequence, *tokens(20, seed=1)]
-    assert (pair.missing(turn, None), pair.kept.num_loaded) == ([], 1)
-    assert pair.legs(turn) == first.missing == []
-
-
-def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
-    """What was pulled has no rows then; a later request pulls again."""
-    params = pair.export_rows(PROMPT, start=None)
-    assert prefill_rows.PARAM not in params
-    assert pair.missing(PROMPT, params) == list(range(99))
-    pair.prefill.steps(3)  # learns that its blocks were pulled
-    pair.prefill.engines[0].empty_prefix_cache()
-    again, direct = pair.add(PROMPT, pair.export_rows(PROMPT)), pair.add(PROMPT, None)
-    pair.decode.finish(missing=99)
-    assert again.missing == direct.missing == []
-
-
 def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(pair: Pair) -> None:
     params = pair.export_rows(PROMPT)
     rows = np.frombuffer(params[prefill_rows.PARAM]["data"], dtype=np.int16).reshape(100, L, K).copy()
@@ -163,15 +130,6 @@ def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
         assert pair.missing(PROMPT, given) == []
 
 
-@pytest.mark.parametrize("fails_as", ["blocks", "request"])
-def test_a_prefill_instance_that_died(pair: Pair, fails_as: str) -> None:
-    """The decode instance computes what did not come, and has rows of that."""
-    pair.kept.fails, pair.kept.fails_as = 0.7, fails_as
-    for turn in range(6):
-        assert pair.legs(tokens(100, seed=turn)) == []
-    assert pair.kept.num_failed > 1
-
-
 # ---- leases ----
 
 
@@ -201,14 +159,6 @@ def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits
     clock.passed = seconds
     leased.decode.finish()
     assert leased.kept.num_loaded == num_loaded
-
-
-def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
-    """The first one's pull, or its end, gives it up: a proxy that tries again has to begin with the prefill leg."""
-    params = leased.export_rows(PROMPT)
-    leased.decode.abort(leased.add(tokens(100, seed=1), params).request_id)
-    assert leased.missing(PROMPT, params) == []
-    assert leased.kept.num_loaded == 0  # what would be pulled is another request's
 
 
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
@@ -292,30 +242,6 @@ def test_choices_in_several_engines(pair: Pair) -> None:
     both.add("n", PROMPT, start=100, n=4, kv_transfer_params=pair.export_rows(PROMPT), max_tokens=9)
     both.finish()
     assert pair.kept.num_loaded == 1
-
-
-def test_an_abort_around_a_pull(is_async: bool) -> None:
-    with store() as kept:
-        pair = Pair(kept, is_async=is_async)
-        for steps in range(5):
-            prompt = tokens(100, seed=steps)
-            gone = pair.add(prompt, pair.export_rows(prompt), max_tokens=30)
-            pair.decode.steps(steps)
-            pair.decode.abort(gone.request_id)
-            for other in (prompt, tokens(100, seed=10 + steps)):
-                pair.add(other, None)
-            pair.decode.finish(but=gone.request_id)
-
-
-def test_few_blocks(pair: Pair) -> None:
-    """Requests that are preempted compute their prompt again; what was sent by then stays."""
-    both = Pair(pair.kept, is_async=False, num_blocks=16)
-    for seed in range(4):
-        prompt = tokens(50, seed)
-        both.add(prompt, both.export_rows(prompt), max_tokens=60)
-    requests = list(both.core.scheduler.requests.values())
-    both.decode.finish()
-    assert any(request.num_preemptions for request in requests)
 
 
 # ---- what is in kv_transfer_params ----
