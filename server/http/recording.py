@@ -31,7 +31,7 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
-from routed_experts.server.http.response import CollectedRows, RoutedResponse, parts_of
+from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.outputs.folders import open_private, private_folder, write_all
 from routed_experts.server.outputs.row_buffer import NoRecorder, RecordedRows, RowBuffer
 from routed_experts.server.settings import Settings
@@ -390,7 +390,8 @@ class Recorder(NoRecorder):
         def parts(dtype: str) -> Iterator[bytes]:
             encoder = Encoder("object", dtype, captured.shape, captured.num_experts, None, options.weights)
             response = RecordedResponse(choices=choices, **about)
-            return parts_of(*RoutedResponse(response, rows, encoder, is_list=False).prepare(packed=False))
+            body = RoutedResponse(response, rows, encoder, is_list=False).encode(packed=False)
+            return iter([body]) if isinstance(body, bytes) else body
 
         try:
             line = parts(resolve_dtype("auto", captured.num_experts))
