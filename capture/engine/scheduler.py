@@ -22,7 +22,7 @@ from routed_experts.capture.engine.distributor import ArrivedStep, RowDistributo
 from routed_experts.capture.engine.kv_transfer.connectors import describe, on_load
 from routed_experts.capture.engine.kv_transfer.offloading import OffloadLoad, OffloadStore
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, KVLoad, LocalHit
-from routed_experts.capture.engine.prefill_rows import PrefillRows, opt_in_of
+from routed_experts.capture.engine.prefill_rows import PrefillRowsExchange, opt_in_of
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, STATS, pack
@@ -76,7 +76,7 @@ class SchedulerConnector(ConnectorSlot):
         self._loads: ExternalKVTracker | None = None
         self.requests = RowDistributor(scheduler, self._kv_group, has_drafts, has_weights)
         self.output_queue = self.requests.queue
-        self.prefill_rows = PrefillRows(self.requests.source, has_weights)
+        self.prefill_rows = PrefillRowsExchange(self.requests.source, has_weights)
 
     def track_external_kv(self, config: KVTransferConfig) -> None:
         """Starts tracking the KV that the scheduler's connector loads."""
@@ -89,14 +89,14 @@ class SchedulerConnector(ConnectorSlot):
             self._block_size,
             self.requests.tracked,
             policy,
-            self._forgot,
+            self._on_unexpected,
             self._has_weights,
         )
         self.requests.source.knows_causes = True
-        self.prefill_rows.pulls = self._loads.handed
+        self.prefill_rows.pulls = self._loads.pulls
         logger.info(describe(config, policy, self._loads.keep_rows))
 
-    def _forgot(self, what: str, num_rows: int) -> None:
+    def _on_unexpected(self, what: str, num_rows: int) -> None:
         """Counts rows that are unknown because the connector did something unexpected, and logs the first time."""
         self._stats.count_forgotten(num_rows)
         logger.warning_once(
@@ -111,7 +111,7 @@ class SchedulerConnector(ConnectorSlot):
     def add_request(self, request: Request) -> None:
         """Starts tracking a request that opted in."""
         if (opt_in := opt_in_of(request)) is not None:
-            self.requests.add(request, opt_in, self.prefill_rows.go_alone(request))
+            self.requests.add(request, opt_in)
 
     # ---- called by vLLM ----
 
@@ -150,8 +150,8 @@ class SchedulerConnector(ConnectorSlot):
         """Called when a step has been scheduled, before its requests are advanced."""
         step = ScheduledStep(self.requests.schedule(scheduler_output, requests))
         if self._loads is not None:
-            step.loads = self._loads.take(scheduler_output, requests)
-            step.stores = self._loads.take_stores(scheduler_output)
+            step.loads = self._loads.pop_loads(scheduler_output, requests)
+            step.stores = self._loads.pop_stores(scheduler_output)
         self._step += 1
         self._steps[self._step] = step
         return StepTag(self._step)
@@ -211,7 +211,7 @@ class SchedulerConnector(ConnectorSlot):
     def _store(self, scheduled: ScheduledStep, before_step: bool) -> None:
         if self._cache is not None:
             for store in scheduled.stores:
-                if store.comes_first == before_step:
+                if store.runs_before_step == before_step:
                     store.apply(self._cache)
 
     def distribute(self, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
