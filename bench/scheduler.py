@@ -137,7 +137,7 @@ class Steps:
     def age(self) -> None:
         """Makes it one that has run for a while: its host cache's memory is there, and its objects are no news to the
         garbage collector. Call after the first step."""
-        cache = self.scheduler.aux_output_connector._cache
+        cache = self.scheduler.aux_output_connector.cache
         for first in range(0, self._num_blocks * BLOCK, CHUNK):
             slots = np.arange(first, min(first + CHUNK, self._num_blocks * BLOCK))
             cache.write(slots, self._rows[: len(slots)])

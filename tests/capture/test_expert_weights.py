@@ -139,7 +139,7 @@ def test_without_weights_nothing_is_kept_or_sent_but_ids() -> None:
 
 
 def test_the_host_cache_keeps_them_with_the_ids() -> None:
-    cache, rows = HostCache(4, 4, *row_shape(L, K, with_weights=True)), words(6)
+    cache, rows = HostCache(4, 4, has_weights=True), words(6)
     cache.write(np.arange(4, 10), rows)
     out = np.empty((8, 3 * L, K), dtype=np.int16)
     cache.read(np.array([1, 2]), 0, out)

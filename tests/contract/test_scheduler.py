@@ -331,7 +331,7 @@ def test_blocks_that_are_taken_by_others_while_rows_wait(is_async: bool) -> None
 
 
 def test_a_read_that_fails_ends_the_engine(warm: Warm) -> None:
-    cache = warm.core.capture._cache
+    cache = warm.core.capture.cache
     read = cache.read
     cache.read = lambda *args: read(args[0][:1], *args[1:])
     warm.add("broken", PROMPT)
@@ -354,7 +354,7 @@ def test_rows_that_are_gone_are_an_error_in_the_log(
     warm.add("asks", PROMPT, max_tokens=20, at_end=True)
     while warm.num_tokens("asks") < [num_tokens]:
         warm.step()
-    warm.core.capture._cache._written[:] = False
+    warm.core.capture.cache._written[:] = False
     warm.run()
     assert errors == [("asks",)]
 
@@ -460,8 +460,7 @@ def test_rows_of_a_block_that_is_copied_to_are_read_before(is_async: bool) -> No
     client.steps(8)  # into its fourth block, so that it soon needs no other
     client.hold("ended", steps=4, max_tokens=1)
     (entry,) = core.capture.output_queue._entries.values()
-    (piece, *_) = entry.rows._pieces
-    blocks = set(piece.block_ids[: piece.end // BLOCK].tolist())
+    blocks = set(entry.rows._block_ids[: len(PROMPT) // BLOCK].tolist())
     pool = core.scheduler.kv_cache_manager.block_pool
     others = pool.get_new_blocks(pool.get_num_free_blocks() - len(blocks))  # theirs are the next
     copies = share_partly(core, client, shared)

@@ -55,6 +55,21 @@ class KVLoad:
                 cache.forget(slots[unknown], self.cause)
 
 
+class NoExternalKV:
+    """In place of `ExternalKVTracker` without a connector."""
+
+    writes_behind_hit, kept_bytes = True, 0
+
+    def take(self, *step: Any) -> list[KVLoad | OffloadLoad]:
+        return []
+
+    def take_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
+        return []
+
+    def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
+        return hit
+
+
 class ExternalKVTracker:
     """Follows the loads of a connector on the scheduler's side.
 
