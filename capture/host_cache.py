@@ -49,7 +49,8 @@ class HostCache:
         self.block_size = block_size
         self.has_weights = has_weights  # of rows
         self.row_shape = 0, 0  # (L, K), or (3L, K) with weights: known with the first rows
-        self.readers: WeakSet[Reader] = WeakSet()
+        self._readers: WeakSet[Reader] = WeakSet()
+        self._is_awaited: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)  # blocks, by a reader
         self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, 0, 0), dtype=np.int16)
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
         self._written: NDArray[np.bool_] = np.zeros((num_blocks, block_size), dtype=np.bool_)
@@ -83,12 +84,19 @@ class HostCache:
         self._by_slot[slots] = rows.reshape(-1, self.row_shape[0] * self.row_shape[1]).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
+    def wait(self, reader: Reader, blocks: NDArray[np.int64]) -> None:
+        """Has `reader` told before some of `blocks` are written, as long as somebody refers to it."""
+        self._readers.add(reader)
+        self._is_awaited[blocks] = True
+
     def _before_write(self, slots: NDArray[np.int64]) -> None:
-        if self.readers:
+        blocks = slots // self.block_size
+        if self._is_awaited[blocks].any():
             is_written: NDArray[np.bool_] = np.zeros(len(self._written), dtype=np.bool_)
-            is_written[slots // self.block_size] = True
-            for reader in self.readers:
+            is_written[blocks] = True
+            for reader in self._readers:
                 reader.before_write(is_written)
+            self._is_awaited[blocks] = False
 
     def forget(self, slots: NDArray[np.int64], cause: Cause = Cause.FAULT) -> None:
         """Makes `slots` ([n]) unwritten: their KV is not what their rows were computed with."""

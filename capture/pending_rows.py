@@ -34,22 +34,23 @@ class PendingRows:
         self._block_ids = block_ids
         self._report = report
         self._ids_only = ids_only
-        self._row_bytes = cache.row_shape[0] * cache.row_shape[1] * np.dtype(np.int16).itemsize
+        self._end = start + sum(map(_size, self._pieces))
+        self.row_bytes = cache.row_shape[0] * cache.row_shape[1] * np.dtype(np.int16).itemsize
         if any(isinstance(piece, int) for piece in self._pieces):
-            cache.readers.add(self)
+            cache.wait(self, block_ids[start // cache.block_size :])
 
     def __len__(self) -> int:
-        return sum(map(_size, self._pieces))
+        return self._end - self.start
 
     @property
     def nbytes(self) -> int:
-        return len(self) * self._row_bytes
+        return (self._end - self.start) * self.row_bytes
 
     def take(self, num_bytes: int | None = None) -> PlacedRows:
         """The next rows, of at most `num_bytes`; all that are left if that is None."""
         start, count = self.start, len(self)
         if num_bytes is not None:
-            count = min(num_bytes // self._row_bytes, count)
+            count = min(num_bytes // self.row_bytes, count)
         pieces = []
         while self.start < start + count:
             pieces.append((self.start, self._pop(start + count - self.start)))

@@ -80,14 +80,14 @@ class RowSource:
     ) -> PendingRows:
         """Rows of positions `first` to `end` as of a step that began at `start`: its own, and before them those of the
         host cache. Rows that neither has are -1."""
-        own = step.rows_of(state.request_id)
+        rows, blocks = step.rows_of(state.request_id), step.blocks.get(state.request_id)
         split = min(max(start, first), end)
-        blocks = step.blocks.get(state.request_id)
-        before: Piece = split - first
+        own = rows[max(split - start, 0) : max(end - start, 0)]
+        pieces: list[Piece] = [split - first, own]
         if blocks is None and first < split:
-            before = _unknown(split - first, own)
-        own = own[max(split - start, 0) : max(end - start, 0)]
-        pieces = [before, own, _unknown(end - split - len(own), own)]
+            pieces[0] = _unknown(split - first, own)
+        if missing := end - split - len(own):
+            pieces.append(_unknown(missing, own))
         return self.pending(state, first, pieces, blocks or (), as_captured)
 
     def pending(

@@ -12,7 +12,7 @@ _PART_BYTES = 8 << 20
 """Maximum bytes of such rows in a message that also has other requests' tokens, which it delays by about 3 ms. A
 prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
 
-_BACKLOG_SHARE = 4
+_BACKLOG_SHARE = 16
 """If more than this many parts wait, each message takes 1 / _BACKLOG_SHARE of the backlog, since long prefills add more
 than one part per step."""
 
@@ -117,11 +117,12 @@ class OutputQueue:
             room = min(room, max(self.part_bytes, room // _BACKLOG_SHARE))
         outputs: list[EngineCoreOutput] = []
         while entries:
-            shorter = sorted(entries[1:], key=lambda entry: entry.rows.nbytes)
-            first = [(entries[0], room // 2)] if shorter else []
-            for entry, share in [*first, *((entry, room) for entry in shorter), (entries[0], room)]:
-                size = entry.rows.nbytes
-                if size:
+            first, *others = entries
+            shorter = [(entry, room) for entry in sorted(others, key=lambda entry: entry.rows.nbytes)]
+            for entry, share in [(first, room // 2 if others else room), *shorter, (first, room)]:
+                if room < entry.rows.row_bytes:
+                    break
+                if size := entry.rows.nbytes:
                     outputs += entry.take(min(share, room))
                     room -= size - entry.rows.nbytes
             known = set(self._entries)

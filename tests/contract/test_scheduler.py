@@ -75,7 +75,7 @@ def test_no_prompt_waits_for_ever_behind_others() -> None:
         client.add(f"r{turn}", tokens(20, seed=turn), max_tokens=2)
         client.step()
     assert client.received["long"].tokens
-    assert len(core.capture.output_queue) < 12
+    assert len(core.capture.output_queue) < 30
     client.finish()
     assert len(client.stats) < len(client.messages) / 4  # about once a second
 
