@@ -154,7 +154,10 @@ class RowDistributor:
 
     # ---- what happens to requests ----
 
-    def add(self, request: Request, opt_in: OptIn, rows_go_with_kv: bool) -> None:
+    def add(self, request: Request, opt_in: OptIn | None, rows_go_with_kv: bool) -> None:
+        """Starts tracking a request that opted in."""
+        if opt_in is None:
+            return
         state = RequestRows(
             request.request_id,
             request.client_index,
@@ -244,6 +247,8 @@ class RowDistributor:
     def _take_streams(self, step: Step, outputs: Sequence[Any]) -> list[SingleRows]:
         """The rows of streams, in one pass. Outputs that bring more or less than the next row go the general way."""
         outputs = [output for output in outputs if output.request_id in self._streams and output.new_token_ids]
+        if not outputs:
+            return []
         ids = [output.request_id for output in outputs]
         states = list(map(self._streams.__getitem__, ids))
         starts = np.fromiter(map(step.starts.__getitem__, ids), np.int64, len(ids))

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -34,44 +34,34 @@ class SchedulerConnector(ConnectorSlot):
     """The object in vLLM's `scheduler.aux_output_connector`. The rows of every request are written into the host cache,
     because a later request may hit them as a prefix."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        kv_cache_config: KVCacheConfig,
-        has_drafts: bool,
-        engine: int = 0,
-        has_weights: bool = False,  # of rows; only requests that ask for them are sent any
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         kv_group = full_attention_group(kv_cache_config)
         block_size = kv_cache_config.kv_cache_groups[kv_group].kv_cache_spec.block_size
-        self.cache = HostCache(kv_cache_config.num_blocks, block_size, has_weights)
-        self.requests = RowDistributor(scheduler, RowSource(scheduler, kv_group, self.cache), has_drafts)
+        self.cache = HostCache(kv_cache_config.num_blocks, block_size, captures_weights(config))
+        source = RowSource(scheduler, kv_group, self.cache)
+        self.requests = RowDistributor(scheduler, source, has_drafts=config.speculative_config is not None)
         self.output_queue = self.requests.queue
-        self.prefill_rows = PrefillRows(self.requests.source, has_weights)
-        self._scheduler = scheduler
-        self._kv_group = kv_group
-        self._stats = StatsRecorder(engine)
+        self.prefill_rows = PrefillRows(source, self.cache.has_weights)
+        self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
-        self._loads: ExternalKVTracker | NoExternalKV = NoExternalKV()
-
-    def track_external_kv(self, config: KVTransferConfig) -> None:
-        """Starts tracking the KV that the scheduler's connector loads."""
-        policy = on_load()
-        self._loads = loads = ExternalKVTracker(
-            self._scheduler.connector,
-            config,
-            self._scheduler.kv_cache_manager,
-            self._kv_group,
-            self.cache.block_size,
-            self.requests.tracked,
-            policy,
-            self._forgot,
-            self.cache.has_weights,
-        )
-        self.requests.source.knows_causes = True
-        self.prefill_rows.pulls = loads.handed
-        logger.info(describe(config, policy, loads.keep_rows))
+        self.external_kv: ExternalKVTracker | NoExternalKV = NoExternalKV()
+        if config.kv_transfer_config is not None:
+            policy = on_load()
+            self.external_kv = tracker = ExternalKVTracker(
+                scheduler.connector,
+                config.kv_transfer_config,
+                scheduler.kv_cache_manager,
+                kv_group,
+                block_size,
+                self.requests.tracked,
+                policy,
+                self._forgot,
+                self.cache.has_weights,
+            )
+            source.knows_causes = True
+            self.prefill_rows.pulls = tracker.handed
+            logger.info(describe(config.kv_transfer_config, policy, tracker.keep_rows))
 
     def _forgot(self, what: str, num_rows: int) -> None:
         """Counts rows that are unknown because the connector did something unexpected, and logs the first time."""
@@ -80,15 +70,6 @@ class SchedulerConnector(ConnectorSlot):
             "The KV connector %s. The rows of this KV are not known and are sent as -1. Please report this message.",
             what,
         )
-
-    def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
-        """The part of a prefix hit that a request may use."""
-        return self._loads.truncate_prefix_hit(request, hit)
-
-    def add_request(self, request: Request) -> None:
-        """Starts tracking a request that opted in."""
-        if (opt_in := opt_in_of(request)) is not None:
-            self.requests.add(request, opt_in, self.prefill_rows.go_alone(request))
 
     # ---- called by vLLM ----
 
@@ -105,30 +86,14 @@ class SchedulerConnector(ConnectorSlot):
         block can be hit afterwards, so no stale row can be read from the host cache."""
         self.requests.weights_may_differ()
 
-    def take_output(self, *args: Any, **options: Any) -> None:
-        """Called for each request with new tokens. All of a message's outputs are given their rows at once later."""
-
-    # The next three are called since vLLM 0.33. `ExternalKVTracker` limits loads earlier, when vLLM asks the connector.
-
-    def max_cache_hit(self, request: Request, *more: Any, **options: Any) -> int | None:
-        """Limit of tokens in a prefix hit; None is no limit, since rows live as long as the KV."""
-        return None
-
-    def cap_external_hit(self, request: Request, num_local: int, num_external: int, *more: Any, **options: Any) -> int:
-        """Limit of tokens to load."""
-        return num_external
-
-    def request_loading(self, *args: Any, **options: Any) -> None:
-        """Called before an asynchronous load."""
-
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request], *more: Any, **options: Any
     ) -> int:
         """Called when a step has been scheduled, before its requests are advanced. The step's number, which comes back
         with its output."""
         step = Step(scheduler_output, self.requests.schedule(scheduler_output, requests))
-        step.loads = self._loads.take(scheduler_output, requests)
-        step.stores = self._loads.take_stores(scheduler_output)
+        step.loads = self.external_kv.take(scheduler_output, requests)
+        step.stores = self.external_kv.take_stores(scheduler_output)
         self._num_steps += 1
         self._steps[self._num_steps] = step
         return self._num_steps
@@ -143,7 +108,7 @@ class SchedulerConnector(ConnectorSlot):
         if arrived is None and scheduler_output.total_num_scheduled_tokens:
             raise RuntimeError("a step ran, but the worker sent no rows with its output")
         self._store(step, before_step=True)
-        if step.loads and not self._loads.writes_behind_hit:
+        if step.loads and not self.external_kv.writes_behind_hit:
             self.requests.before_overwrite()
         for load in step.loads:
             load.apply(self.cache)
@@ -189,7 +154,7 @@ class SchedulerConnector(ConnectorSlot):
         return notes
 
     def _used_bytes(self) -> int:
-        return self._loads.kept_bytes + self.cache.used_bytes
+        return self.external_kv.kept_bytes + self.cache.used_bytes
 
 
 class SchedulerCapture(ConnectedScheduler):
@@ -200,21 +165,12 @@ class SchedulerCapture(ConnectedScheduler):
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         check_engine_config(vllm_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.aux_output_connector = SchedulerConnector(
-            self,
-            kv_cache_config,
-            has_drafts=vllm_config.speculative_config is not None,
-            engine=vllm_config.parallel_config.data_parallel_index,
-            has_weights=captures_weights(vllm_config),
-        )
-        if vllm_config.kv_transfer_config is not None:
-            self.aux_output_connector.track_external_kv(vllm_config.kv_transfer_config)
+        self.aux_output_connector = SchedulerConnector(self, vllm_config, kv_cache_config)
 
     # Since vLLM 0.33 with a limit.
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> LocalHit:
-        return self.aux_output_connector.truncate_prefix_hit(
-            request, super()._get_local_prefix_cache_hit(request, *limit)
-        )
+        hit = super()._get_local_prefix_cache_hit(request, *limit)
+        return self.aux_output_connector.external_kv.truncate_prefix_hit(request, hit)
 
     def _update_requests_with_invalid_blocks(self, *args: Any, **kwargs: Any) -> tuple[set[str], int, set[int]]:
         affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)
@@ -227,9 +183,10 @@ class SchedulerCapture(ConnectedScheduler):
         return delay_free, self.aux_output_connector.prefill_rows.export(request, params)
 
     def add_request(self, request: Request) -> None:
-        self.aux_output_connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
+        connector = self.aux_output_connector
+        connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
-        self.aux_output_connector.add_request(request)
+        connector.requests.add(request, opt_in_of(request), connector.prefill_rows.go_alone(request))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)

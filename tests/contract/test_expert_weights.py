@@ -69,8 +69,7 @@ def test_offloading(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch
     with store(policy):
         core = engine_that_offloads(chunks=12, is_async=is_async, weights=True, num_blocks=24)
         client = mix(core, seed=4, turns=100, resets=0.04, resets_running=False)
-    assert core.capture._loads is not None
-    assert core.capture._loads.kept_bytes > 0
+    assert core.capture.external_kv.kept_bytes > 0
     assert client.num_weights > 100
     assert client.num_without_weights == 0
 

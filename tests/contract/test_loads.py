@@ -183,7 +183,7 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int]) ->
     load = core.scheduler.connector.update_state_after_alloc
 
     def unasked(*args: Any) -> None:
-        core.capture._loads._asked = asked
+        core.capture.external_kv._asked = asked
         load(*args)
 
     core.scheduler.connector.update_state_after_alloc = unasked

@@ -29,7 +29,7 @@ def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def rows_of(core: Core) -> OffloadedRows:
-    (rows,) = (rows for rows in core.capture._loads._offloaded if rows is not None)
+    (rows,) = (rows for rows in core.capture.external_kv._offloaded if rows is not None)
     return rows
 
 
@@ -253,7 +253,7 @@ def test_a_store_of_other_chunks_than_were_prepared(
     """No chunk has rows that are surely its own: also none of those that were kept before."""
     core = warm.engines[0]
     assert rows_of(core)._chunks
-    loads, jobs = core.capture._loads, []
+    loads, jobs = core.capture.external_kv, []
     build = loads.take_stores
 
     def changed(step: SchedulerOutput) -> Any:
