@@ -15,7 +15,7 @@ from routed_experts.capture.engine.config import REFUSALS
 NEW_FUNCTIONS = ("ncclCommSuspend", "ncclCommResume", "ncclCommMemStats")
 """What vLLM's binding looks for, for its sleep mode alone, and NCCL before 2.29 does not have."""
 
-LIMIT_S = 300
+LIMIT_S = 500
 """For one test, with the start of its server beside others."""
 
 
