@@ -1,4 +1,4 @@
-"""What API processes and the engine tell each other about requests, in fields that vLLM sends anyway."""
+"""Messages between API processes and the engine, carried in fields that vLLM already sends."""
 
 import struct
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class OptIn:
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
 
     def encode(self) -> bytes:
-        """As bytes, because `extra_args` is a client's to fill at some endpoints, and JSON cannot say bytes."""
+        """As bytes, because clients can fill `extra_args` at some endpoints, with JSON, which has no bytes."""
         flags = self.shared | self.weights << 1 | self.at_end << 2 | self.best_effort << 3
         return self._FORM.pack(self.prompt_start, self.prompt_id, flags)
 

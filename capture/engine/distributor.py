@@ -1,4 +1,4 @@
-"""Which rows each request is sent after a step."""
+"""Selects the rows that each request is sent after a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
