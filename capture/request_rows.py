@@ -17,7 +17,6 @@ class RequestRows:
     num_prompt: int  # tokens of the prompt
     generation: int  # of the weights when it came
     is_last_only: bool  # whether generated rows stay in the host cache until it ends
-    rows_go_with_kv: bool  # whether its prompt is not sent if its rows go with the KV
     next_row: int  # rows before it were sent or are held, but for the prompt's
     is_prompt_due: bool = True  # until the first token
     held: list[Rows] = field(default_factory=list)  # the last rows before `next_row`, if they are sent at its end only

@@ -14,7 +14,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture import handoff
 from routed_experts.capture.engine.kv_transfer.offloading import OffloadLoad, OffloadStore
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.engine.output_queue import OutputQueue
@@ -154,7 +153,7 @@ class RowDistributor:
 
     # ---- what happens to requests ----
 
-    def add(self, request: Request, opt_in: OptIn | None, rows_go_with_kv: bool) -> None:
+    def add(self, request: Request, opt_in: OptIn | None) -> None:
         """Starts tracking a request that opted in."""
         if opt_in is None:
             return
@@ -165,7 +164,6 @@ class RowDistributor:
             request.num_prompt_tokens,
             self._generation,
             is_last_only=opt_in.at_end and not self._has_drafts,
-            rows_go_with_kv=rows_go_with_kv,
             next_row=request.num_prompt_tokens - 1,
         )
         for requests in (self.tracked, self._open, self._prefilling):
@@ -277,7 +275,7 @@ class RowDistributor:
             start = min(start, state.next_row)
         if state.is_prompt_due:
             state.is_prompt_due = False
-            self._send_prompt(state, step, start, output)
+            self._send_prompt(state, step, start)
         first, end = max(state.next_row, state.num_prompt), state.next_row + len(output.new_token_ids)
         state.next_row = end
         if first <= end:  # none are told too, with the first token
@@ -293,14 +291,11 @@ class RowDistributor:
             self._open.pop(state.request_id, None)
             self._streams[state.request_id] = state
 
-    def _send_prompt(self, state: RequestRows, step: Step, start: int, output: Any) -> None:
-        """Sends a prompt's rows, unless they were sent with another of its requests, or go with its KV."""
+    def _send_prompt(self, state: RequestRows, step: Step, start: int) -> None:
+        """Sends a prompt's rows, unless they were sent with another of its requests."""
         first = min(state.opt_in.prompt_start, state.num_prompt)
         request_id, key = state.request_id, state.opt_in.prompt_id
-        is_last = output.finish_reason is not None
         if first == state.num_prompt:
-            return
-        if state.rows_go_with_kv and is_last and handoff.has_all(output.kv_transfer_params, state.opt_in.weights):
             return
         if state.generation != self._generation:
             key = request_id.encode()  # for this request alone

@@ -18,7 +18,7 @@ from routed_experts.capture.engine.config import check_engine_config, full_atten
 from routed_experts.capture.engine.distributor import RowDistributor, RowSource, Step
 from routed_experts.capture.engine.kv_transfer.connectors import describe, on_load
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, LocalHit, NoExternalKV
-from routed_experts.capture.engine.prefill_rows import PrefillRows, opt_in_of
+from routed_experts.capture.engine.prefill_rows import PrefillRowsExchange, opt_in_of
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, STATS, pack
@@ -41,7 +41,7 @@ class SchedulerConnector(ConnectorSlot):
         source = RowSource(scheduler, kv_group, self.cache)
         self.requests = RowDistributor(scheduler, source, has_drafts=config.speculative_config is not None)
         self.output_queue = self.requests.queue
-        self.prefill_rows = PrefillRows(source, self.cache.has_weights)
+        self.prefill_rows = PrefillRowsExchange(source, self.cache.has_weights)
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
@@ -56,14 +56,14 @@ class SchedulerConnector(ConnectorSlot):
                 block_size,
                 self.requests.tracked,
                 policy,
-                self._forgot,
+                self._on_unexpected,
                 self.cache.has_weights,
             )
             source.knows_causes = True
-            self.prefill_rows.pulls = tracker.handed
+            self.prefill_rows.pulls = tracker.pulls
             logger.info(describe(config.kv_transfer_config, policy, tracker.keep_rows))
 
-    def _forgot(self, what: str, num_rows: int) -> None:
+    def _on_unexpected(self, what: str, num_rows: int) -> None:
         """Counts rows that are unknown because the connector did something unexpected, and logs the first time."""
         self._stats.count_forgotten(num_rows)
         logger.warning_once(
@@ -92,8 +92,8 @@ class SchedulerConnector(ConnectorSlot):
         """Called when a step has been scheduled, before its requests are advanced. The step's number, which comes back
         with its output."""
         step = Step(scheduler_output, self.requests.schedule(scheduler_output, requests))
-        step.loads = self.external_kv.take(scheduler_output, requests)
-        step.stores = self.external_kv.take_stores(scheduler_output)
+        step.loads = self.external_kv.pop_loads(scheduler_output, requests)
+        step.stores = self.external_kv.pop_stores(scheduler_output)
         self._num_steps += 1
         self._steps[self._num_steps] = step
         return self._num_steps
@@ -126,7 +126,7 @@ class SchedulerConnector(ConnectorSlot):
 
     def _store(self, step: Step, before_step: bool) -> None:
         for store in step.stores:
-            if store.comes_first == before_step:
+            if store.runs_before_step == before_step:
                 store.apply(self.cache)
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
@@ -186,7 +186,7 @@ class SchedulerCapture(ConnectedScheduler):
         connector = self.aux_output_connector
         connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
-        connector.requests.add(request, opt_in_of(request), connector.prefill_rows.go_alone(request))
+        connector.requests.add(request, opt_in_of(request))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)

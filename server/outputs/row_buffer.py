@@ -15,7 +15,7 @@ from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, UnknownRows, request_of_prompt, request_of_rows
 from routed_experts.capture.stats import EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
-from routed_experts.server.outputs.kv_handoff import put_rows
+from routed_experts.server.outputs.prefill_param import put_rows
 from routed_experts.server.vllm_api import (
     CompletionOutput,
     EngineCoreOutput,

@@ -46,7 +46,7 @@ def test_the_store_is_a_dictionary_of_places(seed: int) -> None:
                             kept[chunk * CHUNK + at] = slot
         assert store.used_bytes == len(kept) * L * K * 2
         for chunk in CHUNK_IDS:
-            assert store.is_whole(chunk) == all(chunk * CHUNK + at in kept for at in range(CHUNK))
+            assert store.is_complete(chunk) == all(chunk * CHUNK + at in kept for at in range(CHUNK))
         assert store.have_rows(array(PLACES)).tolist() == [place in kept for place in PLACES]
         places = rng.sample(PLACES, 20)
         slots = rng.sample(range(SLOTS), 20)

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm.v1.engine import FinishReason
 
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
 from routed_experts.capture.host_cache import Cause
 from tests.contract.engine import BLOCK, Client, tokens
-from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, mix, store
+from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, store
 
 FEW: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 4}
 PROMPT = tokens(5 * BLOCK + 3)
@@ -21,65 +20,6 @@ LOADED = list(range(5 * BLOCK))
 def beside(request: pytest.FixtureRequest) -> bool:
     """Loads that run beside steps."""
     return request.param
-
-
-@pytest.mark.parametrize(
-    ("seed", "policy", "kept", "about"),
-    [
-        (0, "recompute", {}, {}),
-        (1, "missing", {}, {"role": "kv_producer"}),  # blocks of those that only produce are not fenced
-        # Of what is there already: rows of a request that is running may get lost, but never become another's.
-        (1, "recompute", {"fetches_hits": True}, {"role": "kv_producer"}),
-    ],
-)
-def test_at_random(
-    is_async: bool, beside: bool, seed: int, policy: str, kept: dict[str, Any], about: dict[str, Any]
-) -> None:
-    with store(policy, is_async=beside, **kept) as kept_outside:
-        client = mix(engine_with_store(is_async=is_async, **FEW, **about), seed)
-        assert kept_outside.num_loaded > 1
-    assert "fetches_hits" in kept or (client.missing() == 0) == (policy == "recompute")
-    assert client.faults() == 0, "E2"
-
-
-@pytest.mark.parametrize(("start", "policy"), [(0, "recompute"), (0, "missing"), (None, "recompute")])
-def test_a_store_that_offers_less_than_nothing(is_async: bool, policy: str, start: int | None) -> None:
-    """As vLLM's ExampleConnector does, where a preempted request hits more than its prompt: the hit is what counts."""
-    with store(policy, has_prompts=True) as kept:
-        client = Client(engine_with_store(is_async=is_async, num_blocks=8, max_num_seqs=2))
-        for name, max_tokens in (("stays", 24), ("is preempted", 40)):
-            client.add(name, tokens(2 * BLOCK + 3, seed=max_tokens), start, max_tokens=max_tokens)
-        client.finish()
-        assert kept.num_negative > 0
-        assert kept.num_loaded == 0
-
-
-def test_without_the_hook_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the tests here see it."""
-    monkeypatch.setattr(ExternalKVTracker, "take", lambda *_: [])
-    with store("missing"), pytest.raises(AssertionError, match="another computation"):
-        mix(engine_with_store(is_async=False, **FEW), seed=1)
-
-
-@pytest.mark.parametrize(
-    ("policy", "failures", "fails_as", "beside"),
-    [
-        ("recompute", "recompute", "blocks", False),
-        ("missing", "recompute", "blocks", True),
-        ("recompute", "recompute", "request", True),  # which vLLM knows of loads beside steps only
-        ("missing", "fail", "blocks", False),
-        ("recompute", "fail", "blocks", True),
-        ("missing", "fail", "request", True),
-    ],
-)
-def test_loads_that_fail(beside: bool, policy: str, failures: str, fails_as: str) -> None:
-    with store(policy, is_async=beside, fails=0.4, fails_as=fails_as) as kept:
-        core = engine_with_store(failures=failures, is_async=False, **FEW)
-        missing = None if policy == "missing" else 0
-        client = mix(core, seed=5, missing=missing, ends=(FinishReason.LENGTH, FinishReason.ERROR))
-        assert kept.num_failed > 1
-    ends = {request.finish for request in client.received.values()}
-    assert (FinishReason.ERROR in ends) == (failures == "fail")
 
 
 def test_rows_before_a_failed_load_are_read_again() -> None:
@@ -207,44 +147,3 @@ def test_a_write_in_flight_does_not_come_after_a_load(steps: int) -> None:
         client.abort("gone")
         assert client.answer("after", stem).missing == list(range(9 * BLOCK))
         assert kept.num_loaded == 1
-
-
-def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:
-    """Another request finds it in the prefix cache, and loads more: what comes in groups is not lost."""
-    with store(fetches_hits=True) as kept:
-        client = Client(engine_with_store(is_async=is_async))
-        before = client.answer("before", PROMPT, start=None, max_tokens=8 * BLOCK)
-        core = client.engines[0]
-        core.empty_prefix_cache()
-        client.add("running", PROMPT, max_tokens=6 * BLOCK, at_end=True)
-        client.steps(4 * BLOCK)
-        client.answer("hits", before.sequence, start=None)
-        assert kept.num_loaded == 1
-        client.finish()
-
-
-def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
-    """A load beside steps ends later than the step that it begins with."""
-    with store(is_async=True, fetches_hits=True) as kept:
-        client = computed_before(engine_with_store(is_async=is_async), PROMPT)
-        client.add("computes", PROMPT[: BLOCK + 1])
-        client.add("loads", PROMPT, start=None)
-        client.run()
-        assert client.answer("recorded", PROMPT[: BLOCK + 1], best_effort=True).missing == LOADED[:BLOCK]
-        assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
-        assert kept.num_loaded == 1
-        client.finish(missing=BLOCK)
-        assert client.causes == {Cause.KV_STORE: BLOCK}, "E2: no fault"
-
-
-def test_a_load_over_a_prompt_that_is_being_computed(is_async: bool) -> None:
-    """E2: what its first steps computed is lost, as the connector overwrites what it finds in the prefix cache."""
-    with store(fetches_hits=True) as kept:
-        client = computed_before(engine_with_store(is_async=is_async, chunk=2 * BLOCK), long := tokens(9 * BLOCK))
-        client.add("running", long[: 5 * BLOCK + 3])
-        client.steps(2)
-        client.add("loads", long, start=None)
-        client.finish(missing=None)
-        assert kept.num_loaded == 1
-        assert client.missing() >= BLOCK
-        assert client.faults() == 0
