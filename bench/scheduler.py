@@ -95,7 +95,7 @@ class Steps:
         """Adds a request that asks for its routing or not, perhaps at its end only; gives its id."""
         self._added += 1
         assert self._is_captured or not asks
-        opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False, at_end=at_end)
+        opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False, final_only=at_end)
         params = SamplingParams(max_tokens=max_tokens, extra_args={OPT_IN_ARG: opt_in.encode()} if asks else None)
         request = Request(str(self._added), prompt, params, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)

@@ -103,7 +103,7 @@ class RowSource:
             logger.error("Request %r: some of its rows are not known and are sent as -1.", state.request_id)
             return
         causes = self.cache.causes(blocks, np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first)
-        if state.opt_in.best_effort:
+        if state.opt_in.allow_missing:
             causes[causes == Cause.COMPUTED_IF_ASKED] = Cause.KV_STORE
         for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
             if num_rows := int(np.count_nonzero(causes == cause)):
@@ -163,7 +163,7 @@ class RowDistributor:
             opt_in,
             request.num_prompt_tokens,
             self._generation,
-            is_last_only=opt_in.at_end and not self._has_drafts,
+            is_last_only=opt_in.final_only and not self._has_drafts,
             next_row=request.num_prompt_tokens - 1,
         )
         for requests in (self.tracked, self._open, self._prefilling):
@@ -200,7 +200,7 @@ class RowDistributor:
         others = []
         for request in requests:
             state = self._ended.get(request.request_id)
-            is_owed = state is not None and state.opt_in.at_end
+            is_owed = state is not None and state.opt_in.final_only
             reason = RequestStatus.get_finished_reason(request.status)
             if reason is not None and (is_owed or (not is_asked and self.queue.is_waiting(request.request_id))):
                 last_rows = self._last_rows(state) if state is not None else None

@@ -65,7 +65,7 @@ class PrefillRowsExchange:
         value, params = params[PARAM], {key: value for key, value in params.items() if key != PARAM}
         _set_transfer_params(request, params)
         opt_in = opt_in_of(request)
-        is_asked = opt_in is not None and not opt_in.best_effort
+        is_asked = opt_in is not None and not opt_in.allow_missing
         if self.pulls.lease_s is None:
             return
         if value is True and is_asked:

@@ -70,9 +70,9 @@ def test_rows_that_are_not_asked_for_may_be_loaded(warm: Warm) -> None:
 
 def test_for_the_servers_own_record_nothing_is_computed_again(warm: Warm) -> None:
     client, kept = warm
-    assert client.answer("recorded", PROMPT, best_effort=True).missing == LOADED
+    assert client.answer("recorded", PROMPT, allow_missing=True).missing == LOADED
     assert kept.num_loaded == 1
-    assert client.answer("hits", PROMPT, best_effort=True).missing == LOADED
+    assert client.answer("hits", PROMPT, allow_missing=True).missing == LOADED
     assert client.answer("asks", PROMPT).missing == []
     client.finish(missing=2 * len(LOADED))
     assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}, "E2: no fault"

@@ -205,7 +205,7 @@ class ExternalKVTracker:
     def _asks(self, request_id: str) -> RequestRows | None:
         """The state of a request whose rows are worth computing again."""
         state = self._tracked.get(request_id)
-        return None if state is None or state.opt_in.best_effort else state
+        return None if state is None or state.opt_in.allow_missing else state
 
     def _first_needed(self, request_id: str) -> int:
         """Position from which on the request computes rows rather than load KV without; beyond all if never."""
