@@ -30,7 +30,7 @@ from tests.contract.offloading import check_keys, engine_that_offloads, num_load
 EXAMPLES = int(os.environ.get("KV_EXAMPLES", "0"))
 SETTINGS = settings(
     max_examples=EXAMPLES or 4,
-    stateful_step_count=40,
+    stateful_step_count=30,
     deadline=None,
     database=None,
     derandomize=not EXAMPLES,
@@ -204,15 +204,23 @@ class Machine(RuleBasedStateMachine):
                 self.run()
                 return
             self.offers.append((prompt, offer.kv_transfer_params))
-        prompt, params = self.offers[-1 if is_new else at % len(self.offers)]
+        if not is_new:
+            self._overwrite(at)
+        prompt, params = self.offers[-1 if is_new else -1 - at % min(3, len(self.offers))]
         self._ask(prompt, params=dict(params), **about)
         for _ in range(at % 5):
             self.step()
             if self.core.model_executor.underway and not at % 3:  # it is a slow one
                 self.kept.clock.passed += (0.95, 1.2)[at % 2] * LEASE_S
-                self.step()  # the other instance lets go of what is not pulled; others get its blocks
-                self.prefill.answer(next(self.names), tokens(20 * BLOCK, seed=at), max_tokens=1)
+                self.step()  # the other instance lets go of what is not pulled
+                self._overwrite(at)
                 return
+
+    def _overwrite(self, seed: int) -> None:
+        """The other instance gives all blocks that nobody is to pull to another prompt."""
+        free = self.prefill.engines[0].scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free > 2:
+            self.prefill.answer(next(self.names), tokens((free - 1) * BLOCK, seed=1000 + seed), max_tokens=1)
 
     def _reset(self, both: bool) -> None:
         """As for new weights, with what is kept outside (`both`) or without. Running requests are preempted; not where

@@ -11,7 +11,6 @@ from routed_experts.capture.host_cache import Cause
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, store
 
-FEW: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 4}
 PROMPT = tokens(5 * BLOCK + 3)
 LOADED = list(range(5 * BLOCK))
 
@@ -35,9 +34,6 @@ def test_rows_before_a_failed_load_are_read_again() -> None:
         client.finish(missing=len(lost))
 
 
-# ---- one at a time ----
-
-
 Warm = tuple[Client, Store]
 
 
@@ -48,44 +44,35 @@ def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Iterat
         yield computed_before(engine_with_store(is_async=is_async), PROMPT), kept
 
 
-def test_blocks_that_another_request_loaded(warm: Warm) -> None:
-    """With the opt-in nothing is loaded; what others loaded is in the prefix cache, without rows."""
+PLAIN, ASKS, RECORDED = {"start": None}, {"start": 0}, {"allow_missing": True}
+REST = {"start": 5 * BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("warm", "requests"),
+    [
+        # Nothing is loaded for who asks. What others loaded is in the prefix cache, without rows.
+        ("recompute", [(ASKS, 0), ("empty", 0), (PLAIN, 1), (ASKS, 1), (PLAIN, 1)]),
+        ("recompute", [(REST, 1), ({"start": 5 * BLOCK - 1}, 1)]),
+        # For the server's own record nothing is computed again, and what it lacks is no fault (E2).
+        ("recompute", [(RECORDED, 1, LOADED), (RECORDED, 1, LOADED), (ASKS, 1)]),
+        ("missing", [(ASKS, 1, LOADED), (ASKS, 1, LOADED)]),
+    ],
+    ids=["asks", "asks for the rest", "recorded", "missing"],
+    indirect=["warm"],
+)
+def test_who_loads_and_what_is_missing(warm: Warm, requests: list[Any]) -> None:
+    """Each request, how many loads there were by then, and the positions of its unknown rows."""
     client, kept = warm
-    client.answer("asks", PROMPT)
-    assert kept.num_loaded == 0
-    client.engines[0].empty_prefix_cache()
-    for name, start in (("plain", None), ("asks again", 0), ("hits", None)):
-        client.answer(name, PROMPT, start)
-        assert kept.num_loaded == 1
-    client.finish()
-
-
-def test_rows_that_are_not_asked_for_may_be_loaded(warm: Warm) -> None:
-    client, kept = warm
-    client.answer("asks for the rest", PROMPT, start=5 * BLOCK)
-    assert kept.num_loaded == 1
-    client.add("asks for more", PROMPT, start=5 * BLOCK - 1)
-    client.finish()
-
-
-def test_for_the_servers_own_record_nothing_is_computed_again(warm: Warm) -> None:
-    client, kept = warm
-    assert client.answer("recorded", PROMPT, allow_missing=True).missing == LOADED
-    assert kept.num_loaded == 1
-    assert client.answer("hits", PROMPT, allow_missing=True).missing == LOADED
-    assert client.answer("asks", PROMPT).missing == []
-    client.finish(missing=2 * len(LOADED))
-    assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}, "E2: no fault"
-
-
-@pytest.mark.parametrize("warm", ["missing"], indirect=True)
-def test_what_is_loaded_is_missing(warm: Warm) -> None:
-    client, kept = warm
-    for name in ("asks", "hits"):
-        assert client.answer(name, PROMPT).missing == LOADED
-        assert kept.num_loaded == 1
-    client.finish(missing=2 * len(LOADED))
-    assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}
+    for index, (about, num_loaded, *missing) in enumerate(requests):
+        if about == "empty":
+            client.engines[0].empty_prefix_cache()
+            continue
+        assert client.answer(str(index), PROMPT, **about).missing == (missing[0] if missing else [])
+        assert kept.num_loaded == num_loaded
+    lost = client.missing()
+    client.finish(missing=lost)
+    assert client.causes == Counter({Cause.KV_STORE: lost})
 
 
 def test_rows_that_no_setting_leaves_out_are_a_fault(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:

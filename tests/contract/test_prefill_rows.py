@@ -21,18 +21,19 @@ from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import BLOCK, Client, K, L, Received, engine, tokens
 from tests.contract.loads import NAME, PULL, Clock, Store, engine_with_store, store
 
 NUM_SEQS = 2
-REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, prefill_rows.PARAM: True}
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
 PROMPT = tokens(100)
 
 
 def changed(params: dict[str, Any], **about: Any) -> dict[str, Any]:
     """`params` with other rows."""
-    return {**params, prefill_rows.PARAM: {**params[prefill_rows.PARAM], **about}}
+    return {**params, PARAM: {**params[PARAM], **about}}
 
 
 class Pair:
@@ -87,7 +88,7 @@ def test_every_row_is_there(is_async: bool) -> None:
         pair = Pair(kept, is_async=is_async)
         for index, length in enumerate((1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 170)):
             params = pair.export_rows(prompt := tokens(length, seed=length))
-            assert params[prefill_rows.PARAM]["shape"] == [length, L, K]
+            assert params[PARAM]["shape"] == [length, L, K]
             assert pair.missing(prompt, params, max_tokens=9) == []
             assert kept.num_loaded == index + 1
         pair.decode.finish()
@@ -95,7 +96,7 @@ def test_every_row_is_there(is_async: bool) -> None:
 
 def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(pair: Pair) -> None:
     params = pair.export_rows(PROMPT)
-    rows = np.frombuffer(params[prefill_rows.PARAM]["data"], dtype=np.int16).reshape(100, L, K).copy()
+    rows = np.frombuffer(params[PARAM]["data"], dtype=np.int16).reshape(100, L, K).copy()
     rows[5] = UNKNOWN
     assert pair.missing(PROMPT, changed(params, data=rows.tobytes())) == [5]
     assert pair.missing(PROMPT, None) == []
@@ -103,28 +104,28 @@ def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(p
 
 def test_rows_that_nobody_asked_for_are_not_handed_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that do not say that they want them may make JSON of what they get."""
-    ask = {key: value for key, value in REMOTE.items() if key != prefill_rows.PARAM}
-    assert prefill_rows.PARAM not in pair.export_rows(tokens(20), ask=ask)
+    ask = {key: value for key, value in REMOTE.items() if key != PARAM}
+    assert PARAM not in pair.export_rows(tokens(20), ask=ask)
     assert not pair.prefill.engines[0].capture.prefill_rows._to_export
     monkeypatch.setattr(
         pair.prefill.engines[0].capture.prefill_rows.pulls, "lease_s", None
     )  # nobody knows for how long
-    assert prefill_rows.PARAM not in pair.export_rows(PROMPT)
+    assert PARAM not in pair.export_rows(PROMPT)
 
 
 def test_rows_that_are_too_large_are_missing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_rows, "MAX_BYTES", 50 * L * K * 2)
     params = pair.export_rows(PROMPT[:51])
-    assert prefill_rows.PARAM not in params
+    assert PARAM not in params
     assert pair.missing(PROMPT[:51], params) == list(range(50))
-    assert prefill_rows.PARAM in pair.export_rows(PROMPT[:50])
+    assert PARAM in pair.export_rows(PROMPT[:50])
 
 
 def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
     params = pair.export_rows(PROMPT)
-    poisoned = changed(params, data=bytes(len(params[prefill_rows.PARAM]["data"]))) | {"do_remote_prefill": False}
+    poisoned = changed(params, data=bytes(len(params[PARAM]["data"]))) | {"do_remote_prefill": False}
     for given in (
-        {prefill_rows.PARAM: poisoned[prefill_rows.PARAM]},
+        {PARAM: poisoned[PARAM]},
         poisoned,
     ):  # the second hits what the first has computed
         assert pair.missing(PROMPT, given) == []
@@ -222,7 +223,7 @@ def test_an_aborted_prefill_hands_no_rows_over(pair: Pair) -> None:
     pair.prefill.abort("aborted")
     _, params = offered[-1]
     assert params["do_remote_prefill"]
-    assert prefill_rows.PARAM not in params
+    assert PARAM not in params
 
 
 def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
@@ -357,10 +358,10 @@ def hostile_params(value: Any) -> list[Any]:
     good = {**GOOD, "shape": [1, 1, 6]}
     beside = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_num_tokens", "do_remote_prefill")
     pull = {"do_remote_prefill": True, "remote_request_id": "r", "remote_engine_id": "e"}
-    bodies = [value, {prefill_rows.PARAM: value}, {**pull, prefill_rows.PARAM: value}]
-    bodies += [{"do_remote_decode": True, prefill_rows.PARAM: value}]
-    bodies += [{**pull, prefill_rows.PARAM: {**good, key: value}} for key in good]
-    return bodies + [{**pull, prefill_rows.PARAM: good, key: value} for key in beside]
+    bodies = [value, {PARAM: value}, {**pull, PARAM: value}]
+    bodies += [{"do_remote_decode": True, PARAM: value}]
+    bodies += [{**pull, PARAM: {**good, key: value}} for key in good]
+    return bodies + [{**pull, PARAM: good, key: value} for key in beside]
 
 
 @pytest.mark.parametrize("connectors", [(PULL,), (NAME,), (NAME, PULL), ()])
@@ -398,7 +399,7 @@ def test_rows_of_ended_requests_are_not_kept(pair: Pair) -> None:
 
     prompts = [tokens(100, seed=seed) for seed in range(6)]
     handed = [pair.export_rows(prompt) for prompt in prompts]
-    row_bytes = len(handed[0][prefill_rows.PARAM]["data"])
+    row_bytes = len(handed[0][PARAM]["data"])
     tracemalloc.start()
     try:
         legs = [pair.add(prompt, params).request_id for prompt, params in zip(prompts, handed, strict=True)]
@@ -422,7 +423,7 @@ def test_workers_do_not_get_rows(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pair.core.model_executor, "execute_model", measured)
     params = pair.export_rows(PROMPT)
     assert pair.missing(PROMPT, params) == []
-    assert len(params[prefill_rows.PARAM]["data"]) > 100_000
+    assert len(params[PARAM]["data"]) > 100_000
     assert max(sent) < 10_000
 
 
