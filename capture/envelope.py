@@ -80,9 +80,9 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
                 output.routed_experts = None
                 entries.append((at, start, *rows.shape))
                 bodies.append((rows, slice(None)))
-    table = np.concatenate([*tables, np.array(entries, dtype=_TABLE_TYPE).reshape(-1, _COLUMNS)])
-    if not len(table):
+    if not entries and not tables:
         return None
+    table = np.concatenate([*tables, np.array(entries, dtype=_TABLE_TYPE).reshape(-1, _COLUMNS)])
     at = (1 + table.size) * _WORDS
     packed = np.empty(at + int(table[:, 2:].prod(axis=1).sum()), dtype=np.int16)
     header = packed[:at].view(_TABLE_TYPE)

@@ -266,6 +266,7 @@ class RowDistributor:
         return [
             SingleRows(list(compress(outputs, chosen.tolist())), starts[chosen], rows, places[chosen])
             for rows, chosen in groups
+            if chosen.any()
         ]
 
     def _take(self, state: RequestRows, step: Step, start: int, output: Any) -> None:
