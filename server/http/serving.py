@@ -32,7 +32,7 @@ from routed_experts.server.http.vllm_http import (
     ServingTokens,
 )
 from routed_experts.server.outputs import prefill_param
-from routed_experts.server.outputs.array_store import ArrayStore, StoreError, StoreFullError
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
@@ -194,9 +194,8 @@ class RoutedServing:
         num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
         num_bytes = self.encoder(options).stored_bytes(num_rows * (num_choices if options.layout == "joined" else 1))
         try:
-            fits = self.store.has_room(num_bytes)
-            if not fits and (lacking := await run_in_threadpool(self.store.make_room, num_bytes)):
-                raise StoreFullError(lacking)
+            if not self.store.has_room(num_bytes):
+                await run_in_threadpool(self.store.make_room, num_bytes)
         except StoreError as error:
             count_stored(succeeded=False)
             if not options.refers_by_default:
@@ -212,7 +211,7 @@ class RoutedServing:
         return ReferenceMaker(self.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        if self.captured is not None and self.captured.buffers.recorder is not None:
+        if self.captured is not None:
             self.captured.buffers.recorder.leave_out("beam_search")
         async for output in super().beam_search(*args, **kwargs):  # type: ignore[misc]
             yield output

@@ -254,14 +254,18 @@ class AllRequests(Protocol):
         """Replaces the buffers on `outputs` by arrays."""
 
 
-class Recorder(Protocol):
-    """Records what clients ask; see `http.recording.Recorder`."""
+class NoRecorder:
+    """Records nothing; see `http.recording.Recorder`."""
+
+    is_on = False
 
     def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedRows | None:
-        """Opts in a request that is to be recorded, before it goes to the engine. Does not raise."""
+        """Opts in a request (one for each choice) that is to be recorded, before it goes to the engine; None if it is
+        not. Does not raise."""
+        return None
 
     def leave_out(self, reason: str) -> None:
-        """Records nothing of what the current task asks from now on."""
+        """Records nothing of what the current task asks from now on, and counts that once."""
 
 
 class RowBuffers:
@@ -270,7 +274,7 @@ class RowBuffers:
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
         self.every_request: AllRequests | None = None  # None if requests opt in one by one
-        self.recorder: Recorder | None = None  # None if the server keeps no record
+        self.recorder = NoRecorder()
         self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
@@ -307,7 +311,7 @@ class RowBuffers:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the engine."""
         put_rows(request, request_index)
         states, record = self._processor.request_states, None
-        if self.recorder is not None and request.request_id not in states:  # else more of a prompt that is streamed in
+        if request.request_id not in states:  # else more of a prompt that is streamed in
             record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
         params = request.sampling_params
