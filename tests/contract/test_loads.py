@@ -157,7 +157,7 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         client.add("computes", PROMPT[: BLOCK + 1])
         client.add("loads", PROMPT, start=None)
         client.run()
-        assert client.answer("recorded", PROMPT[: BLOCK + 1], best_effort=True).missing == LOADED[:BLOCK]
+        assert client.answer("recorded", PROMPT[: BLOCK + 1], allow_missing=True).missing == LOADED[:BLOCK]
         assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
         assert kept.num_loaded == 1
         client.finish(missing=BLOCK)
