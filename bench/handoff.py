@@ -38,7 +38,7 @@ def row_of(tokens: int, packed: bool, repeats: int) -> str:
         return result
 
     blocks = np.random.default_rng(1).permutation(tokens // BLOCK)
-    cache = HostCache(len(blocks), BLOCK, L, K)
+    cache = HostCache(len(blocks), BLOCK)
     slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     cache.write(slots, rows)
     sent = step(lambda: prefill_rows.encode(partial(cache.read, blocks), tokens, (L, K), until=1e9))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from routed_experts.capture.message import OptIn
-from routed_experts.capture.pending_rows import CachedRows
+from routed_experts.capture.pending_rows import PendingRows
 from routed_experts.protocol.codec import Rows
 
 
@@ -20,7 +20,12 @@ class RequestRows:
     next_row: int  # rows before it were sent or are held, but for the prompt's
     is_prompt_due: bool = True  # until the first token
     held: list[Rows] = field(default_factory=list)  # the last rows before `next_row`, if they are sent at its end only
-    cached: CachedRows | None = None  # once it has ended: rows from `next_row` on
+    last_rows: PendingRows | None = None  # once it has ended: what is to be sent with its last output
+
+    @property
+    def first_held(self) -> int:
+        """Position of the first of the held rows."""
+        return self.next_row - sum(len(rows) for rows in self.held)
 
     @property
     def first_needed(self) -> int:

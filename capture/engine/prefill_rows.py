@@ -65,7 +65,7 @@ class PrefillRowsExchange:
         value, params = params[PARAM], {key: value for key, value in params.items() if key != PARAM}
         _set_transfer_params(request, params)
         opt_in = opt_in_of(request)
-        is_asked = opt_in is not None and not opt_in.best_effort
+        is_asked = opt_in is not None and not opt_in.allow_missing
         if self.pulls.lease_s is None:
             return
         if value is True and is_asked:
@@ -93,11 +93,10 @@ class PrefillRowsExchange:
         """The rows as this engine uses them; none of another model's, and as long as no step has run."""
         if rows.has_weights and not self._has_weights:
             rows = rows._replace(rows=rows.ids, has_weights=False)
-        if (cache := self._source.cache) is not None:
-            shape = ids_shape(cache.row_shape) if self._has_weights and not rows.has_weights else cache.row_shape
-            if rows.rows.shape[1:] == shape:
-                return rows
-        return rows._replace(rows=rows.rows[:0])
+        shape = self._source.cache.row_shape
+        if self._has_weights and not rows.has_weights:
+            shape = ids_shape(shape)
+        return rows if rows.rows.shape[1:] == shape else rows._replace(rows=rows.rows[:0])
 
     def forget(self, request: Request) -> None:
         """Called when a request ends."""
@@ -116,11 +115,10 @@ class PrefillRowsExchange:
         is_wanted = request.request_id in self._to_export
         self._to_export.discard(request.request_id)
         has_ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-        cache = self._source.cache
-        if not (is_wanted and has_ended and cache is not None and params and params.get("do_remote_prefill")):
+        if not (is_wanted and has_ended and params and params.get("do_remote_prefill")):
             return params
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
-        value = self._encoded(cache, request, count)
+        value = self._encoded(self._source.cache, request, count)
         if value is None:
             logger.warning("Request %r: the rows of %d tokens are too large to send.", request.request_id, count)
             return params

@@ -17,7 +17,7 @@ CHUNK_IDS = [*range(CHUNKS), -1, CHUNKS, 1 << 40]
 
 def cache_of(known: set[int]) -> HostCache:
     """Slots whose rows are filled with the slot's number."""
-    cache = HostCache(num_blocks=SLOTS // BLOCK, block_size=BLOCK, num_layers=L, top_k=K)
+    cache = HostCache(num_blocks=SLOTS // BLOCK, block_size=BLOCK)
     slots = np.array(sorted(known), dtype=np.int64)
     cache.write(slots, np.broadcast_to(slots[:, None, None], (len(slots), L, K)).astype(np.int16))
     return cache

@@ -458,11 +458,11 @@ class Client:
         kv_transfer_params: dict[str, Any] | None = None,
         weights: bool = False,
         at_end: bool = False,
-        best_effort: bool = False,
+        allow_missing: bool = False,
     ) -> list[str]:
         """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids. The first
         prompt row to send is `start`; None for no opt-in."""
-        opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, best_effort)
+        opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing)
         extra_args: dict[str, Any] = {} if start is None else {OPT_IN_ARG: opt_in.encode()}
         if kv_transfer_params is not None:
             extra_args["kv_transfer_params"] = kv_transfer_params

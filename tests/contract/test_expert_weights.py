@@ -232,7 +232,7 @@ def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPat
             client.add(f"r{index}", tokens(40 * index + 1, seed=index), n=1 + index % 2)
         client.finish()
         seen[weights] = messages
-        (cache,) = [core.capture._cache]
+        cache = core.capture.cache
         assert cache is not None
         assert cache.row_shape == ((3 if weights else 1) * L, K)
     assert seen[False] == seen[True] != []

@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
         ),
         at=st.integers(0, 99),
         start=st.sampled_from([None, 0, 0, 0.5, 1]),
-        flags=st.sets(st.sampled_from(["at_end", "best_effort", "weights"])),
+        flags=st.sets(st.sampled_from(["at_end", "allow_missing", "weights"])),
         max_tokens=st.integers(1, 30),
         event=st.sampled_from([None, None, None, "abort", "empty", "reset", "reset all", "lease ends"]),
         steps=st.integers(0, 6),
@@ -187,10 +187,10 @@ class Machine(RuleBasedStateMachine):
         self, prompt: list[int], start: float | None, flags: set[str], max_tokens: int, params: Any = None
     ) -> None:
         name, about = next(self.names), dict.fromkeys(flags, True)
-        about["weights"] = "weights" in flags and "weights" in self.case.engine and "best_effort" not in flags
+        about["weights"] = "weights" in flags and "weights" in self.case.engine and "allow_missing" not in flags
         first = None if start is None else int(start * len(prompt))
         self.client.add(name, prompt, first, max_tokens=max_tokens, kv_transfer_params=params, **about)
-        if "best_effort" in flags or (params is not None and PARAM not in params):
+        if "allow_missing" in flags or (params is not None and PARAM not in params):
             self.may_miss.add(name)
 
     def _pull(self, prompt: list[int], is_new: bool, at: int, **about: Any) -> None:

@@ -44,7 +44,7 @@ def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Iterat
         yield computed_before(engine_with_store(is_async=is_async), PROMPT), kept
 
 
-PLAIN, ASKS, RECORDED = {"start": None}, {"start": 0}, {"best_effort": True}
+PLAIN, ASKS, RECORDED = {"start": None}, {"start": 0}, {"allow_missing": True}
 REST = {"start": 5 * BLOCK}
 
 
@@ -110,7 +110,7 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int]) ->
     load = core.scheduler.connector.update_state_after_alloc
 
     def unasked(*args: Any) -> None:
-        core.capture._loads._asked = asked
+        core.capture.external_kv._asked = asked
         load(*args)
 
     core.scheduler.connector.update_state_after_alloc = unasked
@@ -157,7 +157,7 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         client.add("computes", PROMPT[: BLOCK + 1])
         client.add("loads", PROMPT, start=None)
         client.run()
-        assert client.answer("recorded", PROMPT[: BLOCK + 1], best_effort=True).missing == LOADED[:BLOCK]
+        assert client.answer("recorded", PROMPT[: BLOCK + 1], allow_missing=True).missing == LOADED[:BLOCK]
         assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
         assert kept.num_loaded == 1
         client.finish(missing=BLOCK)

@@ -171,7 +171,7 @@ def test_a_store_of_other_chunks_than_were_prepared(
     """No chunk has rows that are surely its own: also none of those that were kept before."""
     core = warm.engines[0]
     assert rows_of(core)._chunks
-    loads, jobs = core.capture._loads, []
+    loads, jobs = core.capture.external_kv, []
     build = loads.pop_stores
 
     def changed(step: SchedulerOutput) -> Any:

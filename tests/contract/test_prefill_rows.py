@@ -286,7 +286,7 @@ def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.int
     dice = np.random.default_rng(num_rows)
     blocks, rows = dice.permutation(70)[:63], dice.integers(0, 256, (num_rows, 3, 2)).astype(dtype)
     slots = (blocks[:, np.newaxis] * 16 + np.arange(16)).reshape(-1)
-    cache = HostCache(num_blocks=70, block_size=16, num_layers=3, top_k=2)
+    cache = HostCache(num_blocks=70, block_size=16)
     cache.write(np.arange(70 * 16), np.full((70 * 16, 3, 2), 7, np.int16))
     KVLoad(slots, prefill_rows.PrefillRows(rows, False, 0), Cause.KV_TRANSFER).apply(cache)
     read, untouched = np.empty((63 * 16, 3, 2), np.int16), np.empty((7 * 16, 3, 2), np.int16)

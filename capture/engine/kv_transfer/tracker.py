@@ -72,6 +72,21 @@ class KVLoad:
                 cache.forget(slots[unknown], self.cause)
 
 
+class NoExternalKV:
+    """In place of `ExternalKVTracker` without a connector."""
+
+    writes_behind_hit, kept_bytes = True, 0
+
+    def pop_loads(self, *step: Any) -> list[KVLoad | OffloadLoad]:
+        return []
+
+    def pop_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
+        return []
+
+    def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
+        return hit
+
+
 class ExternalKVTracker:
     """Follows the loads of a connector on the scheduler's side.
 
@@ -190,7 +205,7 @@ class ExternalKVTracker:
     def _asks(self, request_id: str) -> RequestRows | None:
         """The state of a request whose rows are worth computing again."""
         state = self._tracked.get(request_id)
-        return None if state is None or state.opt_in.best_effort else state
+        return None if state is None or state.opt_in.allow_missing else state
 
     def _first_needed(self, request_id: str) -> int:
         """Position from which on the request computes rows rather than load KV without; beyond all if never."""
