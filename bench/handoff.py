@@ -16,11 +16,11 @@ import numpy as np
 from bench.http_table import commit_and_device, described
 from bench.long_answers import EXPERTS, K, L
 from bench.streamed_token import fastest
-from routed_experts.capture import handoff
+from routed_experts.capture import prefill_rows
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
-from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.server.http.request import unpacked
-from routed_experts.server.outputs.kv_handoff import PARAMS, from_wire, to_wire
+from routed_experts.server.outputs.prefill_param import PARAMS, parse_prefill_rows, to_wire
 
 PROMPTS = (2048, 16384, 32768, 131072)
 BLOCK = 16
@@ -38,16 +38,16 @@ def row_of(tokens: int, packed: bool, repeats: int) -> str:
         return result
 
     blocks = np.random.default_rng(1).permutation(tokens // BLOCK)
-    cache = HostCache(len(blocks), BLOCK, L, K)
+    cache = HostCache(len(blocks), BLOCK)
     slots = (blocks[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
     cache.write(slots, rows)
-    handed = step(lambda: handoff.encode(partial(cache.read, blocks), tokens, (L, K), until=1e9))
-    answer = step(lambda: coded.encode({PARAMS: to_wire({handoff.PARAM: handed}, packed)}))
+    sent = step(lambda: prefill_rows.encode(partial(cache.read, blocks), tokens, (L, K), until=1e9))
+    answer = step(lambda: coded.encode({PARAMS: to_wire({prefill_rows.PARAM: sent}, packed)}))
     request = step(lambda: coded.encode(coded.decode(answer)))
     read = unpacked if packed else coded.decode
-    taken = step(lambda: from_wire(read(request)[PARAMS][handoff.PARAM], (L, K), EXPERTS))
-    step(lambda: KVLoad(slots, handoff.decode(taken)[0]).apply(cache))
-    assert np.array_equal(handoff.decode(taken)[0], rows)
+    taken = step(lambda: parse_prefill_rows(read(request)[PARAMS][prefill_rows.PARAM], (L, K), EXPERTS))
+    step(lambda: KVLoad(slots, prefill_rows.decode(taken), Cause.KV_TRANSFER).apply(cache))
+    assert np.array_equal(prefill_rows.decode(taken).rows, rows)
     form = "MessagePack" if packed else "JSON"
     return f"| {tokens:,} | {form} | {len(answer) / 1e6:.1f} MB | {' | '.join(times)} |"
 

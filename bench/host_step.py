@@ -24,7 +24,7 @@ def host_step_table(
     """Markdown: median microseconds of the host's time in each part of a step of some number of tokens."""
     shape = RowShape(tuple(range(num_layers)), num_experts, top_k)
     capturer = Capturer(shape, [num_layers], 0, max(_SIZES), 2, torch.device(device))
-    cache = HostCache(num_blocks=1024, block_size=16, num_layers=num_layers, top_k=top_k)
+    cache = HostCache(num_blocks=1024, block_size=16)
     rows = [
         "| tokens in the step | launch | receive | hand out, a request for each token |",
         "| --- | --- | --- | --- |",
