@@ -39,7 +39,7 @@ help:
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
 	@echo "make spec          write openapi.yaml"
-	@echo "make bench         measure the cost of the capture on this machine"
+	@echo "make bench         measure what the capture costs the scheduler's thread on this machine"
 	@echo "make bench-gpu     measure it on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
 	@echo "make bench-http    measure the cost of returning routing over HTTP in the API process"
 	@echo "make setup         install into $(VENV) (DEVICE=cpu or cuda)"
@@ -121,7 +121,7 @@ spec: setup
 	$(BIN)/python -m routed_experts.server.http.openapi openapi.yaml
 
 bench: setup
-	$(BIN)/python -m bench.cpu $(ARGS)
+	$(BIN)/python -m bench.scheduler $(ARGS)
 
 bench-gpu: setup
 	$(BIN)/python -m $(if $(HTTP),bench.http --device cuda,bench.gpu) $(ARGS)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.compare import WEIGHTS, Case, Host, interleave, start_all, table
-from bench.host_step import host_step_table
 from bench.http_server import free_port
 from bench.shapes import ENGINE_SHAPES, kv_bytes
 from routed_experts.capture.rows import WEIGHTS_KEY
@@ -124,8 +123,7 @@ def report(results: dict[str, Any], args: argparse.Namespace, ours: Host) -> Non
     device = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     print(f"\n{device}, {args.repeats} repeats, {args.shape}, {ours.info['num_layers']} MoE layers\n")
     print(table(results, baseline))
-    shape = [ours.info[name] for name in ("num_layers", "top_k", "num_experts")]
-    print(f"\nours: {ours.info}\n\n{host_step_table('cuda', *shape)}", flush=True)
+    print(f"\nours: {ours.info}", flush=True)
 
 
 if __name__ == "__main__":
