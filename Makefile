@@ -35,7 +35,7 @@ help:
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
-	@echo "make test-next     list what moved in the newest vLLM for CUDA (or VLLM=0.33.0), and run the tests that need no engine"
+	@echo "make test-next     list what the newest vLLM for CUDA lacks (or VLLM=0.33.0), and run the tests that need no engine"
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
 	@echo "make spec          write openapi.yaml"
