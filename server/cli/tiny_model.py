@@ -4,6 +4,7 @@ It is a Qwen3-MoE model with 6 decoder layers (the first is dense) and 16 expert
 its routing is real, and it needs neither a download nor a GPU.
 """
 
+import argparse
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from routed_experts.server.cli.console import hide_transformers_progress
+from routed_experts.server.cli.console import hide_transformers_progress, say
 
 _SEED = 20261120
 _END, _IM_START, _IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -102,8 +103,12 @@ def _prefer_printable(
     head[printable] = rows
 
 
-def main(directory: str) -> int:
+def main(argv: list[str]) -> int:
     """`routed-experts tiny-model DIR`; returns the command's exit status."""
-    make_tiny_model(Path(directory))
+    parser = argparse.ArgumentParser(prog="routed-experts tiny-model", description="Writes the tiny MoE model.")
+    parser.add_argument("directory", metavar="DIR", type=Path)
+    directory = parser.parse_args(argv).directory
+    say(f"Making the tiny model in {directory}; this takes some seconds.")
+    make_tiny_model(directory)
     print(f"Wrote the tiny MoE model to {directory}.")
     return 0

@@ -1,13 +1,18 @@
-"""The engine of a server that captures, and the dimensions of its rows."""
+"""The engine of a server that captures, the dimensions of its rows, and the state of the server around it."""
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
 from routed_experts.capture.rows import row_shape
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
 from routed_experts.protocol.version import VERSION
+from routed_experts.server.http.drain import Drain
 from routed_experts.server.http.metrics import EngineMetrics, label_with
+from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.row_buffer import RowBuffers
+from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import VLLM_VERSION, AsyncLLM
 
 _BYTES_PER_WORD = 2
@@ -57,3 +62,15 @@ async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
     row_bytes = prod(row_shape(worker["num_layers"], worker["top_k"], worker["weights"])) * _BYTES_PER_WORD
     capture = CaptureInfo(**worker, host_cache_bytes=worker["kv_slots"] * row_bytes)
     return RoutedExpertsInfo(**worker, model=model, version=VERSION, vllm_version=VLLM_VERSION, capture=capture)
+
+
+@dataclass
+class ServerState:
+    """What this server has in the state of the application, as `routed_experts`."""
+
+    settings: Settings = field(default_factory=Settings)  # the defaults until the self-test has passed
+    captured: CapturedEngine | None = None
+    store: ArrayStore | None = None
+    generate_returns_rows: bool = False  # to all requests, as vLLM's own flag has it
+    drain: Drain = field(default_factory=Drain)
+    tasks: list[asyncio.Task[Any]] = field(default_factory=list)  # asyncio may drop one that nothing refers to

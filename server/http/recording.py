@@ -10,7 +10,6 @@ import os
 import stat
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from copy import copy
@@ -34,6 +33,7 @@ from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows
 from routed_experts.server.outputs.folders import open_private, private_folder
 from routed_experts.server.outputs.row_buffer import RecordedRows, RowBuffer
+from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     CompletionOutput,
     EngineCoreRequest,
@@ -445,15 +445,16 @@ class Recorder:
         return narrow
 
 
-def start_recording(captured: CapturedEngine, args: Namespace) -> Recorder:
+def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) -> Recorder:
     """Starts to record what the engine is asked, until it is shut down."""
-    engine, folder = captured.engine, args.routed_experts_record
+    prepare(folder)
+    engine = captured.engine
     _, num_processes = rank_of_process(engine.vllm_config)  # which share the room in equal parts
     files = (entry for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False))
     found = sum(entry.stat(follow_symlinks=False).st_size for entry in files)
-    room = max(args.routed_experts_record_bytes - found, 0) // num_processes
+    room = max(settings.routed_experts_record_bytes - found, 0) // num_processes
     recorder = Recorder(
-        captured, RecordFiles(folder, room), args.routed_experts_record_share, args.routed_experts_record_tokens
+        captured, RecordFiles(folder, room), settings.routed_experts_record_share, settings.routed_experts_record_tokens
     )
     captured.buffers.recorder = recorder
     shutdown = engine.shutdown
@@ -463,10 +464,10 @@ def start_recording(captured: CapturedEngine, args: Namespace) -> Recorder:
         shutdown(timeout=timeout)
 
     engine.shutdown = close_and_shut_down
-    what = "with the token ids of prompts and answers" if args.routed_experts_record_tokens else "without token ids"
+    what = "with the token ids of prompts and answers" if settings.routed_experts_record_tokens else "without token ids"
     logger.info(
         "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more.",
-        100 * args.routed_experts_record_share,
+        100 * settings.routed_experts_record_share,
         folder,
         what,
         room * num_processes,

@@ -31,6 +31,7 @@ from routed_experts.server.http.vllm_http import (
 from routed_experts.server.outputs.kv_handoff import PARAMS
 from routed_experts.server.outputs.row_buffer import opt_in
 from routed_experts.server.page.routes import api_keys
+from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 
 MSGPACK = "application/msgpack"
@@ -245,13 +246,14 @@ def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
 
 def _vllms_default(raw_request: Request) -> dict[str, Any]:
     """`vllm serve --enable-return-routed-experts` opts in every request of this endpoint."""
-    return {OPT_IN: True} if getattr(raw_request.app.state, "vllm_flag_enabled", False) else {}
+    return {OPT_IN: True} if raw_request.app.state.routed_experts.generate_returns_rows else {}
 
 
 def _parse(
     body: Mapping[str, Any], raw_request: Request, defaults: Mapping[str, Any] | None = None
 ) -> RoutingOptions | None:
-    defaults = {**(defaults or {}), **(getattr(raw_request.app.state, "routed_experts_defaults", None) or {})}
+    settings: Settings = raw_request.app.state.routed_experts.settings
+    defaults = {**(defaults or {}), **settings.routed_experts_default}
     try:
         return parse_options(body, defaults)
     except FieldError as error:

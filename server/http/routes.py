@@ -111,13 +111,13 @@ async def stored_rows(
 ) -> Response:
     """An array that a response refers to, or with `?layers=12:24&tokens=0:8192` a part of it. Both count from 0 in this
     array."""
-    return await stored_array(raw_request, raw_request.app.state.array_store, key, layers, tokens)
+    return await stored_array(raw_request, raw_request.app.state.routed_experts.store, key, layers, tokens)
 
 
 @router.delete(ROWS_PATH + "/{id}", responses=schemas.deletion_responses(), status_code=204)
 def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     """Deletes an array that a response refers to, before it expires."""
-    return delete_array(raw_request, raw_request.app.state.array_store, key)
+    return delete_array(raw_request, raw_request.app.state.routed_experts.store, key)
 
 
 @router.api_route(ROWS_PATH + "/{id}", methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"], include_in_schema=False)
@@ -127,7 +127,7 @@ def other_methods() -> Response:
 
 
 def _captured(raw_request: Request) -> CapturedEngine:
-    captured: CapturedEngine | None = raw_request.app.state.captured_engine
+    captured: CapturedEngine | None = raw_request.app.state.routed_experts.captured
     if captured is None:
         raise VLLMNotFoundError("This server does not capture routed experts.")
     return captured

@@ -1,6 +1,5 @@
 """Engines that a program builds itself, and asks for routed experts in vLLM's way: this capture takes vLLM's place."""
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.api_processes import close_port_after_the_last
 from routed_experts.server.inprocess.patching import replace_once
-from routed_experts.server.outputs.array_store import LONGEST_LIFETIME_S
-from routed_experts.server.outputs.arrays import DELIVERY, VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
+from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
 from routed_experts.server.outputs.row_buffer import RowBuffers
+from routed_experts.server.settings import Settings, SettingsError
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     BeamSearchOfflineMixin,
@@ -27,31 +26,16 @@ from routed_experts.server.vllm_api import (
 
 logger = get_logger(__name__)
 
-_SETTINGS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    DELIVERY: (lambda value: value in ("inline", "reference"), "inline or reference"),
-    "routed_experts_store": (lambda value: isinstance(value, str | Path) and value != "", "a path"),
-    "routed_experts_store_bytes": (lambda value: type(value) is int and value > 0, "a positive integer"),
-    "routed_experts_store_seconds": (
-        lambda value: type(value) in (int, float) and 0 < value <= LONGEST_LIFETIME_S,
-        f"a positive number up to {LONGEST_LIFETIME_S:,.0f}",
-    ),
-    "routed_experts_store_paths": (lambda value: type(value) is bool, "true or false"),
-}
-"""Keys of `additional_config`: what is valid, in code and in words."""
-
 
 def take_over(args: Any) -> None:
     """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture."""
     try:
         if not isinstance(args.additional_config, dict):
             raise UnsupportedConfig("additional_config must be a dictionary.")
-        for name, (is_valid, expected) in _SETTINGS.items():
-            given = args.additional_config.get(name)
-            if given is not None and not is_valid(given):
-                raise UnsupportedConfig(f"{name} in additional_config must be {expected}, not {given!r}.")
+        Settings.of(args.additional_config)
         args.worker_cls = worker_name(args.worker_cls)
         args.scheduler_cls = scheduler_name(args.scheduler_cls)
-    except UnsupportedConfig as error:
+    except (UnsupportedConfig, SettingsError) as error:
         raise UnsupportedConfig(f"{error} {GO_BACK}") from None
     given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON

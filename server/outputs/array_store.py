@@ -13,7 +13,6 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -27,8 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.server.outputs import folders
-
-DEFAULT_LIFETIME_S, LONGEST_LIFETIME_S = 3600.0, 1e9
+from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
 
 _ID = re.compile("[0-9a-f]{48}")
 _BLOCK_BYTES = 4096  # files take whole blocks
@@ -281,12 +279,12 @@ class ArrayStore:
                 self._read[key] = held
 
 
-def store_with(settings: Mapping[str, Any], default: Path, rank: int = 0, count: int = 1) -> ArrayStore:
-    """Creates the store from settings: flags, or keys of `additional_config`; `default` is the folder if unset."""
-    folder, max_bytes, lifetime_s = (settings.get(f"routed_experts_store{of}") for of in ("", "_bytes", "_seconds"))
-    about = max_bytes, float(lifetime_s or DEFAULT_LIFETIME_S), folder is not None
+def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1) -> ArrayStore:
+    """Creates the store; `default` is the folder if the settings name none."""
+    folder = settings.routed_experts_store
+    about = settings.routed_experts_store_bytes, settings.routed_experts_store_seconds, folder is not None
     store = ArrayStore(default if folder is None else Path(folder), *about, rank, count)
-    store.tells_paths = bool(settings.get("routed_experts_store_paths"))
+    store.tells_paths = settings.routed_experts_store_paths
     return store
 
 

@@ -18,6 +18,7 @@ from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete
+from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,
     CompletionOutput,
@@ -43,7 +44,7 @@ VLLM_FLAG_ENABLED = "routed_experts.every_request"
 """Key in `VllmConfig.additional_config`; true if the engine returns the rows of all requests."""
 
 DELIVERY = "routed_experts_delivery"
-"""Key in `SamplingParams.extra_args`, and in `additional_config` for all requests: `inline` or `reference`."""
+"""Key in `SamplingParams.extra_args`: `inline` or `reference`; `Settings` has it for all requests."""
 
 
 def asks_for_every_request(config: Any) -> bool:
@@ -201,7 +202,7 @@ class EveryRequest:
         processor = engine.output_processor
         self.is_on = True  # False over HTTP, where each request opts in by itself
         self.form = ArrayForm(engine.model_config, captures_weights(engine.vllm_config))
-        self._config: dict[str, Any] = engine.vllm_config.additional_config
+        self._settings = Settings.of(engine.vllm_config.additional_config)
         self._store: ArrayStore | None = None  # made for the first request that needs it
         self._states = processor.request_states
         self._add: Callable[..., None] = processor.add_request
@@ -277,11 +278,11 @@ class EveryRequest:
 
     def _store_for(self, params: SamplingParams) -> ArrayStore | None:
         """The store for a request that asks for references, by itself or by the default of the engine."""
-        asked = (params.extra_args or {}).get(DELIVERY, self._config.get(DELIVERY, "inline"))
+        asked = (params.extra_args or {}).get(DELIVERY, self._settings.routed_experts_delivery)
         if asked not in ("inline", "reference"):
             raise VLLMValidationError(f"{DELIVERY} must be inline or reference, not {asked!r}", parameter=DELIVERY)
         if asked == "reference" and self._store is None:
-            self._store = store_with(self._config, default_folder("programs"))
+            self._store = store_with(self._settings, default_folder("programs"))
         return self._store if asked == "reference" else None
 
     def store(self, output: Any) -> asyncio.Future[Any] | None:

@@ -25,7 +25,7 @@ async def page(raw_request: Request, name: str | None = None) -> Response:
 def page_config(raw_request: Request) -> dict[str, str]:
     """Settings that the page needs before its first request."""
     state = raw_request.app.state
-    if getattr(state, "captured_engine", None) is None:
+    if state.routed_experts.captured is None:
         return {"capture": "off"}
     return {"api-key": "wanted"} if wants_key(getattr(state, "args", Namespace())) else {}
 

@@ -168,8 +168,7 @@ def ours(argv: list[str]) -> Namespace:
     """What `routed-experts serve` makes of a command line."""
     serve.allow_plugin()
     args = serve.parse(argv)
-    if serve.take_capture_flag(args):
-        serve.fill_in(args)
+    serve.configure(args)
     return args
 
 

@@ -86,7 +86,7 @@ def read_ours(argv: list[str]) -> None:
     assert argv[0] in main.COMMANDS
     if argv[0] == "serve":
         if not any(word.startswith("--help") for word in argv):
-            serve.parse(serve.take_version_flag(argv[1:]))
+            serve.parse(argv[1:])
     elif argv[1:] and argv[0] != "tiny-model":
         parser_of(lambda: main.main(argv))
 
@@ -161,7 +161,7 @@ REQUIRED = {
 
 
 def test_flags_exist() -> None:
-    known = {"--numprocesses", "--help", serve.ALLOW_UNTESTED_FLAG, *NOT_OURS}.union(*map(flags_of, parsers()))
+    known = {"--numprocesses", "--help", *NOT_OURS}.union(*map(flags_of, parsers()))
     found = [(flag, where) for where, text in SPANS for flag in re.findall(r"(?<![\w-])--[a-z][\w-]*(?![\w-]*…)", text)]
     assert [f"{where}: {flag}" for flag, where in found if flag not in known] == []
     assert {flag for flag, _ in found} >= NOT_OURS  # the list holds no more than it must

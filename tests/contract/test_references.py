@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,14 +24,16 @@ from fastapi import FastAPI
 
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, fetch
-from routed_experts.server.cli.serve import store_of
+from routed_experts.server.cli.serve import prepared_folders
 from routed_experts.server.http import references
 from routed_experts.server.http import stored_arrays as route
 from routed_experts.server.http.encoding import Encoder
+from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ReferenceMaker
 from routed_experts.server.http.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.settings import Settings
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
 from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of, wait_until
@@ -241,7 +242,7 @@ def test_long_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memo
     array = np.random.default_rng(15).integers(0, 1 << 14, (6, 120_001, 7), dtype=np.int16)
     app = FastAPI()
     app.include_router(router)
-    app.state.array_store = store
+    app.state.routed_experts = ServerState(store=store)
 
     async def get(query: str, **headers: str) -> bytes:
         transport = httpx.ASGITransport(app)
@@ -576,9 +577,10 @@ import sys
 import numpy as np
 from routed_experts.server.outputs.array_store import store_with
 from routed_experts.server.outputs.folders import default_folder
+from routed_experts.server.settings import Settings
 
 def serve():
-    store = store_with({}, default_folder(sys.argv[1]))
+    store = store_with(Settings(), default_folder(sys.argv[1]))
     store.put(np.zeros((2, 2, 2)))
     print(f"{store.folder}\\n", end="", flush=True)  # in one piece, as several processes print
 
@@ -612,13 +614,13 @@ sys.stdin.read()
 
 def test_the_folder_of_another_server_of_this_port_is_kept() -> None:
     """Containers have ports of their own, and may share the memory of the host."""
-    args = Namespace(routed_experts_store=None, port=f"test-{os.getpid()}")
-    command = [sys.executable, "-c", OTHER_SERVER, args.port]
+    port = f"test-{os.getpid()}"
+    command = [sys.executable, "-c", OTHER_SERVER, port]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         stored = Path(other.stdout.readline().strip())
-        with store_of(args):
-            store = ArrayStore(default_folder(args.port), 1 << 20, keeps=False)
+        with prepared_folders(Settings(), port):
+            store = ArrayStore(default_folder(port), 1 << 20, keeps=False)
             assert store.put(np.zeros((2, 2, 2))).path.exists()
         assert stored.exists()
         other.communicate()

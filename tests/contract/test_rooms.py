@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "capture/engine": {"protocol", "capture", "capture/engine/kv_transfer", "capture/seams"},
     "capture/engine/kv_transfer": {"protocol", "capture"},
     "capture/seams": set(),
-    "server": set(),
+    "server": {"protocol"},
     "server/outputs": {"protocol", "capture", "server"},
     "server/page": set(),
     "server/inprocess": {"protocol", "capture/engine", "capture/seams", "server", "server/outputs"},

@@ -37,6 +37,7 @@ from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.streaming import StreamLimitError
 from routed_experts.server.outputs.array_store import ArrayGoneError, StoreError, StoreFullError, UnknownArrayError
 from routed_experts.server.outputs.kv_handoff import HandoffError
+from routed_experts.server.settings import SettingsError
 from tests.sources import MODULES, nodes
 
 VLLM = Path(vllm.__file__).parent
@@ -151,7 +152,7 @@ def test_routers_capture_logical_ids(monkeypatch: pytest.MonkeyPatch) -> None:
 ANSWERED = {CodecError, FieldError}
 """Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
 OTHERS = {
-    *(CommandError, SelfTestError, UnsupportedConfig),  # the process ends with the sentence
+    *(CommandError, SelfTestError, SettingsError, UnsupportedConfig),  # the process ends with the sentence
     *(LostRowsError, StreamLimitError),  # the server's fault: an error event in a stream, 500 before its first byte
     *(HandoffError, TransferParamsError),  # become a `VLLMValidationError` where they are caught
     *(StoreError, StoreFullError),  # 507, or arrays come inline; with a folder of the user's, the process ends

@@ -192,7 +192,7 @@ def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch
 
 def test_every_route_of_ours_was_taken_away() -> None:
     app = FastAPI()
-    app.state.args = Namespace(enable_scale_out=True, routed_experts_page=False)
+    app.state.args = Namespace(enable_scale_out=True, additional_config={"routed_experts_page": False})
     plugin.RoutedExpertsPlugin().attach_router(app)
     own = {route.path for route in app.routes if isinstance(route, APIRoute)}
     assert {path for path in own if not path.startswith("/v1/routed_experts")} <= set(ROUTES)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message
 
 from bench.long_answers import Edge
 from routed_experts.server.http import stored_arrays
+from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore, StoreFullError
@@ -34,7 +35,7 @@ def serving(store: ArrayStore) -> Iterator[uvicorn.Server]:
     """Our route in uvicorn, as vLLM runs it; its address is that of the only server."""
     app = FastAPI()
     app.include_router(router)
-    app.state.array_store = store
+    app.state.routed_experts = ServerState(store=store)
     app.state.server = server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = Thread(target=server.run)
     thread.start()

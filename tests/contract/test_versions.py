@@ -1,9 +1,10 @@
 """Which versions of vLLM this server runs on, and what it does for each of them."""
 
 import importlib
+import itertools
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,34 +97,27 @@ def test_an_unknown_version_that_lacks_something(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu129"])
-def test_supported_versions(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
-    for version in SUPPORTED_VLLM:
-        installed(monkeypatch, version + build)
-        check_vllm_version()
-
-
 @pytest.mark.parametrize(
-    ("version", "allowed"), [("0.25.1", ""), ("0.32.1", "1"), ("1.0", "1"), ("0.32.0rc1", ""), ("0.32", "1")]
+    ("versions_of", "values", "refused"),
+    [  # by ROUTED_EXPERTS_ALLOW_UNTESTED
+        (SUPPORTED_VLLM, ["", "1"], None),
+        (["0.25.1", "0.32.1", "1.0", "0.32.0rc1", "0.32"], ["", "1"], "."),
+        (["9.9.9"], ["", "0", "true"], ", or add --allow-untested-vllm (ROUTED_EXPERTS_ALLOW_UNTESTED=1 "),
+        (["9.9.9"], ["1"], None),
+    ],
 )
-def test_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, allowed: str) -> None:
-    installed(monkeypatch, version)
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, allowed)
-    with pytest.raises(UnsupportedConfig) as refused:
-        check_vllm_version()
-    assert str(refused.value) == f"{SENTENCE.format(version)}."
-
-
-@pytest.mark.parametrize("version", ["9.9.9", "9.9.9+cu129"])
-def test_an_untested_version_is_refused_until_it_is_allowed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    installed(monkeypatch, version)
+def test_versions(
+    monkeypatch: pytest.MonkeyPatch, build: str, versions_of: list[str], values: list[str], refused: str | None
+) -> None:
     monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
-    for value in (None, "", "0", "true"):
-        if value is not None:
-            monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, value)
-        with pytest.raises(UnsupportedConfig, match=r"or add --allow-untested-vllm \(ROUTED_EXPERTS_ALLOW_UNTESTED=1 "):
+    for version, value in itertools.product(versions_of, values):
+        installed(monkeypatch, version + build)
+        monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, value)
+        if refused is None:
             check_vllm_version()
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
-    check_vllm_version()
+        else:
+            with pytest.raises(UnsupportedConfig, match=re.escape(SENTENCE.format(version + build) + refused)):
+                check_vllm_version()
 
 
 def test_a_version_without_a_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,40 +127,38 @@ def test_a_version_without_a_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     installed(monkeypatch, "0.30.0")
     sentence = (
         "The capture of routed experts was tested with vLLM 0.30.0 on CPUs only; on GPUs it was tested with vLLM "
-        + listed(RUN_ON_GPUS)
     )
-    assert missing_gpu_run() == f"{sentence}."
-    with pytest.raises(UnsupportedConfig, match=re.escape(f"{sentence}. Install one of those, or set ROUTED_EXPERTS")):
+    sentence += f"{listed(RUN_ON_GPUS)}."
+    assert missing_gpu_run() == sentence
+    with pytest.raises(UnsupportedConfig, match=re.escape(f"{sentence} Install one of those, or set ROUTED_EXPERTS")):
         check_gpu_run()
     monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
     check_gpu_run()
 
 
-def test_the_version_is_checked_before_the_configuration_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another version's may have other fields."""
-    installed(monkeypatch, "0.1.0")
+def nothing_is_read() -> None:
+    """Another version's configuration may have other fields."""
     nothing: Any = None
-    with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
-        check_engine_config(nothing)
+    check_engine_config(nothing)
 
 
-def test_beside_a_version_that_is_not_known_only_who_names_the_plugin_gets_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of the programs that ask for routed experts."""
+@pytest.mark.parametrize(
+    "start",
+    [
+        nothing_is_read,
+        plugin._engine_hooks,
+        # vLLM ignores fields that it does not know, so requests would lose their routing silently.
+        lambda: entry_point.make().attach_router(FastAPI()),
+    ],
+)
+def test_beside_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch, start: Callable[[], Any]) -> None:
+    """Who names the plugin gets an error; else programs that ask for routed experts get vLLM's."""
     installed(monkeypatch, "0.1.0")
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     assert plugin._engine_hooks() is None
     monkeypatch.setenv("VLLM_PLUGINS", f"another,{PLUGIN_NAME}")
     with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
-        plugin._engine_hooks()
-
-
-def test_beside_such_a_version_no_server_that_names_the_plugin_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM ignores fields that it does not know, so requests would lose their routing silently."""
-    installed(monkeypatch, "0.1.0")
-    with pytest.raises(UnsupportedConfig, match=r"but vLLM 0\.1\.0 is installed"):
-        entry_point.make().attach_router(FastAPI())
+        start()
 
 
 def test_the_extras_and_the_versions_belong_together() -> None:

@@ -14,7 +14,7 @@ from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE, address, no
 def args(**given: Any) -> Namespace:
     fields = {"ssl_certfile": None, "host": None, "port": 8000, "root_path": None, "api_key": None}
     fields["uds"] = None
-    return Namespace(**{**fields, "routed_experts_page": True, **given})
+    return Namespace(**{**fields, **given})
 
 
 def test_address() -> None:
@@ -28,7 +28,7 @@ def test_a_unix_socket_is_named() -> None:
     given = args(uds="/run/the server.sock", port=1234)
     base = address(given)
     assert base == "http://localhost"
-    said = what_to_do(given, base, "m")
+    said = what_to_do(given, base, "m", has_page=True)
     assert "1234" not in said
     assert shlex.split(said)[:5] == ["paste", "curl", "-N", "--unix-socket", "/run/the server.sock"]
     assert shlex.split(said)[5] == "http://localhost/v1/completions"
@@ -49,10 +49,10 @@ def test_the_address_for_health_checks(
 
 def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    page, paste = what_to_do(args(), "http://localhost:8000", "it's a model").splitlines()
+    page, paste = what_to_do(args(), "http://localhost:8000", "it's a model", has_page=True).splitlines()
     assert page.split() == ["open", "http://localhost:8000/routed_experts"]
     _, curl, _, url, _, _, _, body = shlex.split(paste)
     assert (curl, url) == ("curl", "http://localhost:8000/v1/completions")
     assert json.loads(body)["model"] == "it's a model"
-    assert "YOUR_KEY" in what_to_do(args(api_key=["k"]), "", "m")
-    assert "open" not in what_to_do(args(routed_experts_page=False), "", "m")
+    assert "YOUR_KEY" in what_to_do(args(api_key=["k"]), "", "m", has_page=True)
+    assert "open" not in what_to_do(args(), "", "m", has_page=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.ray.ray_env import get_env_vars_to_copy
 
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine import versions
@@ -20,120 +21,153 @@ from routed_experts.capture.engine.kv_transfer import connectors
 from routed_experts.server import PLUGIN_GROUP, PLUGIN_NAME
 from routed_experts.server.cli import main, serve, signals
 from routed_experts.server.cli.console import CommandError
-from tests.e2e.harness import free_port
 
 PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+OURS = EntryPoint(PLUGIN_NAME, "routed_experts.server.http.entry_point:make", PLUGIN_GROUP)
+OTHERS = [
+    EntryPoint(group.partition("_")[0], "a:b", f"vllm.{group}")
+    for group in ("endpoint_plugins", "general_plugins", "platform_plugins")
+] + [EntryPoint("console", "a:b", "console_scripts")]
 
 
-@pytest.fixture
-def plugins(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
-    """What is installed, for a test to change; ours is in it."""
-    installed = [EntryPoint(PLUGIN_NAME, "routed_experts.server.http.entry_point:make", PLUGIN_GROUP)]
-    monkeypatch.setattr(serve, "entry_points", lambda **params: EntryPoints(installed).select(**params))
-    unset(monkeypatch, "VLLM_PLUGINS")
-    return installed
-
-
-def unset(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    for name in names:
-        monkeypatch.setenv(name, "")  # so that it is put back as it was, whatever the test sets it to
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is put back as it was, whatever a test sets it to."""
+    for name in ("VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", connectors.ON_LOAD_VARIABLE):
+        monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
+    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "0")
 
 
-def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None) -> str:
+# ---- the command ----
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int | str | None, str, str]:
+    try:
+        code: int | str | None = main.main([*argv])
+    except SystemExit as left:
+        code = left.code
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        *((argv, 0, list(main.COMMANDS)) for argv in ((), ("-h",), ("--help",))),
+        (("--version",), 0, [f"routed-experts-server {PROJECT['version']}\n"]),
+        (("sreve", "model"), 2, ["invalid choice: 'sreve'", "usage: routed-experts"]),
+        (("tiny-model",), 2, ["required: DIR"]),
+        (("tiny-model", "a", "b"), 2, ["unrecognized arguments: b"]),
+    ],
+)
+def test_what_is_said(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], status: int, said: list[str]) -> None:
+    code, *streams = run(capsys, *argv)
+    assert code == status
+    assert streams[0 if status else 1] == ""
+    text = streams[1 if status else 0]
+    assert [words for words in said if words not in text] == []
+    assert len(text.splitlines()) < 30, "more than a screen"
+
+
+def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["python", "sreve"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_module("routed_experts.server.cli", run_name="__main__")
+    assert left.value.code == 2
+
+
+def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said, _ = run(capsys, "serve", "--help")
+    assert code == 0
+    ours, _, vllms = said.partition("Config Groups:")
+    for text in ("routed-experts serve [MODEL] [options]", "a tiny model is created and served"):
+        assert text in ours
+    assert all(serve.flag_of(name) in ours for name, about in serve.HELP.items() if about)
+    assert vllms.split()[:2] == ["routed", "experts"], "vLLM's groups come first"
+    for text in ("Qwen/Qwen3-0.6B", "vllm serve --help", "(default: None)", "(default: 1 GiB) ("):
+        assert text not in said
+
+
+@pytest.mark.parametrize("more", [(), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)])
+def test_another_vllm_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(versions.vllm, "__version__", "0.1.0")
+    code, _, err = run(capsys, "serve", "model", *more)
+    assert (code, "but vLLM 0.1.0 is installed: install" in err) == (2, True)
+
+
+@pytest.mark.parametrize("others", [None, "MINE"])
+def test_an_untested_vllm_is_allowed_in_all_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], others: str | None
+) -> None:
+    if others is not None:
+        monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others)
+    monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
+    monkeypatch.setattr(versions.vllm, "__version__", "9.9.9")
+    argv = ("serve", "model", "--port", "0", "--worker-cls", "their.Class")
+    assert "or add --allow-untested-vllm" in run(capsys, *argv)[2]
+    assert versions.ALLOW_UNTESTED_VARIABLE not in get_env_vars_to_copy()
+    code, _, err = run(capsys, *argv, "--allow-untested-vllm")
+    assert (code, "their.Class cannot be imported" in err) == (2, True)
+    assert os.environ[versions.ALLOW_UNTESTED_VARIABLE] == "1"
+    assert {versions.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
+
+
+# ---- plugins ----
+
+
+def allowed(monkeypatch: pytest.MonkeyPatch, given: str | None, installed: list[EntryPoint]) -> str:
+    monkeypatch.setattr(serve, "entry_points", lambda **params: EntryPoints(installed).select(**params))
     if given is not None:
         monkeypatch.setenv("VLLM_PLUGINS", given)
     serve.allow_plugin()
     return os.environ["VLLM_PLUGINS"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
-    flags = ("--port", str(free_port())) if argv[:1] == ("serve",) else ()
-    code = main.main([*argv, *flags])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_the_users_plugins_stay(plugins: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, expected in (
-        (None, PLUGIN_NAME),
-        ("", PLUGIN_NAME),
-        ("lora_filesystem_resolver,mine", f"lora_filesystem_resolver,mine,{PLUGIN_NAME}"),
-        (f"{PLUGIN_NAME},mine", f"mine,{PLUGIN_NAME}"),
-    ):
-        assert allowed(monkeypatch, given) == expected
-        assert allowed(monkeypatch, None) == expected  # a second time
-
-
-def test_plugins_that_load_without_being_named_stay(plugins: list[EntryPoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`VLLM_PLUGINS` filters every group, where it is set."""
-    groups = {"general": "vllm.general_plugins", "platform": "vllm.platform_plugins", "endpoint": PLUGIN_GROUP}
-    plugins += [EntryPoint(name, "a:b", group) for name, group in {**groups, "console": "console_scripts"}.items()]
-    assert allowed(monkeypatch, None) == f"general,platform,{PLUGIN_NAME}"
-
-
-def test_the_installed_package_registers_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    unset(monkeypatch, "VLLM_PLUGINS")
-    assert allowed(monkeypatch, None).split(",")[-1] == PLUGIN_NAME
-
-
 @pytest.mark.parametrize(
-    ("target", "sentence"),
+    ("given", "installed", "expected"),
     [
-        (None, "not installed properly"),
-        ("routed_experts.server.no_such_module:Plugin", "cannot be loaded"),
-        ("routed_experts.server.http.entry_point:no_such_factory", "cannot be loaded"),
+        (None, [], PLUGIN_NAME),
+        ("", [], PLUGIN_NAME),
+        ("lora_filesystem_resolver,mine", [], f"lora_filesystem_resolver,mine,{PLUGIN_NAME}"),
+        (f"{PLUGIN_NAME},mine", OTHERS, f"mine,{PLUGIN_NAME}"),
+        # The variable filters every group, where it is set; endpoint plugins load only if they are named.
+        (None, OTHERS, f"general,platform,{PLUGIN_NAME}"),
     ],
 )
-def test_a_plugin_that_vllm_would_serve_without(plugins: list[EntryPoint], target: str | None, sentence: str) -> None:
-    plugins[:] = [EntryPoint(PLUGIN_NAME, target, PLUGIN_GROUP)] if target else []
-    with pytest.raises(CommandError, match=sentence):
-        serve.allow_plugin()
+def test_the_users_plugins_stay(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, installed: list[EntryPoint], expected: str
+) -> None:
+    assert allowed(monkeypatch, given, [OURS, *installed]) == expected
+    assert allowed(monkeypatch, None, [OURS]) == expected  # a second time
 
 
-def test_what_is_said(capsys: pytest.CaptureFixture[str], plugins: list[EntryPoint]) -> None:
-    for argv in ((), ("-h",), ("--help",), ("help",)):
-        assert run(capsys, *argv) == (0, main.USAGE, "")
-    assert run(capsys, "--version") == (0, f"routed-experts-server {PROJECT['version']}\n", "")
-    code, out, err = run(capsys, "sreve", "model")
-    assert (code, out) == (2, "")
-    assert "sreve is not a command" in err
-    assert "usage: routed-experts serve" in err
-    for argv, sentence in (
-        (("tiny-model",), "one argument"),
-        (("tiny-model", "a", "b"), "one argument"),
-        (("tiny-model", "--help"), "one argument"),
-        (("serve", "--served-model-name", "mine"), "`model` should be provided"),
-    ):
-        code, _, err = run(capsys, *argv)
-        assert (code, sentence in err) == (2, True), err
+def test_the_installed_package_registers_the_plugin() -> None:
+    serve.allow_plugin()
+    assert os.environ["VLLM_PLUGINS"].split(",")[-1] == PLUGIN_NAME
 
 
-def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["python", "sreve"])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_module("routed_experts.server.cli", run_name="__main__")
-    assert left.value.code == 2
-    assert "sreve is not a command" in capsys.readouterr().err
+@pytest.mark.parametrize("target", [None, "no_such_module:Plugin", "http.entry_point:no_such_factory"])
+def test_a_plugin_that_vllm_would_serve_without(monkeypatch: pytest.MonkeyPatch, target: str | None) -> None:
+    installed = [EntryPoint(PLUGIN_NAME, f"routed_experts.server.{target}", PLUGIN_GROUP)] if target else []
+    with pytest.raises(CommandError, match="The package is not installed properly"):
+        allowed(monkeypatch, None, installed)
 
 
-def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert serve.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert serve.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
+# ---- the arguments of vLLM ----
 
 
-def filled_in(*argv: str, model: object = "model") -> argparse.Namespace:
+def configured(*argv: str, model: object = "model") -> argparse.Namespace:
     args = serve.parse([str(model), *argv])
-    serve.fill_in(args)
+    serve.configure(args)
     return args
 
 
 @pytest.mark.parametrize("argv", [(), ("--worker-cls", "auto"), ("--worker-cls", WORKERS["cpu"])])
 def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
-    args = filled_in(*argv)
+    args = configured(*argv)
     assert args.worker_cls in WORKERS.values()
     assert args.scheduler_cls == SCHEDULER
 
@@ -147,7 +181,7 @@ def test_worker_and_scheduler_are_filled_in(argv: tuple[str, ...]) -> None:
 )
 def test_a_headless_node_has_them_too(tiny_model: Path, argv: tuple[str, ...]) -> None:
     """What vLLM starts there, it makes of the same arguments."""
-    args = filled_in("--headless", "--dtype", "float32", *argv, model=tiny_model)
+    args = configured("--headless", "--dtype", "float32", *argv, model=tiny_model)
     parallel = AsyncEngineArgs.from_cli_args(args).create_engine_config(headless=True).parallel_config
     assert (parallel.data_parallel_rank or parallel.node_rank) == 1
     assert parallel.worker_cls in WORKERS.values()
@@ -155,66 +189,55 @@ def test_a_headless_node_has_them_too(tiny_model: Path, argv: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("flag", ["--worker-cls", "--scheduler-cls"])
-def test_a_worker_or_scheduler_that_is_none_is_refused(
-    capsys: pytest.CaptureFixture[str], plugins: list[EntryPoint], flag: str
-) -> None:
+def test_a_worker_or_scheduler_that_is_none_is_refused(flag: str) -> None:
     with pytest.raises(CommandError, match=r"Path does not derive from vLLM's .* --no-enable-return-routed-experts"):
-        filled_in(flag, "pathlib.Path")
-    code, _, err = run(capsys, "serve", "model", flag, "their.Class")
-    assert code == 2
-    assert err.startswith("routed-experts: their.Class cannot be imported")
+        configured(flag, "pathlib.Path")
 
 
-def test_the_flag_of_vllms_capture_switches_ours() -> None:
-    name = "enable-return-routed-experts"
-    for argv, capture in (((), True), ((f"--{name}",), True), ((f"--no-{name}",), False)):
-        args = serve.parse(["model", *argv])
-        assert serve.take_capture_flag(args) is capture
-        assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
+@pytest.mark.parametrize(
+    ("argv", "captures"),
+    [((), True), (("--enable-return-routed-experts",), True), (("--no-enable-return-routed-experts",), False)],
+)
+def test_the_flag_of_vllms_capture_switches_ours(argv: tuple[str, ...], captures: bool) -> None:
+    args = configured(*argv)
+    assert (args.scheduler_cls == SCHEDULER) is captures
+    assert args.enable_return_routed_experts is False  # vLLM's own capture stays off
 
 
-def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(versions.vllm, "__version__", "0.1.0")
-    for more in ((), ("--no-enable-return-routed-experts",), ("--allow-untested-vllm",)):
-        code, _, err = run(capsys, "serve", "model", *more)
-        assert code == 2
-        assert "but vLLM 0.1.0 is installed: install" in err
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ["--no-enable-return-routed-experts", "--routed-experts-record", "f"],
+            "--routed-experts-record needs the capture",
+        ),
+        (
+            ["--no-enable-return-routed-experts", "--enable-return-routed-expert-weights"],
+            "--enable-return-routed-expert-weights needs the capture",
+        ),
+        (["--routed-experts-default", "[]"], r"routed_experts_default must be a JSON object .*, not \[\]\."),
+    ],
+)
+def test_settings_that_cannot_be(argv: list[str], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        configured(*argv)
 
 
-@pytest.mark.parametrize("others", [None, "MINE"])
-def test_an_untested_vllm_is_allowed_in_all_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], plugins: list[EntryPoint], others: str | None
-) -> None:
-    from vllm.ray.ray_env import get_env_vars_to_copy
-
-    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "0")
-    unset(monkeypatch, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
-    if others is not None:
-        monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others)
-    monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
-    monkeypatch.setattr(versions.vllm, "__version__", "9.9.9")
-    code, _, err = run(capsys, "serve", "model", "--worker-cls", "their.Class")
-    assert (code, "or add --allow-untested-vllm" in err) == (2, True)
-    assert versions.ALLOW_UNTESTED_VARIABLE not in get_env_vars_to_copy()
-    code, _, err = run(capsys, "serve", "model", "--allow-untested-vllm", "--worker-cls", "their.Class")
-    assert (code, "their.Class cannot be imported" in err) == (2, True)
-    assert os.environ[versions.ALLOW_UNTESTED_VARIABLE] == "1"
-    assert {versions.ALLOW_UNTESTED_VARIABLE, *filter(None, [others])} <= get_env_vars_to_copy()
-
-
-def test_all_processes_know_what_to_do_about_loads(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    unset(monkeypatch, connectors.ON_LOAD_VARIABLE, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY")
-    filled_in()
+def test_all_processes_know_what_to_do_about_loads() -> None:
+    configured()
     assert connectors.on_load() == "recompute"
     for argv in (("--routed-experts-on-load", "missing"), ()):  # the environment holds where nothing else is said
-        filled_in(*argv)
+        configured(*argv)
         assert connectors.on_load() == "missing"
         assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == connectors.ON_LOAD_VARIABLE
-    with pytest.raises(SystemExit):
-        filled_in("--routed-experts-on-load", "guess")
-    assert "invalid choice: 'guess'" in capsys.readouterr().err
+
+
+def test_where_the_tiny_model_lives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert serve.tiny_model_dir() == tmp_path / "routed-experts" / "tiny-moe"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert serve.tiny_model_dir() == tmp_path / ".cache" / "routed-experts" / "tiny-moe"
 
 
 def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:
@@ -229,11 +252,14 @@ def test_the_tiny_model_is_served_by_its_name(tiny_model: Path) -> None:
     assert (given.dtype, given.kv_cache_memory_bytes) == ("bfloat16", 123456)
 
 
-def test_a_program_that_calls_it_keeps_its_signals(capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the command's own process is stopped in the server's way (`tests/e2e/test_stopping.py`)."""
-    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    assert main.main(["serve", "--port", "0", "/no/such/folder"]) == 2
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+# ---- signals: `tests/e2e/test_stopping.py` has them in real servers ----
+
+
+def test_a_program_that_calls_it_keeps_its_ctrl_c(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the command's own process is stopped in the server's way."""
+    handler = signal.getsignal(signal.SIGINT)
+    assert run(capsys, "serve", "--port", "0", "--worker-cls", "their.Class")[0] == 2
+    assert signal.getsignal(signal.SIGINT) == handler
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
     assert "ctrl-c" not in {thread.name for thread in threading.enumerate()}
 
@@ -246,7 +272,7 @@ def test_a_server_that_ends_visits_no_objects() -> None:
 
 
 def test_a_server_that_ends_by_itself_waits_for_no_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real wait would stop this process; `tests/e2e/test_stopping.py` has it."""
+    """The real wait would stop this process."""
     handler, over = signal.getsignal(signal.SIGTERM), threading.Event()
     monkeypatch.setattr(signals, "_wait_for_ctrl_c", over.wait)
     try:

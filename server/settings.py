@@ -1,0 +1,144 @@
+"""The settings of a server, or of an engine in a program: keys of vLLM's `additional_config`.
+
+With `routed-experts serve` they come as flags of the same names. They are checked here and nowhere else.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from routed_experts.protocol.models import WEIGHTS, FieldError, check_defaults
+from routed_experts.server import MAX_RESPONSE_BYTES
+
+_LONGEST_S = 1e9
+DEFAULT_LIFETIME_S = 3600.0
+"""Of an array in the store."""
+
+
+class SettingsError(ValueError):
+    """A setting has a value that it cannot have. The message says what it must be."""
+
+
+def json_or_text(text: str) -> Any:
+    """The value of a flag. What is not JSON is refused by its kind, with the text in the message."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What values a setting has."""
+
+    expected: str  # in words
+    is_valid: Callable[[Any], bool]
+    metavar: str | None = None  # of the flag; None: a switch
+    parse: Callable[[str], Any] = json_or_text  # reads the text of the flag
+
+
+_BYTES = Kind("a positive integer", lambda value: type(value) is int and value > 0, "BYTES")
+_DELIVERY = Kind("inline or reference", lambda value: value in ("inline", "reference"), "DELIVERY")
+_FIELDS = Kind("a JSON object with routing fields", lambda value: isinstance(value, dict), "JSON")
+_FOLDER = Kind("a path", lambda value: isinstance(value, str | Path) and value != "", "FOLDER", str)
+_SECONDS = Kind(
+    f"a positive number up to {_LONGEST_S:,.0f}",
+    lambda value: type(value) in (int, float) and 0 < value <= _LONGEST_S,
+    "SECONDS",
+)
+_SHARE = Kind(
+    "a number above 0, at most 1", lambda value: type(value) in (int, float) and 0 < value <= 1, metavar="SHARE"
+)
+_SWITCH = Kind("true or false", lambda value: type(value) is bool)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings by their keys. Raises `SettingsError` for values that are not valid."""
+
+    routed_experts_default: Annotated[
+        dict[str, Any],
+        _FIELDS,
+        "defaults of routing fields, for requests that omit them, for example '{\"return_routed_experts\": true}'",
+    ] = field(default_factory=dict)
+    routed_experts_delivery: Annotated[str, _DELIVERY, None] = "inline"  # of engines in programs
+    routed_experts_max_response_bytes: Annotated[
+        int, _BYTES, "maximum bytes of routing in one response (default: 1 GiB)"
+    ] = MAX_RESPONSE_BYTES
+    routed_experts_page: Annotated[
+        bool, _SWITCH, "serve a page at /routed_experts that shows the experts of a response while it is generated"
+    ] = True
+    routed_experts_store: Annotated[
+        str | Path | None,
+        _FOLDER,
+        "folder for arrays that are returned by reference (routed_experts_delivery); several servers of one host may "
+        "share it (default: one for this port in /dev/shm, removed at start and stop if no process uses it)",
+    ] = None
+    routed_experts_store_bytes: Annotated[
+        int | None, _BYTES, "maximum size of the store (default: half of the space that is free in its folder)"
+    ] = None
+    routed_experts_store_seconds: Annotated[
+        float, _SECONDS, "time after which stored arrays are deleted (default: 3600)"
+    ] = DEFAULT_LIFETIME_S
+    routed_experts_store_paths: Annotated[
+        bool, _SWITCH, "name the files in references, for clients on the same machine"
+    ] = False
+    routed_experts_record: Annotated[
+        str | Path | None,
+        _FOLDER,
+        "record the routing of what clients ask, whether or not they ask for routing, in FOLDER/*.jsonl, which export, "
+        "stats and view read; the files contain the token ids of prompts and answers",
+    ] = None
+    routed_experts_record_tokens: Annotated[
+        bool, _SWITCH, "whether recorded files contain token ids; expert ids alone still tell something about a text"
+    ] = True
+    routed_experts_record_share: Annotated[
+        float, _SHARE, "share of the prompts to record, above 0 and at most 1 (default: 1), drawn for each"
+    ] = 1.0
+    routed_experts_record_bytes: Annotated[
+        int,
+        _BYTES,
+        "maximum bytes of all files in FOLDER, with those found at start (default: 10 GiB); then recording stops",
+    ] = 10 << 30
+    enable_return_routed_expert_weights: Annotated[
+        bool,
+        _SWITCH,
+        "capture the routers' weights beside the ids, for requests with return_routed_expert_weights; takes three "
+        "times the memory for rows",
+    ] = False
+
+    @classmethod
+    def of(cls, additional_config: object, args: object = None) -> "Settings":
+        """The settings in an `additional_config`, or, before that, in the arguments of `routed-experts serve`: only the
+        flags that were given are there. Both may have others' names too, and None for a default.
+
+        Flags stay in the arguments because vLLM hashes `additional_config`, for its caches and in its responses.
+        """
+        given = {
+            **(additional_config if isinstance(additional_config, Mapping) else {}),
+            **getattr(args, "__dict__", {}),
+        }
+        return cls(**{name: given[name] for name in KINDS if given.get(name) is not None})
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            kind, value = KINDS[each.name], getattr(self, each.name)
+            if value is not each.default and not kind.is_valid(value):
+                raise SettingsError(f"{each.name} must be {kind.expected}, not {value!r}.")
+            is_of_record = each.name.startswith("routed_experts_record_")
+            if is_of_record and value != each.default and self.routed_experts_record is None:
+                raise SettingsError(f"{each.name} needs routed_experts_record.")
+        try:
+            check_defaults(self.routed_experts_default)
+        except FieldError as error:
+            raise SettingsError(f"routed_experts_default: {error}.") from None
+        if self.routed_experts_default.get(WEIGHTS) and not self.enable_return_routed_expert_weights:
+            # Else requests that do not name them would be refused.
+            raise SettingsError(f"routed_experts_default: {WEIGHTS} needs enable_return_routed_expert_weights.")
+
+
+KINDS: dict[str, Kind] = {each.name: each.type.__metadata__[0] for each in fields(Settings)}  # type: ignore[union-attr]
+HELP: dict[str, str | None] = {each.name: each.type.__metadata__[1] for each in fields(Settings)}  # type: ignore[union-attr]
+"""Of the flags; None: a setting has none."""
