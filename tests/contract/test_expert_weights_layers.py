@@ -15,15 +15,12 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
-from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine import binding
 from routed_experts.capture.engine.binding import (
     MoELayers,
-    bind,
     capture_choice,
     check_weights,
     check_weights_are_kept,
-    find_moe_layers,
     write_directly,
 )
 from routed_experts.capture.engine.config import UnsupportedConfig
@@ -189,32 +186,3 @@ def test_a_choice_is_captured_before_ids_are_mapped(engine: Engine) -> None:
     finally:
         router._compute_routing = compute
         router.set_capture_fn(capture)
-
-
-@with_routers
-def test_layers_without_the_option_are_bound_as_before(tiny_model: Path, engine: Engine) -> None:
-    """vLLM's capture function gets the ids, and no method is replaced."""
-    shape, runners = engine.worker._capturer.shape, engine.runners
-    replaced = [(vars(runner.router).pop("_compute_routing"), runner.router.capture_fn) for runner in runners]
-    try:
-        for runner in runners:
-            runner.router.set_capture_fn(None)
-        layers = find_moe_layers(engine.model)
-        assert layers.shape == shape
-        capturer = binding_of(layers)
-        for runner in runners:
-            assert not {"_compute_routing"} & vars(runner.router).keys()
-            assert not {"forward_modular"} & vars(runner.routed_experts).keys()
-            runner.router.capture_fn(torch.ones(3, 4, dtype=torch.int32))
-        assert capturer.cache.planes.shape[0] == 1
-        assert (capturer.cache.ids[:, :3] == 1).all()
-    finally:
-        for runner, (compute, capture) in zip(runners, replaced, strict=True):
-            runner.router._compute_routing = compute
-            runner.router.set_capture_fn(capture)
-
-
-def binding_of(layers: MoELayers) -> Any:
-    capturer = Capturer(layers.shape, [len(layers.runners)], 0, 8, 1, torch.device("cpu"))
-    bind(layers, capturer, dp_rank=0, dp_size=1)
-    return capturer
