@@ -132,9 +132,9 @@ def test_an_array_at_an_odd_address() -> None:
 
 
 @settings(database=None, derandomize=True)
-@given(st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), st.lists(st.booleans(), min_size=4, max_size=4))
-def test_opt_in(prompt_start: int, prompt_id: bytes, flags: list[bool]) -> None:
-    asked = OptIn(prompt_start, prompt_id, *flags)
+@given(st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), st.booleans())
+def test_opt_in(prompt_start: int, prompt_id: bytes, shared: bool) -> None:
+    asked = OptIn(prompt_start, prompt_id, shared=shared)
     assert OptIn.decode(asked.encode()) == asked
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from routed_experts.capture import handoff
-from routed_experts.capture.rows import captures_weights, joined
+from routed_experts.capture.rows import captures_weights, ids_of, joined, lack_weights, weights_of
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT
 from routed_experts.server.outputs import kv_handoff
 from tests.contract import engine as engines
 from tests.contract.engine import BLOCK, Client, K, L, engine, requests_at_random, tokens, weights_for
@@ -29,12 +30,6 @@ class Every(Client):
         return super().add(*about, **{"weights": next(self._turns) % 2 == 0} | more)
 
 
-def check(client: Client, at_least: int = 100) -> None:
-    """Each row that came to who asks for weights had some, which are checked as they come."""
-    assert client.num_weights > at_least
-    assert client.num_without_weights == 0
-
-
 def test_only_who_asks_is_sent_weights(is_async: bool) -> None:
     client = Client(engine(is_async, weights=True, chunk=48))
     for index, prompt in enumerate((tokens(9), tokens(100), tokens(100), tokens(150, seed=1))):
@@ -43,31 +38,41 @@ def test_only_who_asks_is_sent_weights(is_async: bool) -> None:
         client.add(f"none-{index}", prompt, start=None)
     client.add("several", tokens(70), n=3, weights=True, max_tokens=20)
     client.finish()
-    check(client, 3 * 100)
+    assert client.num_weights > 3 * 100
+    assert client.num_without_weights == 0
 
 
 @pytest.mark.parametrize("about", [{}, {"num_blocks": 14}, {"drafts": 3}, {"stages": 3}], ids=str)
 def test_at_random(is_async: bool, about: dict[str, Any]) -> None:
     """Prefix hits, aborts, preemptions where there are few blocks, drafts that are rejected."""
-    client = Every(engine(is_async, weights=True, **about))
+    core = engine(is_async, weights=True, **about)
+    client = Every(core)
     gone = requests_at_random(client, random.Random(5), 60, lambda: None, ns=(1, 1, 3))
     client.finish(but={name for name in client.received if name.partition("_")[2] in gone or name in gone})
-    check(client)
+    assert client.num_weights > 100
+    assert client.num_without_weights == 0
 
 
-@pytest.mark.parametrize("offloads", [False, True], ids=["store", "offloading"])
 @pytest.mark.parametrize("policy", ["recompute", "missing"])
-def test_kv_from_elsewhere(policy: str, offloads: bool, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.contract.loads.Client", Every)
+    with store(policy, is_async=is_async):
+        client = mix(engine_with_store(NAME, weights=True, num_blocks=40), seed=3)
+    assert client.num_weights > 100
+    assert client.num_without_weights == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "missing"])
+def test_offloading(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are kept outside the KV cache with their ids, and come back with them."""
     monkeypatch.setattr("tests.contract.loads.Client", Every)
-    with store(policy, is_async=is_async and not offloads):
-        if offloads:
-            core = engine_that_offloads(chunks=12, is_async=is_async, weights=True, num_blocks=24)
-            check(mix(core, seed=4, turns=100, resets=0.04, resets_running=False))
-            assert core.capture._loads is not None
-            assert core.capture._loads.kept_bytes > 0
-        else:
-            check(mix(engine_with_store(NAME, weights=True, num_blocks=40), seed=3))
+    with store(policy):
+        core = engine_that_offloads(chunks=12, is_async=is_async, weights=True, num_blocks=24)
+        client = mix(core, seed=4, turns=100, resets=0.04, resets_running=False)
+    assert core.capture._loads is not None
+    assert core.capture._loads.kept_bytes > 0
+    assert client.num_weights > 100
+    assert client.num_without_weights == 0
 
 
 class Pairs(Pair):
@@ -123,18 +128,22 @@ def test_who_did_not_ask_hands_over_what_an_engine_without_weights_does() -> Non
 def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
     """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later computes then."""
     with store() as kept:
-        pair = Pairs(kept, plain_prefill)
-
-        def answer(prompt: list[int], weights: bool, handed: bool = False, num_loaded: int = 0) -> None:
-            params = pair.export_rows(prompt) if handed else None
-            name = pair.add(prompt, params, weights=weights)
-            pair.decode.run()
-            assert (name.missing, kept.num_loaded) == ([], num_loaded)
-
-        answer(tokens(100), weights=True, handed=True)
-        answer(tokens(100, seed=1), weights=False, handed=True, num_loaded=1)
-        for weights in (False, True, True):
-            answer(tokens(100, seed=1), weights, num_loaded=1)
+        pair, prompt = Pairs(kept, plain_prefill), tokens(100)
+        name = pair.add(prompt, pair.export_rows(prompt), weights=True)
+        pair.decode.run()
+        assert (name.missing, kept.num_loaded) == ([], 0)
+        prompt = tokens(100, seed=1)
+        ids = pair.add(prompt, pair.export_rows(prompt))
+        pair.decode.run()
+        assert (ids.missing, kept.num_loaded) == ([], 1)
+        again = pair.add(prompt, None)
+        later = pair.add(prompt, None, weights=True)
+        pair.decode.run()
+        assert (again.missing, later.missing) == ([], [])
+        assert pair.decode.num_without_weights == 0
+        hit = pair.add(prompt, None, weights=True)
+        pair.decode.run()
+        assert hit.missing == []
         assert pair.decode.num_without_weights == 0
 
 
@@ -215,6 +224,15 @@ def test_odd_values_over_http() -> None:
     forged = kv_handoff.Handover({**value, "dtype": handoff.WORDS, "shape": [2, 3, L * K // 3]})
     with pytest.raises(kv_handoff.HandoffError):
         forged.read((3, L * K // 3), 300)
+
+
+def test_rows_whose_ids_came_alone() -> None:
+    ids = np.zeros((3, L, K), dtype=np.int16)
+    rows = joined(ids, np.full(ids.shape, UNKNOWN_WEIGHT))
+    rows[1] = joined(ids[:1], weights_for(ids[:1]))[0]
+    assert lack_weights(rows).tolist() == [True, False, True]
+    assert (weights_of(rows[:1]).view(np.int32) == -1).all()
+    assert (ids_of(rows) == 0).all()
 
 
 def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:

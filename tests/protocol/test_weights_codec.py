@@ -32,8 +32,7 @@ def base64_of(array: np.ndarray) -> str:
 
 
 def as_object(array: np.ndarray, start: int) -> dict[str, Any]:
-    words = array.view(np.int32) if array.dtype == np.float32 else array
-    missing = int((words == -1).any(axis=(1, 2)).sum())
+    missing = int((array.view(np.int32 if array.dtype == np.float32 else array.dtype) == -1).any(axis=(1, 2)).sum())
     about = {"shape": list(array.shape), "dtype": array.dtype.name, "start": start, "missing": missing}
     return {"data": base64_of(array), **about}
 
@@ -44,21 +43,36 @@ def as_npy(array: np.ndarray, start: int) -> str:
     return base64.b64encode(buffer.getvalue()).decode()
 
 
+def as_list(array: np.ndarray, start: int) -> Any:
+    text = json.dumps(array.tolist()).replace("NaN", "null")
+    return json.loads(text)
+
+
+FORMS = {"object": as_object, "npy": as_npy, "list": as_list, "raw": lambda array, start: base64_of(array)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_every_form(form: str, count: int) -> None:
+    weights = weights_of(count)
+    if count:
+        weights[0] = UNKNOWN_WEIGHT
+    value = FORMS[form](weights, 7)
+    for found in (decode_weights(value, num_layers=L, top_k=K), decode_weights(packed(value), num_layers=L, top_k=K)):
+        assert found.shape == (count, L, K)
+        assert found.dtype == np.float32
+        if form == "list":
+            assert np.array_equal(found, weights, equal_nan=True)
+        else:
+            assert np.array_equal(found.view(np.int32), weights.view(np.int32))
+        assert count_missing(found) >= (count > 0)
+
+
 def packed(value: Any) -> Any:
     """As MessagePack has it."""
     if isinstance(value, dict):
         return {**value, "data": base64.b64decode(value["data"])}
     return base64.b64decode(value) if isinstance(value, str) else value
-
-
-FORMS: dict[str, Any] = {
-    "object": as_object,
-    "npy": as_npy,
-    "list": lambda array, start: json.loads(json.dumps(array.tolist()).replace("NaN", "null")),
-    "raw": lambda array, start: base64_of(array),
-    "packed object": lambda array, start: packed(as_object(array, start)),
-    "packed raw": lambda array, start: packed(base64_of(array)),
-}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +86,7 @@ def test_what_is_no_array_of_weights(value: Any) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_weights_are_not_taken_for_ids(form: str) -> None:
-    if "raw" not in form:  # bare bytes may be anything
+    if form != "raw":  # bare bytes may be anything
         with pytest.raises(CodecError):
             decode(FORMS[form](np.full((1, L, K), 0.5, np.float32), 0), num_layers=L, top_k=K)
 
@@ -85,69 +99,75 @@ def test_known_weights_are_not_missing() -> None:
     assert count_missing(weights) == 1
 
 
-def arrays(first: int, end: int, form: str = "object", weights: bool = True) -> dict[str, Any]:
-    """Of a response: the rows from `first` to `end`."""
-    found = {"routed_experts": FORMS[form](ids_of(P + G - 1)[first:end], first)}
-    return found | ({"routed_expert_weights": FORMS[form](weights_of(P + G - 1)[first:end], first)} if weights else {})
+def answer(form: str = "object", layout: str = "split", weights: bool = True) -> dict[str, Any]:
+    rows, of_rows = ids_of(P + G - 1), weights_of(P + G - 1)
+    make = FORMS[form]
+
+    def arrays(prefix: str, first: int, end: int) -> dict[str, Any]:
+        found = {f"{prefix}routed_experts": make(rows[first:end], first)}
+        if weights:
+            found[f"{prefix}routed_expert_weights"] = make(of_rows[first:end], first)
+        return found
+
+    choice = {"index": 0, "prompt_token_ids": list(range(P)), "token_ids": list(range(G)), "finish_reason": "length"}
+    if layout == "joined":
+        return {"choices": [choice | arrays("", 0, P + G - 1)]}
+    return {"choices": [choice | arrays("", P, P + G - 1)], **arrays("prompt_", 0, P)}
 
 
-def of_prompt(fields: dict[str, Any]) -> dict[str, Any]:
-    return {f"prompt_{name}": value for name, value in fields.items()}
+@pytest.mark.parametrize("layout", ["split", "joined"])
+@pytest.mark.parametrize("form", FORMS)
+def test_whole_answers(form: str, layout: str) -> None:
+    asked: Any = {"num_layers": L, "top_k": K} if form == "raw" else {}
+    (routing,) = collect(answer(form, layout), **asked)
+    assert np.array_equal(routing.rows, ids_of(P + G - 1))
+    assert routing.weights is not None
+    assert np.array_equal(routing.weights, weights_of(P + G - 1), equal_nan=True)
+    if form != "list":
+        assert routing.weights.tobytes() == weights_of(P + G - 1).tobytes()
+    (routing,) = collect(answer(form, layout, weights=False), **asked)
+    assert routing.weights is None
 
 
-def choice(**fields: Any) -> dict[str, Any]:
-    about = {"index": 0, "prompt_token_ids": list(range(P)), "token_ids": list(range(G)), "finish_reason": "length"}
-    return {**about, **fields}
-
-
-def answer(form: str = "object", weights: bool = True) -> dict[str, Any]:
-    prompt = of_prompt(arrays(0, P, form, weights))
-    return {"choices": [choice(**arrays(P, P + G - 1, form, weights))], **prompt}
-
-
-def joined(form: str, weights: bool) -> dict[str, Any]:
-    return {"choices": [choice(**arrays(0, P + G - 1, form, weights))]}
-
-
-def several(form: str, weights: bool) -> dict[str, Any]:
-    """Two prompts, whose arrays are lists of two."""
-    one = answer(form, weights)
-    choices = [choice(**{**one["choices"][0], "index": index}) for index in range(2)]
-    return {"choices": choices, **{name: [value] * 2 for name, value in one.items() if name != "choices"}}
-
-
-def chunks(form: str = "object", weights: bool = True) -> list[dict[str, Any]]:
+def chunks(weights: bool = True) -> list[dict[str, Any]]:
     """A stream: the prompt in two pieces, then a row with each token."""
-    ends = dict.fromkeys(("finish_reason",))
-    made: list[dict[str, Any]] = []
-    for first, end in ((0, 3), (3, P)):
-        prompt = of_prompt(arrays(first, end, form, weights))
-        made.append({"choices": [choice(token_ids=[0] if end == P else [], **ends)], **prompt})
-    for first in (P, P + 1):
-        made.append({"choices": [choice(token_ids=[first], **ends, **arrays(first, first + 1, form, weights))]})
+    whole, rows, of_rows = answer(), ids_of(P + G - 1), weights_of(P + G - 1)
+    pieces = [(0, 3), (3, 4), (4, 5), (5, 6)]
+    made = []
+    for index, (first, end) in enumerate(pieces):
+        arrays = {"routed_experts": as_object(rows[first:end], first)}
+        if weights:
+            arrays["routed_expert_weights"] = as_object(of_rows[first:end], first)
+        choice = {**whole["choices"][0], "token_ids": [[], [0], [1], [2]][index], "finish_reason": None}
+        del choice["routed_experts"], choice["routed_expert_weights"]
+        if end <= P:
+            made.append({"choices": [choice], **{f"prompt_{name}": array for name, array in arrays.items()}})
+        else:
+            made.append({"choices": [choice | arrays]})
     made[-1]["choices"][0]["finish_reason"] = "length"
     return made
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("make", [answer, joined, several, chunks])
-def test_every_form_of_responses(make: Any, form: str) -> None:
-    for weights in (True, False):
-        response = make(form, weights)
-        asked: Any = {"num_layers": L, "top_k": K} if "raw" in form else {}
-        for routing in collect(iter(response) if make is chunks else response, **asked):
-            assert np.array_equal(routing.rows, ids_of(P + G - 1))
-            assert (routing.weights is not None) == weights
-            if routing.weights is not None:
-                assert np.array_equal(routing.weights, weights_of(P + G - 1), equal_nan=True)
-                assert form == "list" or routing.weights.tobytes() == weights_of(P + G - 1).tobytes()
+def test_streams() -> None:
+    (routing,) = collect(iter(chunks()))
+    assert routing.weights is not None
+    assert routing.weights.tobytes() == weights_of(P + G - 1).tobytes()
+    (routing,) = collect(iter(chunks(weights=False)))
+    assert routing.weights is None
 
 
-def test_weights_of_fewer_prompts() -> None:
-    response = several("object", weights=True)
-    response["prompt_routed_expert_weights"].pop()
+def test_several_prompts() -> None:
+    one = answer()
+    both = {
+        "choices": [one["choices"][0], {**one["choices"][0], "index": 1}],
+        **{name: [one[name]] * 2 for name in ("prompt_routed_experts", "prompt_routed_expert_weights")},
+    }
+    for routing in collect(both):
+        assert routing.weights is not None
+        assert routing.weights.tobytes() == weights_of(P + G - 1).tobytes()
+    both["prompt_routed_expert_weights"].pop()
     with pytest.raises(RoutingError, match="weights of 1"):
-        collect(response)
+        collect(both)
 
 
 @pytest.mark.parametrize("place", ["prompt", "choice"])
@@ -166,13 +186,13 @@ def test_arrays_that_disagree(place: str, change: dict[str, Any] | None) -> None
         collect(whole)
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_a_stream_that_loses_weights(index: int) -> None:
-    stream = chunks()
-    container, prefix = (stream[index], "prompt_") if index < 2 else (stream[index]["choices"][0], "")
-    del container[f"{prefix}routed_expert_weights"]
-    with pytest.raises(RoutingError, match="some of its rows"):
-        collect(iter(stream))
+def test_a_stream_that_loses_weights() -> None:
+    for index in range(4):
+        stream = chunks()
+        container, prefix = (stream[index], "prompt_") if index < 2 else (stream[index]["choices"][0], "")
+        del container[f"{prefix}routed_expert_weights"]
+        with pytest.raises(RoutingError, match="some of its rows"):
+            collect(iter(stream))
 
 
 def routing(first: int, end: int, weights: bool = True, **about: Any) -> Routing:
