@@ -457,31 +457,25 @@ def _places(
     length = arguments.integer("length", length)
     if not isinstance(padding, str) or padding not in ("left", "right"):
         padding = arguments.integer("padding", padding, instead="'left', 'right' or ")
-    counts = [routing.end + 1 for routing in routings]
-    if not counts:
+    if not routings:
         raise RoutingError("no answers")
+    counts = [routing.end + 1 for routing in routings]
     if num_tokens is not None:
         counts = arguments.integers("num_tokens", num_tokens, count=len(counts))
-    return [
-        (count, _first_column(place, routing, count, length, padding))
-        for place, (routing, count) in enumerate(zip(routings, counts, strict=True))
-    ]
-
-
-def _first_column(
-    place: int, routing: Routing, count: int, length: int, padding: Literal["left", "right"] | int
-) -> int:
-    if count > routing.end + 1:
-        raise RoutingError(f"rows up to {routing.end} for {count} tokens")
-    if isinstance(padding, str):
-        first = 0 if padding == "right" else length - count
-    elif routing.prompt_len is None:
-        raise RoutingError(PROMPT_END_UNKNOWN)
-    else:
-        first = padding - routing.prompt_len
-    if first < 0 or first + count > length:
-        raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
-    return first
+    places = []
+    for place, (routing, count) in enumerate(zip(routings, counts, strict=True)):
+        if count > routing.end + 1:
+            raise RoutingError(f"rows up to {routing.end} for {count} tokens")
+        if isinstance(padding, str):
+            first = 0 if padding == "right" else length - count
+        elif routing.prompt_len is None:
+            raise RoutingError(PROMPT_END_UNKNOWN)
+        else:
+            first = padding - routing.prompt_len
+        if first < 0 or first + count > length:
+            raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
+        places.append((count, first))
+    return places
 
 
 def _repeats(last: Any) -> bool:

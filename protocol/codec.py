@@ -9,7 +9,8 @@ import io
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import IO, Any, Literal, TypedDict, get_args
 
@@ -89,9 +90,6 @@ RAW_NEEDS = (
     "the raw form does not carry its shape: pass num_layers and top_k; for files, set --num-layers, --top-k and "
     "--rows-dtype"
 )
-
-_INVALID = (LookupError, TypeError, ValueError, OverflowError)
-"""What reading the forms raises if a value has none of them."""
 
 
 def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
@@ -177,16 +175,9 @@ def decode(
     Raises:
         CodecError: `value` has none of the forms, its contents are not expert ids, or the shape of `raw` is missing.
     """
-    _check_form(dtype, num_layers, top_k)
-    try:
-        if not isinstance(value, list):
-            return _ids(_array(value, dtype, num_layers, top_k))
-        if not value:
-            return np.empty((0, num_layers or 0, top_k or 0), dtype=np.int16)
-        _check_nested(value, {int})
-        return _ids(np.asarray(value)).astype(np.int16, casting="same_kind")
-    except _INVALID as error:
-        raise error if isinstance(error, CodecError) else CodecError(f"not an array of expert ids: {error}") from error
+    with _reading("expert ids", dtype, num_layers, top_k):
+        found = _ids(_decoded(value, dtype, num_layers, top_k, {int}))
+        return found.astype(np.int16, casting="same_kind") if isinstance(value, list) else found
 
 
 def decode_weights(
@@ -197,19 +188,12 @@ def decode_weights(
     Raises:
         CodecError: `value` has none of the forms or its contents are not float32, or the shape of `raw` is missing.
     """
-    _check_form("float32", num_layers, top_k)
-    try:
-        if not isinstance(value, list):
-            weights = _array(value, "float32", num_layers, top_k)
-        elif not value:
-            weights = np.empty((0, num_layers or 0, top_k or 0), dtype=np.float32)
-        else:
-            _check_nested(value, {int, float, type(None)})
+    with _reading("weights", "float32", num_layers, top_k):
+        weights = _decoded(value, "float32", num_layers, top_k, {int, float, type(None)})
+        if isinstance(value, list):
             with np.errstate(over="ignore"):  # what float32 cannot hold is infinite, which `batch.verify` finds
-                weights = np.array(value, dtype=np.float64).astype(np.float32)  # null becomes NaN
-            weights[np.isnan(weights)] = UNKNOWN_WEIGHT
-    except _INVALID as error:
-        raise error if isinstance(error, CodecError) else CodecError(f"not an array of weights: {error}") from error
+                weights = weights.astype(np.float32)
+            weights[np.isnan(weights)] = UNKNOWN_WEIGHT  # null
     if weights.dtype != np.float32 or weights.ndim != 3:
         raise CodecError(f"not an array of weights: {weights.dtype} in {weights.ndim} dimensions")
     return weights
@@ -221,22 +205,38 @@ def unpaired(value: Mapping[str, Any]) -> tuple[NDArray[np.int16], NDArray[np.fl
     Raises:
         CodecError: `value` is another form.
     """
-    try:
+    with _reading("pairs", "int32", None, None):
         pairs = _array(value, "int32", None, None)
         if pairs.dtype != np.int32 or pairs.ndim != 3 or pairs.shape[2] % 2:
             raise CodecError(f"not an array of pairs: {pairs.dtype} of shape {pairs.shape}")
         top_k = pairs.shape[2] // 2
         ids = _ids(pairs[:, :, :top_k]).astype(np.int16)
         return ids, np.ascontiguousarray(pairs[:, :, top_k:]).view(np.float32)
-    except _INVALID as error:
-        raise error if isinstance(error, CodecError) else CodecError(f"not an array of pairs: {error}") from error
 
 
-def _check_form(dtype: str, num_layers: int | None, top_k: int | None) -> None:
+@contextmanager
+def _reading(what: str, dtype: str, num_layers: int | None, top_k: int | None) -> Iterator[None]:
+    """Checks the form that a caller gives, and turns what reading a value raises into a `CodecError`."""
     arguments.one_of("dtype", dtype, NUMPY_DTYPES)
     for name, size in (("num_layers", num_layers), ("top_k", top_k)):
         if size is not None:
             arguments.integer(name, size, least=1)
+    try:
+        yield
+    except CodecError:
+        raise
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
+        raise CodecError(f"not an array of {what}: {error}") from error
+
+
+def _decoded(value: Any, dtype: str, num_layers: int | None, top_k: int | None, kinds: set[type]) -> NDArray[Any]:
+    """The array in any of the forms; `kinds` are the types of what nested lists hold."""
+    if not isinstance(value, list):
+        return _array(value, dtype, num_layers, top_k)
+    if not value:
+        return np.empty((0, num_layers or 0, top_k or 0), dtype=dtype)
+    _check_nested(value, kinds)
+    return np.array(value, dtype=np.float64 if float in kinds else None)
 
 
 def _array(

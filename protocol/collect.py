@@ -1,7 +1,7 @@
 """Collects the rows of a response, streamed or not, into arrays and checks every position.
 
-Imports numpy and the standard library only. A stream may consist of chunk objects of the OpenAI client, dicts, or
-server-sent events as lines or as bytes cut anywhere.
+Imports numpy and the standard library only. A stream may consist of chunk objects of the OpenAI client, dicts, or lines
+of server-sent events.
 
 >>> answer = {
 ...     "prompt_routed_experts": {
@@ -44,6 +44,7 @@ PROMPT_END_UNKNOWN = (
 _LARGEST = (1 << 31) - 1
 """Of indices, token ids and positions, none of which are larger in a real response."""
 _LARGEST_COUNT = (1 << 53) - 1
+_MOST_TEXTS = 1 << 24
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
 _PLAIN = (str, bytes, int, float, list, tuple)
@@ -170,7 +171,7 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
 
     Args:
         source: a response (dict, object of the OpenAI client, or JSON body as text or bytes; also a line of a batch's
-            output file), or an iterator over a stream's chunks, lines or bytes.
+            output file), or an iterator over a stream's chunks or lines, whose ends may be absent.
         asked: see `Asked`.
 
     Raises:
@@ -180,14 +181,14 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
     if isinstance(source, bytearray | memoryview):
         source = bytes(source)
     if isinstance(source, bytes | str):
-        source = [source] if source.lstrip()[:1] not in ("{", b"{") else parsed(source)
+        source = parsed(source) if source.lstrip()[:1] in ("{", b"{") else [source]
     for item in [source] if _is_answer(source) else arguments.instance("source", source, Iterable):
         collector.take(item)
     return collector.finish()
 
 
 async def collect_async(source: AsyncIterable[Any], **asked: Unpack[Asked]) -> list[Routing]:
-    """`collect` for an asynchronous iterator over a stream's chunks, lines or bytes."""
+    """`collect` for an asynchronous iterator over a stream's chunks or lines."""
     collector = Collector(**asked)
     async for item in arguments.instance("source", source, AsyncIterable):
         collector.take(item)
@@ -207,10 +208,10 @@ class Collector:
         self._choices: dict[int, _Choice] = {}
         self._prompt_token_ids: tuple[int, ...] | None = None
         self._prompt_texts: list[str | None] = []
-        self._events: EventReader | None = None
+        self._events: EventReader | None = None  # of a stream of lines
 
     def take(self, item: Any) -> None:
-        """Takes a chunk (dict or object) or a piece of a stream's text (a line, or bytes cut anywhere).
+        """Takes a chunk (dict or object), or a line or several of a stream.
 
         Raises:
             RoutingError: a gap, an overlap or another shape; an error event of the server.
@@ -220,8 +221,7 @@ class Collector:
         if not isinstance(item, str | bytes):
             self._take_chunk(item)
             return
-        if self._events is None:
-            self._events = EventReader()
+        self._events = self._events or EventReader()
         try:
             for event in self._events.feed(item):
                 self._take_chunk(event)
@@ -250,29 +250,19 @@ class Collector:
 
     def so_far(self) -> list[Routing]:
         """The rows received so far, for streams that the caller stops early."""
-        per_prompt = self._choices_per_prompt()
-        prompts = {carrier // per_prompt: pieces for carrier, pieces in self._prompts.items()}
-        if len(prompts) < len(self._prompts):
-            raise RoutingError(f"the rows of a prompt with {per_prompt} choices came with several of them")
+        several = max(len(self._prompts), len(self._prompt_histograms)) > 1
+        per_prompt = self._asked.get("n", 1 if several else max(self._choices, default=0) + 1)
+        prompts = _by_prompt(self._prompts, per_prompt, "rows")
+        counted = _by_prompt(self._prompt_histograms, per_prompt, "histogram")
         for index, choice in self._choices.items() if prompts else ():
             first = self._choices.get(index // per_prompt * per_prompt, choice)
             # Prompts of equal length differ in their token ids only.
             is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
             if is_other or index // per_prompt not in prompts:
-                several = "" if len(prompts) < 2 or "n" in self._asked else ", or prompts have several choices: give n"
-                raise RoutingError(f"choice {index}: the rows of its prompt did not come{several}")
-        counted = {carrier // per_prompt: found for carrier, found in self._prompt_histograms.items()}
-        if len(counted) < len(self._prompt_histograms):
-            raise RoutingError(f"the histogram of a prompt with {per_prompt} choices came with several of them")
+                hint = "" if len(prompts) < 2 or "n" in self._asked else ", or prompts have several choices: give n"
+                raise RoutingError(f"choice {index}: the rows of its prompt did not come{hint}")
         places = [(index, index // per_prompt) for index in sorted(self._choices)]
         return [self._routing_of(index, prompts.get(place), counted.get(place)) for index, place in places]
-
-    def _choices_per_prompt(self) -> int:
-        if "n" in self._asked:
-            return self._asked["n"]
-        if max(len(self._prompts), len(self._prompt_histograms)) < 2:
-            return max(self._choices, default=0) + 1
-        return 1
 
     def _take_chunk(self, chunk: Any) -> None:
         chunk = without_envelope(chunk)
@@ -313,7 +303,8 @@ class Collector:
         state.prompt_token_ids = _ids(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
         token_ids = _ids(_get(choice, "token_ids"))
         if token_ids is not None:
-            state.token_ids = [*(state.token_ids or ()), *token_ids]
+            state.token_ids = state.token_ids or []
+            state.token_ids += token_ids
         finish_reason = _get(choice, "finish_reason")
         if finish_reason is not None and not isinstance(finish_reason, str):
             raise RoutingError(f"choice {index}: not a finish reason: {shown(finish_reason)}")
@@ -325,35 +316,19 @@ class Collector:
         if value is not None:
             self._add(state.pieces, value, _get(choice, "routed_expert_weights"))
 
-    def _add(self, pieces: "_Pieces", value: Any, weights: Any) -> None:
+    def _add(self, pieces: "_Pieces", value: Any, beside: Any) -> None:
+        """Adds an array of rows, and the one of their weights if there is one."""
+        shape = {name: size for name, size in self._form.items() if name != "dtype"}
         try:
             rows = decode(value, **self._form)
+            weights = None if beside is None else decode_weights(beside, **shape)
         except ValueError as error:
             raise RoutingError(f"{pieces.name}: {error}") from error
-        if len(rows) or rows.shape[1:] != (0, 0):  # an empty list has no shape
-            if rows.ndim != 3 or self._shape not in (None, rows.shape[1:]):
+        if len(rows):  # an empty list has no shape
+            if self._shape not in (None, rows.shape[1:]):
                 raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
             self._shape = rows.shape[1:]
-        if pieces.arrays and (pieces.weights is None) != (weights is None):
-            raise RoutingError(f"{pieces.name}: weights of some of its rows only")
-        pieces.add(value, rows)
-        if weights is not None:
-            self._add_weights(pieces, value, rows, weights)
-
-    def _add_weights(self, pieces: "_Pieces", ids: Any, rows: NDArray[np.integer[Any]], value: Any) -> None:
-        """Adds the weights `value` beside `rows`, which were decoded from `ids`."""
-        try:
-            shape = {name: size for name, size in self._form.items() if name != "dtype"}
-            weights = decode_weights(value, **shape)
-        except ValueError as error:
-            raise RoutingError(f"{pieces.name}: {error}") from error
-        if weights.shape != rows.shape and len(weights) + len(rows):
-            raise RoutingError(f"{pieces.name}: weights of shape {weights.shape} beside ids of {rows.shape}")
-        if isinstance(value, Mapping):
-            theirs = ids.get("start") if isinstance(ids, Mapping) else None
-            if value.get("start") != theirs or value.get("missing") != count_missing(weights):
-                raise RoutingError(f"{pieces.name}: weights that are not of the ids beside them")
-        pieces.weights = [*(pieces.weights or ()), weights]
+        pieces.add(value, rows, beside, weights)
 
     def _routing_of(self, index: int, prompt: "_Pieces | None", counted: Histogram | None) -> Routing:
         choice = self._choices[index]
@@ -386,8 +361,11 @@ class Collector:
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
-        rows = _joined(arrays, shape)
-        texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
+        rows: Rows = _joined(arrays, shape, np.int16)  # which can hold every id and -1, for any type on the wire
+        texts: tuple[str | None, ...] = ()
+        # A file may say that a prompt is longer than any is: its tokens have no texts, and take no memory.
+        if (choice.texts or self._prompt_texts) and (prompt_len or 0) * len(self._choices) <= _MOST_TEXTS:
+            texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
             start=start,
@@ -396,7 +374,7 @@ class Collector:
             prompt_token_ids=prompt_token_ids,
             token_ids=None if choice.token_ids is None else tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
-            weights=None if weights is None else _joined_weights(weights, shape),
+            weights=None if weights is None else _joined(weights, shape, np.float32),
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
             texts=texts if any(texts) else None,
             prompt_histogram=counted,
@@ -407,35 +385,39 @@ class Collector:
 
 @dataclass
 class _Pieces:
-    """Arrays that follow each other without gap or overlap.
-
-    Attributes:
-        start: position of the first row; None until a piece states it.
-        length: rows of all arrays.
-        weights: those of the arrays; None where they have none.
-    """
+    """Arrays that follow each other without gap or overlap."""
 
     name: str
-    start: int | None = None
-    length: int = 0
+    start: int | None = None  # of the first row, once a piece says it
+    length: int = 0  # rows of all arrays
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
-    weights: list[NDArray[np.float32]] | None = None
+    weights: list[NDArray[np.float32]] | None = None  # of the arrays, if they have any
 
-    def add(self, value: Any, rows: NDArray[np.integer[Any]]) -> None:
-        """Appends `rows`, which were decoded from `value`."""
+    def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
+        """Appends `rows` and their weights, which were decoded from `value` and `beside`."""
+        start = value.get("start") if isinstance(value, Mapping) else None
         if isinstance(value, Mapping):
-            start, missing = value.get("start"), value.get("missing")
             if type(start) is not int or not 0 <= start <= _LARGEST:
                 raise RoutingError(f"{self.name}: its first row is at {shown(start)}")
-            if self.start is None:
-                self.start = start
-            elif start != self.start + self.length:
-                what = "overlap" if start < self.start + self.length else "a gap"
-                raise RoutingError(f"{self.name}: {what}: rows from {start} on after {self.start + self.length}")
-            if missing != count_missing(rows):
+            self.start = start if self.start is None else self.start
+            if (end := self.start + self.length) != start:
+                what = "overlap" if start < end else "a gap"
+                raise RoutingError(f"{self.name}: {what}: rows from {start} on after {end}")
+            if value.get("missing") != (missing := count_missing(rows)):
                 raise RoutingError(
-                    f"{self.name}: {count_missing(rows)} rows are not known, said to be {shown(missing)}"
+                    f"{self.name}: {missing} rows are not known, said to be {shown(value.get('missing'))}"
                 )
+        if self.arrays and (self.weights is None) != (weights is None):
+            raise RoutingError(f"{self.name}: weights of some of its rows only")
+        if weights is not None:
+            if weights.shape != rows.shape and len(weights) + len(rows):
+                raise RoutingError(f"{self.name}: weights of shape {weights.shape} beside ids of {rows.shape}")
+            if isinstance(beside, Mapping) and (
+                beside.get("start") != start or beside.get("missing") != count_missing(weights)
+            ):
+                raise RoutingError(f"{self.name}: weights that are not of the ids beside them")
+            self.weights = self.weights or []
+            self.weights.append(weights)
         self.arrays.append(rows)
         self.length += len(rows)
 
@@ -468,6 +450,14 @@ class _Choice:
             return tuple(self.texts)
         parts = ((prompt, prompt_len), (self.texts, num_generated))
         return tuple(chain.from_iterable(texts if len(texts) == size else [None] * size for texts, size in parts))
+
+
+def _by_prompt(carried: Mapping[int, Any], per_prompt: int, what: str) -> dict[int, Any]:
+    """What came with choices of a prompt, by the prompt's place."""
+    found = {carrier // per_prompt: value for carrier, value in carried.items()}
+    if len(found) < len(carried):
+        raise RoutingError(f"the {what} of a prompt with {per_prompt} choices came with several of them")
+    return found
 
 
 def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
@@ -636,16 +626,7 @@ def _arrays_of_prompts(value: Any) -> list[Any]:
     return [value] if is_row else value
 
 
-def _joined(arrays: list[NDArray[np.integer[Any]]], shape: tuple[int, ...]) -> Rows:
-    """[n, L, K] as int16, which can hold every id and -1, for any type on the wire."""
+def _joined(arrays: list[NDArray[Any]], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """[n, L, K]; an array of no rows has no shape."""
     arrays = [array for array in arrays if len(array)]
-    if not arrays:
-        return np.empty((0, *shape), dtype=np.int16)
-    rows: Rows = np.concatenate(arrays).astype(np.int16, copy=False)
-    return rows
-
-
-def _joined_weights(arrays: list[NDArray[np.float32]], shape: tuple[int, ...]) -> NDArray[np.float32]:
-    """[n, L, K]"""
-    arrays = [array for array in arrays if len(array)]
-    return np.concatenate(arrays) if arrays else np.empty((0, *shape), dtype=np.float32)
+    return np.concatenate(arrays).astype(dtype, copy=False) if arrays else np.empty((0, *shape), dtype=dtype)

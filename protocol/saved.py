@@ -6,9 +6,10 @@ files. The field `routed_experts_info` of a response takes precedence, for that 
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from reprlib import repr as shown
 from typing import Any, TextIO
 
@@ -20,6 +21,7 @@ from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
+MAX_POSITIONS = 1 << 20  # of a choice on the page
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
@@ -66,6 +68,12 @@ class ModelInfo:
             layer_ids=None if ids is None else tuple(ids),
             weights_scale=None if scale is None else tuple(map(float, scale)),
         )
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The known facts about the model, by the names of `GET /v1/routed_experts`."""
+        names = ("num_layers", "top_k", "num_experts", "layer_ids", "weights_scale")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def over(self, other: "ModelInfo") -> "ModelInfo":
         """A copy in which `other` fills the unknown fields."""
@@ -117,49 +125,62 @@ class SavedAnswer:
         return collector.so_far() if is_cut else collector.finish()
 
 
-def normalised(answer: SavedAnswer, routings: Sequence[Routing]) -> Iterator[dict[str, Any]]:
-    """The response, with the rows of its MoE layers in the form `object`, int16: one body for each of its prompts.
+def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: ModelInfo | None = None) -> Iterator[str]:
+    """The choices in files, given as names and texts, as the page shows them: a line of JSON for each, of this form.
 
-    `routings` are those of `answer`. It must have more than histograms.
+        {"name": "FILE, line 3, choice 1", "file": "FILE", "model": str or null,
+         "info": {num_layers, top_k, num_experts, layer_ids, weights_scale: those that are known},
+         "tokens": [{"id": int or null, "text": str or null}, one for each position from 0; the last has no row],
+         "prompt_len": int or null, "finish_reason": str, or null if it was cut off,
+         "rows": of MoE layers from `start` on, prompt and generated, in the form `object`, int16,
+         "weights": likewise, float32, or null}
+
+    If a response cannot be read, the last line is `{"error": {"message": str}}`.
+
+    Args:
+        given: facts about the model, which take precedence.
+        about: what files before these say about the model.
     """
-    known = {name: value for name, value in vars(answer.info).items() if value is not None and name in _INFO_FIELDS}
-    head = {name: answer.parts[0].get(name) for name in ("id", "object", "created", "model")}
-    bodies: list[tuple[Routing, dict[str, Any]]] = []  # each with the first choice of its prompt
-    for routing in routings:
-        if routing.histogram is not None and not len(routing.rows):
-            raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
-        end = 0 if routing.prompt_len is None else len(routing.prompt_rows)
-        body = next((body for first, body in bodies if _have_same_prompt(routing, first)), None)
-        if body is None:
-            body = {name: value for name, value in head.items() if isinstance(value, str | int)}
-            body |= {INFO: known, "choices": []}
-            body |= {} if routing.prompt_len is None else _arrays(routing, 0, end, "prompt_")
-            if routing.texts is not None:
-                body["routed_experts_page"] = {"prompt_tokens": routing.texts[: routing.prompt_len]}
-            bodies.append((routing, body))
-        choice: dict[str, Any] = {"index": routing.index, "finish_reason": routing.finish_reason}
-        choice |= _arrays(routing, end, len(routing.rows))
-        for name in ("prompt_token_ids", "token_ids"):
-            choice |= {name: value} if (value := getattr(routing, name)) is not None else {}
-        if routing.texts is not None and routing.prompt_len is not None:
-            choice["logprobs"] = {"tokens": routing.texts[routing.prompt_len :]}
-        body["choices"].append(choice)
-    yield from (body for _, body in bodies)
+    reader = Reader(given, about)
+    try:
+        for name, file in files:
+            for answer in reader.read(name, file):
+                routings = answer.routings(unfinished=True)
+                yield from (json.dumps(_shown(answer, each, len(routings) > 1)) + "\n" for each in routings)
+    except (OSError, RoutingError) as error:
+        yield json.dumps({"error": {"message": str(error)}}) + "\n"
 
 
-_INFO_FIELDS = ("num_layers", "top_k", "num_experts", "layer_ids", "weights_scale")
+def _shown(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> dict[str, Any]:
+    check_shown(answer, routing)
+    model, weights, start = answer.parts[0].get("model"), routing.weights, routing.start
+    prompt = routing.prompt_token_ids or [None] * (routing.prompt_len or 0)
+    ids = [] if routing.prompt_len is None else [*prompt, *(routing.token_ids or ())]
+    tokens = zip_longest(range(routing.end + 1), ids, routing.texts or ())
+    return {
+        "name": f"{answer.where}, choice {routing.index}" if is_one_of_several else answer.where,
+        "file": answer.file,
+        "model": model if isinstance(model, str) else None,
+        "info": answer.info.known,
+        "tokens": [{"id": one, "text": text} for _, one, text in tokens],
+        "prompt_len": routing.prompt_len,
+        "finish_reason": routing.finish_reason,
+        "rows": encode(routing.rows, fmt="object", dtype="int16", start=start),
+        "weights": None if weights is None else encode_weights(weights, start=start),
+    }
 
 
-def _arrays(routing: Routing, first: int, end: int, prefix: str = "") -> dict[str, Any]:
-    """The fields of some rows, which are counted from the first of `routing`."""
-    start = routing.start + first
-    arrays = {f"{prefix}routed_experts": encode(routing.rows[first:end], fmt="object", dtype="int16", start=start)}
-    if routing.weights is not None:
-        arrays[f"{prefix}routed_expert_weights"] = encode_weights(routing.weights[first:end], start=start)
-    return arrays
+def check_shown(answer: SavedAnswer, routing: Routing) -> None:
+    """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or too many tokens."""
+    if (
+        routing.end > MAX_POSITIONS
+    ):  # whatever a file says; a token takes memory, whether anything is known of it or not
+        raise RoutingError(f"{answer.where}: rows up to {routing.end}, but the page shows {MAX_POSITIONS} at most")
+    if routing.histogram is not None and not len(routing.rows):
+        raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
 
 
-def once(routings: Iterable[Routing]) -> Iterator[Routing]:
+def drop_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
     """The rows of each choice. Those of a prompt come with the first of its choices only."""
     prompts: list[Routing] = []
     for routing in routings:

@@ -1,10 +1,10 @@
-"""Parses server-sent events from text that may be cut anywhere."""
+"""Parses lines of server-sent events."""
 
 import json
 from collections.abc import Iterator
 from typing import Any
 
-_DATA = b"data:"
+_FIELDS = (b"data", b"event", b"id", b"retry", b"")  # the last begins comments
 
 
 class EventError(ValueError):
@@ -12,49 +12,34 @@ class EventError(ValueError):
 
 
 class EventReader:
-    """Server-sent events from lines, with or without their ends, or from bytes cut anywhere."""
+    """Server-sent events from whole lines, with or without their ends.
+
+    A line without its end may be cut within its JSON: httpx takes U+2028 and the like for ends of lines.
+    """
 
     def __init__(self) -> None:
         self.done = False
-        self._rest = b""
-        # Whether lines come with their ends. Until one of these is true, a piece may be a line or the beginning of one.
-        self._with_ends = self._without_ends = False
-        self._has_dropped = False
+        self._cut = b""  # the JSON of an event, so far
 
     def feed(self, text: str | bytes) -> Iterator[Any]:
-        """The JSON of the events that `text` completes."""
+        """The JSON of the events in a line or several."""
         if not isinstance(text, str | bytes):
             raise TypeError(f"text must be str or bytes, not {type(text).__name__}")
-        self._rest += text.encode(errors="surrogatepass") if isinstance(text, str) else text
-        *lines, self._rest = self._rest.split(b"\n")
-        if lines and not self._with_ends:
-            self._with_ends = True
-            if self._has_dropped and not self._without_ends:
-                del lines[0]  # the end of a comment whose beginning was dropped
-        for line in lines:
-            yield from self._read(line, whole=True)
-        # The rest is a line without its end, or the beginning of one. Complete JSON parses; incomplete JSON does not.
-        if self._rest.startswith(_DATA[: len(self._rest)]):
-            if self._rest.rstrip().endswith((b"}", b"]")):
-                yield from self._read(self._rest, whole=False)
-        elif self._without_ends or not self._with_ends:
-            self._rest = b""  # a comment or another field
-            self._has_dropped = True
-
-    def _read(self, line: bytes, *, whole: bool) -> Iterator[Any]:
-        payload = line.removeprefix(_DATA).strip() if line.startswith(_DATA) else b""
-        if payload == b"[DONE]":
-            self.done = True
-        elif payload:
-            try:
-                event = json.loads(payload)
-            except ValueError as error:
-                if whole:
-                    raise EventError(f"an event is not JSON: {payload[:80]!r}") from error
-                return
-            if self.done:
-                raise EventError("an event after [DONE]")
-            yield event
-        if not whole:
-            self._rest = b""
-            self._without_ends = not self._with_ends
+        for line in (text.encode(errors="surrogatepass") if isinstance(text, str) else text).split(b"\n"):
+            name, _, payload = line.strip().partition(b":")
+            if self._cut and (not line or name == b"data"):
+                raise EventError(f"an event is not JSON: {self._cut[:80]!r}")
+            if not self._cut and name not in _FIELDS:
+                raise EventError(f"not a whole line: {line[:80]!r}")
+            payload = self._cut + line if self._cut else payload.strip()
+            if payload == b"[DONE]":
+                self.done = True
+            elif payload and (self._cut or name == b"data"):
+                try:
+                    event, self._cut = json.loads(payload), b""
+                except ValueError:
+                    self._cut = payload
+                    continue
+                if self.done:
+                    raise EventError("an event after [DONE]")
+                yield event

@@ -1,5 +1,5 @@
-"""The command `routed-experts`: `serve`, and tools for saved responses.
+"""The command `routed-experts`: `serve`, `tiny-model`, and what all commands say on the console.
 
-No other package imports this one. Modules that need vLLM, torch or transformers are imported when their command runs.
-A command that cannot run raises `CommandError`; a response that is not one raises `RoutingError`.
+Modules that need vLLM, torch or transformers are imported when their command runs. A command that cannot run raises
+`CommandError`.
 """

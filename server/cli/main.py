@@ -20,11 +20,10 @@ COMMANDS = {
     "tiny-model": "write that tiny model to a folder: random weights, 16 experts, a few MB",
     "compare": "compare the experts in responses with a Hugging Face forward pass of the same checkpoint; exit status: "
     "0 if equal or near-ties only, 1 if different, 2 on error",
-    "stats": "report how evenly the experts of each layer are used in saved responses",
     "view": "show saved responses in a browser, with the page that a running server has at /routed_experts",
-    "export": "write the experts in responses as Parquet, CSV, npz or JSON Lines",
+    "export": "write the experts in responses as Parquet, CSV or npz",
 }
-WITHOUT_VLLM = ("stats", "view", "export")
+WITHOUT_VLLM = ("view", "export")
 EPILOG = "routed-experts COMMAND --help lists a command's flags; serve takes any flag of vllm serve."
 INTERRUPTED = 128 + 2  # exit status of shells for SIGINT
 NO_READER = 128 + 13  # and for SIGPIPE
@@ -106,7 +105,8 @@ def of_files(command: str, argv: list[str]) -> int:
 
     try:
         with np.errstate(all="ignore"):  # numbers that no router has
-            status: int = import_module(f"routed_experts.server.cli.{command.replace('-', '_')}").main(argv)
+            name = "cli.tiny_model" if command == "tiny-model" else f"tools.{command}"
+            status: int = import_module(f"routed_experts.server.{name}").main(argv)
             return status
     except RoutingError as error:
         raise CommandError(f"{error}.") from error

@@ -1,12 +1,14 @@
-"""Routes of the page in the API server. They need no API key; the requests that the page sends do."""
+"""Routes of the page in the API server. Its files need no API key; the requests that it sends do."""
 
 import os
 from argparse import Namespace
 
 from fastapi import APIRouter, Request
-from fastapi.responses import Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
+from routed_experts.server.page.saved import MAX_BYTES, READ_PATH, TOO_LARGE, read
 
 page_router = APIRouter(include_in_schema=False)
 
@@ -20,6 +22,26 @@ async def page(raw_request: Request, name: str | None = None) -> Response:
         return Response("File not found.", status_code=404)
     content, kind = found
     return Response(content, media_type=kind, headers=HEADERS)
+
+
+@page_router.post(READ_PATH)
+async def read_saved(raw_request: Request) -> Response:
+    """The responses in files that are opened in the page. They are read in a thread."""
+    body = bytearray()
+    async for chunk in raw_request.stream():  # to its end, so that the client hears of the error
+        if len(body) <= MAX_BYTES:
+            body += chunk
+    if len(body) > MAX_BYTES:
+        return _error(TOO_LARGE, 413)
+    try:
+        lines = await run_in_threadpool(read, bytes(body))
+    except ValueError as error:
+        return _error(str(error), 400)
+    return StreamingResponse(lines, media_type="application/jsonl", headers=HEADERS)
+
+
+def _error(message: str, status: int) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "BadRequestError", "code": status}}, status)
 
 
 def page_config(raw_request: Request) -> dict[str, str]:

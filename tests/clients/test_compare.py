@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from routed_experts.protocol.codec import encode
-from routed_experts.server.cli import running
+from routed_experts.protocol.codec import encode, encode_weights
 from routed_experts.server.cli.main import main
-from routed_experts.server.cli.reference import Reference
+from routed_experts.server.tools import running
+from routed_experts.server.tools.reference import Reference
 from tests.e2e.harness import Oracle, Server, free_port, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
 
@@ -28,13 +28,16 @@ def rows_of(oracle: Oracle, tokens: list[int]) -> np.ndarray:
     return np.argsort(-oracle.logits(tokens), axis=2)[:, :, : oracle.top_k].astype(np.int16)
 
 
-def answer_of(rows: np.ndarray, tokens: list[int] = TOKENS, start: int = 0, **form: Any) -> dict[str, Any]:
-    def array(part: np.ndarray, first: int) -> Any:
-        return encode(part, start=first, **{"fmt": "object", "dtype": "int16", **form})
+def answer_of(
+    rows: np.ndarray, tokens: list[int] = TOKENS, start: int = 0, weights: np.ndarray | None = None, **form: Any
+) -> dict[str, Any]:
+    def arrays(prefix: str, first: int, end: int) -> dict[str, Any]:
+        ids = encode(rows[first:end], start=first, **{"fmt": "object", "dtype": "int16", **form})
+        beside = {} if weights is None else {"expert_weights": encode_weights(weights[first:end], start=first)}
+        return {f"{prefix}routed_{name}": value for name, value in {"experts": ids, **beside}.items()}
 
     choice = {"index": 0, "finish_reason": "length", "prompt_token_ids": tokens[:P], "token_ids": tokens[P:]}
-    choice["routed_experts"] = array(rows[P : len(tokens) - 1], P)
-    return {"prompt_routed_experts": array(rows[start:P], start), "choices": [choice]}
+    return {**arrays("prompt_", start, P), "choices": [choice | arrays("", P, len(tokens) - 1)]}
 
 
 @pytest.fixture
@@ -99,12 +102,6 @@ def test_other_experts_are_found_with_their_gaps(compared: Compare, rows: np.nda
     assert (run.status, run.total["near_ties"]) == (0, 2)
 
 
-def test_rows_of_other_tokens_are_found(compared: Compare, rows: np.ndarray) -> None:
-    run = compared(answer_of(np.roll(rows, 1, axis=0)))
-    assert run.status == 1
-    assert run.total["equal_rows"] < run.total["rows"] / 2
-
-
 def test_what_makes_no_difference(compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
     """The order of experts, and rows that are not known; a coarser precision makes little."""
     rows[4:7] = -1
@@ -138,6 +135,32 @@ def test_answers_that_cannot_be_compared(
         assert compared(*answers).status == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "findings.json").exists()
+
+
+def test_weights(compared: Compare, rows: np.ndarray, oracle: Oracle, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of experts in any order; the server's are multiplied by the scale that it says."""
+    rows = rows[:, :, [2, 0, 3, 1]]
+    scores = np.take_along_axis(oracle.logits(TOKENS), rows.astype(np.int64), 2)
+    weights = torch.from_numpy(scores).softmax(2).numpy()
+    run = compared(answer_of(rows, weights=weights), flags="--weights")
+    count = (P + G - 1) * K
+    assert [layer["weights"] for layer in run.findings["layers"]] == [count] * L
+    assert (run.status, run.total["weights"]) == (0, L * count)
+    assert 0 < run.total["weight_difference_max"] < 1e-5
+    assert "max Δ weight" in capsys.readouterr().out
+    assert "weights" not in compared(answer_of(rows, weights=weights)).total
+    weights[3, 2, 1] += 0.25
+    layers = compared(answer_of(rows, weights=weights), flags="--weights").findings["layers"]
+    assert [layer["weight_difference_max"] > 0.1 for layer in layers] == [layer == 2 for layer in range(L)]
+    assert layers[2]["weight_difference_max"] == pytest.approx(0.25, abs=1e-4)
+    assert layers[2]["weight_difference_mean"] == pytest.approx(0.25 / count, rel=0.01)
+    weights[3, 2, 1] -= 0.25
+    weights[:, 2] /= 2
+    info = {"num_layers": L, "layer_ids": [1, 2, 3, 4, 5], "weights_scale": [1.0, 1.0, 2.0, 1.0, 1.0]}
+    scaled = {**answer_of(rows, weights=weights), "routed_experts_info": info}
+    assert compared(scaled, flags="--weights").total["weight_difference_max"] < 1e-5
+    assert compared(answer_of(rows), flags="--weights").status == 2
+    assert "set return_routed_expert_weights" in capsys.readouterr().err
 
 
 DELTAS = np.array([0.5, -0.01, 0.25, 0.0, -1.0, 0.02, 0.125])
@@ -251,7 +274,7 @@ def test_routers_of_other_models(name: str, tmp_path: Path) -> None:
     assert (tuple(reference.layer_ids), reference.top_k) == (shape.layer_ids, shape.top_k)
     assert reference.num_experts == shape.num_experts
     chosen: dict[int, np.ndarray] = {}
-    reference.score(tokens, lambda place, ids, scores: chosen.__setitem__(place, ids))
+    reference.score(tokens, lambda place, ids, scores, weights: chosen.__setitem__(place, ids))
     got = np.stack([chosen[place] for place in range(len(shape.layer_ids))], axis=1)
     assert np.array_equal(np.sort(got, axis=2), HookOracle(tmp_path, shape).rows(tokens))
 

@@ -59,6 +59,34 @@ def test_the_experts_get_the_given_rows(model: Any, called_with: list[Any]) -> N
             assert torch.allclose(weights.sum(dim=1), torch.ones(BATCH * TOKENS))
 
 
+def test_the_experts_get_the_given_weights(model: Any, called_with: list[Any]) -> None:
+    rows = given_rows()
+    weights = torch.rand(rows.shape)
+    rows[0, 2] = -1  # the router chooses there, with weights of its own
+    with replay.replayed(model, rows, weights):
+        model(input_ids=batch(), use_cache=False)
+    for layer, (ids, taken) in enumerate(called_with):
+        taken, given = taken.reshape(BATCH, TOKENS, K), weights[:, :, layer].clone()
+        assert torch.allclose(taken[0, 2].sum(), torch.tensor(1.0))
+        given[0, 2] = taken[0, 2]
+        assert torch.allclose(taken, given, atol=1e-6)
+        assert (ids.reshape(BATCH, TOKENS, K)[1] == rows[1, :, layer]).all()
+
+
+def test_gradients_are_those_of_the_routers_own_weights(model: Any, called_with: list[Any]) -> None:
+    """Given the weights that it would have computed, a step is the same as without them."""
+    mask, rows, gradients = torch.ones(BATCH, TOKENS, dtype=torch.long), given_rows(), []
+    for weights in (None, torch.empty(rows.shape)):
+        if weights is not None:
+            for layer, (_, own) in enumerate(called_with):
+                weights[:, :, layer] = own.detach().reshape(BATCH, TOKENS, K)
+        model.zero_grad()
+        replay.log_probabilities(model, batch(), mask, rows, weights).sum().backward()
+        gradients.append(model.model.layers[3].mlp.gate.weight.grad.clone())
+    assert gradients[0].abs().sum() > 0
+    assert torch.allclose(*gradients, rtol=1e-3, atol=1e-6)
+
+
 def test_a_models_own_rows_change_nothing_and_others_do(model: Any, oracle: Oracle) -> None:
     tokens = batch()
     own = np.stack([np.argsort(-oracle.logits(row.tolist()), axis=2)[:, :, :K] for row in tokens])

@@ -146,7 +146,7 @@ def test_commands_can_be_read() -> None:
 def parsers() -> Iterator[ArgumentParser]:
     """Of all that the documentation has commands of."""
     export = ["export", "file", "-o", "out.csv"]
-    for argv in (["serve", "model"], ["compare", "model", "--url", "url"], ["stats", "file"], ["view", "file"], export):
+    for argv in (["serve", "model"], ["compare", "model", "--url", "url"], ["view", "file"], export):
         yield parser_of(partial(main.main, argv))
     yield program_parser(ROOT / "examples/prefill_decode.py", "model")
     modules = [f"bench.{path.stem}" for path in (ROOT / "bench").glob("*.py") if "__main__" in path.read_text()]

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
 from routed_experts.protocol.expert_load import count_experts
-from routed_experts.server.cli import running
 from routed_experts.server.cli.main import main
-from routed_experts.server.cli.running import RunningServer
+from routed_experts.server.tools import running
+from routed_experts.server.tools.running import RunningServer
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
 from tests.contract.served import LAYER_IDS, rows_of, serving
 from tests.e2e.harness import Server

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "capture/seams": set(),
     "server": {"protocol"},
     "server/outputs": {"protocol", "capture", "server"},
-    "server/page": set(),
+    "server/page": {"protocol"},
     "server/inprocess": {"protocol", "capture/engine", "capture/seams", "server", "server/outputs"},
     "server/http": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
@@ -26,8 +26,9 @@ MAY_IMPORT = {
     },
     "server/cli": {
         *("protocol", "capture", "capture/engine", "capture/engine/kv_transfer", "capture/seams"),
-        *("server", "server/http", "server/inprocess", "server/outputs", "server/page"),
+        *("server", "server/http", "server/inprocess", "server/outputs"),
     },
+    "server/tools": {"protocol", "server/cli", "server/page"},
 }
 MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")
 MAY_IMPORT_VLLM += ("server/cli/serve.py", "server/inprocess/plugin.py")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.saved import opened
+from routed_experts.server.tools.saved import opened
 from tests.e2e.harness import SMALL_KV, Oracle, prompt_of, run_program, serving, wait_until
 
 pytestmark = pytest.mark.e2e
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
     folder = tmp_path / "recorded"
     (block,) = [block for block in documented if "--routed-experts-record" in block]
-    stats = shlex.split(block.splitlines()[1])[1]
+    export = shlex.split(block.splitlines()[1])[1]
     flags = [str(folder) if flag == "FOLDER" else flag for flag in shlex.split(block.splitlines()[0])[3:]]
     with serving(
         tiny_model, tmp_path / "log", *SMALL_KV, "--max-model-len", "512", "--api-server-count", "2", *flags
@@ -36,4 +36,4 @@ def test_a_real_server(tiny_model: Path, tmp_path: Path, documented: list[str]) 
         (routing,) = answer.routings()
         tokens = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())][:-1]
         assert np.array_equal(np.sort(routing.rows, axis=2), oracle.rows(tokens))
-    assert "12 responses" in run_program("routed_experts.server.cli", stats, *files)
+    assert "12 responses" in run_program("routed_experts.server.cli", export, *files, "-o", str(tmp_path / "out.npz"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from routed_experts.protocol.saved import ModelInfo
-from routed_experts.server.cli.view import ViewedFile, ViewServer
+from routed_experts.server.tools.view import ViewedFile, ViewServer
 from tests.contract.served import serving
 from tests.e2e.harness import Server
 from tests.page.browser import CHROMIUM, Tab, browser

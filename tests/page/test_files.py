@@ -18,12 +18,13 @@ import httpx
 import numpy as np
 import pytest
 
-from routed_experts.protocol.collect import collect
+from routed_experts.protocol.codec import decode
 from routed_experts.protocol.saved import ModelInfo
-from routed_experts.server.cli import view
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
 from routed_experts.server.page import page_files
+from routed_experts.server.page.saved import MAX_BYTES
+from routed_experts.server.tools import view
 from tests.command_lines import shell_words
 from tests.contract.served import serving
 from tests.e2e.harness import Server
@@ -69,14 +70,33 @@ def test_view_serves_it(viewed: Viewed) -> None:
     rows = rows_of(9, 2, 2, 8)
     url = viewed(answer(rows, 3))
     check_page(url)
-    (routing,) = collect(get(f"{url}/saved/0").text)
-    assert np.array_equal(routing.rows, rows)
+    assert np.array_equal(decode(get(f"{url}/saved/0").json()["rows"]), rows)
     assert get(f"{url}/saved/0", Host=f"localhost:{httpx.URL(url).port}").status_code == 200
     for place in ("", "/", "/1", "/-1", "/x", "/²"):
         assert get(f"{url}/saved{place}").status_code == 404
     elsewhere = get(f"{url}/saved/0", Host="elsewhere.example")
     assert elsewhere.status_code == 403
     assert "choices" not in elsewhere.text
+
+
+def test_both_read_files_that_the_page_opens(api: Server, viewed: Viewed) -> None:
+    """One after the other, as commands do: what the first says about its model applies to the next."""
+    rows = rows_of(9, 2, 2, 8)
+    files = [["a/info.json", '{"layer_ids": [1, 3]}'], ["b.json", json.dumps(answer(rows, 3))]]
+    for url in (api.url, viewed(answer(rows, 3)).removesuffix("/routed_experts")):
+
+        def post(body: object, url: str = f"{url}/v1/routed_experts/saved") -> httpx.Response:
+            return httpx.post(url, json=body, timeout=300)
+
+        (line,) = map(json.loads, post(files).text.splitlines())
+        assert (line["file"], line["name"], line["info"]) == ("b.json", "b.json, line 1", {"layer_ids": [1, 3]})
+        assert np.array_equal(decode(line["rows"]), rows)
+        assert post([["c", "{]"]]).json()["error"]["message"].startswith("c, line 1 is not valid JSON")
+        for wrong in ([["c"]], [["c", 3]], {"prompt": "a", "return_routed_experts": True}, 3):
+            assert (post(wrong).status_code, "[name, text]" in post(wrong).json()["error"]["message"]) == (400, True)
+    large = httpx.post(f"{api.url}/v1/routed_experts/saved", content=b" " * (MAX_BYTES + 1), timeout=300)
+    assert large.status_code == 413
+    assert "routed-experts view" in large.json()["error"]["message"]
 
 
 def test_every_file_is_used_and_nothing_is_loaded_from_elsewhere() -> None:
@@ -171,7 +191,7 @@ def test_f3_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
         try:
             with ExitStack() as stack:
                 (file,) = view.viewed_files([str(folder)], ModelInfo(), stack)
-            lines = [len(json.loads(each)["routed_experts_info"]["layer_ids"]) for each in file.lines(ModelInfo())]
+            lines = [len(json.loads(each)["info"]["layer_ids"]) for each in file.lines(ModelInfo())]
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()

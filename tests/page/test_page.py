@@ -13,9 +13,9 @@ import pytest
 from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.saved import ModelInfo, read
-from routed_experts.server.cli.saved import opened
 from routed_experts.server.cli.tiny_model import make_tokenizer
-from routed_experts.server.cli.view import ViewServer
+from routed_experts.server.tools.saved import opened
+from routed_experts.server.tools.view import ViewServer
 from tests.contract.engine import weights_for
 from tests.contract.served import serving
 from tests.e2e.harness import ASK, Server, answers_of, wait_until

@@ -1,12 +1,14 @@
 """Answers as the server sends them, made from rows that are known beforehand."""
 
+import base64
+import io
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import Format, encode
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT, Format, encode, encode_weights
 
 EXPERTS, LAYERS, TOP_K = 60, 3, 4
 
@@ -15,6 +17,12 @@ def rows_of(count: int, seed: int = 0, experts: int = EXPERTS, layers: int = LAY
     """Rows [count, L, K] that a router could have chosen: K different experts in each layer."""
     scores = np.random.default_rng(seed).random((count, layers, experts))
     return np.argsort(scores, axis=2)[:, :, :top_k].astype(np.int16)
+
+
+def weights_of(rows: Any) -> np.ndarray:
+    """Weights of `rows` that differ where ids do; unknown where an id is."""
+    ids = np.array(rows, np.int16)
+    return np.where(ids < 0, UNKNOWN_WEIGHT, ids.astype(np.float32) / 64)
 
 
 @dataclass
@@ -34,6 +42,7 @@ class Told:
     fmt: Format = "object"
     dtype: str = "int16"
     layout: str = "split"
+    weights: bool = False
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -49,6 +58,21 @@ class Told:
     def encode(self, rows: np.ndarray, start: int) -> Any:
         return encode(rows, fmt=self.fmt, dtype=self.dtype, start=start)
 
+    def encode_weights(self, rows: np.ndarray, start: int) -> Any:
+        weights, buffer = weights_of(rows), io.BytesIO()
+        if self.fmt == "object":
+            return encode_weights(weights, start=start)
+        if self.fmt == "list":
+            return json.loads(json.dumps(weights.tolist()).replace("NaN", "null"))
+        if self.fmt == "npy":
+            np.save(buffer, weights)
+        return base64.b64encode(buffer.getvalue() or weights.tobytes()).decode()
+
+    def arrays(self, rows: np.ndarray, start: int, prefix: str = "") -> dict[str, Any]:
+        """The fields of some rows."""
+        ids = {f"{prefix}routed_experts": self.encode(rows, start)}
+        return ids | ({f"{prefix}routed_expert_weights": self.encode_weights(rows, start)} if self.weights else {})
+
 
 def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
     """An unstreamed completion; several prompts are a list of prompts."""
@@ -59,10 +83,11 @@ def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:
             about = {"index": len(body["choices"]), "finish_reason": "length"}
             about |= {"prompt_token_ids": told.prompt_token_ids, "token_ids": told.token_ids(choice)}
             sent = (told.whole(choice), told.start) if is_joined else (rows, len(told.prompt))
-            body["choices"].append({**about, "routed_experts": told.encode(*sent)})
-    arrays = [told.encode(told.prompt[told.start :], told.start) for told in prompts if told.layout == "split"]
-    if arrays:
-        body["prompt_routed_experts"] = arrays if is_list or len(arrays) > 1 else arrays[0]
+            body["choices"].append({**about, **told.arrays(*sent)})
+    of_prompts = [told.arrays(told.prompt[told.start :], told.start, "prompt_") for told in prompts]
+    for name in of_prompts[0] if prompts and prompts[0].layout == "split" else ():
+        arrays = [each[name] for each in of_prompts]
+        body[name] = arrays if is_list or len(arrays) > 1 else arrays[0]
     return body
 
 
@@ -90,9 +115,9 @@ def _chunks(told: Told, choice: int, index: int, piece: int, per_chunk: int) -> 
         events: list[dict[str, Any]] = []
         if first == 0 and choice == 0 and told.layout == "split":
             for at, rows in _cut(told.prompt[told.start :], told.start, piece):
-                events.append({"choices": [{"index": index}], "prompt_routed_experts": told.encode(rows, at)})
+                events.append({"choices": [{"index": index}], **told.arrays(rows, at, "prompt_")})
         for at, rows in _cut(whole[sent:known], sent, piece) if known > sent else []:
-            events.append({"choices": [{"index": index, "routed_experts": told.encode(rows, at)}]})
+            events.append({"choices": [{"index": index, **told.arrays(rows, at)}]})
         sent = max(sent, known)
         last = events.pop() if events else {"choices": [{"index": index}]}
         finish = "length" if first + len(new) == len(tokens) else None

@@ -232,7 +232,9 @@ def test_types_of_torch() -> None:
     tensor = torch.from_numpy(ROWS.copy())
     for function, more in ((expert_load.count_experts, (60,)), (batch.spread_layers, ([1, 2, 4], 5))):
         assert np.array_equal(function(tensor, *more), function(ROWS, *more))
-    assert np.array_equal(Routing(tensor).rows, ROWS)
+    routing = Routing(tensor)
+    assert np.array_equal(routing.rows, ROWS)
+    assert (routing.index, routing.start, routing.end) == (0, 0, len(ROWS))
 
 
 def test_the_missing_layer_is_named() -> None:

@@ -12,13 +12,25 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol import batch, collect, expert_load
-from routed_experts.protocol.batch import align, align_values, join_turns, shared_prefix, splice, spread_layers, verify
+from routed_experts.protocol.batch import (
+    align,
+    align_values,
+    align_weights,
+    join_turns,
+    scaled,
+    shared_prefix,
+    splice,
+    spread_layers,
+    verify,
+)
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT
 from routed_experts.protocol.collect import Routing, RoutingError
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of, weights_of
 
 
 def routing_of(p: int, g: int, start: int = 0, seed: int = 1, **more: Any) -> Routing:
-    return Routing(rows_of(p + g - 1, seed)[start:], start=start, prompt_len=p, **more)
+    rows = rows_of(p + g - 1, seed)[start:]
+    return Routing(rows, start=start, prompt_len=p, **{"weights": weights_of(rows), **more})
 
 
 @pytest.mark.parametrize("module", [batch, collect, expert_load])
@@ -41,6 +53,15 @@ def test_verify() -> None:
         routing.rows[4, 2] = ids
         with pytest.raises(RoutingError, match=re.escape(message)):
             verify(routing, EXPERTS)
+    whole = routing_of(5, 4, start=2, weights=np.full((6, LAYERS, TOP_K), 1 / TOP_K, np.float32))
+    verify(whole, EXPERTS, weights_sum=1.0)
+    for wrong, message in ((np.nan, "not finite"), (np.inf, "not finite"), (0.5, "add up to 1.0")):
+        weights = np.array(whole.weights)
+        weights[4, 2, 1] = wrong
+        with pytest.raises(RoutingError, match=f"position 6, layer 2: weights that .*{message}"):
+            verify(replace(whole, weights=weights), EXPERTS, weights_sum=1.0)
+    with pytest.raises(RoutingError, match="no weights"):
+        verify(replace(whole, weights=None), EXPERTS, weights_sum=1.0)
 
 
 def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown() -> None:
@@ -55,7 +76,8 @@ def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown() -> None:
             unknown.append({at for at in range(start, p + g - 1) if rng.random() < 0.4})
             for at in unknown[-1]:
                 rows[at - start, 2 if at % 2 else slice(None), 3 if at % 2 else slice(None)] = -1
-            legs.append(Routing(rows, start=start, prompt_len=p))
+            weights = weights_of(rows) if value == 2 or seed % 2 else None  # those of the prefill leg may be absent
+            legs.append(Routing(rows, start=start, prompt_len=p, weights=weights))
         before = legs[0].rows.copy()
         got = splice(*legs)
         assert (got.start, got.end) == (legs[0].start, legs[0].end)
@@ -63,6 +85,9 @@ def test_spliced_prompt_rows_come_from_the_prefill_leg_where_unknown() -> None:
             has_other = at in unknown[0] and at < p and legs[1].start <= at < legs[1].end
             expected = legs[1].rows[at - legs[1].start] if has_other else before[at - got.start]
             assert np.array_equal(got.rows[at - got.start], expected)
+            weights = weights_of(-np.ones_like(expected) if has_other and not seed % 2 else expected)
+            assert got.weights is not None
+            assert got.weights[at - got.start].tobytes() == weights.tobytes()
         assert got.missing == int((got.rows == -1).any(axis=(1, 2)).sum())
         assert np.array_equal(legs[0].rows, before), "the decode leg was changed"
 
@@ -88,7 +113,8 @@ class TestTurns:
     def turn(self, p: int, g: int, start: int, **changed: int) -> Routing:
         tokens = [changed.get(f"at{at}", at) for at in range(30)]
         ids = {"prompt_token_ids": tuple(tokens[:p]), "token_ids": tuple(tokens[p : p + g])}
-        return Routing(self.ROWS[start : p + g - 1], start=start, prompt_len=p, **ids)
+        rows = self.ROWS[start : p + g - 1]
+        return Routing(rows, start=start, prompt_len=p, weights=weights_of(rows), **ids)
 
     @pytest.mark.parametrize("starts", [(0, 7, 17), (0, 0, 0), (0, 5, 16), (2, 7, 17)])
     def test_join(self, starts: tuple[int, int, int]) -> None:
@@ -97,16 +123,16 @@ class TestTurns:
         joined = join_turns([replace(turn, rows=turn.rows + 100 * number) for number, turn in enumerate(turns)])
         number = np.repeat([0, 1, 2], [7, 10, 12])[:, None, None]
         assert np.array_equal(joined.rows, (self.ROWS + 100 * number)[starts[0] :])
+        assert np.array_equal(joined.weights, weights_of(self.ROWS[starts[0] :]))
         assert (joined.start, joined.end, joined.prompt_len) == (starts[0], 29, 22)
         assert join_turns(turns[:1]) is turns[0]
         counted = replace(turns[-1], histogram=expert_load.histogram(turns[-1].rows, EXPERTS))
-        assert join_turns([*turns[:-1], counted]).histogram is None, "of the last turn alone"
+        assert join_turns([join_turns(turns[:-1]), counted]).histogram is None, "of the last turn alone"
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
 
     def test_rows_that_hold_for_another_prompt(self) -> None:
         """Which continues the history, is a part of it, or has another token somewhere."""
-        weights = self.ROWS.astype(np.float32)
-        before = replace(self.turn(12, 6, 2), weights=weights[2:17])
+        before = self.turn(12, 6, 2)
         for prompt, end in (
             (range(22), 17),
             (range(18), 17),
@@ -118,7 +144,7 @@ class TestTurns:
             kept = shared_prefix(before, [*prompt])
             assert (kept.start, kept.end) == (2, end)
             assert np.array_equal(kept.rows, self.ROWS[2:end])
-            assert np.array_equal(kept.weights, weights[2:end])
+            assert np.array_equal(kept.weights, weights_of(self.ROWS[2:end]))
         with pytest.raises(RoutingError, match="differs at position 1, but rows before 2 were left out"):
             shared_prefix(before, [0, 99])
         with pytest.raises(RoutingError, match="set return_token_ids"):
@@ -130,6 +156,7 @@ class TestTurns:
             ([first, self.turn(12, 6, 8)], "a gap: rows up to 7, and a turn that begins at 8"),
             ([self.turn(12, 6, 0), first], "ends at 7, after rows up to 17"),
             ([first, second], "differs from what came before it at position 6"),
+            ([first, replace(self.turn(12, 6, 7), weights=None)], "some turns have weights, others have none"),
         ):
             with pytest.raises(RoutingError, match=message):
                 join_turns(turns)
@@ -140,11 +167,11 @@ class TestTurns:
 SIZES, LENGTH = ((5, 4), (9, 2), (3, 1)), 14
 
 
-def aligned(left: list[int], last: Any, pad: Any) -> np.ndarray:
-    """Position by position."""
-    out = np.empty((3, LENGTH, LAYERS, TOP_K), dtype=np.int64)
+def aligned(routings: list[Routing], name: str, left: list[int], last: Any, pad: Any) -> np.ndarray:
+    """Rows, or their weights, position by position."""
+    out = np.empty((3, LENGTH, LAYERS, TOP_K))
     for place, (p, g) in enumerate(SIZES):
-        rows = rows_of(p + g - 1, seed=place)
+        rows = getattr(routings[place], name)
         for column in range(LENGTH):
             at = column - left[place]
             of_last = rows[-1] if last == "repeat" else last
@@ -160,7 +187,13 @@ def test_every_row_is_in_its_tokens_column(padding: Any, left: list[int]) -> Non
     for last, pad, dtype in cases:
         got = align(routings, LENGTH, last=last, padding=padding, pad=pad, **dtype)
         assert got.dtype == np.dtype(dtype.get("dtype", "int16"))
-        assert np.array_equal(got, aligned(left, last, np.asarray(pad)))
+        assert np.array_equal(got, aligned(routings, "rows", left, last, np.asarray(pad)))
+    for last, pad in itertools.product(("repeat", np.nan, 0.5), (np.nan, 0, [0, 1, 2, 3])):
+        weights = align_weights(routings, LENGTH, last=last, padding=padding, pad=pad)
+        assert weights.dtype == np.float32
+        assert np.array_equal(weights, aligned(routings, "weights", left, last, np.asarray(pad)), equal_nan=True)
+    with pytest.raises(RoutingError, match="has no weights"):
+        align_weights([replace(routings[0], weights=None)], LENGTH)
 
 
 @pytest.mark.parametrize(("padding", "left"), [("right", [0, 0, 0]), ("left", [5, 3, 10]), (9, [4, 0, 6])])
@@ -211,11 +244,26 @@ def test_batches_are_spread_over_decoder_layers(padding: Any) -> None:
     routings = [routing_of(p, g, seed=place) for place, (p, g) in enumerate(SIZES)]
     routings[1].rows[2, 1] = -1
     spread = spread_layers(align(routings, LENGTH, last=-1, padding=padding), [1, 2, 4], 5)
-    every = [replace(each, rows=spread_layers(each.rows, [1, 2, 4], 5)) for each in routings]
+    every = [replace(each, rows=spread_layers(each.rows, [1, 2, 4], 5), weights=None) for each in routings]
     assert np.array_equal(spread, align(every, LENGTH, last=-1, padding=padding))
     assert sorted(np.unique(spread[:, :, [0, 3]])) == [-1, 0]
     told = spread_layers(align(routings, LENGTH, last="repeat", padding=padding, pad=[0, 1, 2, 3]), [1, 2, 4], 5)
     assert (told[:, :, [0, 3]] == np.where((told == -1).any(axis=(2, 3)), -1, 0)[:, :, None, None]).all()
+
+
+def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
+    """A layer without experts has 0, in a row with unknown weights NaN; -1 is a weight like others."""
+    weights = np.full((3, 2, TOP_K), -1.0, np.float32)
+    weights[1] = UNKNOWN_WEIGHT
+    spread = spread_layers(weights, [1, 2], 4)
+    assert not spread[[0, 2]][:, [0, 3]].any()
+    assert np.isnan(spread[1]).all()
+    assert np.array_equal(spread[[0, 2]][:, [1, 2]], weights[[0, 2]])
+    found = scaled(np.ones((3, 2, TOP_K), np.float32), {"weights_scale": [2.5, 1.0]})
+    assert found.dtype == np.float32
+    assert found.tolist() == [[[2.5] * TOP_K, [1.0] * TOP_K]] * 3
+    with pytest.raises(ValueError, match="2 layers"):
+        scaled(weights, {"weights_scale": [1.0]})
 
 
 def test_truncated_sequences() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.protocol import codec
-from routed_experts.protocol.codec import CodecError, Format, decode, encode, resolve_dtype
+from routed_experts.protocol.codec import CodecError, Format, decode, decode_weights, encode, resolve_dtype
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 FORMATS = get_args(Format)
@@ -60,6 +60,48 @@ def test_round_trip(rows: np.ndarray, fmt: Format, dtype: str, start: int) -> No
         assert list(value) == ["data", "shape", "dtype", "start", "missing"]
         assert value["shape"] == list(rows.shape)
         assert (value["dtype"], value["start"], value["missing"]) == (dtype, start, missing)
+
+
+BITS = np.array([0x7FC00001, -(1 << 31), 0x3F000000, 1, -65536, -1], np.int32).view(np.float32)
+"""NaN, -0, 0.5, the smallest number, another NaN; the last is unknown."""
+
+
+@SETTINGS
+@given(st.sampled_from(FORMATS), st.lists(st.sampled_from(BITS), max_size=36))
+def test_weights(fmt: Format, values: list[np.float32]) -> None:
+    """Bit for bit, in base64 and as bytes; in lists, all NaN are unknown. No array of weights is one of ids."""
+    weights = np.array(values[: len(values) // 6 * 6], np.float32).reshape(-1, 2, 3)
+    assert codec.count_missing(weights) == sum(bool((row.view(np.int32) == -1).any()) for row in weights)
+    value = form_of(weights, fmt)
+    packed = base64.b64decode(value) if isinstance(value, str) else value
+    packed = {**value, "data": base64.b64decode(value["data"])} if isinstance(value, dict) else packed
+    for back in (decode_weights(each, num_layers=2, top_k=3) for each in (value, packed)):
+        assert (back.shape, back.dtype) == (weights.shape, np.float32)
+        assert np.array_equal(back, weights, equal_nan=True)
+        assert back.tobytes() == weights.tobytes() or (fmt == "list" and np.isnan(weights).any())
+    if fmt != "raw" and len(weights):
+        with pytest.raises(CodecError):
+            decode(value)
+
+
+def form_of(array: np.ndarray, fmt: str) -> Any:
+    if fmt == "list":
+        return json.loads(json.dumps(array.tolist()).replace("NaN", "null"))
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    data = base64.b64encode(buffer.getvalue() if fmt == "npy" else array.tobytes()).decode()
+    return {"data": data, "shape": list(array.shape), "dtype": array.dtype.name} if fmt == "object" else data
+
+
+IDS = np.arange(6, dtype=np.int16).reshape(1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "value", [7, None, "*", *(form_of(IDS, each) for each in ("raw", "npy", "object")), [[1.0]], [[["x"]]], {}]
+)
+def test_what_is_no_array_of_weights(value: Any) -> None:
+    with pytest.raises(CodecError):
+        decode_weights(value)
 
 
 def test_resolve_dtype() -> None:

@@ -11,17 +11,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet  # noqa: F401 what the commands import lazily, before the limit
 
-from routed_experts.server.cli import compare, export, stats, view  # noqa: F401
 from routed_experts.server.cli.main import main
+from routed_experts.server.tools import compare, export, view  # noqa: F401
 
 GIB = 1 << 30
 
 
 def commands(file: str, folder: str) -> list[list[str]]:
-    outputs = (f"{folder}/out.{each}" for each in ("parquet", "csv", "npz", "jsonl"))
+    outputs = (f"{folder}/out.{each}" for each in ("parquet", "csv", "npz"))
     return [
-        ["stats", file],
-        ["stats", file, "--json"],
         *(["export", file, "-o", output] for output in outputs),
         ["export", file, "--weights", "-o", f"{folder}/weights.npz"],
         ["compare", file, "--answers", file],

@@ -64,23 +64,23 @@ def words(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Words:
     return lambda command: re.sub("|".join(names), lambda name: names[name[0]], command).split()
 
 
+COMMAND = "export FILES/answer -o FILES/out.npz"
 COMPARE = "compare MODEL --answers FILES/answer"
 NO_CUDA = "--device cuda cannot be used"
 NO_TEMPLATE = "serve MODEL --port PORT --chat-template /nowhere.jinja"
-REAL = ["stats FILES/none", "compare MODEL --answers FILES/unknown", NO_TEMPLATE]
+REAL = ["export FILES/none -o FILES/out.npz", "compare MODEL --answers FILES/unknown", NO_TEMPLATE]
 """These run as processes too, one for each set of libraries that a command loads."""
 
 
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        ("stats FILES/none", "none cannot be read: No such file"),
-        ("stats FILES/empty", "empty has no responses"),
-        ("stats FILES/answer -", "standard input has no responses"),
-        ("stats FILES/binary", "binary cannot be read: it is not UTF-8 text"),
+        ("export FILES/none -o FILES/out.npz", "none cannot be read: No such file"),
+        ("export FILES/empty -o FILES/out.npz", "empty has no responses"),
+        ("export FILES/answer - -o FILES/out.npz", "standard input has no responses"),
+        ("export FILES/binary -o FILES/out.npz", "binary cannot be read: it is not UTF-8 text"),
         ("view FILES/none --no-browser", "none cannot be read: No such file"),
         ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
-        ("export FILES/none -o FILES/out.csv", "none cannot be read: No such file"),
         ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty", "empty has no prompts: write one per"),
         ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/none", "none cannot be read: No such file"),
         ("tiny-model FILES/empty", "File exists"),
@@ -144,14 +144,14 @@ def test_h2_vllms_command_has_no_other_front_ends() -> None:
 def test_a_reader_that_leaves(words: Words) -> None:
     read, write = os.pipe()
     os.close(read)
-    with started(*words("stats FILES/answer"), stdout=write) as process:
+    with started(*words(COMMAND), stdout=write) as process:
         os.close(write)
         _, err = process.communicate(timeout=300)
     assert (process.returncode, err) == (141, "")
 
 
 def test_a_disk_that_is_full(words: Words) -> None:
-    with open("/dev/full", "w") as full, started(*words("stats FILES/answer"), stdout=full.fileno()) as process:
+    with open("/dev/full", "w") as full, started(*words(COMMAND), stdout=full.fileno()) as process:
         _, err = process.communicate(timeout=300)
     assert process.returncode == 2
     assert err.endswith("No space left on device.\n"), err
@@ -160,7 +160,7 @@ def test_a_disk_that_is_full(words: Words) -> None:
 @pytest.mark.parametrize(
     ("command", "module"),
     [  # `serve` stops with 0, as for any Ctrl-C
-        ("stats -", "numpy._core.multiarray"),
+        ("export - -o FILES/out.npz", "numpy._core.multiarray"),
         ("view FILES/answer --no-browser", "numpy"),
         ("tiny-model FILES/model", "torch.nn"),
         ("compare MODEL --answers FILES/answer", "transformers.modeling_utils"),

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -82,14 +81,12 @@ INFO |= {"weights_scale": [1.0, 2.0, 3.0]}
 
 def with_everything() -> dict[str, Any]:
     """A body with each field that is read."""
-    told = Told(ONE.prompt, ONE.choices, fmt="list")
+    told = Told(ONE.prompt, ONE.choices, fmt="list", weights=True)
     body: dict[str, Any] = {"id": "cmpl-1", "model": "m", "error": None, **answer(told)}
     body["routed_experts_info"] = INFO
     body["prompt_routed_experts_histogram"] = histogram(ONE.prompt, EXPERTS)
-    body["prompt_routed_expert_weights"] = np.full(ONE.prompt.shape, 0.25).tolist()
     for choice, rows in zip(body["choices"], ONE.choices, strict=True):
         choice["routed_experts_histogram"] = {**histogram(rows, EXPERTS), "weights": [[0.5] * EXPERTS] * LAYERS}
-        choice["routed_expert_weights"] = np.full(rows.shape, 0.25).tolist()
         tokens = [*"abcd"][: len(rows) + 1]
         choice["logprobs"] = {"tokens": tokens, "token_logprobs": [-1.0] * len(tokens)}
     return body

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from routed_experts.protocol.codec import decode, decode_weights, encode_weights
 from routed_experts.protocol.collect import RoutingError
-from routed_experts.protocol.saved import ModelInfo, normalised, read
+from routed_experts.protocol.expert_load import histogram
+from routed_experts.protocol.saved import ModelInfo, page_lines, read
 from routed_experts.server.cli.console import CommandError
-from routed_experts.server.cli.saved import opened
+from routed_experts.server.tools.saved import opened
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
@@ -196,16 +198,47 @@ def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
         assert file.tell() <= most
 
 
-def test_several_prompts_become_a_body_each() -> None:
-    """And are read again as they were, also where their rows are equal."""
+def test_what_the_page_shows() -> None:
+    """A line for each choice; an error ends them. What one file says about its model applies to the next."""
     prompts = [Told(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first) for first in (100, 500)]
-    (one,) = read([("file", io.StringIO(body(*prompts)))], ModelInfo(n=2))
-    lines = [json.dumps(each) for each in normalised(one, one.routings())]
-    assert len(lines) == 2
-    again = [
-        routing for each in read([("again", io.StringIO("\n".join(lines)))], ModelInfo()) for routing in each.routings()
-    ]
-    for before, after in zip(one.routings(), again, strict=True):
-        assert np.array_equal(before.rows, after.rows)
-        for name in ("index", "start", "prompt_len", "prompt_token_ids", "token_ids", "finish_reason"):
-            assert getattr(before, name) == getattr(after, name)
+    several = {**answer(*prompts), "model": "m"}
+    several["choices"][2]["logprobs"] = {"tokens": [*"vwxyz"]}
+    cut = answer(Told(rows_of(9, 1), [rows_of(4, 2)], start=3, fmt="npy", layout="joined"))
+    cut["choices"][0] |= {"finish_reason": None, "prompt_token_ids": None, "token_ids": None}
+    texts = {"info": json.dumps(INFO), "a/several": json.dumps(several), "cut": f"\n{json.dumps(cut)}\n{{]"}
+    files = [(name, io.StringIO(text)) for name, text in texts.items()]
+    *lines, error = map(json.loads, page_lines(files, ModelInfo(n=2, num_experts=99)))
+    info = {name: INFO[name] for name in ("num_layers", "top_k", "layer_ids")} | {"num_experts": 99}
+    assert [line["info"] for line in lines[:4]] == [info] * 4
+    for place, (line, (told, choice)) in enumerate(
+        zip(lines, [(each, i) for each in prompts for i in range(2)], strict=False)
+    ):
+        ids = [*told.prompt_token_ids, *told.token_ids(choice)]
+        said = [None] * 9 + [*"vwxyz"] if place == 2 else [None] * len(ids)
+        assert line["tokens"] == [{"id": one, "text": text} for one, text in zip(ids, said, strict=True)]
+        assert np.array_equal(decode(line["rows"]), told.whole(choice))
+        assert (line["name"], line["file"]) == (f"a/several, line 1, choice {place}", "a/several")
+        assert (line["model"], line["prompt_len"], line["finish_reason"], line["weights"]) == ("m", 9, "length", None)
+    (last,) = lines[4:]
+    assert (last["name"], last["model"], last["prompt_len"], last["finish_reason"]) == ("cut, line 2", None, None, None)
+    assert (last["rows"]["start"], last["rows"]["shape"]) == (0, [10, LAYERS, TOP_K])
+    assert last["tokens"] == [{"id": None, "text": None}] * 11
+    assert error["error"]["message"].startswith("cut, line 3 is not valid JSON")
+
+
+def test_weights_and_what_the_page_cannot_show() -> None:
+    body = answer(Told(rows_of(2, 1), [rows_of(1, 2)], layout="joined"))
+    weights = np.random.default_rng(0).random((3, LAYERS, TOP_K), dtype=np.float32)
+    body["choices"][0]["routed_expert_weights"] = encode_weights(weights, start=0)
+    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
+    assert np.array_equal(decode_weights(line["weights"]), weights)
+    far = answer(Told(rows_of(2, 1), [rows_of(1, 2)], fmt="object", layout="joined"))
+    for name in ("prompt_token_ids", "token_ids"):
+        del far["choices"][0][name]
+    far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
+    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
+    assert line["error"]["message"] == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
+    of_choice = {"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows_of(3), EXPERTS)}
+    body = {"choices": [of_choice], "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS)}
+    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
+    assert line["error"]["message"] == "f, line 1: it has histograms only: set return_routed_experts in the request"

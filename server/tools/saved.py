@@ -1,7 +1,9 @@
 """The files of responses that `compare`, `export`, `stats` and `view` are given, and the flags about them."""
 
 import argparse
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -36,6 +38,23 @@ def files_in(paths: Sequence[str]) -> list[str]:
             raise CommandError(f"{path} has no files *.json or *.jsonl with responses.")
         found += filled
     return found
+
+
+@contextmanager
+def atomic_file(output: Path, flag: str) -> Iterator[Path]:
+    """A file beside `output`, which takes its name if all goes well."""
+    path = output.with_name(f".{output.name}.{os.getpid()}.part")
+    if output.exists() and not output.is_file():  # a folder, or a device
+        raise CommandError(f"{flag} {output} is not a file.")
+    try:
+        path.touch()
+    except OSError as error:
+        raise CommandError(f"{flag} {output} cannot be written: {error.strerror}.") from error
+    try:
+        yield path
+        path.replace(output)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

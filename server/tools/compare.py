@@ -6,18 +6,18 @@ explains the difference.
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.cli.console import CommandError, say
-from routed_experts.server.cli.differences import Comparison, table
-from routed_experts.server.cli.reference import Reference
-from routed_experts.server.cli.running import Body, Place, RunningServer, add_server_flags, bodies_of
-from routed_experts.server.cli.saved import add_flags, info_of, opened
+from routed_experts.server.tools.differences import Comparison, table
+from routed_experts.server.tools.reference import Reference
+from routed_experts.server.tools.running import Body, Place, RunningServer, add_server_flags, bodies_of
+from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, opened
 
 DTYPES = ("float32", "bfloat16", "float16")
 PROMPTS = ("Which experts does this token go to, and why?", "def fibonacci(n):", "Es war einmal ein König.")
@@ -82,31 +82,13 @@ def main(argv: Sequence[str]) -> int:
     """Runs `routed-experts compare`; returns the exit status."""
     args = parse(argv)
     to_stdout = args.json is not None and str(args.json) == "-"
-    with _writable(None if to_stdout else args.json):
+    with nullcontext() if to_stdout or args.json is None else atomic_file(args.json, "--json") as file:
         report = compare(args)
         text = json.dumps(report, indent=1)
-        if args.json and not to_stdout:
-            args.json.write_text(text + "\n", encoding="utf-8")
+        if file is not None:
+            file.write_text(text + "\n", encoding="utf-8")
     print(text if to_stdout else table(report))
     return 1 if report["total"]["other_rows"] else 0
-
-
-@contextmanager
-def _writable(path: Path | None) -> Iterator[None]:
-    """Fails before the work begins if the file cannot be written. Leaves no empty file."""
-    if path is None:
-        yield
-        return
-    is_new = not path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise CommandError(f"--json {path} cannot be written: {error.strerror}.") from error
-    try:
-        yield
-    finally:
-        if is_new and path.is_file() and not path.stat().st_size:
-            path.unlink()
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from routed_experts.protocol.collect import Routing
 from routed_experts.protocol.saved import ModelInfo, SavedAnswer
 from routed_experts.server.cli.console import CommandError
 
@@ -87,7 +88,16 @@ class RunningServer:
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
+    def with_texts(self, routings: Sequence[Routing]) -> list[Routing]:
+        """The rows of a response with the texts of their tokens, if the server has them."""
+        tokens = [(*(each.prompt_token_ids or ()), *(each.token_ids or ())) for each in routings]
+        texts = self._texts_of(chain.from_iterable(tokens))
+        return [
+            replace(routing, texts=tuple(map(texts.get, ids)) if texts and ids else None)
+            for routing, ids in zip(routings, tokens, strict=True)
+        ]
+
+    def _texts_of(self, tokens: Iterable[int]) -> Mapping[int, str]:
         """The texts of tokens, and of those before; empty if the server has none."""
         unknown = sorted(set(tokens) - self._texts.keys())
         for first in range(0, len(unknown), TEXTS_AT_ONCE):
@@ -131,40 +141,39 @@ def bodies_of(args: argparse.Namespace, default: Sequence[str] = ()) -> list[tup
     prompts: Iterable[tuple[Place, str | Body]] = [((args.url, 0), prompt) for prompt in default]
     if args.prompts:
         prompts = chain.from_iterable(map(_prompts_in, _prompt_files(args.prompts)))
-    return [(place, _body_of(value, args)) for place, value in prompts]
-
-
-def _body_of(value: str | Body, args: argparse.Namespace) -> Body:
-    if isinstance(value, str):
-        value = {"messages": [{"role": "user", "content": value}]} if args.chat else {"prompt": value}
-    temperature = args.temperature
-    if temperature is None and value.get("n", 1) == 1:  # vLLM refuses several likeliest choices
-        temperature = 0.0
-    sampling = {"max_tokens": args.max_tokens, "temperature": temperature, "seed": args.seed}
-    return {**{name: given for name, given in sampling.items() if given is not None}, **value}
+    given = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": args.seed}
+    bodies: list[tuple[Place, Body]] = []
+    for place, value in prompts:
+        if isinstance(value, str):
+            value = {"messages": [{"role": "user", "content": value}]} if args.chat else {"prompt": value}
+        default_temperature = {"temperature": 0.0} if value.get("n", 1) == 1 else {}  # vLLM: not for several choices
+        sampling = {name: one for name, one in given.items() if one is not None}
+        bodies.append((place, {**default_temperature, **sampling, **value}))
+    return bodies
 
 
 def _prompt_files(paths: Iterable[Path]) -> Iterator[Path]:
     """Files, and in place of a folder its files *.txt and *.jsonl, by name."""
     for path in paths:
-        if not path.is_dir():
-            yield path
-            continue
-        found = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".jsonl") and file.is_file()]
+        found = [path]
+        if path.is_dir():
+            found = [file for file in sorted(path.rglob("*")) if file.suffix in (".txt", ".jsonl") and file.is_file()]
         if not found:
             raise CommandError(f"{path} has no files *.txt or *.jsonl with prompts.")
         yield from found
 
 
-def _prompts_in(path: Path) -> list[tuple[Place, str | Body]]:
+def _prompts_in(path: Path) -> Iterator[tuple[Place, str | Body]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path} cannot be read: {getattr(error, 'strerror', error)}.") from error
-    places = [((str(path), number), line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not places:
+    if not any(map(str.strip, lines)):
         raise CommandError(f"{path} has no prompts: write one per line.")
-    return [(place, _value(place, line) if path.suffix == ".jsonl" else line) for place, line in places]
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            place = str(path), number
+            yield place, _value(place, line) if path.suffix == ".jsonl" else line
 
 
 def _value(place: Place, line: str) -> str | Body:

@@ -35,7 +35,7 @@ class Reference:
         self.layer_ids: list[int] = []  # decoder layer of each of the L routers
         self.top_k = self.num_experts = 0
         self.has_weights = False  # whether the routers return weights
-        self._take: Callable[[str, Ids, Scores, Scores | None], None] = self._learn
+        self._take: Callable[..., None] = self._learn
         for name, module in self._model.named_modules():
             if hasattr(module, "top_k"):
                 module.register_forward_hook(partial(self._watch, name), with_kwargs=True)
@@ -48,22 +48,14 @@ class Reference:
     def score(
         self,
         tokens: Sequence[int],
-        take: Callable[[int, Ids, Scores], None],
-        take_weights: Callable[[int, Ids, Scores], None] | None = None,
+        take: Callable[[int, Ids, Scores, Scores | None], None],
         following: Sequence[int] = (),
     ) -> Scores:
-        """Runs `tokens`; calls `take` with index, experts [tokens, K] and scores [tokens, experts] of each layer, and
-        `take_weights` with index, experts and weights [tokens, K]. Returns the log-probabilities of `following`: the
-        tokens after each of the last ones of `tokens`."""
+        """Runs `tokens`; calls `take` for each layer with its index, experts [tokens, K], scores [tokens, experts] and
+        weights [tokens, K], if its router returns them. Returns the log-probabilities of `following`: the tokens after
+        each of the last ones of `tokens`."""
         places = iter(range(len(self.layer_ids)))
-
-        def take_both(name: str, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
-            place = next(places)
-            take(place, chosen, scores)
-            if take_weights is not None and weights is not None:
-                take_weights(place, chosen, weights)
-
-        self._take = take_both
+        self._take = lambda name, *found: take(next(places), *found)
         return self._forward(tokens, following)
 
     def _forward(self, tokens: Sequence[int], following: Sequence[int] = ()) -> Scores:

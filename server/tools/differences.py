@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError
 from routed_experts.server.cli.console import aligned
-from routed_experts.server.cli.reference import Ids, Reference, Scores
+from routed_experts.server.tools.reference import Ids, Reference, Scores
 
 
 @dataclass
@@ -22,13 +22,17 @@ class LayerCount:
     rows: int = 0
     differing_rows: int = 0
     differing_slots: int = 0
+    weights: int = 0  # of experts that both sides chose
+    weight_difference_sum: float = 0.0
+    weight_difference_max: float = 0.0
     # For each differing row, the score gap between the experts that only one side chose, in standard deviations of all
     # scores of that token; none if there are no scores.
     gaps: list[float] = field(default_factory=list)
-    weights: "WeightCount" = field(default_factory=lambda: WeightCount())
 
-    def add(self, ours: Ids, theirs: Ids, scores: Scores | None = None) -> NDArray[np.bool_]:
-        """Compares two sides' rows [n, K]; `scores` is [n, experts]. Returns which rows differ."""
+    def add(
+        self, ours: Ids, theirs: Ids, scores: Scores | None = None, weights: tuple[Scores, Scores] | None = None
+    ) -> NDArray[np.bool_]:
+        """Compares two sides' rows [n, K] and their weights; `scores` is [n, experts]. Returns which rows differ."""
         same = ours[:, :, None] == theirs[:, None, :]
         only_ours, only_theirs = ~same.any(axis=2), ~same.any(axis=1)
         differs: NDArray[np.bool_] = only_theirs.any(axis=1)
@@ -39,27 +43,33 @@ class LayerCount:
             for row in np.flatnonzero(differs):
                 gap = scores[row, theirs[row, only_theirs[row]]].max() - scores[row, ours[row, only_ours[row]]].min()
                 self.gaps.append(float(abs(gap) / max(float(scores[row].std()), 1e-30)))
+        if weights is not None:  # of experts that both chose, which may be in another order
+            difference = np.abs(weights[0][:, :, None].astype(np.float64) - weights[1][:, None, :])[same]
+            self.weights += len(difference)
+            self.weight_difference_sum += float(difference.sum())
+            self.weight_difference_max = max(self.weight_difference_max, float(difference.max(initial=0)))
         return differs
 
     def merged(self, other: "LayerCount") -> "LayerCount":
-        return LayerCount(
-            self.rows + other.rows,
-            self.differing_rows + other.differing_rows,
-            self.differing_slots + other.differing_slots,
-            self.gaps + other.gaps,
-            self.weights.merged(other.weights),
-        )
+        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
+        largest = max(self.weight_difference_max, other.weight_difference_max)
+        return LayerCount(**{**sums, "weight_difference_max": largest})
 
     def summary(self, near_tie: float | None) -> dict[str, Any]:
         """Without gaps and near-ties if `near_tie` is None."""
         near = 0 if near_tie is None else sum(gap <= near_tie for gap in self.gaps)
+        of_weights = {
+            "weights": self.weights,
+            "weight_difference_mean": self.weight_difference_sum / max(self.weights, 1),
+            "weight_difference_max": self.weight_difference_max,
+        }
         of_gaps = {
             "near_ties": near,
             "gap_median": float(np.median(self.gaps)) if self.gaps else None,
             "gap_max": max(self.gaps, default=None),
         }
         return {
-            **(self.weights.summary() if self.weights.slots else {}),
+            **(of_weights if self.weights else {}),
             "rows": self.rows,
             "equal_rows": self.rows - self.differing_rows,
             "differing_slots": self.differing_slots,
@@ -68,56 +78,9 @@ class LayerCount:
         }
 
 
-@dataclass
-class WeightCount:
-    """Differences between the weights of experts that both sides chose."""
-
-    slots: int = 0  # how many weights were compared
-    total: float = 0.0
-    largest: float = 0.0
-
-    def add(self, ours: Ids, our_weights: Scores, theirs: Ids, their_weights: Scores) -> None:
-        """Compares the weights of rows [n, K], whose experts may be in another order."""
-        same = ours[:, :, None] == theirs[:, None, :]
-        difference = np.abs(our_weights[:, :, None].astype(np.float64) - their_weights[:, None, :])[same]
-        self.slots += len(difference)
-        self.total += float(difference.sum())
-        self.largest = max(self.largest, float(difference.max(initial=0)))
-
-    def merged(self, other: "WeightCount") -> "WeightCount":
-        return WeightCount(self.slots + other.slots, self.total + other.total, max(self.largest, other.largest))
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "weights": self.slots,
-            "weight_difference_mean": self.total / self.slots,
-            "weight_difference_max": self.largest,
-        }
-
-
 EQUAL, DIFFERENT, NOT_KNOWN = range(3)
 ROWS = ("equal_rows", "different_rows", "unknown_rows")
 """The names of these, of the rows that tokens were sampled from."""
-
-
-@dataclass
-class LogprobCount:
-    """Absolute differences between two sides' log-probabilities of the same tokens.
-
-    The row of a token is that of the position before it, whose forward pass gives the token its probability.
-    """
-
-    # For tokens whose rows are equal in all layers, differ, or are unknown on a side.
-    parts: tuple[list[float], ...] = field(default_factory=lambda: ([], [], []))
-
-    def add(self, ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]], rows: NDArray[np.int8]) -> None:
-        """Compares [n] tokens, whose rows are as `rows` says. Those without a value (NaN) are left out."""
-        difference = np.abs(ours.astype(np.float64) - theirs)
-        for state, found in enumerate(self.parts):
-            found += difference[(rows == state) & ~np.isnan(difference)].tolist()
-
-    def summary(self) -> dict[str, dict[str, Any]]:
-        return {"all": _tails([*chain(*self.parts)]), **dict(zip(ROWS, map(_tails, self.parts), strict=True))}
 
 
 def _tails(values: list[float]) -> dict[str, Any]:
@@ -134,7 +97,9 @@ class Comparison:
     with_weights: bool = False
     with_logprobs: bool = False
     layers: list[LayerCount] = field(default_factory=list)
-    logprobs: LogprobCount = field(default_factory=LogprobCount)
+    # Absolute differences of log-probabilities, for tokens whose rows are equal in all layers, differ, or are unknown.
+    # The row of a token is that of the position before it, whose forward pass gives the token its probability.
+    logprobs: tuple[list[float], ...] = field(default_factory=lambda: ([], [], []))
     answers: int = 0
     missing: int = 0  # rows that are unknown on a side, which are not compared
 
@@ -156,16 +121,16 @@ class Comparison:
         positions = known + routing.start
         rows = _states(len(tokens) - 1, positions)
 
-        def take(place: int, chosen: Ids, scores: Scores) -> None:
-            differs = self.layers[place].add(routing.rows[known, place], chosen[positions], scores[positions])
+        def take(place: int, chosen: Ids, scores: Scores, weights: Scores | None) -> None:
+            both = None
+            if self.with_weights and weights is not None:
+                both = _scaled(routing, known, place, scale), weights[positions]
+            ours = routing.rows[known, place]
+            differs = self.layers[place].add(ours, chosen[positions], scores[positions], both)
             rows[positions[differs]] = DIFFERENT
 
-        def take_weights(place: int, chosen: Ids, weights: Scores) -> None:
-            own = _scaled(routing, known, place, scale)
-            self.layers[place].weights.add(routing.rows[known, place], own, chosen[positions], weights[positions])
-
-        theirs = reference.score(tokens[:-1], take, take_weights if self.with_weights else None, tokens[first:])
-        self.logprobs.add(logprobs[first:], theirs, rows[first - 1 :])
+        theirs = reference.score(tokens[:-1], take, tokens[first:])
+        self._add_logprobs(logprobs[first:], theirs, rows[first - 1 :])
 
     def add_pair(self, ours: Routing, theirs: Routing, scales: Sequence[Sequence[float] | None] = (None, None)) -> None:
         """Compares two responses as far as their tokens are the same."""
@@ -187,13 +152,21 @@ class Comparison:
         positions, mine, other = positions[is_known], *(at[is_known] for at in places)
         rows = _states(same, positions)
         for place, layer in enumerate(self.layers):
-            differs = layer.add(ours.rows[mine, place], theirs.rows[other, place])
-            rows[positions[differs]] = DIFFERENT
+            weights = None
             if self.with_weights:
-                weights = [_scaled(ours, mine, place, scales[0]), _scaled(theirs, other, place, scales[1])]
-                layer.weights.add(ours.rows[mine, place], weights[0], theirs.rows[other, place], weights[1])
+                weights = _scaled(ours, mine, place, scales[0]), _scaled(theirs, other, place, scales[1])
+            differs = layer.add(ours.rows[mine, place], theirs.rows[other, place], None, weights)
+            rows[positions[differs]] = DIFFERENT
         logprobs = self._logprobs_of(ours, tokens[0])[1:same], self._logprobs_of(theirs, tokens[1])[1:same]
-        self.logprobs.add(*logprobs, rows[:-1])
+        self._add_logprobs(*logprobs, rows[:-1])
+
+    def _add_logprobs(
+        self, ours: NDArray[np.floating[Any]], theirs: NDArray[np.floating[Any]], rows: NDArray[np.int8]
+    ) -> None:
+        """Compares [n] tokens, whose rows are as `rows` says. Those without a value (NaN) are left out."""
+        difference = np.abs(ours.astype(np.float64) - theirs)
+        for state, found in enumerate(self.logprobs):
+            found += difference[(rows == state) & ~np.isnan(difference)].tolist()
 
     def _tokens_of(self, routing: Routing) -> tuple[int, ...]:
         if self.with_weights and routing.weights is None:
@@ -217,6 +190,7 @@ class Comparison:
 
     def report(self, near_tie: float | None) -> dict[str, Any]:
         """The results for JSON."""
+        parts = ([*chain(*self.logprobs)], *self.logprobs)
         return {
             "answers": self.answers,
             "missing_rows": self.missing,
@@ -226,7 +200,7 @@ class Comparison:
                 for place, (layer_id, layer) in enumerate(zip(self.layer_ids, self.layers, strict=True))
             ],
             "total": reduce(LayerCount.merged, self.layers, LayerCount()).summary(near_tie),
-            **({"logprobs": self.logprobs.summary()} if self.with_logprobs else {}),
+            **({"logprobs": dict(zip(("all", *ROWS), map(_tails, parts), strict=True))} if self.with_logprobs else {}),
         }
 
 

@@ -4,19 +4,19 @@ import argparse
 import json
 import shutil
 import webbrowser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from types import MappingProxyType
+from typing import TextIO
 
-from routed_experts.protocol.collect import RoutingError
-from routed_experts.protocol.saved import ModelInfo, Reader, normalised
+from routed_experts.protocol.saved import ModelInfo, Reader, check_shown, page_lines
 from routed_experts.server.cli.console import CommandError, progress
-from routed_experts.server.cli.saved import STDIN, add_flags, files_in, info_of
 from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
+from routed_experts.server.page.saved import read
+from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
 HOST = "127.0.0.1"
@@ -32,17 +32,12 @@ class ViewedFile:
     about: ModelInfo  # what the files before it say about their model
 
     def lines(self, given: ModelInfo) -> Iterator[str]:
-        """The responses in the one form that the page reads; an error ends them."""
-        try:
-            with self.path.open(encoding="utf-8-sig") as file:
-                for answer in Reader(given, self.about).read(self.name, file):
-                    bodies = list(normalised(answer, answer.routings(unfinished=True)))
-                    for place, body in enumerate(bodies):
-                        where = f"line {answer.line}" + (f", prompt {place}" if len(bodies) > 1 else "")
-                        body["routed_experts_page"] = {**body.get("routed_experts_page", {}), "where": where}
-                        yield json.dumps(body) + "\n"
-        except (OSError, RoutingError) as error:
-            yield json.dumps({"error": {"message": str(error)}}) + "\n"
+        """The responses as the page shows them."""
+        return page_lines(self._open(), given, self.about)
+
+    def _open(self) -> Iterator[tuple[str, TextIO]]:
+        with self.path.open(encoding="utf-8-sig") as file:
+            yield self.name, file
 
 
 class ViewServer(ThreadingHTTPServer):
@@ -63,32 +58,36 @@ class ViewServer(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: ViewServer
 
+    def do_POST(self) -> None:
+        """Reads files that are opened in the page."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        try:
+            self._respond(200, "application/jsonl", map(str.encode, read(body)))
+        except ValueError as error:
+            self._respond(400, "application/json", [json.dumps({"error": {"message": str(error)}}).encode()])
+
     def do_GET(self) -> None:
-        # Against DNS rebinding: another site could point its own name to this address and read the files.
-        if self.headers.get("Host") not in {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}:
-            self._respond(403, b"Open this page at the address that the command printed.", "text/plain")
-            return
         path = self.path.partition("?")[0]
         folder, _, place = path.rpartition("/")
         if folder == SAVED_PATH and place.isdecimal() and int(place) < len(self.server.viewed):
-            self._begin(200, "application/jsonl")
-            for line in self.server.viewed[int(place)].lines(self.server.given):
-                self.wfile.write(line.encode())
-            return
-        if (found := page_file(path, self.server.page_config)) is None:
-            self._respond(404, b"File not found.", "text/plain")
+            lines = self.server.viewed[int(place)].lines(self.server.given)
+            self._respond(200, "application/jsonl", map(str.encode, lines))
+        elif found := page_file(path, self.server.page_config):
+            content, kind = found
+            self._respond(200, kind, [content])
         else:
-            self._respond(200, *found)
+            self._respond(404, "text/plain", [b"File not found."])
 
-    def _respond(self, status: int, content: bytes, kind: str) -> None:
-        self._begin(status, kind, {"Content-Length": str(len(content))})
-        self.wfile.write(content)
-
-    def _begin(self, status: int, kind: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+    def _respond(self, status: int, kind: str, parts: Iterable[bytes]) -> None:
+        # Against DNS rebinding: another site could point its own name to this address and read the files.
+        if self.headers.get("Host") not in {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}:
+            address = b"Open this page at the address that the command printed."
+            status, kind, parts = 403, "text/plain", [address]
         self.send_response(status)
-        for name, value in {**HEADERS, "Content-Type": kind, **headers}.items():
+        for name, value in {**HEADERS, "Content-Type": kind}.items():
             self.send_header(name, value)
         self.end_headers()
+        self.wfile.writelines(parts)
 
     def log_message(self, format: str, *args: object) -> None:
         """Logs nothing."""
@@ -140,12 +139,14 @@ def viewed_files(paths: Sequence[str], given: ModelInfo, stack: ExitStack) -> li
     viewed, about = [], ModelInfo()
     for path in progress(files_in(paths), desc="reading", unit=" files"):
         name = "standard input" if path == STDIN else path
-        reader, found = Reader(given, about), 0
+        reader, found = Reader(given, about), False
         try:
             file = _kept(stack) if path == STDIN else Path(path)
             with file.open(encoding="utf-8-sig") as text:
                 for answer in reader.read(name, text):
-                    found += sum(1 for _ in normalised(answer, answer.routings(unfinished=True)))
+                    found = True
+                    for routing in answer.routings(unfinished=True):
+                        check_shown(answer, routing)
         except OSError as error:
             raise CommandError(f"{name} cannot be read: {error.strerror}.") from error
         viewed += [ViewedFile(name, file, about)] if found else []
