@@ -31,32 +31,23 @@ ROOT = Path(__file__).parent.parent
 WINDOW_S = 1.0
 """For how long the others are looked at beside a long answer: after its first event, or, unstreamed, around its first
 byte, because its rows are encoded before that."""
-
-
 MODES = ("streamed", "unstreamed")
 _ODD_SIZES = (129, 257, 385, 641, 1025, 1537, 2049, 3073, 4097, 6145, 8191)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One load; all its requests are sent at once but for those that come with `long`, or where it says otherwise.
-
-    Attributes:
-        mixed: answers between half and one and a half times as long as `new_tokens`.
-        over: the seconds over which its requests come, if not all at once.
-        modes: in which it runs.
-        long: length of one more prompt, sent after `long_at` seconds; with it come short requests every `gap` seconds.
-    """
+    """One load; all its requests are sent at once but for those that come with `long`, or where it says otherwise."""
 
     name: str
     streams: int
     prompt_len: int
     new_tokens: int
     choices: int = 1
-    mixed: bool = False
-    over: float = 0.0
+    mixed: bool = False  # answers between half and one and a half times as long as `new_tokens`
+    over: float = 0.0  # the seconds over which its requests come, if not all at once
     modes: tuple[str, ...] = MODES
-    long: int = 0
+    long: int = 0  # length of one more prompt, sent after `long_at` seconds; with it come short ones every `gap`
     long_at: float = 1.0
     gap: float = 0.02
     others: int = 300
@@ -95,15 +86,11 @@ CPU_FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--enforce-eager"]
 
 @dataclass(frozen=True)
 class Line:
-    """A variant as it is asked for.
-
-    Attributes:
-        rows: what its answers bring: "none", "split", the same "at_end" or by "reference", or vLLM's "joined".
-    """
+    """A variant as it is asked for."""
 
     variant: str
     server: str
-    rows: str
+    rows: str  # what its answers bring: "none", "split", the same "at_end" or by "reference", or vLLM's "joined"
     stream: bool
     baseline: str
 

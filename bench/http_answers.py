@@ -1,7 +1,5 @@
 """Reads the bytes of an answer back, after the run: when its tokens came, and that every row is there."""
 
-import base64
-import io
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,7 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import orjson
-from numpy.typing import NDArray
+
+from routed_experts.protocol import codec
 
 Arrivals = list[tuple[float, bytes]]
 """What the socket gave: when, and which bytes."""
@@ -27,41 +26,26 @@ class Routing:
 
 @dataclass(frozen=True)
 class Expected:
-    """What one request must bring back.
-
-    Attributes:
-        rows: "split", the same "at_end" or by "reference", "joined" (vLLM's own form) or "none".
-        form: the request's `routed_experts_format`.
-        dtype: element type of the forms that do not name it.
-    """
+    """What one request must bring back."""
 
     prompt_len: int
     new_tokens: int
     choices: int
-    rows: str
-    form: str = "object"
-    dtype: str = "int16"
+    rows: str  # "split", the same "at_end" or by "reference", "joined" (vLLM's own form) or "none"
+    form: str = "object"  # the request's `routed_experts_format`
+    dtype: str = "int16"  # of the forms that do not name it
 
 
 @dataclass
 class Answer:
-    """One answer as the client saw it.
+    """One answer as the client saw it."""
 
-    Attributes:
-        first: when its first event came, or, if it was not streamed, its first byte.
-        last: when its last byte came.
-        tokens: for each choice, when each token came; empty if it was not streamed.
-        size: bytes received, headers included.
-        rows: rows received, all choices and the prompt together.
-        fault: what is wrong with it, or "".
-    """
-
-    first: float
-    last: float
-    size: int
-    tokens: list[list[float]] = field(default_factory=list)
-    rows: int = 0
-    fault: str = ""
+    first: float  # when its first event came, or, if it was not streamed, its first byte
+    last: float  # when its last byte came
+    size: int  # bytes received, headers included
+    tokens: list[list[float]] = field(default_factory=list)  # when each came, of each choice; empty if not streamed
+    rows: int = 0  # of all choices and the prompt together
+    fault: str = ""  # what is wrong with it
 
 
 class Fault(Exception):
@@ -172,11 +156,7 @@ class _Rows:
                 self._choices[index] += self._count(choice["routed_experts"], start)
 
     def check(self) -> int:
-        """How many rows came.
-
-        Raises:
-            Fault: not as many as the tokens have.
-        """
+        """How many rows came, which must be as many as the tokens have."""
         e = self._expected
         wanted = {
             "none": (0, 0),
@@ -189,27 +169,13 @@ class _Rows:
 
     def _count(self, array: Any, start: int) -> int:
         """Rows of an array, in any form, after a look at all that can be seen in it."""
-        shape = (-1, self._routing.layers, self._routing.top_k)
-        ids: NDArray[Any]
+        if isinstance(array, dict) and (array["start"] != start or array["missing"]):
+            raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
+        shape = self._routing.layers, self._routing.top_k
         if isinstance(array, dict) and "url" in array:  # fetched elsewhere; bench.fetch measures that
             ids = np.zeros(array["shape"], np.int8)
-            if array["start"] != start or array["missing"]:
-                raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
-        elif isinstance(array, dict):
-            ids = np.frombuffer(_bytes(array["data"]), array["dtype"]).reshape(array["shape"])
-            if array["start"] != start or array["missing"]:
-                raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
-        elif isinstance(array, list):
-            ids = np.array(array, dtype=np.int64).reshape(shape)
-        elif self._expected.form == "npy":
-            ids = np.load(io.BytesIO(_bytes(array)))
         else:
-            ids = np.frombuffer(_bytes(array), self._expected.dtype).reshape(shape)
-        if ids.shape[1:] != shape[1:] or (ids.size and not 0 <= ids.min() <= ids.max() < self._routing.num_experts):
-            raise Fault(f"no expert ids of {shape[1:]}: {ids.shape}")
+            ids = codec.decode(array, dtype=self._expected.dtype, num_layers=shape[0], top_k=shape[1])
+        if ids.shape[1:] != shape or (ids.size and not 0 <= ids.min() <= ids.max() < self._routing.num_experts):
+            raise Fault(f"no expert ids of {shape}: {ids.shape}")
         return len(ids)
-
-
-def _bytes(data: str | bytes) -> bytes:
-    """Base64 text, or what MessagePack brings as it is."""
-    return data if isinstance(data, bytes) else base64.b64decode(data)

@@ -18,32 +18,22 @@ import orjson
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_server import MODEL_NAME, Server
 
-MORE_FIELDS = {
-    "at_end": {"routed_experts_stream": "at_end"},
-    "reference": {"routed_experts_delivery": "reference"},
-}
+MORE_FIELDS = {"at_end": {"routed_experts_stream": "at_end"}, "reference": {"routed_experts_delivery": "reference"}}
 _RECEIVE_BYTES = 1 << 20
 _LIMIT_S = 300
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request of a run.
+    """One request of a run."""
 
-    Attributes:
-        at: when to send it, in seconds after the run's start.
-        role: "stream", "long" or "other": whom the figures are about.
-        apart: its client process serves no "stream", whose times its answer's size could disturb.
-        msgpack: ask for the answer in MessagePack.
-    """
-
-    at: float
-    role: str
+    at: float  # when to send it, in seconds after the run's start
+    role: str  # "stream", "long" or "other": whom the figures are about
     prompt: list[int]
     stream: bool
     expected: Expected
-    apart: bool = False
-    msgpack: bool = False
+    apart: bool = False  # its client process serves no "stream", whose times its answer's size could disturb
+    msgpack: bool = False  # ask for the answer in MessagePack
 
     def encoded(self) -> bytes:
         """The request as it goes over the wire. The server closes the connection when the answer is complete."""
@@ -78,11 +68,8 @@ class Sent:
 
 
 def receive(connections: list[socket.socket], requests: list[tuple[float, bytes]], began: float) -> list[Sent]:
-    """Sends each request (when after `began`, what) on its connection, and reads until the server has closed them all.
-
-    Raises:
-        TimeoutError: a request had no complete answer after five minutes.
-    """
+    """Sends each request (when after `began`, what) on its connection, and reads until the server has closed them all,
+    for five minutes at most."""
     sent = [Sent(0.0, []) for _ in requests]
     waiting = sorted(range(len(requests)), key=lambda index: -requests[index][0])  # the next one last
     with selectors.DefaultSelector() as selector:
@@ -150,16 +137,11 @@ def _client(pipe: Connection) -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """What a run gave.
-
-    Attributes:
-        busy: the largest share of its time that a client process computed: near 1, the client is what was measured.
-        api_cpu: CPU seconds of the API processes, from before the first request to after the last answer.
-    """
+    """What a run gave."""
 
     results: list[Result]
-    busy: float
-    api_cpu: float
+    busy: float  # the largest share of its time that a client process computed: near 1, it is what was measured
+    api_cpu: float  # CPU seconds of the API processes, from before the first request to after the last answer
 
 
 class Clients:
@@ -178,11 +160,7 @@ class Clients:
             self._processes.append(process)
 
     def run(self, server: Server, requests: list[Request], routing: Routing, token_chars: int) -> Load:
-        """Sends the requests to `server`, and reads its CPU time before and after.
-
-        Raises:
-            RuntimeError: a client process could not send, or had no answer.
-        """
+        """Sends the requests to `server`, and reads its CPU time before and after."""
         spread = itertools.cycle(range(len(self._pipes) - any(request.apart for request in requests)) or [0])
         lanes: list[list[Request]] = [[] for _ in self._pipes]
         for request in requests:

@@ -13,37 +13,25 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 MODEL_NAME = "bench"
-PLAYED = "bench.played_executor.PlayedExecutor"
-"""What runs in place of a model, where only the API process is measured."""
-PLAYED_STEP_MS = "PLAYED_STEP_MS"
-"""Environment variable: how long a step of it takes."""
-PLAYED_SLOTS = 1 << 20
-"""How many tokens its KV cache holds."""
+PLAYED = "bench.played_executor.PlayedExecutor"  # in place of a model, where only the API process is measured
+PLAYED_STEP_MS = "PLAYED_STEP_MS"  # environment variable: how long a step of it takes
+PLAYED_SLOTS = 1 << 20  # tokens that its KV cache holds
 _START_LIMIT_S = 420
 _LOADED_TOKENS = "vllm:external_prefix_cache_hits_total"
 
 
 @dataclass
 class Server:
-    """A running server.
-
-    Attributes:
-        api_servers: processes that answer HTTP; one is the process that was started itself, more are its children.
-        apart: whether it is a proxy, whose children are a server for prefill and one for decode.
-    """
+    """A running server."""
 
     process: subprocess.Popen[bytes]
     port: int
     log: Path
-    api_servers: int
-    apart: bool = False
+    api_servers: int  # processes that answer HTTP; one is the process that was started itself, more are its children
+    apart: bool = False  # whether it is a proxy, whose children are a server for prefill and one for decode
 
     def wait_until_healthy(self) -> None:
-        """Returns once the port answers.
-
-        Raises:
-            SystemExit: the server ended or took too long; the message holds the end of its log.
-        """
+        """Returns once the port answers, or exits with the end of the server's log."""
         deadline = time.monotonic() + _START_LIMIT_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
@@ -101,8 +89,8 @@ def start(
     flags: list[str],
     log: Path,
     api_servers: int,
-    gpu: str | None,
-    apart: list[str] | None = None,
+    gpu: str | None,  # the only one that it sees; None leaves the choice to the environment
+    apart: list[str] | None = None,  # GPUs of a prefill and a decode server behind a proxy, empty for a CPU
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 

@@ -35,7 +35,7 @@ from bench.http_table import commit_and_device, described
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import RoutingOptions, parse_options
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.references import ReferenceMaker, has_left
+from routed_experts.server.http.references import Delivery, ReferenceMaker, has_left
 from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -60,15 +60,10 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
 
 @dataclass
 class Held:
-    """How long others had to wait, in milliseconds, and for what.
+    """How long others had to wait, in milliseconds, and for what."""
 
-    Attributes:
-        held: CPU time of the longest step of any task.
-        late: by how much a timer fired too late, at most.
-    """
-
-    held: float = 0.0
-    late: float = 0.0
+    held: float = 0.0  # CPU time of the longest step of any task
+    late: float = 0.0  # by how much a timer fired too late, at most
 
     def timed(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **kwargs: Any) -> asyncio.Task:
         """A task for `coro`, every step of which is timed: what a loop makes its tasks with."""
@@ -120,12 +115,7 @@ class _Completion(BaseModel):
 
 
 class Edge:
-    """Routes that answer with rows as vLLM's do, to what an engine would have sent.
-
-    Args:
-        num_rows: of a long answer.
-        folder: for stored arrays.
-    """
+    """Routes that answer with rows as vLLM's do, to what an engine would have sent."""
 
     def __init__(self, num_rows: int, folder: Path) -> None:
         self._store = ArrayStore(folder)
@@ -197,11 +187,11 @@ class Edge:
     def _stream(
         self, options: RoutingOptions, outputs: AsyncIterator[RequestOutput], request: Request
     ) -> AsyncIterator[str]:
-        aligner = SSERewriter(options, encoder_of(options), 1, str, references=self._references(options, request))
+        aligner = SSERewriter(options, encoder_of(options), 1, str, delivery=self._references(options, request))
         return aligner.rewrite(_chunks(aligner.watch(outputs)))
 
-    def _references(self, options: RoutingOptions, request: Request) -> ReferenceMaker | None:
-        return ReferenceMaker(self._store, partial(has_left, request)) if options.by_reference else None
+    def _references(self, options: RoutingOptions, request: Request) -> Delivery:
+        return ReferenceMaker(self._store, partial(has_left, request)) if options.by_reference else Delivery()
 
 
 def encoder_of(options: RoutingOptions) -> Encoder:

@@ -88,8 +88,8 @@ class Settings:
     routed_experts_record: Annotated[
         str | Path | None,
         _FOLDER,
-        "record the routing of what clients ask, whether or not they ask for routing, in FOLDER/*.jsonl, which export, "
-        "stats and view read; the files contain the token ids of prompts and answers",
+        "record the routing of what clients ask, whether or not they ask for routing, in FOLDER/*.jsonl, which export "
+        "and view read; the files contain the token ids of prompts and answers",
     ] = None
     routed_experts_record_tokens: Annotated[
         bool, _SWITCH, "whether recorded files contain token ids; expert ids alone still tell something about a text"

@@ -12,7 +12,7 @@ from prometheus_client import Counter, Gauge
 from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.stats import EngineStats
 from routed_experts.protocol.version import VERSION
-from routed_experts.server.http.encoding import Sent
+from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.outputs.row_buffer import Causes, RowBuffers
 from routed_experts.server.vllm_api import VLLM_VERSION
 
@@ -95,11 +95,11 @@ def label_with(model: str) -> None:
         ROWS_MISSING.labels(model, reason)
 
 
-def count_response(sent: Sent, lost: int, causes: Causes) -> None:
+def count_response(encoder: Encoder, lost: int, causes: Causes) -> None:
     """Counts a finished response. `lost` rows did not arrive from the engine; it did not know others for `causes`."""
-    ROWS_RETURNED.labels(_model).inc(sent.rows)
-    SENT_BYTES.labels(_model).inc(sent.num_bytes)
-    left = sent.missing
+    ROWS_RETURNED.labels(_model).inc(encoder.counts.rows)
+    SENT_BYTES.labels(_model).inc(encoder.num_bytes)
+    left = encoder.counts.missing
     if not left:
         return
     for reason, count in ((_NOT_ARRIVED, lost), *((name, causes[cause]) for cause, name in _SETTINGS.items())):

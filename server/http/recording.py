@@ -1,4 +1,4 @@
-"""Records the routing of what clients ask, beside the responses and without the clients' help.
+"""Records the routing of all requests in files: a line is a response that the server could have made.
 
 A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go to the record alone.
 One that asks is recorded with the rows that it asks for. One thread writes what has finished.
@@ -11,18 +11,19 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from io import FileIO
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from random import Random
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
-import msgspec
+from pydantic import BaseModel
 
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.codec import resolve_dtype
@@ -30,9 +31,9 @@ from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
-from routed_experts.server.http.response import CollectedRows
-from routed_experts.server.outputs.folders import open_private, private_folder
-from routed_experts.server.outputs.row_buffer import RecordedRows, RowBuffer
+from routed_experts.server.http.response import CollectedRows, RoutedResponse
+from routed_experts.server.outputs.folders import open_private, private_folder, write_all
+from routed_experts.server.outputs.row_buffer import NoRecorder, RecordedRows, RowBuffer
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -46,10 +47,8 @@ from routed_experts.server.vllm_api import (
 
 logger = get_logger(__name__)
 
-FILE_BYTES = 64 << 20
-"""A file that has reached this size is complete."""
-FILE_S = 300.0
-"""So is one that was begun so many seconds ago."""
+FILE_BYTES, FILE_S = 64 << 20, 300.0
+"""A file that has this size or age is complete."""
 PART = ".part"
 """Suffix of a file's name until the file is complete."""
 
@@ -57,7 +56,7 @@ _RUNNING_BYTES = 512 << 20
 """Limit of the rows that are held for running requests."""
 _QUEUE_BYTES = 128 << 20
 """Limit of the rows that wait to be written; a single larger request may wait alone."""
-_WRITE_BYTES = 1 << 20
+_PARTS = 32  # of up to 64 KiB, written at once
 _IDLE_S = 5.0
 _CLOSE_S = 5.0
 """How long a server that stops waits for what is not written yet."""
@@ -79,19 +78,17 @@ def prepare(folder: Path) -> None:
         pass
     for path in folder.glob(f"*{PART}"):
         try:
-            file = open(path, "r+b", buffering=0, opener=open_private)  # noqa: SIM115
+            file = FileIO(path, "r+", opener=open_private)
         except OSError:  # a link or a folder: no server made it
             continue
         with file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):  # a pipe
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe
                 continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # another server writes it
                 continue
-            size = found.st_size
-            if size:
+            if size := os.fstat(file.fileno()).st_size:
                 with mmap.mmap(file.fileno(), 0) as content:
                     size = content.rfind(b"\n") + 1
                 file.truncate(size)
@@ -107,7 +104,7 @@ def _complete(path: Path, size: int) -> None:
 
 
 class RecordFiles:
-    """The files that one process writes in a folder."""
+    """The files that one process writes in a folder, one after the other."""
 
     def __init__(self, folder: Path, room: int) -> None:
         self._folder = folder
@@ -122,15 +119,13 @@ class RecordFiles:
         """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
-        limit = self._room - sum(self._sizes.values())
+        limit, parts = self._room - sum(self._sizes.values()), iter(parts)
         try:
-            for block in _blocks(parts):
-                end += len(block)
+            while some := [*islice(parts, _PARTS)]:
+                end += sum(map(len, some))
                 if end > limit:
                     raise FullError
-                left = memoryview(block)
-                while left:
-                    left = left[file.write(left) :]
+                write_all(file, some)
         except BaseException:
             self._undo(file, begin)
             raise
@@ -138,13 +133,10 @@ class RecordFiles:
 
     def _open(self) -> FileIO:
         name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
-        path = self._folder / name
-        file = FileIO(path, "x", opener=open_private)  # they tell texts, whatever the folder allows
-        try:
+        self._path, self._begun = self._folder / name, time.monotonic()
+        self._file = file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:  # a file system without locks
-            logger.debug("%s cannot be locked.", path)
-        self._file, self._path, self._begun = file, path, time.monotonic()
         return file
 
     def _undo(self, file: FileIO, begin: int) -> None:
@@ -156,17 +148,12 @@ class RecordFiles:
             self._file = None
             file.close()
 
-    def tidy(self) -> None:
-        """Completes a file that is large or old. Raises OSError."""
-        if self._file is not None and (self._file.tell() >= FILE_BYTES or time.monotonic() - self._begun >= FILE_S):
-            self.complete()
-
-    def complete(self) -> None:
-        """Completes the open file. Raises OSError."""
-        if self._file is None:
+    def rotate(self, at_once: bool = False) -> None:
+        """Completes the open file, if it is large or old, or at once. Raises OSError."""
+        file = self._file
+        if file is None or not (at_once or file.tell() >= FILE_BYTES or time.monotonic() - self._begun >= FILE_S):
             return
-        file, self._file = self._file, None
-        size = file.tell()
+        self._file, size = None, file.tell()
         file.close()
         _complete(self._path, size)
         if size:
@@ -179,15 +166,11 @@ class RecordFiles:
         return len(self._sizes) < before
 
 
-def _blocks(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """`parts` in blocks, of which each but the last has `_WRITE_BYTES` or more."""
-    block = bytearray()
-    for part in parts:
-        block += part
-        if len(block) >= _WRITE_BYTES:
-            yield bytes(block)
-            block.clear()
-    yield bytes(block)
+class RecordedResponse(BaseModel, extra="allow"):
+    """What a line says beside the rows."""
+
+    choices: list[dict[str, Any]]
+    kv_transfer_params: ClassVar[None] = None
 
 
 @dataclass(eq=False)
@@ -225,18 +208,19 @@ class RecordedChoice(RecordedRows):
         try:
             self._recorder.finish(self._record, self, state, finish_reason)
         except Exception as error:  # noqa: BLE001 the response does not depend on it
-            self._recorder.fail(self._record, error)
+            self._recorder.fail(error, self._record)
 
 
-class Recorder:
+class Recorder(NoRecorder):
     """Decides which requests are recorded, and has their routing written.
 
     All methods but those of the thread run in the event loop.
     """
 
+    is_on = True
+
     def __init__(self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool) -> None:
         self._captured = captured
-        self._info = captured.info.model_dump()
         self._files = files
         self._share = share  # of the prompts that are recorded, drawn for each
         self._keeps_tokens = keeps_tokens
@@ -249,16 +233,12 @@ class Recorder:
         self._thread = Thread(target=self._write_all, name="routed-experts-record", daemon=True)
         self._thread.start()
 
-    # ---- requests ----
-
     def leave_out(self, reason: str) -> None:
-        """Records nothing of what the current task asks from now on, and counts that once."""
         _LEFT_OUT.set(True)
         if self._random.random() < self._share:
             count_dropped(reason)
 
     def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedChoice | None:
-        """Opts in a request (one for each choice) that is to be recorded; None if it is not."""
         params = request.sampling_params
         if params is None or self._is_closed or _LEFT_OUT.get():
             return None
@@ -270,14 +250,12 @@ class Recorder:
                 if not hasattr(parent, "routed_experts_record"):
                     parent.routed_experts_record = self._new(request, params, asked, parent.n)
                 record = parent.routed_experts_record
-            if record is None:
-                return None
-            if asked is None:
+            if record is not None and asked is None:
                 request.sampling_params = params = copy(params)  # other choices use the same object
                 params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: record.opt_in.encode()}
-            return RecordedChoice(self, record, client_asks=asked is not None)
+            return None if record is None else RecordedChoice(self, record, client_asks=asked is not None)
         except Exception as error:  # noqa: BLE001 the response does not depend on it
-            self.fail(None, error)
+            self.fail(error)
             return None
 
     def _new(
@@ -300,26 +278,21 @@ class Recorder:
 
     def hold(self, record: Record, num_bytes: int) -> bool:
         """Whether so many more bytes of rows may be held for a running request."""
-        if record.is_dropped:
-            return False
-        if self._running_bytes + num_bytes > _RUNNING_BYTES:
+        if not record.is_dropped and self._running_bytes + num_bytes > _RUNNING_BYTES:
             self._drop(record, "memory")
-            return False
-        record.nbytes += num_bytes
-        self._running_bytes += num_bytes
-        return True
+        if not record.is_dropped:
+            record.nbytes += num_bytes
+            self._running_bytes += num_bytes
+        return not record.is_dropped
 
     def finish(self, record: Record, rows: RowBuffer, state: RequestState, finish_reason: str) -> None:
         """Takes a choice that has ended; with the last one, the record goes into the queue."""
         record.num_running -= 1
         if record.is_dropped:
             return
-        token_ids = list(state.detokenizer.output_token_ids)
-        if token_ids:
-            output = CompletionOutput(
-                state.request_index, "", token_ids, None, None, routed_experts=rows, finish_reason=finish_reason
-            )
-            record.finished.append(output)
+        if token_ids := [*state.detokenizer.output_token_ids]:
+            about = {"routed_experts": rows, "finish_reason": finish_reason}
+            record.finished.append(CompletionOutput(state.request_index, "", token_ids, None, None, **about))
         if record.num_running:
             return
         record.model, record.prompt_token_ids = state.lora_name, state.prompt_token_ids
@@ -334,19 +307,19 @@ class Recorder:
             self._put_bytes += record.nbytes
             self._queue.put(record)
 
-    def fail(self, record: Record | None, error: Exception) -> None:
-        """Counts what could not be recorded, and logs the first of several failures in a row."""
-        if record is not None and not record.is_dropped:
-            self._drop(record, "failed")
-        elif record is None:
-            count_dropped("failed")
-        self._log(error)
-
     def _drop(self, record: Record, reason: str) -> None:
         count_dropped(reason)
         self._running_bytes -= record.nbytes
         record.is_dropped, record.nbytes = True, 0
         record.finished.clear()
+
+    def fail(self, error: Exception, record: Record | None = None) -> None:
+        """Counts what could not be recorded, and logs the first of several failures in a row."""
+        if record is None:
+            count_dropped("failed")
+        elif not record.is_dropped:
+            self._drop(record, "failed")
+        self._log(error)
 
     def _log(self, error: Exception) -> None:
         if not self._has_failed:
@@ -364,30 +337,27 @@ class Recorder:
         if self._thread.is_alive():
             logger.error("The routing of about %d requests was not recorded: the disk is slow.", self._queue.qsize())
 
-    # ---- the thread ----
-
     def _write_all(self) -> None:
+        """Runs in the thread."""
         is_open = True
         while is_open:
             try:
-                record = self._queue.get(timeout=_IDLE_S)
-                is_open = record is not None
-                if record is not None:
+                if (record := self._queue.get(timeout=_IDLE_S)) is not None:
                     self._write(record)
+                is_open = record is not None
             except Empty:
                 if self._is_full and self._files.have_gone():
                     logger.info("Files of recorded routing were moved away: recording goes on.")
                     self._is_full = False
             try:
-                self._files.tidy() if is_open and not self._is_full else self._files.complete()
+                self._files.rotate(at_once=self._is_full or not is_open)
             except OSError as error:
                 self._log(error)
 
     def _write(self, record: Record) -> None:
         try:
-            num_bytes = self._files.write(self._line(record))
+            count_recorded(self._files.write(self._line(record)))
             self._has_failed = False
-            count_recorded(num_bytes)
         except FullError:
             count_dropped("full")
             if not self._is_full:
@@ -397,52 +367,37 @@ class Recorder:
                 )
             self._is_full = True
         except Exception as error:  # noqa: BLE001 the next request may succeed
-            count_dropped("failed")
-            self._log(error)
+            self.fail(error)
         finally:
             record.finished.clear()
             self._taken_bytes += record.nbytes
 
     def _line(self, record: Record) -> Iterator[bytes]:
-        """A response as `protocol.saved` reads it, in parts."""
-        captured = self._captured
-        options = RoutingOptions(prompt_start=record.opt_in.prompt_start, weights=record.opt_in.weights)
+        """A response with the narrowest type that holds its rows, in parts."""
+        captured, asked = self._captured, record.opt_in
         finished = sorted(record.finished, key=lambda each: each.index)
-        prompt = record.prompt_token_ids or [0] * record.prompt_len
+        choices = [{"index": each.index, "finish_reason": each.finish_reason} for each in finished]
+        about = {"id": record.request_id, "object": "text_completion", "created": record.created}
+        about |= {"model": record.model or captured.info.model, "routed_experts_info": captured.info.model_dump()}
+        if self._keeps_tokens:
+            about |= {"prompt_token_ids": record.prompt_token_ids} if record.prompt_token_ids is not None else {}
+            choices = [{**choice, "token_ids": each.token_ids} for choice, each in zip(choices, finished, strict=True)]
+        options = RoutingOptions(prompt_start=asked.prompt_start, weights=asked.weights)
         rows = CollectedRows(options, captured.row_shape(options.weights))
+        prompt = record.prompt_token_ids or [0] * record.prompt_len
         rows.collect(RequestOutput(record.request_id, None, prompt, None, finished, finished=True))
-        encoders = self._encoder(rows).by_name()
-        head: dict[str, Any] = {"id": record.request_id, "object": "text_completion", "created": record.created}
-        head |= {"model": record.model or captured.info.model, "routed_experts_info": self._info}
-        if self._keeps_tokens and record.prompt_token_ids is not None:
-            head["prompt_token_ids"] = record.prompt_token_ids
-        yield msgspec.json.encode(head)[:-1]
-        for name, encoder in encoders.items():
-            yield f',"prompt_{name}":'.encode()
-            yield from encoder.parts(rows.prompts[0], options.prompt_start, packed=False)
-        lead = b',"choices":['
-        for output, (first, arrays) in zip(finished, rows.choices, strict=True):
-            choice: dict[str, Any] = {"index": output.index, "finish_reason": output.finish_reason}
-            if self._keeps_tokens:
-                choice["token_ids"] = output.token_ids
-            yield lead + msgspec.json.encode(choice)[:-1]
-            for name, encoder in encoders.items():
-                yield f',"{name}":'.encode()
-                yield from encoder.parts(arrays, first, packed=False)
-            lead = b"},"
-        yield b"}]}\n"
 
-    def _encoder(self, rows: CollectedRows) -> Encoder:
-        """For the narrowest type that holds these rows."""
-        captured, weights = self._captured, rows.options.weights
-        about = captured.shape, captured.num_experts, None, weights
-        narrow = Encoder("object", resolve_dtype("auto", captured.num_experts), *about)
+        def parts(dtype: str) -> Iterator[bytes]:
+            encoder = Encoder("object", dtype, captured.shape, captured.num_experts, None, options.weights)
+            response = RecordedResponse(choices=choices, **about)
+            body = RoutedResponse(response, rows, encoder, is_list=False).encode(packed=False)
+            return iter([body]) if isinstance(body, bytes) else body
+
         try:
-            for *_, arrays in rows.arrays():
-                narrow.check(arrays)
+            line = parts(resolve_dtype("auto", captured.num_experts))
         except LostRowsError:
-            return Encoder("object", "int16", *about)
-        return narrow
+            line = parts("int16")
+        return chain(line, [b"\n"])
 
 
 def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) -> Recorder:

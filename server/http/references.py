@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
+from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.protocol.codec import Rows
 from routed_experts.server.http.encoding import Encoder
@@ -20,25 +21,49 @@ logger = get_logger(__name__)
 _ROWS = "routed_experts/rows"
 ROWS_PATH = f"/v1/{_ROWS}"
 
-_QUICK_ARRAYS, _QUICK_BYTES = 16, 512 << 10  # stored within the event loop, in less than 2 ms
+AT_ONCE_BYTES = 512 << 10
+"""Rows of a response that is made at once, which takes at most about 2 ms. More are prepared in a thread and sent in
+parts, between which other tasks run."""
+_QUICK_ARRAYS = 16
 
 T = TypeVar("T")
+Arrays = Iterable[tuple[str, int, list[Rows]]]
+"""The name of an array in the response, its first position, and its rows."""
+
+
+class Delivery:
+    """How the arrays of one response reach the client: inline."""
+
+    async def run(self, num_arrays: int, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
+        """Runs what prepares arrays of `num_bytes`: at once, or in a thread if it takes long."""
+        return await run_in_threadpool(function, *args) if num_bytes > AT_ONCE_BYTES else function(*args)
+
+    def references(self, encoder: Encoder, arrays: Arrays) -> tuple[list[dict[str, Any]], StoreError | None]:
+        """Stores `arrays` and their weights. Returns the references of each by name, none for an array that is sent
+        inline, and why arrays could not be stored. Raises `LostRowsError`."""
+        return [{} for _ in arrays], None
+
+    def told(self) -> None:
+        """Says that the response, or what there is of it, is sent."""
+
+    def delete_untold(self) -> None:
+        """Deletes the arrays of which the client was not told."""
 
 
 @dataclass(frozen=True)
-class ReferenceMaker:
-    """Stores the arrays of one response."""
+class ReferenceMaker(Delivery):
+    """Stores arrays, so that the response has references to them."""
 
     store: ArrayStore
     has_left: Callable[[], bool]  # whether the client has closed its connection
     untold: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
 
     async def run(self, num_arrays: int, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """Runs what stores arrays made of `num_bytes`: at once, if nobody has to wait and that takes less time than to
-        wake the store's thread. If the client leaves meanwhile, or it fails, they are deleted."""
+        """At once, if nobody has to wait and that takes less time than to wake the store's thread. If the client leaves
+        meanwhile, or it fails, the arrays are deleted."""
         try:
             room = 4 * num_bytes + 8192 * num_arrays  # for int32, dense layers, headers, and whole blocks
-            is_small = num_arrays <= _QUICK_ARRAYS and num_bytes <= _QUICK_BYTES
+            is_small = num_arrays <= _QUICK_ARRAYS and num_bytes <= AT_ONCE_BYTES
             if is_small and self.store.is_in_memory and self.store.has_room(room):
                 return function(*args)
             return await asyncio.wrap_future(self.store.writer.submit(function, *args))
@@ -47,35 +72,27 @@ class ReferenceMaker:
             raise
 
     def told(self) -> None:
-        """Says that the references are sent. If nobody is there any more, their arrays are deleted."""
+        """If nobody is there any more, the arrays are deleted."""
         if self.untold and self.has_left():
             self.delete_untold()
         else:
             self.untold.clear()
 
     def delete_untold(self) -> None:
-        """Deletes the arrays that are untold when the store's thread comes to it."""
-        self.store.writer.submit(lambda: self._delete(self.untold))
+        """When the store's thread comes to it."""
+        if self.untold:
+            self.store.writer.submit(lambda: self._delete(self.untold))
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
             with suppress(LookupError, StoreError):
                 self.store.delete(key)
 
-    def warn_of_inline(self, failure: StoreError) -> None:
-        """Logs, once a minute at most, that arrays come inline."""
-        if self.store.is_time_to_warn():
-            logger.warning("Routed experts come inline: %s", failure)
-
-    def references(
-        self, encoder: Encoder, arrays: Iterable[tuple[str, int, list[Rows]]]
-    ) -> tuple[list[dict[str, Any]], StoreError | None]:
-        """Stores `arrays` (name, first position, rows) and their weights. Returns the references of each by name, none
-        for an array that cannot be stored with its weights, and the last error. Raises `LostRowsError`."""
+    def references(self, encoder: Encoder, arrays: Arrays) -> tuple[list[dict[str, Any]], StoreError | None]:
         made: list[dict[str, Any]] = []
         failure: StoreError | None = None
         for name, start, rows in arrays:
-            encoders, references = encoder.by_name(name), {}
+            encoders, references = encoder.named_encoders(name), {}
             try:
                 for each, by in encoders.items():
                     references[each] = self._refer(by, rows, start)
@@ -85,9 +102,10 @@ class ReferenceMaker:
                 self._delete(reference["id"] for reference in references.values())
                 references = {}
             for each, reference in references.items():
-                encoders[each].sent.rows += reference["shape"][0]
-                encoders[each].sent.missing += reference["missing"]
+                encoders[each].count(reference["shape"][0], reference["missing"])
             made.append(references)
+        if failure is not None and self.store.is_time_to_warn():
+            logger.warning("Routed experts come inline: %s", failure)
         return made, failure
 
     def _refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:

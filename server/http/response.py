@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from itertools import chain
 from typing import Any
 
 import msgspec
 from fastapi import Request
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
@@ -18,12 +18,11 @@ from starlette.types import Receive, Scope, Send
 from routed_experts.capture.handoff import has_all
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
-from routed_experts.protocol.expert_load import Histogram
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server import MAX_RESPONSE_BYTES
 from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.metrics import count_response
-from routed_experts.server.http.references import ReferenceMaker, cannot_store
+from routed_experts.server.http.references import AT_ONCE_BYTES, Delivery, cannot_store
 from routed_experts.server.http.request import MSGPACK
 from routed_experts.server.http.vllm_http import (
     ErrorResponse,
@@ -37,6 +36,9 @@ from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_o
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 
 logger = get_logger(__name__)
+
+_AT_ONCE_LIST_BYTES = 192 << 10
+"""As `AT_ONCE_BYTES`, of rows that are sent as nested lists."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class CollectedRows:
             end = max(prompt_len + len(choice.token_ids) - 1, start)
             shape = self.shape if is_complete(choice.finish_reason) else None
             prompt = buffer.take(start, min(prompt_len, end), shape)
-            lost = sum(map(count_missing, map(self._ids, prompt))) if buffer.num_lost else 0
+            lost = sum(map(self.count_missing, prompt)) if buffer.num_lost else 0
             prompts.append((_count(prompt) - lost, prompt))
             self.choices.append((prompt_len, buffer.take(prompt_len, end, shape)))
             self.num_lost += buffer.num_lost
@@ -77,8 +79,9 @@ class CollectedRows:
             self.prompts.append(prompt)
             self.own_prompts += [rows if arrived == most else prompt for arrived, rows in prompts]
 
-    def _ids(self, rows: Rows) -> Rows:
-        return ids_of(rows) if self.options.weights else rows
+    def count_missing(self, rows: Rows) -> int:
+        """Number of unknown rows in an array of them."""
+        return count_missing(ids_of(rows) if self.options.weights else rows)
 
     async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
         """Yields `outputs` after collecting their rows."""
@@ -108,10 +111,6 @@ class CollectedRows:
         for prompt in self.prompts:
             yield None, start, prompt
 
-    def histograms(self, encoder: Encoder) -> tuple[list[Histogram], list[Histogram]]:
-        """Histograms of the prompts, and of the choices."""
-        return [*map(encoder.histogram, self.prompts)], [encoder.histogram(arrays) for _, arrays in self.choices]
-
 
 def _count(arrays: list[Rows]) -> int:
     return sum(map(len, arrays))
@@ -125,7 +124,7 @@ class RoutedResponse:
     rows: CollectedRows
     encoder: Encoder
     is_list: bool  # whether the request has a list of prompts
-    references: ReferenceMaker | None = None  # if the request asks for references
+    delivery: Delivery = field(default_factory=Delivery)
     max_bytes: int = MAX_RESPONSE_BYTES  # of arrays that the store cannot take and that are returned inline
 
     @property
@@ -134,18 +133,18 @@ class RoutedResponse:
         return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
 
     @property
-    def num_arrays(self) -> int:
-        """Number of all arrays, with those of weights."""
-        return (len(self.rows.choices) + len(self.rows.prompts)) * len(self.encoder.by_name())
+    def is_small(self) -> bool:
+        """Whether the response can be made at once."""
+        return self.nbytes <= (_AT_ONCE_LIST_BYTES if self.encoder.fmt == "list" else AT_ONCE_BYTES)
 
-    @property
-    def _hands_prompt_over(self) -> bool:
-        """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
-        return len(self.rows.prompts) == 1 and has_all(self.response.kv_transfer_params, self.rows.options.weights)
+    async def prepare(self, packed: bool) -> bytes | Iterator[bytes]:
+        """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the arrays if the request
+        asks for references; if the store cannot take them, they must fit inline."""
+        num_arrays = (len(self.rows.choices) + len(self.rows.prompts)) * len(self.encoder.named_encoders())
+        return await self.delivery.run(num_arrays, self.nbytes, self.encode, packed)
 
-    def prepare(self, packed: bool) -> tuple[list[bytes], list[Iterator[bytes]]]:
-        """The texts of the response body, as JSON or MessagePack (`packed`), and the parts of each array between them.
-        Stores the arrays if the request asks for references; if the store cannot take them, they must fit inline."""
+    def encode(self, packed: bool) -> bytes | Iterator[bytes]:
+        """As `prepare`, in this thread."""
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
         if self._hands_prompt_over and not self.rows.options.asks_for_inline:
@@ -153,10 +152,8 @@ class RoutedResponse:
         marker = secrets.token_bytes(16)  # random, so that no client can send it; behind it, the index of an array
         inline: list[Iterator[bytes]] = []
         prompts: dict[str, list[Any]] = {}
-        for *_, rows in arrays:
-            self.encoder.check(rows)
         for (choice, start, rows), references in zip(arrays, self._refer(arrays), strict=True):
-            for name, encoder in self.encoder.by_name(_name_of(choice)).items():
+            for name, encoder in self.encoder.named_encoders(_name_of(choice)).items():
                 value = references.get(name, msgspec.Raw(marker + len(inline).to_bytes(4, "big")))
                 if name not in references:
                     inline.append(encoder.parts(rows, start, packed))
@@ -166,25 +163,31 @@ class RoutedResponse:
                     body["choices"][choice][name] = value
         body |= {name: self._one_or_list(values) for name, values in prompts.items()}
         if self.rows.options.histogram:
-            of_prompts, of_choices = self.rows.histograms(self.encoder)
-            body["prompt_routed_experts_histogram"] = self._one_or_list(of_prompts)
-            for choice_body, counted in zip(body["choices"], of_choices, strict=True):
-                choice_body["routed_experts_histogram"] = counted
+            count = self.encoder.histogram
+            body["prompt_routed_experts_histogram"] = self._one_or_list([*map(count, self.rows.prompts)])
+            for choice_body, (_, rows) in zip(body["choices"], self.rows.choices, strict=True):
+                choice_body["routed_experts_histogram"] = count(rows)
         first, *texts = encoded(body, packed).split(marker)
-        order = [int.from_bytes(text[:4], "big") for text in texts]
-        return [first, *(text[4:] for text in texts)], [inline[index] for index in order]
+        arrays_and_texts = (chain(inline[int.from_bytes(text[:4], "big")], [text[4:]]) for text in texts)
+        parts = chain([first], chain.from_iterable(arrays_and_texts))
+        return b"".join(parts) if self.is_small or not inline else parts
+
+    def count(self) -> None:
+        """Counts the response as sent."""
+        count_response(self.encoder, self.rows.num_lost, self.rows.causes)
+
+    @property
+    def _hands_prompt_over(self) -> bool:
+        """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
+        return len(self.rows.prompts) == 1 and has_all(self.response.kv_transfer_params, self.rows.options.weights)
 
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned inline."""
-        if self.references is None:
-            return [{} for _ in arrays]
         named = ((_name_of(choice), start, rows) for choice, start, rows in arrays)
-        made, failure = self.references.references(self.encoder, named)
-        inline = (rows for references, (*_, rows) in zip(made, arrays, strict=True) if not references)
-        if failure is not None and (num_inline := sum(map(_count, inline))):
-            if self.encoder.text_bytes(num_inline) > self.max_bytes:
-                raise failure
-            self.references.warn_of_inline(failure)
+        made, failure = self.delivery.references(self.encoder, named)
+        inline = sum(_count(rows) for references, (*_, rows) in zip(made, arrays, strict=True) if not references)
+        if failure is not None and inline and self.encoder.text_bytes(inline) > self.max_bytes:
+            raise failure
         return made
 
     def _one_or_list(self, items: list[Any]) -> Any:
@@ -194,13 +197,6 @@ class RoutedResponse:
 def _name_of(choice: int | None) -> str:
     """Name of the array of a choice, or of a prompt (None)."""
     return "routed_experts" if choice is not None else "prompt_routed_experts"
-
-
-def parts_of(texts: list[bytes], arrays: list[Iterator[bytes]]) -> Iterator[bytes]:
-    yield texts[0]
-    for array, text in zip(arrays, texts[1:], strict=True):
-        yield from array
-        yield text
 
 
 def body_of(response: Any, packed: bool) -> dict[str, Any]:
@@ -222,9 +218,6 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
 
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
-_AT_ONCE_BYTES, _AT_ONCE_LIST_BYTES = 512 << 10, 192 << 10
-"""Larger responses are prepared in a thread and sent in parts, so that other tasks run in between. Smaller ones take at
-most about 2 ms, which a thread would double."""
 
 
 async def respond(answer: Any, raw_request: Request) -> Response:
@@ -235,14 +228,12 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
         return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
     packed = wants_msgpack(raw_request.headers.get("accept", ""))
-    headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))
+    about: dict[str, Any] = {"headers": metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))}
     if not isinstance(answer, RoutedResponse):
-        body = body_of(answer, packed)
-        if packed:
-            return Response(encoded(body, packed), media_type=MSGPACK, headers=headers)
-        return JSONResponse(body, headers=headers)
+        plain = body_of(answer, packed)
+        return Response(encoded(plain, packed), media_type=MSGPACK, **about) if packed else JSONResponse(plain, **about)
     try:
-        return await _with_rows(answer, packed, headers)
+        body = await answer.prepare(packed)
     except StoreError as error:
         if not answer.rows.options.by_default:
             raise cannot_store(error) from None
@@ -251,47 +242,34 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     except LostRowsError as error:
         failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)
-
-
-async def _with_rows(answer: RoutedResponse, packed: bool, headers: Any) -> Response:
-    about = {"media_type": MSGPACK if packed else _JSON, "headers": headers}
-    is_small = answer.nbytes <= (_AT_ONCE_LIST_BYTES if answer.encoder.fmt == "list" else _AT_ONCE_BYTES)
-    if answer.references is not None:
-        texts, arrays = await answer.references.run(answer.num_arrays, answer.nbytes, answer.prepare, packed)
-    elif is_small:
-        texts, arrays = answer.prepare(packed)
-    else:
-        texts, arrays = await run_in_threadpool(answer.prepare, packed)
-    parts = parts_of(texts, arrays)
-    if arrays and not is_small:
-        return StreamingResponse(_in_turns(answer, parts), **about)
-    body = b"".join(parts)
-    count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
-    return _Response(answer.references, body, **about)
+    about["media_type"] = MSGPACK if packed else _JSON
+    if not isinstance(body, bytes):
+        return StreamingResponse(_in_turns(answer, body), **about)
+    answer.count()
+    return _Response(answer.delivery, body, **about)
 
 
 class _Response(Response):
     """Keeps stored arrays only if the client is there when it is sent."""
 
-    def __init__(self, references: ReferenceMaker | None, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, delivery: Delivery, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._references = references
+        self._delivery = delivery
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._references is not None:
-            self._references.told()
+        self._delivery.told()
         await super().__call__(scope, receive, send)
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Others get their turn between two parts."""
     try:
-        if answer.references is not None:
-            answer.references.told()
+        answer.delivery.told()
         for part in parts:
             yield part
             await asyncio.sleep(0)
     finally:
-        count_response(answer.encoder.total, answer.rows.num_lost, answer.rows.causes)
+        answer.count()
 
 
 def wants_msgpack(accept: str) -> bool:

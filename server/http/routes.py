@@ -21,7 +21,7 @@ from routed_experts.server.http.request import (
 )
 from routed_experts.server.http.response import respond
 from routed_experts.server.http.stored_arrays import delete_array, error_response, stored_array
-from routed_experts.server.http.texts import TEXTS_PATH, TokenIds, TokenTexts, texts_of
+from routed_experts.server.http.texts import TEXTS_PATH, TokenTexts, texts_of
 from routed_experts.server.http.vllm_http import load_aware_call, validate_json_request, with_cancellation
 from routed_experts.server.vllm_api import VLLMNotFoundError
 
@@ -43,8 +43,7 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 @router.post(
     "/v1/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(schemas.RoutedCompletionResponse, "completion"),
-    openapi_extra=schemas.request_example("completion"),
+    **schemas.COMPLETION,
 )
 @with_cancellation
 @load_aware_call
@@ -58,8 +57,7 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 @router.post(
     "/v1/chat/completions",
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.generate_responses(schemas.RoutedChatResponse, "chat"),
-    openapi_extra=schemas.request_example("chat"),
+    **schemas.CHAT,
 )
 @with_cancellation
 @load_aware_call
@@ -73,8 +71,7 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 @generate_router.post(
     "/inference/v1/generate",
     dependencies=[Depends(require_key), Depends(validate_json_request)],
-    responses=schemas.generate_responses(schemas.RoutedGenerateResponse, "generate"),
-    openapi_extra=schemas.request_example("generate"),
+    **schemas.GENERATE,
 )
 @with_cancellation
 @load_aware_call
@@ -86,7 +83,7 @@ async def generate(request: RoutedGenerateRequest, raw_request: Request, routing
     return await respond(await serving.serve_tokens(request, raw_request), raw_request)
 
 
-@router.get("/v1/routed_experts", responses=schemas.info_responses())
+@router.get("/v1/routed_experts", **schemas.INFO)
 async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     """Dimensions of the arrays for the served model: layers, experts per token, number of experts."""
     return _captured(raw_request).info
@@ -95,8 +92,7 @@ async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
 @router.post(
     TEXTS_PATH,
     dependencies=[Depends(validate_json_request)],
-    responses=schemas.texts_responses(),
-    openapi_extra=schemas.request_body(TokenIds, "texts"),
+    **schemas.TEXTS,
 )
 async def token_texts(raw_request: Request) -> TokenTexts:
     """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text, for whoever shows
@@ -104,7 +100,7 @@ async def token_texts(raw_request: Request) -> TokenTexts:
     return await texts_of(raw_request, _captured(raw_request).engine)
 
 
-@router.get(ROWS_PATH + "/{id}", responses=schemas.rows_responses())
+@router.get(ROWS_PATH + "/{id}", responses=schemas.ROWS)
 @router.head(ROWS_PATH + "/{id}", include_in_schema=False)
 async def stored_rows(
     raw_request: Request, key: ArrayId, layers: LayerRange = None, tokens: TokenRange = None
@@ -114,7 +110,7 @@ async def stored_rows(
     return await stored_array(raw_request, raw_request.app.state.routed_experts.store, key, layers, tokens)
 
 
-@router.delete(ROWS_PATH + "/{id}", responses=schemas.deletion_responses(), status_code=204)
+@router.delete(ROWS_PATH + "/{id}", responses=schemas.DELETION, status_code=204)
 def delete_rows(raw_request: Request, key: ArrayId) -> Response:
     """Deletes an array that a response refers to, before it expires."""
     return delete_array(raw_request, raw_request.app.state.routed_experts.store, key)

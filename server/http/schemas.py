@@ -15,6 +15,7 @@ from routed_experts.protocol.models import (
     RoutedExpertWeightsArray,
 )
 from routed_experts.protocol.version import VERSION
+from routed_experts.server.http.texts import TokenIds
 from routed_experts.server.http.vllm_http import (
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -181,8 +182,19 @@ _PART_ERRORS = {
 }
 
 
-def generate_responses(model: type[BaseModel], name: str) -> Responses:
-    """The responses of a generating route, for FastAPI's `responses`."""
+def _route(name: str, ok: dict[str, Any], errors: dict[int, str], request: dict[str, Any] | None = None) -> Any:
+    """What FastAPI's decorators take for a route. The examples are those of `name`, that of an error the first's."""
+    responses: Responses = {code: {"model": ErrorResponse, "description": text} for code, text in errors.items()}
+    responses[next(iter(errors))]["content"] = {"application/json": {"example": _EXAMPLES[name]["error"]}}
+    about: dict[str, Any] = {"responses": {200: ok, **responses}}
+    if "request" in _EXAMPLES[name]:
+        content = {"application/json": {**(request or {}), "example": _EXAMPLES[name]["request"]}}
+        about["openapi_extra"] = {"requestBody": ({"required": True} if request else {}) | {"content": content}}
+    return about
+
+
+def _generating(model: type[BaseModel], name: str) -> Any:
+    """As `_route`, for a route that generates."""
     events = (f"data: {msgspec.json.encode(chunk).decode()}\n\n" for chunk in _EXAMPLES[name]["stream"])
     content = {
         "application/json": {"example": _EXAMPLES[name]["response"]},
@@ -192,42 +204,8 @@ def generate_responses(model: type[BaseModel], name: str) -> Responses:
             "example": "".join(events) + "data: [DONE]\n\n",
         },
     }
-    ok: dict[str, Any] = {"model": model, "description": "The completion, whole or as a stream.", "content": content}
-    return {200: ok, **_errors(name, _ERRORS)}
-
-
-def info_responses() -> Responses:
-    """The responses of `GET /v1/routed_experts`, for FastAPI's `responses`."""
-    example = _EXAMPLES["info"]["response"] | {"version": VERSION, "vllm_version": VLLM_VERSION}
-    ok = {"description": "The dimensions of the arrays.", "content": {"application/json": {"example": example}}}
-    return {200: ok, **_errors("info", {404: _NO_CAPTURE})}
-
-
-def texts_responses() -> Responses:
-    """The responses of `POST /v1/routed_experts/texts`, for FastAPI's `responses`."""
-    ok = {"content": {"application/json": {"example": _EXAMPLES["texts"]["response"]}}}
-    errors = {400: _ERRORS[400], 404: _NO_CAPTURE, 501: "The server has no tokenizer."}
-    return {200: ok, **_errors("texts", errors)}
-
-
-def deletion_responses() -> Responses:
-    """The responses of `DELETE /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
-    return {204: {"description": "The array is deleted."}, **_part_errors(404, 410, 412)}
-
-
-def rows_responses() -> Responses:
-    """The responses of `GET /v1/routed_experts/rows/{id}`, for FastAPI's `responses`."""
-    content = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
-    ok: dict[str, Any] = {
-        "description": "The array, or the part that is asked for: little-endian, C order, [layers, rows, experts per "
-        "token]. `X-Routed-Experts-Shape` has its shape, such as `12,8192,8`, `X-Routed-Experts-Dtype` its dtype. "
-        "Takes `Range` with one range, `If-Range`, `If-Match`, `If-None-Match` and `HEAD`.",
-        "content": content,
-    }
-    part = {"description": "The bytes that `Range` asks for.", "content": content}
-    known = {"description": "`If-None-Match` names the array."}
-    behind = {"model": ErrorResponse, "description": "The `Range` begins behind the end."}
-    return {200: ok, 206: part, 304: known, **_part_errors(*_PART_ERRORS), 416: behind}
+    ok = {"model": model, "description": "The completion, whole or as a stream.", "content": content}
+    return _route(name, ok, _ERRORS)
 
 
 def _part_errors(*codes: int) -> Responses:
@@ -235,19 +213,33 @@ def _part_errors(*codes: int) -> Responses:
     return keyless | {code: {"model": ErrorResponse, "description": _PART_ERRORS[code]} for code in codes}
 
 
-def _errors(name: str, descriptions: dict[int, str]) -> Responses:
-    """Error responses; the example belongs to the first."""
-    errors: Responses = {code: {"model": ErrorResponse, "description": text} for code, text in descriptions.items()}
-    errors[next(iter(errors))]["content"] = {"application/json": {"example": _EXAMPLES[name]["error"]}}
-    return errors
+_INFO = _EXAMPLES["info"]["response"] | {"version": VERSION, "vllm_version": VLLM_VERSION}
+_BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+_ARRAY = (
+    "The array, or the part that is asked for: little-endian, C order, [layers, rows, experts per token]. "
+    "`X-Routed-Experts-Shape` has its shape, such as `12,8192,8`, `X-Routed-Experts-Dtype` its dtype. Takes `Range` "
+    "with one range, `If-Range`, `If-Match`, `If-None-Match` and `HEAD`."
+)
 
-
-def request_example(name: str) -> dict[str, Any]:
-    """The example request of a route, for FastAPI's `openapi_extra`."""
-    return {"requestBody": {"content": {"application/json": {"example": _EXAMPLES[name]["request"]}}}}
-
-
-def request_body(model: type[BaseModel], name: str) -> dict[str, Any]:
-    """The request of a route that reads the body itself, for FastAPI's `openapi_extra`."""
-    content = {"application/json": {"schema": model.model_json_schema(), "example": _EXAMPLES[name]["request"]}}
-    return {"requestBody": {"required": True, "content": content}}
+COMPLETION = _generating(RoutedCompletionResponse, "completion")
+CHAT = _generating(RoutedChatResponse, "chat")
+GENERATE = _generating(RoutedGenerateResponse, "generate")
+INFO = _route(
+    "info",
+    {"description": "The dimensions of the arrays.", "content": {"application/json": {"example": _INFO}}},
+    {404: _NO_CAPTURE},
+)
+TEXTS = _route(
+    "texts",
+    {"content": {"application/json": {"example": _EXAMPLES["texts"]["response"]}}},
+    {400: _ERRORS[400], 404: _NO_CAPTURE, 501: "The server has no tokenizer."},
+    {"schema": TokenIds.model_json_schema()},
+)
+DELETION: Responses = {204: {"description": "The array is deleted."}, **_part_errors(404, 410, 412)}
+ROWS: Responses = {
+    200: {"description": _ARRAY, "content": _BYTES},
+    206: {"description": "The bytes that `Range` asks for.", "content": _BYTES},
+    304: {"description": "`If-None-Match` names the array."},
+    **_part_errors(*_PART_ERRORS),
+    416: {"model": ErrorResponse, "description": "The `Range` begins behind the end."},
+}

@@ -18,7 +18,7 @@ from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS,
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_stored
-from routed_experts.server.http.references import ReferenceMaker, cannot_store, has_left
+from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store, has_left
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.http.streaming import SSERewriter, StreamLimitError
@@ -32,7 +32,7 @@ from routed_experts.server.http.vllm_http import (
     ServingTokens,
 )
 from routed_experts.server.outputs import kv_handoff
-from routed_experts.server.outputs.array_store import ArrayStore, StoreError, StoreFullError
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
@@ -189,7 +189,7 @@ class RoutedServing:
             return
         assert self.captured is not None
         for_response = not options.rows or options.histogram or options.layout == "joined" or options.asks_for_inline
-        if num_choices == 1 and not (request.stream or for_response or self.captured.buffers.recorder is not None):
+        if num_choices == 1 and not (request.stream or for_response or self.captured.buffers.recorder.is_on):
             request.kv_transfer_params = {**params, PARAM: ALONE}
 
     async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
@@ -203,9 +203,8 @@ class RoutedServing:
         num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
         num_bytes = self.encoder(options).stored_bytes(num_rows * (num_choices if options.layout == "joined" else 1))
         try:
-            fits = self.store.has_room(num_bytes)
-            if not fits and (lacking := await run_in_threadpool(self.store.make_room, num_bytes)):
-                raise StoreFullError(lacking)
+            if not self.store.has_room(num_bytes):
+                await run_in_threadpool(self.store.make_room, num_bytes)
         except StoreError as error:
             count_stored(succeeded=False)
             if not options.refers_by_default:
@@ -214,14 +213,14 @@ class RoutedServing:
             request.routing = replace(options, by_reference=False)
             self.check_prompts(request, prompt_lens, num_choices, max_tokens)
 
-    def references(self, request: Any, options: RoutingOptions) -> ReferenceMaker | None:
-        """What stores the arrays of a request that asks for references."""
+    def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
+        """How the arrays of a request reach the client."""
         if not options.by_reference or self.store is None:
-            return None
+            return Delivery()
         return ReferenceMaker(self.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
-        if self.captured is not None and self.captured.buffers.recorder is not None:
+        if self.captured is not None:
             self.captured.buffers.recorder.leave_out("beam_search")
         async for output in super().beam_search(*args, **kwargs):  # type: ignore[misc]
             yield output
@@ -250,26 +249,21 @@ class RoutedServing:
             return PairedEncoder(self.captured.shape, num_experts, layers, self.captured.info.weights_scale)
         return Encoder(options.format, dtype, self.captured.shape, num_experts, layers, options.weights)
 
-    def aligner(
+    def stream(
         self,
+        make: Callable[[AsyncIterator[Any]], AsyncIterator[str]],
         request: Any,
-        options: RoutingOptions,
+        results: AsyncIterator[Any],
         num_choices: int,
-        preface_chunks: int = 0,
-        has_own_field: bool = False,
-    ) -> SSERewriter:
-        """The `SSERewriter` for a request with `options`."""
-        assert self.captured is not None
-        return SSERewriter(
-            options,
-            self.encoder(options),
-            num_choices,
-            self._error_event,
-            preface_chunks,
-            self.max_bytes,
-            has_own_field,
-            self.references(request, options),
-        )
+        **about: Any,
+    ) -> AsyncIterator[str]:
+        """The stream that vLLM's generator `make` builds from `results`, with its rows. `about` is `SSERewriter`'s."""
+        options = options_of(request)
+        if options is None:
+            return make(results)
+        about |= {"max_bytes": self.max_bytes, "delivery": self.delivery(request, options)}
+        rewriter = SSERewriter(options, self.encoder(options), num_choices, self._error_event, **about)
+        return rewriter.rewrite(make(rewriter.watch(results)))
 
     async def collect(
         self, make: Callable[..., Awaitable[Any]], request: Any, results: AsyncIterator[RequestOutput], *args: Any
@@ -291,13 +285,13 @@ class RoutedServing:
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
         """`response` with its rows; without them if only a server-wide default asks and they are too large."""
         assert self.captured is not None
-        references = self.references(request, rows.options)
-        if references is None:
+        if not rows.options.by_reference:
             self.check_size(request, rows.options, rows.num_rows)
         if options_of(request) is None:
             response.kv_transfer_params = kv_handoff.to_wire(response.kv_transfer_params)
             return response
-        return RoutedResponse(response, rows, self.encoder(rows.options), is_list, references, self.max_bytes)
+        encoder, delivery = self.encoder(rows.options), self.delivery(request, rows.options)
+        return RoutedResponse(response, rows, encoder, is_list, delivery, self.max_bytes)
 
     def _error_event(self, error: Exception) -> str:
         said = isinstance(error, LostRowsError | StreamLimitError)
@@ -335,12 +329,12 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        options = options_of(request)
         make = super().completion_stream_generator
-        if options is None:
-            return make(request, engine_inputs, result_generator, *args, **kwargs)
-        aligner = self.aligner(request, options, num_choices=request.n or 1)
-        return aligner.rewrite(make(request, engine_inputs, aligner.watch(result_generator), *args, **kwargs))
+
+        def chunks(results: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[str]:
+            return make(request, engine_inputs, results, *args, **kwargs)
+
+        return self.stream(chunks, request, result_generator, request.n or 1)
 
     def request_output_to_completion_response(
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, *args: Any, **kwargs: Any
@@ -386,19 +380,17 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        options = options_of(request)
         make = super().chat_completion_stream_generator
-        if options is None:
-            return make(request, result_generator, request_id, model_name, conversation, *args, **kwargs)
-        num_choices = request.n or 1
+
+        def chunks(results: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
+            return make(request, results, request_id, model_name, conversation, *args, **kwargs)
+
+        preface = num_choices = request.n or 1
         # One chunk with the role per choice, and with `echo` one with the last message if it has the same role.
-        preface = num_choices
         last = conversation[-1] if conversation else {}
         if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
             preface += num_choices
-        aligner = self.aligner(request, options, num_choices, preface)
-        watched = aligner.watch(result_generator)
-        return aligner.rewrite(make(request, watched, request_id, model_name, conversation, *args, **kwargs))
+        return self.stream(chunks, request, result_generator, num_choices, preface_chunks=preface)
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
@@ -447,12 +439,12 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     def serve_tokens_stream_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
-        options = options_of(request)
         make = super().serve_tokens_stream_generator
-        if options is None:
-            return make(request, result_generator, *args, **kwargs)
-        aligner = self.aligner(request, options, request.sampling_params.n, has_own_field=True)
-        return aligner.rewrite(make(request, aligner.watch(result_generator), *args, **kwargs))
+
+        def chunks(results: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
+            return make(request, results, *args, **kwargs)
+
+        return self.stream(chunks, request, result_generator, request.sampling_params.n, has_own_field=True)
 
     async def serve_tokens_full_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any

@@ -3,8 +3,8 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from http import HTTPStatus
 from io import FileIO
 from typing import Any, TypeVar
@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 from fastapi import HTTPException, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Message, Send
+from starlette.types import Send
 
 from routed_experts.protocol.codec import read_npy_header
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
 from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
 
-STALLED_S = 30.0
-"""A response whose client has taken nothing for so long ends."""
-_CHUNK_BYTES = 64 << 10
-"""Read and sent at once, so that other requests run in between, and little is held for a client that takes nothing."""
+STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
+"""A connection ends whose client takes less of an array in so many seconds."""
+_CHUNK_BYTES = 256 << 10
+"""Read and sent at once; other requests run in between. Twice that is held for a client that reads slowly."""
 _BYTES = "application/octet-stream"
 _NUMBER = "[0-9]{0,18}"  # Python refuses to read numbers of thousands of digits
 _RANGE = re.compile(rf"bytes *= *({_NUMBER}) *- *({_NUMBER})")
@@ -66,25 +66,35 @@ class _Part:
 
 
 class _ArrayResponse(StreamingResponse):
-    """Ends, with its connection, if the client takes nothing for `STALLED_S`; then closes the array's file."""
+    """Ends, with its connection, if the client stops reading; then closes the array's file."""
 
     file: FileIO
-    request: Request
+    transport: asyncio.Transport | None  # of the connection
+    num_sent = 0  # bytes, those included that wait in the transport
 
     async def stream_response(self, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(STALLED_S):
-                await send(message)
-
+        watch = asyncio.create_task(self._watch())
         with self.file:
             try:
-                await super().stream_response(send_in_time)
-            except TimeoutError:
-                server = getattr(self.request.app.state, "server", None)
-                for connection in list(server.server_state.connections) if server is not None else []:
-                    if getattr(getattr(connection, "cycle", None), "scope", None) is self.request.scope:
-                        connection.transport.abort()
-                await asyncio.sleep(STALLED_S)  # cancelled by the end of the connection
+                await super().stream_response(send)
+            finally:
+                watch.cancel()
+
+    async def _watch(self) -> None:
+        while self.transport is not None:
+            before = self.num_sent - self.transport.get_write_buffer_size()
+            await asyncio.sleep(STALLED_S)
+            waiting = self.transport.get_write_buffer_size()
+            if waiting and self.num_sent - waiting - before < _LEAST_BYTES:
+                self.transport.abort()
+
+
+def _transport_of(request: Request) -> asyncio.Transport | None:
+    """Of the connection that a request came by, in uvicorn."""
+    server = getattr(request.app.state, "server", None)
+    connections = server.server_state.connections if server is not None else ()
+    mine = (each for each in connections if getattr(getattr(each, "cycle", None), "scope", None) is request.scope)
+    return getattr(next(mine, None), "transport", None)
 
 
 async def stored_array(
@@ -93,7 +103,7 @@ async def stored_array(
     """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it. Raises errors
     that become 400, 404, 410, 412 and 500."""
     with ExitStack() as opened:
-        file = opened.enter_context(await _run(store, _opened, store, key))
+        file = opened.enter_context(await _run(store, _ask, store, ArrayStore.read, key))
         part = await _run(store, _Part, file, key, layers, tokens)
         if not _is_wanted(request, part.tag):
             return Response(status_code=304, headers=part.headers)
@@ -111,21 +121,21 @@ async def stored_array(
 
         async def chunks() -> AsyncIterator[bytes]:
             for at in range(first, end, _CHUNK_BYTES):
-                yield await _run(store, part.read, at, min(at + _CHUNK_BYTES, end))
+                piece = await _run(store, part.read, at, min(at + _CHUNK_BYTES, end))
+                yield piece
+                response.num_sent += len(piece)
 
         response = _ArrayResponse(chunks(), status, headers, _BYTES)
-        response.file, response.request = file, request
+        response.file, response.transport = file, _transport_of(request)
         opened.pop_all()
         return response
 
 
 def delete_array(request: Request, store: ArrayStore | None, key: str) -> Response:
     """The response for `DELETE` of an array. Raises as `stored_array` does."""
-    with _opened(store, key):
+    with _ask(store, ArrayStore.read, key):
         _is_wanted(request, f'"{key}"')
-    assert store is not None
-    with _as_responses():
-        store.delete(key)
+    _ask(store, ArrayStore.delete, key)
     return Response(status_code=204)
 
 
@@ -134,24 +144,18 @@ async def _run(store: ArrayStore | None, function: Callable[..., T], *args: Any)
     return function(*args) if store is None or store.is_in_memory else await run_in_threadpool(function, *args)
 
 
-@contextmanager
-def _as_responses() -> Iterator[None]:
-    """Raises the errors of a store as those of a response."""
+def _ask(store: ArrayStore | None, method: Callable[[ArrayStore, str], T], key: str) -> T:
+    """What a method of the store gives for an array. Its errors are raised as those of a response."""
+    if store is None:
+        raise VLLMNotFoundError("This server stores no routed experts.")
     try:
-        yield
+        return method(store, key)
     except UnknownArrayError:
         raise VLLMNotFoundError("There is no such array.") from None
     except ArrayGoneError:
         raise HTTPException(410, "This array has expired or was deleted.") from None
     except StoreError as error:
         raise HTTPException(500, str(error)) from None
-
-
-def _opened(store: ArrayStore | None, key: str) -> FileIO:
-    if store is None:
-        raise VLLMNotFoundError("This server stores no routed experts.")
-    with _as_responses():
-        return store.read(key)
 
 
 def _is_wanted(request: Request, tag: str) -> bool:

@@ -27,30 +27,30 @@ from routed_experts.server.vllm_api import (
 logger = get_logger(__name__)
 
 
-def take_over(args: Any) -> None:
-    """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture."""
+def create_config(create: Any, args: Any, *positional: Any, **named: Any) -> Any:
+    """vLLM's `create_engine_config`, with this capture in place of vLLM's own."""
     try:
-        if not isinstance(args.additional_config, dict):
-            raise UnsupportedConfig("additional_config must be a dictionary.")
-        Settings.of(args.additional_config)
-        args.worker_cls = worker_name(args.worker_cls)
-        args.scheduler_cls = scheduler_name(args.scheduler_cls)
+        take_over(args)
+        config = create(args, *positional, **named)
+        check_engine_config(config)
     except (UnsupportedConfig, SettingsError) as error:
         raise UnsupportedConfig(f"{error} {GO_BACK}") from None
+    _announce()
+    return config
+
+
+def take_over(args: Any) -> None:
+    """Names our worker and scheduler in vLLM's engine arguments, in place of vLLM's own capture."""
+    if not isinstance(args.additional_config, dict):
+        raise UnsupportedConfig("additional_config must be a dictionary.")
+    Settings.of(args.additional_config)
+    args.worker_cls = worker_name(args.worker_cls)
+    args.scheduler_cls = scheduler_name(args.scheduler_cls)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     withdraw(args)
     _follow_engines()
     close_port_after_the_last()
-
-
-def check(config: Any) -> None:
-    """Raises `UnsupportedConfig` for a configuration that cannot give exact routing."""
-    try:
-        check_engine_config(config)
-    except UnsupportedConfig as error:
-        raise UnsupportedConfig(f"{error} {GO_BACK}") from None
-    _announce()
 
 
 @cache

@@ -38,10 +38,7 @@ def _create_engine_config(create: Any, args: Any, *positional: Any, **named: Any
     engine_hooks = _engine_hooks(usage_context) if asks(args) else None
     if engine_hooks is None:
         return create(args, *positional, **named)
-    engine_hooks.take_over(args)
-    config = create(args, *positional, **named)
-    engine_hooks.check(config)
-    return config
+    return engine_hooks.create_config(create, args, *positional, **named)
 
 
 def _engine_hooks(usage_context: Any = None) -> ModuleType | None:

@@ -1,11 +1,11 @@
 """Arrays that wait to be fetched: `.npy` files in a folder that processes share, each with a share of the bytes.
 
 A process knows from its memory what its subfolder holds. An id is the subfolder's name and a random number, so that
-every process finds every array. A file's modification time is when it expires; who deletes an array makes it expire
-now. Who reads one has it locked (`flock`), so that its bytes count; nobody ever waits for a lock.
+every process finds every array. A file's modification time is when it expires: one that is not written to its end has
+expired, and who deletes an array makes it expire. Who reads one has it locked (`flock`), so that its bytes count;
+nobody waits for another process.
 """
 
-import errno
 import fcntl
 import os
 import re
@@ -19,6 +19,7 @@ from functools import lru_cache
 from io import BytesIO, FileIO
 from math import ceil
 from multiprocessing.util import Finalize
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,15 +33,10 @@ _ID = re.compile("[0-9a-f]{48}")
 _BLOCK_BYTES = 4096  # files take whole blocks
 _TRIES = 10  # to use a folder that others may be removing
 _WARNING_S = 60.0
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class StoreError(Exception):
-    """The folder cannot be used."""
-
-
-class StoreFullError(StoreError):
-    """The array does not fit into the store."""
+    """The folder cannot be used, or the array does not fit."""
 
 
 class UnknownArrayError(LookupError):
@@ -83,12 +79,14 @@ class ArrayStore:
         self._keeps, self._rank, self._count = keeps, rank, count
         self._name = ""  # of the subfolder
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
-        self._held: OrderedDict[str, tuple[float, int]] = OrderedDict()  # expiry, bytes; by id, in the order of expiry
-        self._read: dict[str, tuple[float, int]] = {}  # gone, but somebody reads them
-        self._counting, self._opening = threading.Lock(), threading.RLock()
+        # Expiry and bytes by id, the next to expire first; the expiry of what is gone and still read is 0.
+        self._held: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._lock = threading.RLock()  # for what stands above; free while arrays are written and removed
         # Several threads would take twice the CPU time, and keep the event loop waiting for Python's lock.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
         self._next_warning = 0.0
+        if not keeps:
+            Finalize(None, self.close, exitpriority=0)  # `atexit` does nothing in a process of another
 
     def is_time_to_warn(self) -> bool:
         """True once a minute: a full store is a reason for each array."""
@@ -99,46 +97,44 @@ class ArrayStore:
     def open(self, lost: str = "") -> str:
         """The name of this process's subfolder. Makes one if there is none, or only the one called `lost`.
         Raises `StoreError`."""
-        with self._opening:
-            for attempt in range(_TRIES):
-                if self._name != lost:
-                    break
+        with self._lock:
+            tries = iter(range(_TRIES))
+            while self._name in ("", lost):
                 try:
-                    self._open(lost)
+                    self._open(keeps=self._keeps or lost != "")
                 except OSError as error:
-                    if not isinstance(error, FileNotFoundError) or attempt == _TRIES - 1:
+                    if not isinstance(error, FileNotFoundError) or next(tries, None) is None:
                         raise StoreError(f"{self.folder} cannot be used: {error.strerror}") from error
-        return self._name
+            return self._name
 
-    def _open(self, lost: str) -> None:
+    def _open(self, keeps: bool) -> None:
+        self._name = ""
         folders.private_folder(self.folder)
-        if not (self._name or self._keeps):
-            Finalize(None, self.close, exitpriority=0)  # `atexit` does nothing in a process of another
         self._give_up()
-        left = []
-        for name, owner in folders.without_process(self.folder):
-            is_mine = name != lost and (not self._keeps or int(name[:2], 16) % self._count == self._rank)
-            if is_mine and (files := folders.tidy(self.folder / name, self._keeps)):
-                self._owned[name] = owner
-                left += [(about.st_mtime, name + stem, _blocks(about.st_size)) for stem, about in files]
-            else:
-                owner.close()
-        with self._counting:
-            for expires, key, size in sorted(left):
-                self._held[key] = expires, size
-                self.used_bytes += size
+        self._adopt(keeps)
         name, self._owned[name] = folders.new_subfolder(self.folder, self._rank)
         if self.max_bytes is None:
             disk = os.statvfs(self.folder)
             self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2 // self._count
         self._name = name
 
+    def _adopt(self, keeps: bool) -> None:
+        """Takes over what ended processes of this rank left, or removes what any left. Raises OSError."""
+        for name, owner in folders.without_process(self.folder):
+            is_mine = not keeps or int(name[:2], 16) % self._count == self._rank
+            if not is_mine or not (files := folders.tidy(self.folder / name, keeps)):
+                owner.close()
+                continue
+            left = {name + stem: (about.st_mtime, _blocks(about.st_size)) for stem, about in files}
+            with self._lock:
+                self._owned[name] = owner
+                self._held = OrderedDict(sorted((self._held | left).items(), key=itemgetter(1)))
+                self.used_bytes += sum(size for _, size in left.values())
+
     def _give_up(self) -> None:
         """Forgets the subfolders and what they hold."""
-        with self._counting:
-            self.used_bytes -= sum(size for _, size in [*self._held.values(), *self._read.values()])
-            self._held.clear()
-            self._read.clear()
+        self.used_bytes -= sum(size for _, size in self._held.values())
+        self._held.clear()
         while self._owned:
             _, owner = self._owned.popitem()
             fcntl.flock(owner, fcntl.LOCK_UN)  # processes that were forked may have the file open
@@ -155,57 +151,52 @@ class ArrayStore:
         """Whether `num_bytes` more surely fit."""
         return self._name != "" and self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
 
-    def make_room(self, num_bytes: int) -> str | None:
-        """Why `num_bytes` more do not fit when what is gone was removed; None if they do. Raises `StoreError`."""
+    def make_room(self, num_bytes: int) -> None:
+        """Removes what is gone, as far as it takes for `num_bytes` more to fit. Raises `StoreError` if they do not."""
         name = self.open()
         if not self.has_room(num_bytes):
             if not (self.folder / name).is_dir():
                 self.open(lost=name)
             self.sweep(num_bytes)
-        return None if self.has_room(num_bytes) else f"{self.used_bytes} of {self.max_bytes} bytes are used"
+        if not self.has_room(num_bytes):
+            raise StoreError(f"{self.used_bytes} of {self.max_bytes} bytes are used")
 
     def put(self, array: NDArray[Any]) -> StoredArray:
-        """Stores `array`, which must be C-contiguous. Raises `StoreFullError` if it does not fit, `StoreError` if it
-        cannot be written."""
+        """Stores `array`, which must be C-contiguous. Raises `StoreError` if it does not fit or cannot be written."""
         header = _header(array.dtype.str, array.shape)
         size = _blocks(len(header) + array.nbytes)
-        while not self._take(size):
-            if lacking := self.make_room(size):
-                raise StoreFullError(lacking)
-        name = self._name
+        while not self._reserve(size):
+            self.make_room(size)
         try:
+            name = self.open()
             try:
                 stored = self._write(name, header, array)
             except FileNotFoundError:  # somebody removed the folder, or renamed it
                 stored = self._write(self.open(lost=name), header, array)
         except (OSError, StoreError) as error:
-            self._take(-size)
-            kind = StoreFullError if getattr(error, "errno", None) in _FULL else StoreError
-            raise kind(f"{self.folder} cannot be written to: {error}") from error
-        with self._counting:
+            with self._lock:
+                self.used_bytes -= size
+            raise StoreError(f"{self.folder} cannot be written to: {error}") from error
+        with self._lock:
             self._held[stored.id] = stored.expires, size
         return stored
 
-    def _take(self, size: int) -> bool:
-        """Counts `size` bytes more, if they fit."""
-        with self._counting:
-            if fits := size < 0 or self.has_room(size):
+    def _reserve(self, size: int) -> bool:
+        with self._lock:
+            if fits := self.has_room(size):
                 self.used_bytes += size
         return fits
 
     def _write(self, name: str, header: bytes, array: NDArray[Any]) -> StoredArray:
         number, expires = secrets.token_hex(16), ceil(time.time() + self.lifetime_s)
-        path, unfinished = (f"{self.folder}/{name}/{number}.{suffix}" for suffix in ("npy", "tmp"))
+        path = f"{self.folder}/{name}/{number}.npy"
         try:
-            with open(unfinished, "xb", opener=folders.open_private) as file:
-                file.write(header)
-                file.write(array.reshape(-1).view(np.uint8).data)
-                file.flush()
+            with FileIO(path, "x", opener=folders.open_private) as file:
+                folders.write_all(file, [header, array.reshape(-1).view(np.uint8).data])
                 os.utime(file.fileno(), (expires, expires))
-            os.rename(unfinished, path)
         except OSError:
             with suppress(OSError):
-                os.unlink(unfinished)
+                os.unlink(path)
             raise
         return StoredArray(name + number, Path(path), expires)
 
@@ -238,45 +229,54 @@ class ArrayStore:
         path = self._path(key)
         try:
             os.utime(path, (0, 0), follow_symlinks=False)
-            if key in self._held:
-                self._remove(key)
-            else:
+            if not self._expire(key):
                 folders.tell(path.parent, key)  # if that is lost, its bytes count until it expires
                 folders.remove_unread(path)
         except FileNotFoundError:
             raise ArrayGoneError(key) from None
         except OSError as error:
             raise StoreError(f"{path} cannot be deleted: {error.strerror}") from error
+        self.sweep(0)
+
+    def _expire(self, key: str) -> bool:
+        """Lets an array of this process expire; False if it is another's."""
+        with self._lock:
+            if is_mine := key in self._held:
+                self._held[key] = 0, self._held[key][1]
+                self._held.move_to_end(key, last=False)
+        return is_mine
 
     def sweep(self, num_bytes: int | None = None) -> int:
-        """Removes what is gone; of expired arrays only as many as it takes for `num_bytes` to fit, if given. Returns
-        the bytes that are used then."""
-        with self._opening:
-            deleted = [key for owner in self._owned.values() for key in folders.told(owner)]
-        for key in [*deleted, *self._read]:
-            self._remove(key)
-        while num_bytes is None or not self.has_room(num_bytes):
-            with self._counting:
-                key, (expires, _) = next(iter(self._held.items()), ("", (float("inf"), 0)))
-            if expires >= time.time():
-                break
-            self._remove(key)
+        """Removes what is gone; of expired arrays only as many as it takes for `num_bytes` to fit, if given. If not,
+        takes over what ended processes left too. Returns the bytes that are used then."""
+        if num_bytes is None and self._name:
+            with suppress(OSError):
+                self._adopt(keeps=True)
+        with self._lock:
+            for key in [key for owner in self._owned.values() for key in folders.told(owner)]:
+                self._expire(key)
+        unremoved = []
+        while (gone := self._pop_gone(num_bytes)) is not None:
+            with suppress(OSError):  # then as if somebody reads it
+                if folders.remove_unread(self._path(gone[0])):
+                    with self._lock:
+                        self.used_bytes -= gone[1]
+                    continue
+            unremoved.append(gone)
+        with self._lock:
+            for key, size in unremoved:
+                self._held[key] = 0, size
+                self._expire(key)
         return self.used_bytes
 
-    def _remove(self, key: str) -> None:
-        """Removes an array of this process that is gone; at the next sweep, if somebody reads it."""
-        with self._counting:
-            held = self._held.pop(key, None) or self._read.pop(key, None)
-        if held is None:
-            return
-        is_removed = False
-        with suppress(OSError):  # tried again too
-            is_removed = folders.remove_unread(self._path(key))
-        with self._counting:
-            if is_removed:
-                self.used_bytes -= held[1]
-            else:
-                self._read[key] = held
+    def _pop_gone(self, num_bytes: int | None) -> tuple[str, int] | None:
+        """The next array to remove, and its bytes."""
+        with self._lock:
+            key, (expires, size) = next(iter(self._held.items()), ("", (float("inf"), 0)))
+            if expires >= time.time() or (expires and num_bytes is not None and self.has_room(num_bytes)):
+                return None
+            del self._held[key]
+        return key, size
 
 
 def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1) -> ArrayStore:

@@ -11,7 +11,7 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -20,7 +20,7 @@ NAME_LENGTH = 16
 """Of a subfolder's name, in hexadecimal; its first two digits are the rank of its process."""
 MEMORY = Path("/dev/shm")
 _NAME = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}")
-_FILE = re.compile(r"[0-9a-f]{32}\.(npy|tmp)")
+_FILE = re.compile(r"[0-9a-f]{32}\.npy")
 _OWNER, _OWNER_BYTES = ".owner", 1 << 20
 
 
@@ -42,6 +42,17 @@ def default_folder(name: str) -> Path:
 def open_private(path: str, flags: int) -> int:
     """For `open`: follows no link, and makes files that only this user reads."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def write_all(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
+    """Writes up to 1,024 parts to their ends: a system call may write less."""
+    left = [*parts]
+    while left:
+        written = os.writev(file.fileno(), left)
+        while left and written >= len(left[0]):
+            written -= len(left.pop(0))
+        if written:
+            left[0] = left[0][written:]
 
 
 def new_subfolder(folder: Path, rank: int) -> tuple[str, FileIO]:
@@ -109,7 +120,7 @@ def tidy(subfolder: Path, keeps: bool) -> list[tuple[str, os.stat_result]]:
     for file in os.scandir(subfolder):
         if _FILE.fullmatch(file.name):
             about = file.stat(follow_symlinks=False)
-            if keeps and about.st_mtime >= time.time() and file.name.endswith(".npy"):
+            if keeps and about.st_mtime >= time.time():
                 left.append((file.name.removesuffix(".npy"), about))
             else:
                 remove_unread(Path(file.path))

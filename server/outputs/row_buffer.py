@@ -1,8 +1,6 @@
 """Buffers rows between the engine's outputs and the responses."""
 
 import itertools
-import math
-import mmap
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -28,14 +26,6 @@ from routed_experts.server.vllm_api import (
 )
 
 logger = get_logger(__name__)
-
-
-_JOINED_ROWS = 64
-"""Number of single rows that are joined into one array, so that a long response has few arrays to loop over."""
-_ROOM_BYTES = 1 << 20
-"""Size of the memory map for joined rows. On the heap they would share pages with other responses, and the C library
-would free all of them at once, during some later request."""
-
 
 Causes = Counter[Cause]
 """Numbers of unknown rows. Those with `Cause.FAULT` are not counted."""
@@ -77,10 +67,8 @@ class RowBuffer:
         "_arrays",
         "_end",
         "_first",
-        "_joined",
         "_offers",
         "_request_id",
-        "_room",
         "_shape",
         "num_lost",
         "own_causes",
@@ -96,8 +84,6 @@ class RowBuffer:
         self._offers: dict[str, RowBuffer] = {}  # prompt rows from other choices, until the first own row
         self._arrays: list[Rows] = []  # contiguous and not empty
         self._first = self._end = -1  # position of the first row and after the last; -1 at first
-        self._joined = 0  # number of arrays at the front that are joined or long
-        self._room: Rows | None = None  # memory of the last of these; the rest of it is free
 
     @property
     def end(self) -> int:
@@ -144,27 +130,11 @@ class RowBuffer:
             self._append(rows)
 
     def _append(self, rows: Rows) -> None:
-        arrays = self._arrays
         self._end += len(rows)
-        if arrays:  # never in a stream that is read at once
-            if self._room is None or self._joined < len(arrays):
-                arrays[-1] = own(arrays[-1])
-            rows = own(rows)
-        arrays.append(rows)
-        if len(rows) >= _JOINED_ROWS:
-            self._joined, self._room = len(arrays), None
-        elif len(arrays) - self._joined >= _JOINED_ROWS:
-            self._join()
-
-    def _join(self) -> None:
-        small = self._arrays[self._joined :]
-        count = sum(map(len, small))
-        used = 0 if self._room is None else len(self._arrays[self._joined - 1])
-        if self._room is None or used + count > len(self._room):
-            self._room, used = _room_for(small[0], count), 0
-            self._joined += 1
-        np.concatenate(small, out=self._room[used : used + count])
-        self._arrays[self._joined - 1 :] = [self._room[: used + count]]
+        if self._arrays:  # never in a stream that is read at once
+            self._arrays[-1] = owned_copy(self._arrays[-1])
+            rows = owned_copy(rows)
+        self._arrays.append(rows)
 
     def _lost(self, start: int, count: int) -> Rows:
         logger.error(
@@ -182,16 +152,15 @@ class RowBuffer:
             self._accept(end)
         arrays = self._arrays
         if self._first == first and self._end == end and len(arrays) == 1:  # the usual case
-            self._arrays, self._first, self._joined, self._room = [], end, 0, None
+            self._arrays, self._first = [], end
             return arrays
-        self._joined, self._room = 0, None
         taken, at = [], first
         if at < self._first:
             at = min(self._first, end)
             if at > first:
                 taken.append(self._lost(first, at - first))
-        _, arrays = split(arrays, max(at - self._first, 0))
-        some, arrays = split(arrays, max(end - at, 0))
+        _, arrays = split_at(arrays, max(at - self._first, 0))
+        some, arrays = split_at(arrays, max(end - at, 0))
         at += sum(map(len, some))
         taken += some
         if arrays and arrays[0] is not self._arrays[-len(arrays)]:
@@ -254,14 +223,18 @@ class AllRequests(Protocol):
         """Replaces the buffers on `outputs` by arrays."""
 
 
-class Recorder(Protocol):
-    """Records what clients ask; see `http.recording.Recorder`."""
+class NoRecorder:
+    """Records nothing; see `http.recording.Recorder`."""
+
+    is_on = False
 
     def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedRows | None:
-        """Opts in a request that is to be recorded, before it goes to the engine. Does not raise."""
+        """Opts in a request (one for each choice) that is to be recorded, before it goes to the engine; None if it is
+        not. Does not raise."""
+        return None
 
     def leave_out(self, reason: str) -> None:
-        """Records nothing of what the current task asks from now on."""
+        """Records nothing of what the current task asks from now on, and counts that once."""
 
 
 class RowBuffers:
@@ -270,7 +243,7 @@ class RowBuffers:
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
         self.every_request: AllRequests | None = None  # None if requests opt in one by one
-        self.recorder: Recorder | None = None  # None if the server keeps no record
+        self.recorder = NoRecorder()
         self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor
         self._add: Callable[..., None] = processor.add_request
@@ -307,7 +280,7 @@ class RowBuffers:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the engine."""
         put_rows(request, request_index)
         states, record = self._processor.request_states, None
-        if self.recorder is not None and request.request_id not in states:  # else more of a prompt that is streamed in
+        if request.request_id not in states:  # else more of a prompt that is streamed in
             record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
         params = request.sampling_params
@@ -380,7 +353,7 @@ class RowBuffers:
         `sender` may have been aborted, and the others not. With data parallelism the rows arrive once from each engine,
         and after new weights again with choices that start later.
         """
-        rows = own(rows)
+        rows = owned_copy(rows)
         for each, buffer in self._buffers_of_prompt(sender):
             buffer.push_prompt(sender, each == sender, start, rows)
 
@@ -425,18 +398,10 @@ def is_complete(finish_reason: str | None) -> bool:
     return finish_reason not in _CUT_SHORT
 
 
-def own(rows: Rows) -> Rows:
+def owned_copy(rows: Rows) -> Rows:
     """`rows` for code that keeps them. Copies small arrays, which are views of a message with the rows of all requests;
     see `pack`."""
     return rows if rows.base is None or rows.nbytes > SMALL_ARRAY_BYTES else rows.copy()
-
-
-def _room_for(rows: Rows, count: int) -> Rows:
-    """A new memory map for at least `count` rows like `rows`."""
-    row_bytes = rows.itemsize * math.prod(rows.shape[1:])
-    count = max(_ROOM_BYTES // row_bytes, count)
-    memory = mmap.mmap(-1, count * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return np.frombuffer(memory, dtype=rows.dtype).reshape(count, *rows.shape[1:])
 
 
 def _parent_of(child_id: str) -> str:
@@ -444,7 +409,7 @@ def _parent_of(child_id: str) -> str:
     return child_id.partition("_")[2]
 
 
-def split(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:
+def split_at(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:
     """Splits `arrays` after `count` rows."""
     first: list[Rows] = []
     for index, rows in enumerate(arrays):

@@ -1,4 +1,4 @@
-"""The page that shows the experts of a response: static files. Imports the standard library only."""
+"""The page that shows the experts of a response: static files, and a reader of saved responses."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -1,4 +1,4 @@
-"""The files of responses that `compare`, `export`, `stats` and `view` are given, and the flags about them."""
+"""The files of responses that `compare`, `export` and `view` are given, and the flags about them."""
 
 import argparse
 import os

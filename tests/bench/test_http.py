@@ -123,7 +123,7 @@ def filled(value: int) -> str:
         (streamed(chunks(missing=1)), "missing 1"),
         (streamed(chunks(data=filled(EXPERTS))), "no expert ids"),
         (streamed(chunks(data=filled(-1))), "no expert ids"),
-        (streamed(chunks(data="AAAA")), "ValueError"),
+        (streamed(chunks(data="AAAA")), "CodecError"),
         (streamed(chunks(tokens=2)), "[2] tokens, not 1 times 3"),
         (streamed([*chunks(), {"error": {"message": "lost"}}]), "lost"),
         (streamed(chunks(), done=False), "cut off"),

@@ -22,17 +22,13 @@ BLOCKS = list(blocks())
 SPANS = list(spans())
 COMMANDS = ("routed-experts", "make", "python", "python3", "pytest", "torchrun", "vllm")
 IMAGES = ("routed-experts", "routed-experts:cpu")
-OTHERS_FLAGS = {
-    "docker": "--build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --shm-size --stop-timeout",
-    "GNU timeout": "--foreground",
-    "pip and pip-audit": "--extra-index-url --no-deps --require-hashes",
-    "vLLM's toy proxy": "--decoder-ports --prefiller-ports",
-    "uv": "--isolated --no-sync --with",
-    "trainers": "--router_replay_mode --use-rollout-routing-replay",
-    "SGLang and llama.cpp": "--init-expert-location --moe-cache-profile",
-    "Ray": "--address --head",
-}
-NOT_OURS = set(" ".join(OTHERS_FLAGS.values()).split())
+_NOT_OURS = """
+--build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --shm-size --stop-timeout --foreground --head
+--address --extra-index-url --no-deps --require-hashes --decoder-ports --prefiller-ports --isolated --no-sync --with
+--router_replay_mode --use-rollout-routing-replay --init-expert-location --moe-cache-profile
+"""
+NOT_OURS = set(_NOT_OURS.split())
+"""Flags of docker, timeout, pip, uv, Ray, trainers and other engines."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
 

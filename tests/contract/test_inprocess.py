@@ -91,14 +91,6 @@ def params(**more: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 6, "temperature": 1.0, "ignore_eos": True, **more})
 
 
-def says_that_it_returns(engine: LLM | LLMEngine | AsyncLLM) -> bool:
-    """Where servers built on vLLM's classes look it up; without it they give out no rows."""
-    return engine.model_config.enable_return_routed_experts  # type: ignore[attr-defined]
-
-
-no_flag = pytest.mark.skipif(HAS_AUX_OUTPUTS, reason="vLLM 0.31 and newer: a model's configuration has no such flag")
-
-
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
     with no_collections():
@@ -182,12 +174,6 @@ def test_the_readme(llm: LLM, monkeypatch: pytest.MonkeyPatch, documented: list[
     check(names["rows"][:2].copy(), [39, 72, 0])  # the tiny model's tokens for "Hi"
 
 
-def test_chat(llm: LLM) -> None:
-    messages = [[{"role": "user", "content": text}] for text in ("Which experts?", "Why?")]
-    for output in llm.chat(messages, params(n=2), use_tqdm=False):
-        check_finished(output)
-
-
 def test_a_stop_string(llm: LLM) -> None:
     (whole,) = generate(llm, prompts_of(25), params(max_tokens=20))
     (output,) = generate(llm, prompts_of(25), params(max_tokens=20, stop=whole.outputs[0].text[7:10]))
@@ -202,11 +188,8 @@ def check_reference(output: RequestOutput, start: int = 0) -> None:
     for choice in output.outputs:
         rows = pickle.loads(pickle.dumps(choice.routed_experts))
         tokens = [*output.prompt_token_ids, *choice.token_ids]
-        assert (rows.shape, len(rows), rows.reference["start"]) == (
-            (len(tokens) - 1 - start, DECODER_LAYERS, K),
-            len(rows),
-            start,
-        )
+        assert rows.shape == (len(rows), DECODER_LAYERS, K) == (len(tokens) - 1 - start, DECODER_LAYERS, K)
+        assert rows.reference["start"] == start
         check(np.array(rows, order="C"), tokens, start)
         assert np.array_equal(rows.fetch(layers=(2, 5), tokens=(1, 3)), np.asarray(rows)[1:3, 2:5].swapaxes(0, 1))
         choice.routed_experts = None  # or the array would be in the way of the next check
@@ -243,11 +226,13 @@ def test_a_start_behind_the_prompt_is_vllms_error(llm: LLM) -> None:
         generate(llm, prompts_of(5), params(routed_experts_prompt_start=6))
 
 
-@no_flag
-def test_an_engine_says_that_it_returns_routed_experts(llm: LLM) -> None:
-    assert says_that_it_returns(llm)
-    assert says_that_it_returns(llm.llm_engine)
-    assert not vllm_captures(llm.llm_engine.vllm_config), "vLLM's own scheduler and worker read that"
+@pytest.mark.skipif(HAS_AUX_OUTPUTS, reason="vLLM 0.31 and newer: a model's configuration has no such flag")
+def test_an_engine_says_that_it_returns_routed_experts(llm: LLM, online: "Online") -> None:
+    """Where servers built on vLLM's classes look it up; without it they give out no rows."""
+    for engine in (llm, llm.llm_engine, online.engine):
+        assert engine.model_config.enable_return_routed_experts
+    for engine in (llm.llm_engine, online.engine):
+        assert not vllm_captures(engine.vllm_config), "vLLM's own scheduler and worker read that"
 
 
 def test_beam_search_is_refused(llm: LLM) -> None:
@@ -400,12 +385,6 @@ async def test_references_are_stored_outside_of_the_loop(online: Online, monkeyp
     assert get_ident() not in threads
 
 
-@no_flag
-def test_an_asynchronous_engine_says_so_too(online: Online) -> None:
-    assert says_that_it_returns(online.engine)
-    assert not vllm_captures(online.engine.vllm_config)
-
-
 @in_loop
 async def test_all_kinds_of_outputs_at_once(online: Online) -> None:
     jobs = list(itertools.product((DELTA, CUMULATIVE, FINAL), (0, 0.25), (1, 3)))
@@ -549,12 +528,6 @@ def test_a_worker_of_the_programs_own(tiny_model: Path) -> None:
         ({"scheduler_cls": type("Local", (Scheduler,), {})}, "must be a class at the top of a module"),
         ({"kv_sharing_fast_prefill": True}, "Fast prefill skips layers"),
         ({"additional_config": {"routed_experts_delivery": "by mail"}}, "must be inline or reference, not 'by mail'"),
-        ({"additional_config": {"routed_experts_store": 5}}, "must be a path, not 5"),
-        ({"additional_config": {"routed_experts_store_bytes": "1GB"}}, "must be a positive integer, not '1GB'"),
-        (
-            {"additional_config": {"routed_experts_store_seconds": 0}},
-            "must be a positive number up to 1,000,000,000, not 0",
-        ),
     ],
 )
 def test_what_cannot_be_captured_is_refused(tiny_model: Path, given: dict[str, Any], message: str) -> None:

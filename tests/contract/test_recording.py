@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ import pytest
 from routed_experts.protocol.collect import Routing, collect
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.http import recording
-from routed_experts.server.http.recording import PART, FullError, RecordFiles, prepare
+from routed_experts.server.http.recording import PART, RecordFiles
 from routed_experts.server.tools.saved import opened
 from routed_experts.server.tools.view import viewed_files
 from tests.contract.engine import weights_for
@@ -250,47 +249,3 @@ def test_a_disk_that_fails(tiny_model: Path, tmp_path: Path, caplog: pytest.LogC
         server.complete(prompt=PROMPT, max_tokens=5)
     assert len(lines_of(folder)) == 1
     assert caplog.text.count("cannot be recorded: [Errno 2]") == 1
-
-
-def test_a_line_that_the_disk_cuts_off_leaves_nothing(tmp_path: Path) -> None:
-    files = RecordFiles(tmp_path, 10 << 20)
-    files.write([b"one\n"])
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            files.write([b"2" * (4 << 20), b"\n"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with pytest.raises(FullError):
-        files.write([b"3" * (4 << 20)] * 3)
-    files.write([b"four\n"])
-    files.complete()
-    (file,) = files_in(tmp_path)
-    assert Path(file).read_text() == "one\nfour\n"
-
-
-def test_files_are_completed_by_size_and_age(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = RecordFiles(tmp_path, 1000)
-    for name, limit in (("FILE_BYTES", 4), ("FILE_S", 0.0)):
-        files.write([b"line\n"])
-        files.tidy()
-        assert len(list(tmp_path.glob(f"*{PART}"))) == 1
-        with monkeypatch.context() as patch:
-            patch.setattr(recording, name, limit)
-            files.tidy()
-        assert not list(tmp_path.glob(f"*{PART}"))
-    assert len(files_in(tmp_path)) == 2
-
-
-def test_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:
-    for name, text in (("cut", 'one\ntwo\n{"thr'), ("whole", "one\n"), ("half", '{"on'), ("empty", "")):
-        (tmp_path / f"{name}.jsonl{PART}").write_text(text)
-    running = RecordFiles(tmp_path, 1000)
-    running.write([b"of another server\n"])
-    prepare(tmp_path)
-    assert len(list(tmp_path.glob(f"*{PART}"))) == 1
-    running.complete()
-    texts = {Path(file).stem: Path(file).read_text() for file in files_in(tmp_path)}
-    assert (texts.pop("cut"), texts.pop("whole")) == ("one\ntwo\n", "one\n")
-    assert list(texts.values()) == ["of another server\n"]

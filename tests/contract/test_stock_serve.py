@@ -124,30 +124,26 @@ def test_vllms_own_endpoint_can_be_asked_in_our_way(extended: Server) -> None:
     assert "routed" not in json.dumps(answer).replace('"routed_experts": null', "")
 
 
-def test_server_wide_defaults(tiny_model: Path) -> None:
-    def defaults(**fields: Any) -> tuple[str, str]:
-        return "--additional-config", json.dumps({"routed_experts_default": fields})
+def settings(**keys: Any) -> tuple[str, str]:
+    return "--additional-config", json.dumps(keys)
 
-    prompt, given = prompt_of(9, 4), defaults(return_routed_experts=True, routed_experts_format="list")
-    with stock(tiny_model, "routed_experts", *given) as server:
+
+def test_server_wide_defaults(tiny_model: Path) -> None:
+    prompt, defaults = prompt_of(9, 4), {"return_routed_experts": True, "routed_experts_format": "list"}
+    with stock(tiny_model, "routed_experts", *settings(routed_experts_default=defaults)) as server:
         answer = server.complete(prompt=prompt, max_tokens=3, return_token_ids=True)
     rows = rows_of([*prompt, *answer["choices"][0]["token_ids"]][:-1])
     assert answer["prompt_routed_experts"] == rows[:9].tolist()
     assert answer["choices"][0]["routed_experts"] == rows[9:].tolist()
-    wrong = stock(tiny_model, "routed_experts", *defaults(routed_experts_dtype="uint8"))
-    with pytest.raises(SettingsError, match=r"routed_experts_default: .*uint8"), wrong:
-        pass  # which only the model shows
 
 
-def test_the_stores_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -> None:
-    def settings(**about: Any) -> tuple[str, str]:
-        return "--additional-config", json.dumps(
-            {f"routed_experts_store{name}": value for name, value in about.items()}
-        )
-
+def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -> None:
     folder, fields = tmp_path / "store", {"return_routed_experts": True, "routed_experts_delivery": "reference"}
-    given = {"": str(folder), "_bytes": 100_000, "_seconds": 50, "_paths": True}
-    with stock(tiny_model, "routed_experts", *settings(**given)) as server:
+    given = {"routed_experts_store": str(folder), "routed_experts_store_bytes": 100_000, "routed_experts_page": False}
+    given |= {"routed_experts_store_seconds": 50, "routed_experts_store_paths": True}
+    given |= {"routed_experts_record": str(tmp_path / "record")}
+    with stock(tiny_model, "routed_experts", *settings(**given)) as server, server.client() as client:
+        assert client.get("/routed_experts").status_code == 404
         began = time.time()
         answer = server.complete(prompt=prompt_of(9, 3), max_tokens=3, return_token_ids=True, **fields)
         reference = answer["choices"][0]["routed_experts"]
@@ -155,14 +151,27 @@ def test_the_stores_settings_come_as_programs_give_them(tiny_model: Path, tmp_pa
         assert Path(reference["path"]).parents[1] == folder
         rows = rows_of([*answer["choices"][0]["prompt_token_ids"], *answer["choices"][0]["token_ids"]][:-1])
         assert np.array_equal(np.load(reference["path"]), rows[9:].swapaxes(0, 1))
-        with server.client() as client:
-            body = {"model": "tiny", "prompt": prompt_of(900, 3), "max_tokens": 3, **fields}
-            assert client.post("/v1/completions", json=body).status_code == 507
+        body = {"model": "tiny", "prompt": prompt_of(900, 3), "max_tokens": 3, **fields}
+        assert client.post("/v1/completions", json=body).status_code == 507
     assert folder.exists()
-    (tmp_path / "file").write_text("")
-    for about, error in (({"": str(tmp_path / "file")}, StoreError), ({"_bytes": "much"}, UnsupportedConfig)):
-        with pytest.raises(error), stock(tiny_model, "routed_experts", *settings(**about)):
-            pass
+    assert [*(tmp_path / "record").glob("*.jsonl")]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [  # the last, only the model shows
+        ({"routed_experts_store": __file__}, StoreError, "test_stock_serve"),
+        ({"routed_experts_store_bytes": "much"}, UnsupportedConfig, "routed_experts_store_bytes must be"),
+        (
+            {"routed_experts_default": {"routed_experts_dtype": "uint8"}},
+            SettingsError,
+            "routed_experts_default: .*uint8",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(tiny_model: Path, given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), stock(tiny_model, "routed_experts", *settings(**given)):
+        pass
 
 
 # ---- without ----

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from routed_experts.server.http import stored_arrays
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.routes import router
-from routed_experts.server.outputs.array_store import ArrayStore, StoreFullError
+from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.outputs.folders import default_folder
 from tests.e2e.harness import wait_until
 
@@ -77,7 +78,7 @@ def test_s2_the_limit_holds_with_clients_that_stop_reading(tmp_path: Path, monke
         for _ in range(30):
             try:
                 key = store.put(ARRAY).id
-            except StoreFullError:
+            except StoreError:
                 continue
             stalled += 1
             assert stack.enter_context(connect(server, "GET", key)).recv(12) == b"HTTP/1.1 200"
@@ -99,6 +100,34 @@ def test_s2_a_response_whose_client_takes_nothing_ends(tmp_path: Path, monkeypat
             store.delete(key)
         wait_until(lambda: store.sweep() == held_bytes(tmp_path) == 0, lambda: store.used_bytes, 60)
         wait_until(lambda: not server.server_state.connections, "connections are left", 60)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "taken", "is_aborted"),
+    [
+        (1 << 20, [1 << 16, 1 << 16, 1 << 16], False),
+        (1 << 20, [1 << 16, 1 << 16, (1 << 16) - 1], True),
+        (0, [0, 0], False),  # a slow disk
+    ],
+)
+def test_clients_that_read_slowly(
+    monkeypatch: pytest.MonkeyPatch, waiting: int, taken: list[int], is_aborted: bool
+) -> None:
+    """64 KiB in 30 s are enough."""
+    transport = Mock(**{"get_write_buffer_size.return_value": waiting})
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == 30
+        if not taken:
+            raise asyncio.CancelledError
+        transport.get_write_buffer_size.return_value -= taken.pop(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    response = stored_arrays._ArrayResponse(iter(()))
+    response.transport, response.num_sent = transport, waiting
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(response._watch())
+    assert transport.abort.called == is_aborted
 
 
 class Client:

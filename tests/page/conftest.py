@@ -1,4 +1,4 @@
-"""A browser, and the page by both who serve it."""
+"""A browser, and the page by both who serve it. All tests share the browser, its tab and the two servers."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -38,27 +38,13 @@ def tab(the_tab: Tab) -> Iterator[Tab]:
 
 @pytest.fixture(scope="session")
 def api(tiny_model: Path) -> Iterator[Server]:
-    with serving(tiny_model) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def weighing_api(tiny_model: Path) -> Iterator[Server]:
     with serving(tiny_model, "--enable-return-routed-expert-weights") as server:
         yield server
 
 
 @contextmanager
-def viewing(*answers: Any, text: str | None = None, given: ModelInfo | None = None) -> Iterator[str]:
-    """Serves a file with answers, as `routed-experts view` does; gives the page's address."""
-    text = "".join(json.dumps(one) + "\n" for one in answers) if text is None else text
-    with viewing_files({"answers.jsonl": text}, given) as url:
-        yield url
-
-
-@contextmanager
-def viewing_files(texts: Mapping[str, str], given: ModelInfo | None = None) -> Iterator[str]:
-    """The same with the texts of files by name."""
+def viewing(texts: Mapping[str, str], given: ModelInfo | None = None) -> Iterator[str]:
+    """Serves files with these texts by name, as `routed-experts view` does; gives the page's address."""
     with TemporaryDirectory() as folder:
         files = []
         for place, (name, text) in enumerate(texts.items()):
@@ -66,12 +52,18 @@ def viewing_files(texts: Mapping[str, str], given: ModelInfo | None = None) -> I
             path.write_text(text, encoding="utf-8", newline="")
             files.append(ViewedFile(name, path, ModelInfo()))
         with ViewServer(files, 0, given) as server:
-            Thread(target=server.serve_forever, daemon=True).start()
+            Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
             yield server.url
             server.shutdown()
 
 
 @pytest.fixture
 def viewed() -> Iterator[Viewed]:
+    """Serves a file with answers, or files with these texts by name."""
     with ExitStack() as stack:
-        yield lambda *answers, **about: stack.enter_context(viewing(*answers, **about))
+
+        def serve(*answers: Any, texts: Mapping[str, str] | None = None, given: ModelInfo | None = None) -> str:
+            lines = "".join(json.dumps(one) + "\n" for one in answers)
+            return stack.enter_context(viewing({"answers.jsonl": lines} if texts is None else texts, given))
+
+        yield serve

@@ -2,11 +2,12 @@
 
 import json
 import tempfile
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import routed_experts.server.page as page
-from routed_experts.protocol.saved import ModelInfo
+from routed_experts.protocol.saved import ModelInfo, page_lines
 from routed_experts.server.cli.tiny_model import make_tiny_model, make_tokenizer
 from tests.contract.served import serving_weights
 from tests.e2e.harness import ASK, Server
@@ -49,4 +50,5 @@ if __name__ == "__main__":
         with serving_weights(
             Path(directory), "--dtype", "float32", "--enforce-eager", "--enable-return-routed-expert-weights", *KV
         ) as server:
-            PATH.write_text("".join(f"{json.dumps(response(server, prompt))}\n" for prompt in PROMPTS))
+            bodies = "".join(f"{json.dumps(response(server, prompt))}\n" for prompt in PROMPTS)
+            PATH.write_text("".join(page_lines([(PATH.name, StringIO(bodies))], ModelInfo())))

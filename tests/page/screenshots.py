@@ -15,17 +15,16 @@ from PIL import Image
 
 from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.contract.served import serving_weights
-from tests.page.answers import answer, rows_of, two_that_part, weights_of
+from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab, browser
-from tests.page.conftest import viewing_files
+from tests.page.conftest import viewing
 
 KV = ("--kv-cache-memory-bytes", "8388608", "--max-model-len", "2048")
 # Width and theme of the pictures of each.
 SHOWN = {
     "chat": [(1440, "light"), (420, "dark")],
-    "two": [(1440, "dark"), (420, "light")],
-    "long": [(420, "dark")],
-    "study": [(1440, "dark"), (900, "light")],
+    "two": [(1440, "dark")],
+    "long": [],
 }
 ALL = list(itertools.product((1440, 1024, 390), ("light", "dark")))
 
@@ -38,15 +37,6 @@ def two() -> dict[str, str]:
     return {"two.jsonl": "\n".join(map(json.dumps, two_that_part(299, 60, at=110)))}
 
 
-def study() -> dict[str, str]:
-    """Two folders of responses of 12 layers, top 8 of 128, with weights."""
-    found = {}
-    for seed, name in enumerate(("code/a", "code/b", "prose/a", "prose/b")):
-        rows = rows_of(240, 12, 8, 128, seed)[(seed // 2) * 120 :][:120]
-        found[f"{name}.jsonl"] = json.dumps(answer(rows, 40, weights=weights_of(rows)))
-    return found
-
-
 def select(tab: Tab, what: str) -> None:
     """Selects something to look at."""
     if what == "two":
@@ -55,11 +45,6 @@ def select(tab: Tab, what: str) -> None:
         tab.click("#go")
     elif what == "long":
         tab.click("#fit")
-    elif what == "study":
-        tab.click("#load", 300, 60)
-        for control, value in (("#list", "experts"), ("#scope", "all"), ("#shade", "lift")):
-            tab.choose(control, value)
-        tab.wait_for_text("#lists", "A minus B")
 
 
 def main(folder: Path, shown: dict[str, list[tuple[int, str]]], is_whole: bool) -> None:
@@ -79,14 +64,13 @@ def main(folder: Path, shown: dict[str, list[tuple[int, str]]], is_whole: bool) 
                 tab.wait_for_text("#summary", "finish reason")
                 tab.click("#tokens-a [data-i='80']")
                 take(tab, folder / f"page-chat-{width}-{theme}.png", is_whole)
-        saved: Iterable[Callable[[], dict[str, str]]] = (two, long, study)
+        saved: Iterable[Callable[[], dict[str, str]]] = (two, long)
         for files in saved:
             what = files.__name__
-            with viewing_files(files()) as url:
+            with viewing(files()) as url:
                 for width, theme in shown[what]:
                     tab.open(url, width, 1000, theme)
-                    tab.wait("$$('#tokens-a [data-rare]').length > 100")
-                    tab.wait("!/streaming/.test($('#summary').textContent)")
+                    tab.wait_for_text("#summary", "finish reason")
                     select(tab, what)
                     take(tab, folder / f"page-{what}-{width}-{theme}.png", is_whole)
 

@@ -115,6 +115,20 @@ def saved(tmp_path: Path) -> Path:
     return file
 
 
+def test_the_documented_recipe(documented: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(40, 3, 2, 8)
+    np.savez(tmp_path / "experts.npz", experts=np.concatenate([rows, np.full((1, 3, 2), -1)]), num_experts=8)
+    monkeypatch.chdir(tmp_path)
+    found: dict[str, np.ndarray] = {}
+    exec(documented[0], found)
+    i, j = rows[5, 1]
+    assert found["pairs"][1, i, j] == sum({i, j} <= set(row) for row in rows[:, 1])
+    shares = np.bincount(rows[:10, 1].ravel(), minlength=8) / 20
+    assert np.isclose(found["balance"][9, 1], -sum(p * np.log(p) for p in shares if p) / np.log(8))
+    bits = [-np.log2((rows[:, layer] == expert).sum() / 40) for layer in range(3) for expert in rows[5, layer]]
+    assert np.isclose(found["rarity"][5], np.mean(bits))
+
+
 @pytest.mark.e2e
 def test_the_documented_commands(saved: Path, documented: list[str]) -> None:
     """All but the second open a browser, which says here what it would open."""

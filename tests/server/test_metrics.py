@@ -177,9 +177,12 @@ OF_A_PROCESS = """
 from collections import Counter
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http import metrics
-from routed_experts.server.http.encoding import Sent
+from routed_experts.server.http.encoding import Encoder
 metrics.label_with("m")
-metrics.count_response(Sent(rows=10, missing=1, num_bytes=100), 0, Counter())
+encoder = Encoder("object", "int16", (1, 1), 8)
+encoder.count(10, 1)
+encoder.counts.num_bytes = 100
+metrics.count_response(encoder, 0, Counter())
 metrics.FEEDS_OPEN.labels("m").set(2)
 if {first}:
     metrics.EngineMetrics("m", [1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))

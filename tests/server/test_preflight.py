@@ -1,6 +1,7 @@
 """What ends `serve` in one sentence: the model, the address, the flags. No engine is started."""
 
 import logging
+import shlex
 import signal
 import socket
 from collections.abc import Iterator
@@ -44,16 +45,6 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return sentence.removeprefix("routed-experts: ")
 
 
-@pytest.mark.parametrize("model", ["./nowhere", "some/deep/folder", "/nowhere", "not a name"])
-def test_no_such_model(capsys: pytest.CaptureFixture[str], model: str) -> None:
-    assert refused(capsys, model) == f"{model} {NO_NAME}"
-
-
-def test_no_checkpoint(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """vLLM's own sentence names the folder."""
-    assert f"local directory specified: '{tmp_path}'." in refused(capsys, str(tmp_path))
-
-
 @pytest.mark.parametrize("flags", [(), ("--api-server-count", "2")])
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str], tiny_model: Path, flags: tuple[str, ...]) -> None:
     """Several API processes of vLLM would share it with another server that shares it."""
@@ -82,32 +73,37 @@ def test_a_unix_socket_needs_no_port(capsys: pytest.CaptureFixture[str], tmp_pat
         assert "AF_UNIX path too long." in refused(capsys, *flags, "x" * 200)
 
 
+FLAGS = [
+    ("--port 70000", "cannot listen on port 70000: bind(): port must be 0-65535."),
+    ("--host 203.0.113.9", "of --host 203.0.113.9: Cannot assign requested address."),
+    ("--host nobody.invalid", "of --host nobody.invalid: "),
+    ("--max-model-len 99999999", "User-specified max_model_len (99999999) is greater than the derived"),
+    ("--tensor-parallel-size 3", "Total number of attention heads (4) must be divisible by tensor parallel"),
+    ("--tensor-parallel-size 0", "tensor_parallel_size: Input should be greater than or equal to 1."),
+    ("--kv-sharing-fast-prefill", "Fast prefill skips layers for prompt tokens: remove --kv-sharing-fast-prefill."),
+    ("--config /nonexistent.yaml", "/nonexistent.yaml"),
+    ("--log-config-file /nowhere", "The log's configuration cannot be read"),
+    ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+    ("--dtype float99", "argument --dtype: invalid choice: 'float99'"),
+    ("--routed-experts-on-load guess", "invalid choice: 'guess'"),
+    ("--routed-experts-store /proc/none", "--routed-experts-store: /proc/none cannot be used: "),
+    ("--routed-experts-record /proc/none", "--routed-experts-record: /proc/none cannot be used: "),
+    ("--worker-cls their.Class", "their.Class cannot be imported"),
+]
+
+
 @pytest.mark.parametrize(
     ("argv", "sentence"),
     [
-        ("--port 70000", "cannot listen on port 70000: bind(): port must be 0-65535."),
-        ("--host 203.0.113.9", "of --host 203.0.113.9: Cannot assign requested address."),
-        ("--host nobody.invalid", "of --host nobody.invalid: "),
-        ("--max-model-len 99999999", "User-specified max_model_len (99999999) is greater than the derived"),
-        ("--tensor-parallel-size 3", "Total number of attention heads (4) must be divisible by tensor parallel"),
-        ("--tensor-parallel-size 0", "tensor_parallel_size: Input should be greater than or equal to 1."),
-        ("--kv-sharing-fast-prefill", "Fast prefill skips layers for prompt tokens: remove --kv-sharing-fast-prefill."),
-        ("--config /nonexistent.yaml", "/nonexistent.yaml"),
-        ("--log-config-file /nowhere", "The log's configuration cannot be read"),
-        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
-        ("--dtype float99", "argument --dtype: invalid choice: 'float99'"),
-        ("--routed-experts-on-load guess", "invalid choice: 'guess'"),
-        ("--routed-experts-store /proc/none", "--routed-experts-store: /proc/none cannot be used: "),
-        ("--routed-experts-record /proc/none", "--routed-experts-record: /proc/none cannot be used: "),
-        ("--worker-cls their.Class", "their.Class cannot be imported"),
+        *((model, f"{model} {NO_NAME}") for model in ("./nowhere", "some/deep/folder", "/nowhere")),
+        ("'not a name'", f"not a name {NO_NAME}"),
+        ("/tmp", "local directory specified: '/tmp'."),  # has no checkpoint, as vLLM says
+        ("--served-model-name mine", "`model` should be provided"),
+        *((f"MODEL {flags}", sentence) for flags, sentence in FLAGS),
     ],
 )
-def test_flags_that_cannot_be(capsys: pytest.CaptureFixture[str], tiny_model: Path, argv: str, sentence: str) -> None:
-    assert sentence in refused(capsys, str(tiny_model), *argv.split())
-
-
-def test_the_name_of_a_model_needs_one(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "`model` should be provided" in refused(capsys, "--served-model-name", "mine")
+def test_what_cannot_be(capsys: pytest.CaptureFixture[str], tiny_model: Path, argv: str, sentence: str) -> None:
+    assert sentence in refused(capsys, *shlex.split(argv.replace("MODEL", str(tiny_model))))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +133,17 @@ def test_those_are_vllms_own_words() -> None:
     from vllm.v1.engine import utils
 
     assert serve._ENGINE_FAILED in Path(utils.__file__).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("GatedRepoError", preflight.NO_SUCH_MODEL), ("ConnectTimeout", preflight.NO_HUB), ("Another", "vLLM's own.")],
+)
+@pytest.mark.parametrize("is_explicit", [True, False])
+def test_errors_of_the_hub_below_those_of_others(name: str, sentence: str, is_explicit: bool) -> None:
+    error = OSError("vLLM's own\nand more")
+    setattr(error, "__cause__" if is_explicit else "__context__", type(name, (Exception,), {})())
+    assert preflight.sentence_of(error, "m") == sentence.format(model="m")
 
 
 def test_an_error_of_pydantic_without_a_link() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +13,70 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.protocol.collect import collect
 from routed_experts.protocol.models import CaptureInfo, RoutedExpertsInfo
-from routed_experts.server.http import metrics
+from routed_experts.server.http import metrics, recording
 from routed_experts.server.http.engine import CapturedEngine
-from routed_experts.server.http.recording import Recorder, RecordFiles, prepare
+from routed_experts.server.http.recording import PART, FullError, Recorder, RecordFiles, prepare
 from tests.server.known import K, L
 from tests.server.test_row_buffer import ABORT, DELTA, Frontend, first_token, output, prompt, request_of, take
 
 
-def test_f2_files_that_no_server_made_are_left_alone(tmp_path: Path) -> None:
-    """F2: a link is not followed, and a folder or a pipe does not keep a server from starting."""
+def texts_in(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_line_that_the_disk_cuts_off_leaves_nothing(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path, 10 << 20)
+    files.write([b"one\n"])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            files.write([b"2" * (4 << 20), b"\n"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(FullError):
+        files.write([b"3" * (4 << 20)] * 3)
+    files.write([b"3" * 1000] * 100)  # more parts than are written at once
+    files.write([b"four\n"])
+    files.rotate(at_once=True)
+    assert [*texts_in(tmp_path).values()] == ["one\n" + "3" * 100_000 + "four\n"]
+
+
+@pytest.mark.parametrize(("name", "limit"), [("FILE_BYTES", 5), ("FILE_S", 0.0)])
+def test_files_are_completed_by_size_and_age(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: float
+) -> None:
+    files = RecordFiles(tmp_path, 1000)
+    files.write([b"line\n"])
+    files.rotate()
+    assert [path.suffix for path in tmp_path.iterdir()] == [PART]
+    monkeypatch.setattr(recording, name, limit)
+    files.rotate()
+    files.write([b"line\n"])
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", PART]
+
+
+def test_f2_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:
+    """F2: files that no server made are left alone: a link is not followed, and a folder or a pipe does not keep a
+    server from starting."""
     folder, elsewhere = tmp_path / "record", tmp_path / "elsewhere"
     folder.mkdir(mode=0o700)
     elsewhere.write_text("a letter without an end of line")
-    (folder / "link.jsonl.part").symlink_to(elsewhere)
-    (folder / "folder.jsonl.part").mkdir()
-    os.mkfifo(folder / "pipe.jsonl.part")
-    (folder / "cut.jsonl.part").write_text('{"a": 1}\n{"b"')
-    (folder / "empty.jsonl.part").touch()
+    (folder / f"link.jsonl{PART}").symlink_to(elsewhere)
+    (folder / f"folder.jsonl{PART}").mkdir()
+    os.mkfifo(folder / f"pipe.jsonl{PART}")
+    for name, text in (("cut", 'one\ntwo\n{"thr'), ("whole", "one\n"), ("half", '{"on'), ("empty", "")):
+        (folder / f"{name}.jsonl{PART}").write_text(text)
+    running = RecordFiles(folder, 1000)
+    running.write([b"of another server\n"])
+    (of_another,) = {path.name for path in folder.iterdir() if path.name[0].isdigit()}
     prepare(folder)
     assert elsewhere.read_text() == "a letter without an end of line"
-    names = ["cut.jsonl", "folder.jsonl.part", "link.jsonl.part", "pipe.jsonl.part"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    assert (folder / "cut.jsonl").read_text() == '{"a": 1}\n'
+    for name in ("link", "folder", "pipe"):
+        path = folder / f"{name}.jsonl{PART}"
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    texts = {"cut.jsonl": "one\ntwo\n", "whole.jsonl": "one\n", of_another: "of another server\n"}
+    assert texts_in(folder) == texts
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import itertools
 import random
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +18,7 @@ from pydantic import BaseModel
 from routed_experts.capture.rows import joined
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.http.encoding import Encoder
-from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, parts_of, respond, wants_msgpack
+from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond, wants_msgpack
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import K, L, buffer_of, choice, output, positions, rows_of
@@ -54,8 +53,8 @@ def answer_of(
 
 def body_of(answer: RoutedResponse) -> dict[str, Any]:
     """The answer as JSON, and checked to be the same in MessagePack."""
-    body = orjson.loads(b"".join(parts_of(*answer.prepare(packed=False))))
-    assert as_json(msgspec.msgpack.decode(b"".join(parts_of(*answer.prepare(packed=True))))) == body
+    body = orjson.loads(asyncio.run(answer.prepare(packed=False)))
+    assert as_json(msgspec.msgpack.decode(asyncio.run(answer.prepare(packed=True)))) == body
     return body
 
 
@@ -151,27 +150,6 @@ def test_the_form_of_the_response() -> None:
     assert "prompt_routed_experts" not in counted
     assert "routed_experts" not in counted["choices"][0]
     assert np.array(counted["prompt_routed_experts_histogram"]["counts"]).shape == (L, EXPERTS)
-
-
-def test_rows_are_taken_off_before_vllm_sees_the_output() -> None:
-    rows = CollectedRows(RoutingOptions(), (L, K))
-
-    async def results() -> AsyncIterator[RequestOutput]:
-        yield output(2, choice(2, buffer_of((0, rows_of(0, 3)))))
-
-    async def seen() -> list[Any]:
-        return [each.outputs[0].routed_experts async for each in rows.collect_from(results())]
-
-    assert asyncio.run(seen()) == [None]
-    assert len(rows.choices) == 1
-
-
-def test_a_list_of_one_prompt_is_a_list() -> None:
-    for is_list, kind in ((True, list), (False, dict)):
-        outputs = [output(2, choice(1, buffer_of((0, rows_of(0, 2)))))]
-        body = body_of(answer_of(outputs, is_list=is_list, histogram=True)[0])
-        assert isinstance(body["prompt_routed_experts"], kind)
-        assert isinstance(body["prompt_routed_experts_histogram"], kind)
 
 
 def test_choices_whose_prompts_went_through_other_weights() -> None:

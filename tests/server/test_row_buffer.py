@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import mmap
 import random
 import time
 import weakref
@@ -322,20 +321,6 @@ def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(n: int, 
 # ---- the memory of rows that wait ----
 
 
-@pytest.mark.parametrize("prompt_len", [5, 5000])
-def test_rows_that_nobody_takes_are_few_arrays(prompt_len: int) -> None:
-    buffer, first, end = RowBuffer(), rows_of(0, prompt_len), prompt_len + 10_000
-    buffer.push(0, first)
-    for position in range(prompt_len, end):
-        buffer.push(position, rows_of(position, position + 1))
-    beginning = buffer.take(0, prompt_len + 7)
-    assert positions(beginning) == list(range(prompt_len + 7))
-    assert prompt_len < 5000 or beginning[0] is first, "the prompt's rows were copied"
-    rest = buffer.take(prompt_len + 7, end)
-    assert positions(rest) == list(range(prompt_len + 7, end))
-    assert len(rest) < 300
-
-
 def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
     """A reader that stops would keep the rows of all that ran beside it."""
     buffer, messages = RowBuffer(), [np.zeros((256, 48, 8), dtype=np.int16) for _ in range(5)]
@@ -355,26 +340,6 @@ def test_few_rows_that_wait_keep_no_message_of_the_engine() -> None:
     buffer.take(0, 999)
     (kept,) = buffer._arrays
     assert (kept.base, len(kept)) == (None, 1), "rows that were taken are kept"
-
-
-def test_rows_that_nobody_takes_are_in_memory_of_their_own() -> None:
-    """Joined a mebibyte at a time, which the system gets back one by one when an answer has ended."""
-    buffer = RowBuffer()
-    rows = np.arange(7 * 48 * 8, dtype=np.int16).reshape(7, 48, 8)
-    for index in range(1000):
-        buffer.push(7 * index, rows)
-    first, *others = buffer.take(0, 7000)
-    assert np.array_equal(first, np.tile(rows, (len(first) // 7, 1, 1)))
-    assert 960_000 < first.nbytes <= 1 << 20
-    assert sum(map(len, [first, *others])) == 7000
-    assert all(isinstance(memory_of(rows), mmap.mmap) for rows in [first, *others] if len(rows) > 64)
-
-
-def memory_of(rows: np.ndarray) -> object:
-    base: object = rows
-    while isinstance(base, np.ndarray | memoryview):
-        base = base.base if isinstance(base, np.ndarray) else base.obj
-    return base
 
 
 # ---- rows say where they belong ----

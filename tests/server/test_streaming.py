@@ -313,9 +313,10 @@ def test_what_waits_keeps_no_message_of_the_engine(histogram: bool) -> None:
 
 @pytest.mark.parametrize("histogram", [False, True])
 @pytest.mark.parametrize("layout", ["split", "joined"])
-@pytest.mark.parametrize("lost", [{0}, {1}, {1, 3}])
+@pytest.mark.parametrize("lost", [{0}, {1}, {1, 3}, {0, 1, 2, 3, 4}])
 def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout: str, histogram: bool) -> None:
-    """Rows of the tokens after it do not move there: not into the prompt, and not to another token."""
+    """Rows of the tokens after it do not move there: not into the prompt, and not to another token. Where not one array
+    arrived to tell the shape, the fields are there all the same."""
     engine = Engine(prompt_len=2)
     steps = [engine.lose if token in lost else engine.step for token in range(5)]
     results = (step(1, "stop" if token == 4 else None) for token, step in enumerate(steps))
@@ -327,16 +328,16 @@ def test_a_message_that_is_lost_leaves_a_gap_at_its_place(lost: set[int], layout
         assert [each["missing"] for each in counted] == [2 * (0 in lost), len(lost - {0})]
 
 
-def test_all_rows_lost() -> None:
-    """Not one array arrived to tell the shape: the fields are there all the same."""
+def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -> None:
     engine = Engine(prompt_len=2)
-    chunks = stream(aligner_of(), [engine.lose(), engine.lose(2, "stop")])
-    assert [placed(chunk) for chunk in chunks] == [(None, None), ([-1, -1], [-1, -1])]
+    steps: list[dict[str, Any]] = [{"late": 1}, {}, {"finish": "stop"}]
+    chunks = stream(aligner_of(), (engine.step(**step) for step in steps))
+    assert [placed(chunk) for chunk in chunks] == [(None, None), ([0, 1], [2]), (None, [3])]
 
 
 def test_errors_end_the_stream_with_an_event() -> None:
     class Failing(Encoder):
-        def text(self, rows: np.ndarray, start: int) -> str:
+        def parts(self, *args: Any) -> Iterator[bytes]:
             raise MemoryError("no more")
 
     engine = Engine(prompt_len=2)
@@ -346,7 +347,7 @@ def test_errors_end_the_stream_with_an_event() -> None:
     assert "uint8 cannot hold" in error
     assert done == DONE
     engine, aligner = Engine(prompt_len=2), aligner_of()
-    aligner._encoder = Failing("object", "int16", (L, K), EXPERTS)
+    aligner.encoder = Failing("object", "int16", (L, K), EXPERTS)
     assert ended(aligner, [engine.step(), engine.step(finish="stop")]) == ['data: {"error":"no more"}\n\n', DONE]
     for max_bytes, least in ((250, 2), (500, 3)):
         engine = Engine(prompt_len=2)
@@ -376,7 +377,7 @@ def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
 def test_vllms_own_field_is_taken_away() -> None:
     """Its token-in, token-out chunks have it, null; a second one of the same name would win with many parsers."""
     engine, aligner = Engine(prompt_len=2), aligner_of()
-    aligner._has_own_field = True
+    aligner.has_own_field = True
     generate = saying({"choices": [{"index": 0, "token_ids": [1], "routed_experts": None, "text": "x"}]})
     texts = ended(aligner, [engine.step(), engine.step(finish="stop")], generate)
     assert all("null" not in text for text in texts)

@@ -5,26 +5,26 @@ import { weightText } from "./tokens.js";
 
 export class Answer {
   /**
-   * `shape` = {layers, topK, experts, layerIds, knowsLayers, knowsExperts, model, hasWeights, weightsScale}: whether layers
-   * are decoder layers, and experts as many as there are, or what the rows show; whether rows have weights. `start` is the
-   * position of the first row. `shape.parts` are the responses of a group (groups.js).
+   * `info` is what is known of the model, in the names of GET /v1/routed_experts; `experts` how many a layer has, or the
+   * rows show; `start` the position of the first row.
    */
-  constructor(name, shape, start = 0) {
-    Object.assign(this, shape, { name, start });
-    this.parts = shape.parts ?? null;
-    this.size = shape.layers * shape.topK; // ids of a row
+  constructor({ name, model, info, hasWeights, start = 0, experts = info.num_experts }) {
+    const { num_layers: layers, top_k: topK, layer_ids: layerIds } = info;
+    Object.assign(this, { name, model, info, hasWeights, start, experts, layers, topK });
+    this.knowsLayers = Boolean(layerIds); // whether they are decoder layers
+    this.layerIds = layerIds ?? Array.from({ length: layers }, (_, i) => i);
+    this.size = layers * topK; // ids of a row
     this.tokens = []; // {text: string | null, id: number | null} by position
     this.promptLength = null; // P, once it is known
     this.rows = new Int16Array(this.size * 256);
     this.weights = this.hasWeights ? new Float32Array(this.rows.length) : null; // of the ids in rows
     this.length = 0; // rows
-    this.counts = new Uint32Array(shape.layers * shape.experts);
-    this.slots = new Float64Array(shape.layers); // ids counted for each layer
+    this.counts = new Uint32Array(layers * experts);
+    this.slots = new Float64Array(layers); // ids counted for each layer
     this.sums = new Float64Array(this.counts.length); // of the weights that each expert was chosen with
-    this.totals = new Float64Array(shape.layers); // of all weights of a layer
+    this.totals = new Float64Array(layers); // of all weights of a layer
     this.missing = 0;
     this.finished = null; // finish reason, or why it broke off
-    this.error = null;
   }
 
   /** The position after the last row. */
@@ -33,31 +33,17 @@ export class Answer {
   }
 
   /** Appends whole rows, an Int16Array, and their weights, a Float32Array, if it has them; ids out of range are an error. */
-  addRows(ids, weights = null) {
-    if (this.hasWeights && ids.length && weights?.length !== ids.length) throw new Error("The weights of some rows are missing.");
-    const count = ids.length / this.size;
-    for (let i = 0; i < ids.length; i++) {
-      if (ids[i] < -1 || ids[i] >= this.experts) throw new Error(`Expert id ${ids[i]} is out of range: a layer has ${this.experts} experts.`);
-    }
-    const needed = (this.length + count) * this.size;
-    this.rows = grown(this.rows, needed);
-    this.weights &&= grown(this.weights, needed);
-    this.rows.set(ids, this.length * this.size);
-    if (this.hasWeights && weights) {
-      this.weights.set(weights, this.length * this.size);
-      this.#weigh(ids, weights);
-    }
-    this.length += count;
-    this.#count(ids, count);
-  }
-
-  /** The response that a position belongs to: {name, position: the one there, promptLength, from, to: where it is here}. */
-  origin(position) {
-    const { parts, name, promptLength } = this;
-    const place = parts?.findLastIndex(({ first }) => first <= position) ?? -1;
-    if (place < 0) return { name, position, promptLength, from: 0, to: this.tokens.length };
-    const part = parts[place];
-    return { ...part, position: position - part.first + part.start, from: part.first, to: parts[place + 1]?.first ?? this.tokens.length };
+  addRows(ids, weights) {
+    if (this.hasWeights && weights?.length !== ids.length) throw new Error("The weights of some rows are missing.");
+    const wrong = ids.find((id) => id < -1 || id >= this.experts);
+    if (wrong !== undefined) throw new Error(`Expert id ${wrong} is out of range: a layer has ${this.experts} experts.`);
+    const at = this.length * this.size;
+    this.rows = grown(this.rows, at + ids.length);
+    this.rows.set(ids, at);
+    this.weights &&= grown(this.weights, at + ids.length);
+    this.weights?.set(weights, at);
+    this.length += ids.length / this.size;
+    this.#count(ids, this.weights && weights);
   }
 
   /** The ids of a cell, or its weights; empty where the position has no row. */
@@ -75,15 +61,10 @@ export class Answer {
     return words.join(", ") || "no row";
   }
 
-  /** What is counted of each expert of each layer, choices or weights, and the sums of layers. */
-  tally(byWeight) {
-    return byWeight ? [this.sums, this.totals] : [this.counts, this.slots];
-  }
-
   /** How often an expert was chosen, or with which weight, as a multiple of what all would have if they shared evenly. */
   load(layer, expert, byWeight = false) {
-    const [counts, totals] = this.tally(byWeight);
-    return totals[layer] ? (counts[layer * this.experts + expert] * this.experts) / totals[layer] : 0;
+    const total = (byWeight ? this.totals : this.slots)[layer];
+    return total ? ((byWeight ? this.sums : this.counts)[layer * this.experts + expert] * this.experts) / total : 0;
   }
 
   /** A layer in words. */
@@ -96,31 +77,22 @@ export class Answer {
     return token?.text ?? (token?.id != null ? `#${token.id}` : "");
   }
 
-  #weigh(ids, weights) {
-    const { layers, topK, experts, sums, totals } = this;
-    weights.forEach((weight, at) => {
-      if (ids[at] < 0 || Number.isNaN(weight)) return;
+  #count(ids, weights) {
+    const { layers, topK, experts, size, counts, slots, sums, totals } = this;
+    let lastMissing = -1; // row
+    for (let at = 0; at < ids.length; at++) {
       const layer = Math.floor(at / topK) % layers;
-      sums[layer * experts + ids[at]] += weight;
-      totals[layer] += weight;
-    });
-  }
-
-  #count(ids, count) {
-    const { layers, topK, experts, counts, slots } = this;
-    for (let row = 0, at = 0; row < count; row++) {
-      let missing = 0;
-      for (let layer = 0; layer < layers; layer++) {
-        for (let k = 0; k < topK; k++, at++) {
-          const id = ids[at];
-          if (id < 0) missing = 1;
-          else {
-            counts[layer * experts + id]++;
-            slots[layer]++;
-          }
-        }
+      const place = layer * experts + ids[at];
+      if (ids[at] >= 0) {
+        counts[place]++;
+        slots[layer]++;
+        if (!weights || Number.isNaN(weights[at])) continue;
+        sums[place] += weights[at];
+        totals[layer] += weights[at];
+      } else if (Math.floor(at / size) !== lastMissing) {
+        lastMissing = Math.floor(at / size);
+        this.missing++;
       }
-      this.missing += missing;
     }
   }
 }

@@ -1,42 +1,89 @@
-// Asks the server and feeds what comes into an answer.
+// Sends the prompt to the server, and feeds what comes into an answer.
 
+import { Answer } from "./answer.js";
 import { decode } from "./arrays.js";
-import { name } from "./names.js";
+import { $ } from "./dom.js";
+import { hideError, say } from "./messages.js";
+import { name as nameToken } from "./names.js";
+import { begin } from "./responses.js";
+import { UNFINISHED } from "./saved.js";
+import { failed, server } from "./server.js";
 import { events, request } from "./stream.js";
-import { textOf } from "./tokens.js";
+import { textOf, visible } from "./tokens.js";
+import { changed, players, view } from "./view.js";
+import { summary } from "./words.js";
 
-/**
- * `question` = {kind, prompt, maxTokens, temperature, seed}. Calls `begun` once the server has accepted it, and resolves
- * when the answer is whole.
- */
-export async function ask(question, model, answer, signal, begun, changed) {
-  const said = question.kind === "chat" ? { messages: [{ role: "user", content: question.prompt }] } : { prompt: question.prompt };
-  const body = { model, ...said, max_tokens: question.maxTokens, temperature: question.temperature, stream: true };
-  if (question.seed !== null) body.seed = question.seed;
-  Object.assign(body, { return_routed_experts: true, routed_experts_layers: "moe", return_token_ids: true });
-  if (answer.hasWeights) body.return_routed_expert_weights = true;
-  const response = await request(question.kind === "chat" ? "v1/chat/completions" : "v1/completions", body, signal);
-  begun();
-  const told = { isOneByOne: true };
-  for await (const chunk of events(response)) {
-    take(chunk, answer, told, changed);
+let asked = 0;
+
+/** Sends what the form says; `begun` is called once the server has accepted it. */
+export async function send(begun) {
+  hideError();
+  view.request?.abort();
+  const ownRequest = new AbortController();
+  view.request = ownRequest;
+  const { info } = server;
+  const prompt = visible($("prompt").value);
+  const name = `${++asked}: ${prompt.length > 30 ? `${prompt.slice(0, 29)}…` : prompt || "(empty)"}`;
+  const answer = new Answer({ name, info, model: info.model, hasWeights: Boolean(info.weights) });
+  $("stop").disabled = false;
+  try {
+    const isChat = $("kind").value === "chat";
+    const response = await request(isChat ? "v1/chat/completions" : "v1/completions", bodyOf(isChat, answer), ownRequest.signal);
+    begun();
+    begin(answer);
+    say("Generating.");
+    const told = { isOneByOne: true };
+    for await (const chunk of events(response)) {
+      take(chunk, answer, told);
+      changed();
+    }
+    answer.finished ??= "no finish reason";
+    say(`Response complete: ${summary(answer, "")}`);
+  } catch (error) {
+    answer.finished ??= error.name === "AbortError" ? "abort" : UNFINISHED;
+    if (error.name !== "AbortError") failed(error);
+  } finally {
+    if (view.request === ownRequest) view.request = null;
+    $("stop").disabled = !view.request && !players().length;
     changed();
   }
-  answer.finished ??= "no finish reason";
 }
 
-function take(chunk, answer, told, changed) {
+export function stop() {
+  view.request?.abort();
+  for (const player of players()) player.perSecond = Infinity;
+  changed();
+}
+
+function bodyOf(isChat, { model, hasWeights }) {
+  const prompt = $("prompt").value;
+  return {
+    model,
+    ...(isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
+    max_tokens: Number($("max-tokens").value),
+    temperature: Number($("temperature").value),
+    seed: $("seed").value === "" ? undefined : Number($("seed").value),
+    stream: true,
+    return_token_ids: true,
+    return_routed_experts: true,
+    routed_experts_layers: "moe",
+    routed_experts_dtype: "int16",
+    return_routed_expert_weights: hasWeights || undefined,
+  };
+}
+
+function take(chunk, answer, told) {
   const choice = chunk.choices?.[0];
   const prompt = chunk.prompt_token_ids ?? choice?.prompt_token_ids;
   if (prompt && answer.promptLength === null) {
     answer.promptLength = prompt.length;
-    addTokens(answer, prompt, null, changed);
+    addTokens(answer, prompt, null);
   }
   if (chunk.prompt_routed_experts) addRows(answer, chunk.prompt_routed_experts, chunk.prompt_routed_expert_weights);
   if (!choice) return;
   if (choice.routed_experts) addRows(answer, choice.routed_experts, choice.routed_expert_weights);
   const ids = choice.token_ids ?? [];
-  addTokens(answer, ids, textOf(choice, ids.length, told), changed);
+  addTokens(answer, ids, textOf(choice, ids.length, told));
   if (choice.finish_reason) answer.finished = choice.finish_reason;
 }
 
@@ -46,10 +93,10 @@ function addRows(answer, ids, beside) {
 }
 
 /** `text` is that of one token; the texts of others are asked for. */
-function addTokens(answer, ids, text, changed) {
+function addTokens(answer, ids, text) {
   for (const id of ids) {
     const token = { id, text };
     answer.tokens.push(token);
-    if (text === null) name(token, changed);
+    if (text === null) nameToken(token, changed);
   }
 }

@@ -71,70 +71,25 @@ export function outline(context, box, colour, width) {
   context.strokeRect(...box);
 }
 
-const TILE = 1024;
-const CELLS_A_FRAME = 30000;
+const picture = document.createElement("canvas");
 
-/** A picture with one pixel for each position and layer, which is stretched when it is drawn. */
-export class Texture {
-  constructor(layers) {
-    this.layers = layers;
-    this.tiles = [];
-    this.painted = 0;
-    this.covered = 0; // what was painted before stays until it is painted again
+/**
+ * Paints positions `from` to `to`, each `cell` wide, of `layers` that are `tall`: position 0 is at x = 0. `colour(layer,
+ * first, end)` gives the pixel of some positions, of several where they share a column of the screen; layers never mix.
+ */
+export function paint(context, from, to, cell, layers, tall, colour) {
+  const step = Math.max(1 / cell, 1);
+  const first = Math.floor(from / step);
+  const columns = Math.ceil(to / step) - first;
+  if (columns <= 0) return;
+  const image = new ImageData(columns, layers);
+  const pixels = new Uint32Array(image.data.buffer);
+  const edges = Array.from({ length: columns + 1 }, (_, i) => Math.min(Math.floor((first + i) * step), Math.ceil(to)));
+  for (let layer = 0, at = 0; layer < layers; layer++) {
+    for (let i = 0; i < columns; i++) pixels[at++] = colour(layer, edges[i], edges[i + 1]);
   }
-
-  /** Paints positions up to `end`, where `paint(position, layer)` gives a pixel; whether some are left for later. */
-  extend(end, paint) {
-    let room = Math.ceil(CELLS_A_FRAME / this.layers);
-    while (this.painted < end && room > 0) {
-      const tile = Math.floor(this.painted / TILE);
-      const upTo = Math.min(end, (tile + 1) * TILE, this.painted + room);
-      this.#paint(tile, this.painted, upTo, paint);
-      room -= upTo - this.painted;
-      this.painted = upTo;
-    }
-    this.covered = Math.max(this.covered, this.painted);
-    return this.painted < end;
-  }
-
-  #paint(tile, from, to, paint) {
-    const image = new ImageData(to - from, this.layers);
-    const pixels = new Uint32Array(image.data.buffer);
-    for (let layer = 0, at = 0; layer < this.layers; layer++) {
-      for (let position = from; position < to; position++) pixels[at++] = paint(position, layer);
-    }
-    if (!this.tiles[tile]) {
-      this.tiles[tile] = document.createElement("canvas");
-      Object.assign(this.tiles[tile], { width: TILE, height: this.layers });
-    }
-    this.tiles[tile].getContext("2d").putImageData(image, from - tile * TILE, 0);
-  }
-
-  /**
-   * Draws positions `from` to `to` (fractions allowed), each `cell` wide, with the first at x. Where several share a pixel,
-   * it has their mean if `blends`, else the colour of one of them; layers never mix.
-   */
-  draw(context, from, to, x, y, cell, height, blends) {
-    context.imageSmoothingEnabled = false;
-    for (let tile = Math.floor(from / TILE); tile < this.tiles.length && tile * TILE < to; tile++) {
-      const first = Math.max(from, tile * TILE);
-      const last = Math.min(to, this.covered, (tile + 1) * TILE);
-      if (last <= first) continue;
-      const { picture, share } = blends ? this.#narrowed(this.tiles[tile], cell) : { picture: this.tiles[tile], share: 1 };
-      const left = (first - tile * TILE) * share;
-      context.drawImage(picture, left, 0, (last - first) * share, this.layers, x + (first - from) * cell, y, (last - first) * cell, height);
-    }
-  }
-
-  /** A tile with half as many columns, until they are as wide as a pixel: each is the mean of two neighbours. */
-  #narrowed(tile, cell) {
-    let [picture, share] = [tile, 1];
-    for (; cell / share < 1 && share > 1 / TILE; share /= 2) {
-      const half = document.createElement("canvas");
-      Object.assign(half, { width: picture.width / 2, height: this.layers });
-      half.getContext("2d").drawImage(picture, 0, 0, half.width, half.height);
-      picture = half;
-    }
-    return { picture, share };
-  }
+  Object.assign(picture, { width: columns, height: layers });
+  picture.getContext("2d").putImageData(image, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(picture, first * step * cell, 0, columns * step * cell, layers * tall);
 }

@@ -7,16 +7,14 @@ const ORANGES_ON_DARK = ["#1c2330", "#4a2a12", "#7f3f0c", "#b35806", "#e08214", 
 const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 
 function blend(stops, share) {
-  const at = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
+  const at = share * (stops.length - 1);
   const first = Math.min(Math.floor(at), stops.length - 2);
   const [from, to] = [rgb(stops[first]), rgb(stops[first + 1])];
   return from.map((part, i) => Math.round(part + (to[i] - part) * (at - first)));
 }
 
-/** `size` colours of a ramp, as 32-bit pixels of an ImageData (little-endian RGBA). */
-function pixels(stops, size) {
-  return Uint32Array.from({ length: size }, (_, i) => pixel(...blend(stops, size > 1 ? i / (size - 1) : 0)));
-}
+/** 256 colours of a ramp, as 32-bit pixels of an ImageData (little-endian RGBA). */
+const pixels = (stops) => Uint32Array.from({ length: 256 }, (_, i) => pixel(...blend(stops, i / 255)));
 
 /** The colour of one of many kinds: hues and lightnesses that spread evenly, however many there are. */
 function kind(i) {
@@ -33,8 +31,8 @@ const pixel = (r, g, b) => ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
 export const css = (pixel) => `rgb(${pixel & 255} ${(pixel >> 8) & 255} ${(pixel >> 16) & 255})`;
 
 const isDark = () => {
-  const chosen = document.documentElement.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  const { theme } = document.documentElement.dataset;
+  return theme === "dark" || (theme !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
 };
 
 let known = null; // ramps of the theme
@@ -46,26 +44,20 @@ export function forgetTheme() {
   inks = new Map();
 }
 
-/** The colours of the theme: ramps `usual` to rare, `load` from none to much, `differs` from none to all; and `experts`. */
+/** The colours of the theme: of the ramps `load`, from none to much, and `differs`, from none to all; `experts(count)`. */
 export const ramps = () => (known ??= makeRamps());
 
 function makeRamps() {
   const dark = isDark();
-  const blues = dark ? BLUES.toReversed() : BLUES;
+  const kinds = new Map(); // by how many there are
   return {
     unknown: dark ? 0xff7d7d7d : 0xff9a9a9a,
-    usual: pixels(blues, 256),
-    load: pixels(blues, 256),
-    differs: remembered((size) => pixels(dark ? ORANGES_ON_DARK : ORANGES, size)),
-    experts: remembered((size) => Uint32Array.from({ length: size }, (_, i) => kind(i))),
-  };
-}
-
-function remembered(make) {
-  const made = new Map();
-  return (size) => {
-    if (!made.has(size)) made.set(size, make(size));
-    return made.get(size);
+    load: pixels(dark ? BLUES.toReversed() : BLUES),
+    differs: pixels(dark ? ORANGES_ON_DARK : ORANGES),
+    experts(count) {
+      if (!kinds.has(count)) kinds.set(count, Uint32Array.from({ length: count }, (_, i) => kind(i)));
+      return kinds.get(count);
+    },
   };
 }
 

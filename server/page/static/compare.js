@@ -1,7 +1,6 @@
 // Two answers side by side: where they part.
 
 import { grown } from "./arrays.js";
-import { distance } from "./stats.js";
 
 export class Comparison {
   constructor(a, b) {
@@ -16,11 +15,22 @@ export class Comparison {
     this.firstToken = null; // the first position with another token
     this.tokensCompared = 0;
     this.areKnown = true; // whether the tokens compared are
-    this.mark = new Int32Array(Math.max(a.experts, b.experts)).fill(-1);
   }
 
   get end() {
     return this.start + this.length;
+  }
+
+  /** How many experts of a cell differ; null where it has not been compared. */
+  at(position, layer) {
+    return position < this.start || position >= this.end ? null : this.cells[(position - this.start) * this.a.layers + layer];
+  }
+
+  /** The share of experts that differ in a layer, over the positions `first` to `end`. */
+  share(layer, first, end) {
+    let sum = 0;
+    for (let position = first; position < end; position++) sum += this.at(position, layer);
+    return sum / (end - first) / this.a.topK;
   }
 
   /** Whether a position is a token of one answer's prompt and another token in the other: rows are not of the same text. */
@@ -35,24 +45,18 @@ export class Comparison {
     const upTo = Math.min(this.end + most, end);
     this.cells = grown(this.cells, (upTo - this.start) * layers);
     for (let position = this.end; position < upTo; position++) {
-      for (let layer = 0; layer < layers; layer++) this.#compare(position, layer);
+      for (let layer = 0; layer < layers; layer++) {
+        const others = differing(a.cell(position, layer), b.cell(position, layer));
+        this.cells[(position - this.start) * layers + layer] = others;
+        if (!others) continue;
+        this.differing++;
+        this.byLayer[layer]++;
+        this.first ??= { position, layer };
+      }
       this.length++;
     }
     this.#compareTokens();
     return upTo < end;
-  }
-
-  #compare(position, layer) {
-    const { a, b, mark } = this;
-    const stamp = position * a.layers + layer;
-    for (const id of b.cell(position, layer)) if (id >= 0) mark[id] = stamp;
-    let others = 0;
-    for (const id of a.cell(position, layer)) others += id >= 0 && mark[id] !== stamp;
-    this.cells[(position - this.start) * a.layers + layer] = others;
-    if (!others) return;
-    this.differing++;
-    this.byLayer[layer]++;
-    this.first ??= { position, layer };
   }
 
   #compareTokens() {
@@ -82,11 +86,14 @@ export class Comparison {
   }
 }
 
+/** How many of some ids are not among others; those that are unknown are not counted. */
+export const differing = (ids, others) => ids.filter((id) => id >= 0 && !others.includes(id)).length;
+
 /** Null where one of the two is not known. */
 const isSame = (one, other) => (one === null || other === null ? null : one === other);
 
 /** Raises an Error where the rows of two answers mean different things. */
-export function checkSameModel(a, b) {
+function checkSameModel(a, b) {
   if (a.layers !== b.layers || a.topK !== b.topK) {
     throw new Error("The responses are from different models: their rows have different shapes.");
   }
@@ -95,9 +102,18 @@ export function checkSameModel(a, b) {
   }
 }
 
+/** The share of a layer's choices that go to other experts in b than in a: half the sum of the differences of shares. */
+function distance(a, b, layer) {
+  if (!a.slots[layer] || !b.slots[layer]) return 0;
+  const share = (of, expert) => (expert < of.experts ? of.counts[layer * of.experts + expert] / of.slots[layer] : 0);
+  let sum = 0;
+  for (let expert = 0; expert < Math.max(a.experts, b.experts); expert++) sum += Math.abs(share(a, expert) - share(b, expert));
+  return sum / 2;
+}
+
 /** How far the loads of two answers are apart, as a sentence. */
 export function loadsInWords(a, b) {
-  const by = a.layerIds.map((_, layer) => distance(a, b, layer) ?? 0);
+  const by = a.layerIds.map((_, layer) => distance(a, b, layer));
   const most = by.indexOf(Math.max(...by));
   const percent = (share) => `${(100 * share).toFixed(1)} %`;
   return `Load: ${percent(by.reduce((sum, share) => sum + share, 0) / by.length)} of the choices go to other experts in B than in A, most in ${a.layerName(most)} (${percent(by[most])}).`;

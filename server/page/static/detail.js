@@ -1,19 +1,18 @@
 // One token in full: the experts of every layer, and those of the answer beside it.
 
 import { css, ramps } from "./colours.js";
-import { made, reveal } from "./sorted.js";
+import { differing } from "./compare.js";
+import { made, reveal } from "./dom.js";
 import { weightText } from "./tokens.js";
-
-const CHIPS_A_FRAME = 240;
 
 export class Detail {
   constructor(table, select) {
     this.table = table;
     table.addEventListener("click", (event) => {
-      const cell = event.target.closest("[data-layer]");
-      if (!cell) return;
-      const expert = cell.className.startsWith("chip") ? parseInt(cell.textContent) : NaN;
-      select({ layer: Number(cell.dataset.layer), expert: Number.isNaN(expert) ? null : expert });
+      const row = event.target.closest("[data-layer]");
+      if (!row) return;
+      const expert = parseInt(event.target.closest(".chip")?.textContent);
+      select({ layer: Number(row.dataset.layer), expert: Number.isNaN(expert) ? null : expert });
     });
   }
 
@@ -22,76 +21,58 @@ export class Detail {
     this.table.replaceChildren();
     this.layer = null;
     this.table.style.setProperty("--digits", String(a.experts - 1).length);
-    const head = this.table.createTHead().insertRow();
-    for (const title of [a.knowsLayers ? "Decoder layer" : "MoE layer", b ? "Experts of A" : "Experts", ...(b ? ["Experts of B", "Differ"] : [])]) {
-      head.append(made("th", { scope: "col" }, title));
-    }
+    const titles = [a.knowsLayers ? "Decoder layer" : "MoE layer", ...(b ? ["Experts of A", "Experts of B", "Differ"] : ["Experts"])];
+    const head = titles.map((title) => made("th", { scope: "col" }, title));
+    this.table.createTHead().insertRow().append(...head);
     const body = this.table.createTBody();
     this.rows = a.layerIds.map((id, layer) => {
       const row = body.insertRow();
-      const name = made("th", { scope: "row" }, String(id));
-      name.dataset.layer = layer;
-      row.append(name);
-      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer, layer));
-      return { at: layer, row, sides, differ: b && row.insertCell(), shows: null };
+      row.append(made("th", { scope: "row" }, String(id)));
+      row.dataset.layer = layer;
+      const sides = [a, ...(b ? [b] : [])].map((answer) => chips(row.insertCell(), answer));
+      return { row, sides, differ: b && row.insertCell(), shows: null };
     });
   }
 
-  /** Fills in what changed, the rows that can be seen first; the others when the keys rest. */
-  draw({ a, b, token, layer, expert, changed }) {
+  /** Fills in what changed. */
+  draw({ a, b, token, layer, expert }) {
     const colours = ramps().experts(a.experts);
     const known = [a, b].map((answer) => Boolean(answer) && token >= answer.start && token < answer.end);
-    const of = (at) => `${token} ${known} ${at === layer ? `${expert} here` : ""} ${colours[0]}`;
+    this.rows.forEach((entry, at) => {
+      const shows = `${token} ${known} ${at === layer ? `${expert} here` : ""} ${colours[0]}`;
+      if (entry.shows === shows) return;
+      entry.shows = shows;
+      const here = [a.cell(token, at), b?.cell(token, at)];
+      entry.row.classList.toggle("selected", at === layer);
+      entry.sides.forEach((chips, side) => {
+        const { weights } = side ? b : a;
+        const beside = weights && (side ? b : a).cell(token, at, weights);
+        fill(chips, here[side], beside, here[1 - side], colours, at === layer ? expert : null);
+      });
+      if (entry.differ) entry.differ.textContent = here[0].length && here[1].length ? differing(...here) || "" : "";
+    });
     if (layer !== this.layer) reveal(this.rows[layer].row, this.table.parentElement);
     this.layer = layer;
-    const waiting = this.rows.filter((entry, at) => entry.shows !== of(at));
-    clearTimeout(this.rest);
-    if (!waiting.length) return;
-    const top = this.table.parentElement.scrollTop;
-    const first = Math.floor((top / Math.max(this.table.offsetHeight, 1)) * this.rows.length);
-    waiting.sort((one, other) => (one.at - first + this.rows.length) % this.rows.length - ((other.at - first + this.rows.length) % this.rows.length));
-    for (const entry of waiting.slice(0, Math.ceil(CHIPS_A_FRAME / a.topK))) {
-      const { at, row, sides, differ } = entry;
-      entry.shows = of(at);
-      const here = [a.cell(token, at), b?.cell(token, at)];
-      const isHere = at === layer;
-      row.classList.toggle("selected", isHere);
-      sides.forEach((cells, side) => {
-        fill(cells, here[side], here[1 - side], colours, isHere ? expert : null);
-        const { weights } = side ? b : a;
-        if (weights) weigh(cells, (side ? b : a).cell(token, at, weights));
-      });
-      if (differ) differ.textContent = here[0].length && here[1].length ? here[0].filter((id) => !here[1].includes(id)).length || "" : "";
-    }
-    this.rest = setTimeout(changed, 80);
   }
 }
 
-function chips(cell, { topK, weights }, layer) {
+function chips(cell, { topK, weights }) {
   cell.className = weights ? "experts weighed" : "experts";
   const chips = Array.from({ length: topK }, () => made("span", { className: "chip" }, "", ...(weights ? [made("small", {})] : [])));
-  for (const chip of chips) chip.dataset.layer = layer;
   cell.append(made("div", { className: "chips" }, ...chips));
   return chips;
 }
 
-/** Shows ids; those that the other answer has not are marked. */
-function fill(cells, ids, others, colours, expert) {
-  cells.forEach((chip, k) => {
+/** Shows ids and their weights; ids that the other answer has not are marked. */
+function fill(chips, ids, weights, others, colours, expert) {
+  chips.forEach((chip, k) => {
     const id = ids[k] ?? null;
     const isKnown = id !== null && id >= 0;
     const relation = !others?.length || !isKnown ? "" : others.includes(id) ? " same" : " differs";
-    set(chip.firstChild, "data", isKnown ? String(id) : id === null ? "–" : "?");
-    set(chip, "className", `chip${relation}${isKnown && id === expert ? " chosen" : ""}`);
+    chip.firstChild.data = isKnown ? String(id) : id === null ? "–" : "?";
+    const name = `chip${relation}${isKnown && id === expert ? " chosen" : ""}`;
+    if (chip.className !== name) chip.className = name;
     chip.style.borderLeftColor = isKnown ? css(colours[id]) : "transparent";
+    if (weights) chip.lastChild.textContent = id === null ? "" : ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}`;
   });
-}
-
-function weigh(cells, weights) {
-  cells.forEach((chip, k) => set(chip.lastChild, "textContent", k < weights.length ? ` ${Number.isNaN(weights[k]) ? "?" : weightText(weights[k])}` : ""));
-}
-
-/** Touches the document only where something changes. */
-function set(element, property, value) {
-  if (element[property] !== value) element[property] = value;
 }

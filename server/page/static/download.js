@@ -39,13 +39,12 @@ export const quoted = (text) => JSON.stringify(text);
 
 /** The map as a table [header, rows]: a row for each token, the ids of a layer in one field, and their weights in another. */
 export function mapTable(answer) {
-  const { layerIds, rows, weights, tokens, parts } = answer;
+  const { layerIds, rows, weights, tokens } = answer;
   const sides = weights ? { experts: rows, weights } : { experts: rows };
-  const header = [...(parts ? ["response"] : []), "position", "token", "token_id", ...Object.keys(sides).flatMap((what) => layerIds.map((id) => `${what}_${id}`))];
+  const header = ["position", "token", "token_id", ...Object.keys(sides).flatMap((what) => layerIds.map((id) => `${what}_${id}`))];
   const row = ({ id }, i) => {
-    const { name, position } = answer.origin(i);
     const cells = Object.values(sides).flatMap((values) => layerIds.map((_, layer) => answer.cell(i, layer, values).join(" ")));
-    return [...(parts ? [name] : []), position, quoted(answer.text(i)), id, ...cells];
+    return [i, quoted(answer.text(i)), id, ...cells];
   };
   return [header, tokens.map(row)];
 }
@@ -58,10 +57,4 @@ export function loadTable(answer) {
     return [layerIds[layer], expert, count, answer.load(layer, expert), ...(hasWeights ? [sums[at]] : [])];
   };
   return [["layer", "expert", "tokens", "load", ...(hasWeights ? ["sum_of_weights"] : [])], Array.from(counts, row)];
-}
-
-/** The balance: a row for each token, the mean over layers and each layer. */
-export function balanceTable({ start, layerIds }, balance) {
-  const row = (mean, i) => [start + i, mean, ...layerIds.map((_, layer) => balance.at(i, layer))];
-  return [["position", "mean", ...layerIds.map((id) => `layer_${id}`)], balance.lines.mean.map(row)];
 }

@@ -1,25 +1,92 @@
 // The view in the address: what follows #, so that a link brings the same view back.
 
+import { $ } from "./dom.js";
+import { map } from "./drawing.js";
+import { notify, say } from "./messages.js";
+import { EXAMPLE, hasExample, openExample, responseOf, show } from "./responses.js";
+import { select, view } from "./view.js";
+
 const REST = 300; // milliseconds: browsers refuse to have the address changed often
+const UNSAVED = "a response that was not saved";
+
 let waiting = null;
-
-/** Puts {name: value} into the address, when the keys rest; what is null or empty is left out. */
-export function writeLink(fields) {
-  clearTimeout(waiting);
-  waiting = setTimeout(() => putLink(fields()), REST);
-}
-
-/** The same at once. */
-export function putLink(fields) {
-  const known = Object.entries(fields).filter(([, value]) => value !== null && value !== undefined && value !== "");
-  history.replaceState(null, "", `#${new URLSearchParams(known)}`);
-}
+let link = readLink(); // until what it names is open
 
 /** {name: text} of the address; null if it says nothing of a view. */
-export function readLink() {
+function readLink() {
   const fields = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   return "token" in fields || "layer" in fields ? fields : null;
 }
 
-/** A whole number of a link; null if it is none. */
+/** A whole number; null if a text is none. */
 export const numberIn = (text) => (/^\d{1,9}$/.test(text ?? "") ? Number(text) : null);
+
+/** Puts the view into the address, when the keys rest. */
+export function writeLink() {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => putLink(linkFields()), REST);
+}
+
+/** Fields that are null or empty are left out. */
+function putLink(fields) {
+  const known = Object.entries(fields).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  history.replaceState(null, "", `#${new URLSearchParams(known)}`);
+}
+
+/** The view in words of a link; only responses from files can be named. */
+function linkFields() {
+  if (link) return { ...link };
+  const { entryA, entryB, a, layer, token, expert, rank, byWeight } = view;
+  const name = (entry) => entry && (entry.file ? entry.answer.name : UNSAVED);
+  const fields = { a: name(entryA), b: name(entryB), token, layer: a.layerIds[layer], expert };
+  return { ...fields, rank: rank > 1 ? rank : null, by: byWeight ? "weights" : null, zoom: map.zoom };
+}
+
+/** What was picked or sent since is shown in place of what the link says. */
+export function forgetLink() {
+  link = null;
+}
+
+/** Another address was entered. */
+export function followAddress() {
+  link = readLink();
+  return followLink();
+}
+
+/** Shows what the link says, if the responses that it names are open; else says which files to open. */
+export async function followLink() {
+  if (!link) return;
+  const fields = link;
+  const absent = () => [fields.a, fields.b].filter((name) => name && !responseOf(name));
+  if (absent().includes(UNSAVED)) {
+    link = null;
+    return notify(`This link shows ${UNSAVED}: links carry no responses.`);
+  }
+  if (absent().some((name) => name.startsWith(EXAMPLE)) && !hasExample()) await openExample();
+  const names = absent();
+  notify(names.length ? `This link shows ${names.join(" and ")}: open ${names.length > 1 ? "these files" : "this file"} to see it.` : "");
+  if (names.length || !view.a) return;
+  link = null;
+  const controls = { rank: numberIn(fields.rank) ?? 1, by: fields.by === "weights" ? "weights" : "choices" };
+  for (const [id, value] of Object.entries(controls)) {
+    $(id).value = value;
+    $(id).dispatchEvent(new Event("input"));
+  }
+  show(responseOf(fields.a) ?? view.entryA, responseOf(fields.b) ?? (fields.a ? null : view.entryB));
+  const expert = numberIn(fields.expert);
+  const layer = Math.max(view.a.layerIds.indexOf(numberIn(fields.layer)), 0);
+  select({ layer, expert: expert < view.a.experts ? expert : null, token: numberIn(fields.token) ?? view.token });
+  map.setZoom(fields.zoom === "fit" ? "fit" : Number(fields.zoom) || null);
+}
+
+export async function copyLink() {
+  const fields = linkFields();
+  putLink(fields);
+  if ([fields.a, fields.b].includes(UNSAVED)) notify("The link carries the view, not the response, which is not saved: save it, and open the file.");
+  try {
+    await navigator.clipboard.writeText(location.href);
+    say("Copied the link.");
+  } catch {
+    say("The link is in the address bar."); // browsers refuse outside of HTTPS
+  }
+}

@@ -1,6 +1,6 @@
 // The load of every expert in every layer, and the selected layer's as bars.
 
-import { GUTTER, bar, layerNumbers, line, outline, sized } from "./canvas.js";
+import { GUTTER, bar, layerNumbers, line, outline, paint, sized } from "./canvas.js";
 import { ink, ramps } from "./colours.js";
 
 const BARS = 84;
@@ -11,7 +11,6 @@ export class LoadMap {
   constructor(element, view, select) {
     this.element = element;
     this.canvas = element.querySelector("canvas");
-    this.picture = document.createElement("canvas");
     this.view = view;
     element.addEventListener("click", (event) => {
       const cell = this.#at(event);
@@ -49,17 +48,18 @@ export class LoadMap {
     const tall = this.#layerHeight;
     const [width, height] = [this.#width, a.layers * tall];
     const context = sized(this.canvas, this.element.clientWidth, height + BARS + 44);
-    this.#paint();
-    context.imageSmoothingEnabled = a.experts > width;
     context.translate(0, EDGE);
-    context.drawImage(this.picture, GUTTER, 0, width, height);
-    outline(context, [GUTTER - 1, layer * tall, width + 2, tall], ink("select"), 1.5);
     layerNumbers(context, a, layer, 0, tall);
-    this.#bars(context, width, height + 14);
-    if (expert !== null) {
-      const x = GUTTER + (expert / a.experts) * width;
-      outline(context, [x - 1, layer * tall - 1, Math.max(width / a.experts, 2) + 2, tall + 2], ink("select"), 2);
-    }
+    context.translate(GUTTER, 0);
+    const { load } = ramps();
+    const cell = width / a.experts;
+    const { byWeight } = this;
+    const colour = (layer, first, end) => load[Math.round(255 * Math.min(Math.sqrt(highest(a, byWeight, layer, first, end) / TOP), 1))];
+    paint(context, 0, a.experts, cell, a.layers, tall, colour);
+    outline(context, [-1, layer * tall, width + 2, tall], ink("select"), 1.5);
+    if (expert !== null) outline(context, [expert * cell - 1, layer * tall - 1, Math.max(cell, 2) + 2, tall + 2], ink("select"), 2);
+    context.translate(0, height + 14);
+    this.#bars(context, width);
   }
 
   /** Draws the legend, and says it in words; what is added up can be chosen where there are weights. */
@@ -72,65 +72,43 @@ export class LoadMap {
     this.shows = null;
   }
 
-  #paint() {
-    const { a } = this.view;
-    if (this.picture.width !== a.experts || this.picture.height !== a.layers) {
-      Object.assign(this.picture, { width: a.experts, height: a.layers });
-    }
-    const image = new ImageData(a.experts, a.layers);
-    const pixels = new Uint32Array(image.data.buffer);
-    const ramp = ramps().load;
-    const [counts, totals] = a.tally(this.byWeight);
-    for (let layer = 0, at = 0; layer < a.layers; layer++) {
-      const scale = totals[layer] ? a.experts / totals[layer] / TOP : 0;
-      for (let i = 0; i < a.experts; i++, at++) {
-        pixels[at] = ramp[Math.round(255 * Math.min(Math.sqrt(counts[at] * scale), 1))];
-      }
-    }
-    this.picture.getContext("2d").putImageData(image, 0, 0);
-  }
-
   /** The selected layer: filled for the answer, a line for the one beside it or else its other load, dashes for the even share. */
-  #bars(context, width, top) {
+  #bars(context, width) {
     const { a, b, layer, expert } = this.view;
-    const columns = Math.min(a.experts, Math.floor(width));
     const { byWeight } = this;
-    const of = (answer, byWeight) => columnsOf(answer, layer, columns, byWeight);
+    const count = Math.min(a.experts, Math.floor(width));
+    const first = (i) => Math.ceil((i / count) * a.experts); // of the experts that share a bar
+    const of = (answer, byWeight) => Array.from({ length: count }, (_, i) => highest(answer, byWeight, layer, first(i), first(i + 1)));
     const bars = of(a, byWeight);
     let other = null;
     if (!b && a.hasWeights) other = of(a, !byWeight);
     else if (b && b.experts === a.experts && (b.hasWeights || !byWeight)) other = of(b, byWeight);
     const most = Math.max(2, ...bars, ...(other ?? []));
-    const step = width / columns;
-    const y = (load) => top + BARS * (1 - load / most);
-    context.fillStyle = ink("bar");
-    bars.forEach((load, i) => context.fillRect(GUTTER + i * step, y(load), Math.max(step - (step > 4 ? 1 : 0), 1), (BARS * load) / most));
-    if (expert !== null) {
-      const i = Math.floor((expert / a.experts) * columns);
-      context.fillStyle = ink("select");
-      context.fillRect(GUTTER + i * step, y(bars[i]), Math.max(step - 1, 2), Math.max((BARS * bars[i]) / most, 2));
-    }
-    const steps = other?.flatMap((load, i) => [i, i + 1].map((edge) => [GUTTER + edge * step, y(load)]));
+    const step = width / count;
+    const y = (load) => BARS * (1 - load / most);
+    const selected = expert === null ? -1 : Math.floor((expert / a.experts) * count);
+    bars.forEach((load, i) => {
+      context.fillStyle = ink(i === selected ? "select" : "bar");
+      const tall = Math.max((BARS * load) / most, i === selected ? 2 : 0);
+      context.fillRect(i * step, BARS - tall, Math.max(step - (step > 4 ? 1 : 0), 1), tall);
+    });
+    const steps = other?.flatMap((load, i) => [i, i + 1].map((edge) => [edge * step, y(load)]));
     if (steps) line(context, steps, ink("other"), 1.5);
-    line(context, [GUTTER, GUTTER + width].map((x) => [x, y(1)]), ink("text"), 1, [4, 3]);
+    line(context, [0, width].map((x) => [x, y(1)]), ink("text"), 1, [4, 3]);
     context.fillStyle = ink("muted");
     context.textAlign = "right";
-    context.fillText("even", GUTTER - 6, y(1));
-    context.fillText(`${most.toFixed(0)}×`, GUTTER - 6, top + 5);
-    context.textAlign = "left";
+    context.fillText("even", -6, y(1));
+    context.fillText(`${most.toFixed(0)}×`, -6, 5);
     context.textBaseline = "top";
-    context.fillText("expert 0", GUTTER, top + BARS + 2);
-    context.textAlign = "right";
-    context.fillText(String(a.experts - 1), GUTTER + width, top + BARS + 2);
+    context.fillText(String(a.experts - 1), width, BARS + 2);
+    context.textAlign = "left";
+    context.fillText("expert 0", 0, BARS + 2);
   }
 }
 
-/** The highest load within each of `columns` columns. */
-function columnsOf(answer, layer, columns, byWeight) {
-  const found = new Float64Array(columns);
-  for (let expert = 0; expert < answer.experts; expert++) {
-    const column = Math.floor((expert / answer.experts) * columns);
-    found[column] = Math.max(found[column], answer.load(layer, expert, byWeight));
-  }
-  return Array.from(found);
+/** The highest load among the experts `first` to `end` of a layer. */
+function highest(answer, byWeight, layer, first, end) {
+  let most = 0;
+  for (let expert = first; expert < end; expert++) most = Math.max(most, answer.load(layer, expert, byWeight));
+  return most;
 }

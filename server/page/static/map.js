@@ -1,7 +1,6 @@
 // The map of tokens and layers: a band for an answer, or three for two of them and where they differ.
 
-import { Rarity } from "./rarity.js";
-import { GUTTER, Texture, bar, layerNumbers, outline, sized, ticks } from "./canvas.js";
+import { GUTTER, bar, layerNumbers, outline, paint, sized, ticks } from "./canvas.js";
 import { ink, ramps } from "./colours.js";
 import { visible } from "./tokens.js";
 
@@ -14,29 +13,20 @@ export class TokenMap {
     this.canvas = element.querySelector("canvas");
     this.spacer = element.querySelector(".spacer");
     this.view = view;
-    this.select = select;
     this.zoom = null; // width of a token in pixels, where it was chosen by hand; "fit": all tokens are in sight
     this.hover = null;
     this.following = false; // whether to keep the end in sight
-    this.reset();
+    const hover = (cell) => {
+      this.hover = cell;
+      view.changed();
+    };
     element.addEventListener("scroll", () => view.changed());
-    element.addEventListener("pointermove", (event) => this.#hover(this.#at(event)));
-    element.addEventListener("pointerleave", () => this.#hover(null));
+    element.addEventListener("pointermove", (event) => hover(this.#at(event)));
+    element.addEventListener("pointerleave", () => hover(null));
     element.addEventListener("click", (event) => {
       const cell = this.#at(event);
       if (cell) select(cell);
     });
-  }
-
-  /** Forgets what was painted: other answers, other colours. */
-  reset() {
-    this.bands = [];
-    this.tables = null;
-  }
-
-  #hover(cell) {
-    this.hover = cell;
-    this.view.changed();
   }
 
   /** Positions of both answers. */
@@ -45,9 +35,24 @@ export class TokenMap {
     return Math.max(a.tokens.length, a.end, b?.end ?? 0, b?.tokens.length ?? 0, 1);
   }
 
-  /** One for each answer, and one for where they differ. */
+  /** What is drawn one below the other: each answer, and where they differ. */
   get #bands() {
-    return 1 + Boolean(this.view.b) + Boolean(this.view.comparison);
+    const { a, b, comparison, rank } = this.view;
+    const { unknown, experts, differs } = ramps();
+    const bands = [a, b].filter(Boolean).map((answer, i) => {
+      const { start, end, rows, size, topK } = answer;
+      const colours = experts(answer.experts);
+      const place = Math.min(rank, topK) - 1;
+      const colour = (layer, position) => {
+        const id = rows[(position - start) * size + layer * topK + place];
+        return id < 0 ? unknown : colours[id];
+      };
+      return { name: "AB"[i], answer, start, end, colour };
+    });
+    if (!comparison) return bands;
+    const { start, end } = comparison;
+    const colour = (layer, first, end) => differs[Math.round(255 * comparison.share(layer, first, end))];
+    return [...bands, { name: "≠", answer: null, start, end, colour }];
   }
 
   /** The width of a token in pixels. */
@@ -60,11 +65,6 @@ export class TokenMap {
   get #layerHeight() {
     const { a, b } = this.view;
     return Math.max(b ? 3 : 4, Math.min(26, Math.floor((b ? 210 : 340) / a.layers)));
-  }
-
-  /** What is rare in the answer of a band; null where the colours say something else. */
-  rarity(band) {
-    return this.tables.get(band) ?? null;
   }
 
   setZoom(width) {
@@ -87,9 +87,10 @@ export class TokenMap {
   }
 
   #spread() {
+    const { a, b, comparison } = this.view;
+    const bands = 1 + Boolean(b) + Boolean(comparison);
     this.spacer.style.width = `${GUTTER + this.#length * this.cellWidth + 2}px`;
-    const bands = this.#bands;
-    this.spacer.style.height = `${AXIS + bands * (this.view.a.layers * this.#layerHeight) + (bands - 1) * GAP + 4}px`;
+    this.spacer.style.height = `${AXIS + bands * (a.layers * this.#layerHeight) + (bands - 1) * GAP + 4}px`;
   }
 
   #at(event) {
@@ -108,77 +109,34 @@ export class TokenMap {
 
   draw() {
     const { a, b, token, layer } = this.view;
-    this.more = this.#paint();
     this.#spread();
     if (this.following && this.view.growing) this.element.scrollLeft = this.element.scrollWidth;
-    const width = this.element.clientWidth;
+    const { clientWidth: width, scrollLeft } = this.element;
     const [cell, tall] = [this.cellWidth, this.#layerHeight];
-    const band = a.layers * tall;
+    const height = a.layers * tall;
     const context = sized(this.canvas, width, parseFloat(this.spacer.style.height));
-    const from = this.element.scrollLeft / cell;
+    const from = scrollLeft / cell;
     const to = Math.min(from + (width - GUTTER) / cell, this.#length);
     this.#axis(context, from, to, cell);
-    this.bands.forEach((texture, i) => {
-      const top = AXIS + i * (band + GAP);
+    this.#bands.forEach(({ name, answer, start, end, colour }, i) => {
+      const top = AXIS + i * (height + GAP);
+      layerNumbers(context, a, layer, top, tall);
+      context.textAlign = "left";
+      context.fillStyle = ink("text");
+      if (b) context.fillText(name, 1, top + 7);
       context.save();
       context.beginPath();
-      context.rect(GUTTER, top, width - GUTTER, band);
+      context.rect(GUTTER, top, width - GUTTER, height);
       context.clip();
+      context.translate(GUTTER - scrollLeft, top); // to where position 0 and layer 0 begin
       context.fillStyle = ink("empty");
-      context.fillRect(GUTTER, top, (to - from) * cell, band);
-      texture.draw(context, from, to, GUTTER, top, cell, band, i === 2 || this.view.colour !== "expert");
-      const answer = [a, b, null][i];
-      if (answer) this.#boundary(context, answer, from, cell, top, band);
-      if (answer && this.view.expert !== null) this.#chosen(context, answer, from, to, cell, top);
-      this.#cross(context, token, layer, from, cell, top, band, ink("select"), 2);
-      if (this.hover) this.#cross(context, this.hover.token, this.hover.layer, from, cell, top, band, ink("muted"), 1);
+      context.fillRect(scrollLeft, 0, (to - from) * cell, height);
+      paint(context, Math.max(from, start), Math.min(to, end), cell, a.layers, tall, colour);
+      if (answer) this.#boundary(context, answer, cell, height);
+      if (answer) this.#chosen(context, answer, from, to, cell, tall);
+      this.#cross(context, token, layer, cell, tall, "select", 2);
+      if (this.hover) this.#cross(context, this.hover.token, this.hover.layer, cell, tall, "muted", 1);
       context.restore();
-      layerNumbers(context, a, layer, top, tall);
-      if (b) this.#caption(context, ["A", "B", "≠"][i], top);
-    });
-  }
-
-  /** Paints what is new of every band; whether there is more to do. */
-  #paint() {
-    const { a, b, comparison, colour } = this.view;
-    const ramp = ramps();
-    if (!this.bands.length) {
-      this.bands = Array.from({ length: this.#bands }, () => new Texture(a.layers));
-      this.tables = new Map();
-    }
-    let more = false;
-    [a, b].forEach((answer, i) => {
-      if (answer) more = this.#paintAnswer(answer, this.bands[i], colour, ramp, i) || more;
-    });
-    if (comparison) {
-      const colours = ramp.differs(a.topK + 1);
-      this.bands[2].painted = Math.max(this.bands[2].painted, comparison.start);
-      const left = this.bands[2].extend(comparison.end, (position, layer) => colours[comparison.cells[(position - comparison.start) * a.layers + layer]]);
-      more = left || more;
-    }
-    return more;
-  }
-
-  #paintAnswer(answer, texture, colour, ramp, band) {
-    texture.painted = Math.max(texture.painted, answer.start);
-    if (colour === "expert") {
-      const colours = ramp.experts(answer.experts);
-      const rank = Math.min(this.view.rank, answer.topK) - 1;
-      return texture.extend(answer.end, (position, layer) => {
-        const id = answer.rows[(position - answer.start) * answer.size + layer * answer.topK + rank];
-        return id < 0 ? ramp.unknown : colours[id];
-      });
-    }
-    // What is usual changes as the answer grows: all is painted again whenever it has grown by an eighth.
-    let table = this.tables.get(band);
-    if (!table || table.isOld) {
-      table = new Rarity(answer);
-      this.tables.set(band, table);
-      texture.painted = answer.start;
-    }
-    return texture.extend(answer.end, (position, layer) => {
-      const share = table.ofCell(position, layer);
-      return share === null ? ramp.unknown : ramp.usual[Math.round(255 * share)];
     });
   }
 
@@ -201,52 +159,39 @@ export class TokenMap {
   }
 
   /** The end of the prompt. */
-  #boundary(context, answer, from, cell, top, band) {
-    if (!answer.promptLength) return;
-    const x = GUTTER + (answer.promptLength - from) * cell;
+  #boundary(context, { promptLength }, cell, height) {
+    if (!promptLength) return;
+    const x = promptLength * cell;
     context.fillStyle = ink("surface");
-    context.fillRect(x - 1.5, top, 3, band);
+    context.fillRect(x - 1.5, 0, 3, height);
     context.fillStyle = ink("text");
-    for (let y = top; y < top + band; y += 6) context.fillRect(x - 0.5, y, 1, 3);
+    for (let y = 0; y < height; y += 6) context.fillRect(x - 0.5, y, 1, 3);
   }
 
   /** Marks the tokens that chose the selected expert, in its layer. */
-  #chosen(context, answer, from, to, cell, top) {
+  #chosen(context, answer, from, to, cell, tall) {
     const { layer, expert } = this.view;
-    const tall = this.#layerHeight;
+    if (expert === null) return;
+    const mark = Math.max(2, tall / 4);
     context.fillStyle = ink("select");
     for (let i = Math.floor(from); i < to; i++) {
-      if (answer.cell(i, layer).includes(expert)) context.fillRect(GUTTER + (i - from) * cell, top + (layer + 1) * tall - Math.max(2, tall / 4), Math.max(cell, 1), Math.max(2, tall / 4));
+      if (answer.cell(i, layer).includes(expert)) context.fillRect(i * cell, (layer + 1) * tall - mark, Math.max(cell, 1), mark);
     }
   }
 
-  #cross(context, token, layer, from, cell, top, band, colour, width) {
-    const x = GUTTER + (token - from) * cell;
-    const tall = this.#layerHeight;
-    const box = [x, top + layer * tall, Math.max(cell, 3), tall];
-    outline(context, [x - width / 2, top, Math.max(cell, 1) + width, band], colour, width);
+  #cross(context, token, layer, cell, tall, colour, width) {
+    const box = [token * cell, layer * tall, Math.max(cell, 3), tall];
+    outline(context, [token * cell - width / 2, 0, Math.max(cell, 1) + width, this.view.a.layers * tall], ink(colour), width);
     outline(context, box, ink("surface"), 3);
-    outline(context, box, colour, 1.5);
-  }
-
-  #caption(context, text, top) {
-    context.textAlign = "left";
-    context.textBaseline = "alphabetic";
-    context.fillStyle = ink("text");
-    context.save();
-    context.font = `bold ${context.font}`;
-    context.fillText(text, 1, top + 10);
-    context.restore();
+    outline(context, box, ink(colour), 1.5);
   }
 
   /** Draws the legend, and says it in words. */
   legend(canvas, text, differs) {
-    const { a, comparison, colour } = this.view;
-    const ramp = ramps();
-    bar(canvas, colour === "expert" ? ramp.experts(Math.min(a.experts, 120)) : ramp.usual);
-    const what = colour === "expert" ? `a colour for each expert of a layer, 0 to ${a.experts - 1}` : "from common to rare in this response";
-    text.textContent = `${what}; grey: unknown`;
+    const { a, comparison } = this.view;
+    bar(canvas, ramps().experts(Math.min(a.experts, 120)));
+    text.textContent = `a colour for each expert of a layer, 0 to ${a.experts - 1}; grey: unknown`;
     differs.hidden = !comparison;
-    bar(differs.querySelector("canvas"), ramp.differs(a.topK + 1));
+    bar(differs.querySelector("canvas"), ramps().differs);
   }
 }

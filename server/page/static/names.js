@@ -1,6 +1,6 @@
 // The texts of tokens by their ids, as the server's tokenizer has them.
 
-import { postJson } from "./stream.js";
+import { request } from "./stream.js";
 
 const MOST = 16384; // ids in a request
 const REST = 1000; // milliseconds between two requests
@@ -18,7 +18,7 @@ export async function name(token, changed) {
   while (waiting.length) {
     const ids = [...new Set(waiting.map(({ id }) => id))].slice(0, MOST);
     try {
-      const said = await postJson("v1/routed_experts/texts", { token_ids: ids });
+      const said = await (await request("v1/routed_experts/texts", { token_ids: ids })).json();
       ids.forEach((id, i) => texts.set(id, said.texts[i]));
     } catch {
       waiting = []; // ids are shown

@@ -5,9 +5,9 @@ import { Answer } from "./answer.js";
 const ROWS_A_FRAME = 128;
 
 export class Player {
-  /** `whole` is what `saved.read` gives; `shape` = that of an `Answer`. */
-  constructor(whole, shape) {
-    Object.assign(this, { whole, shape });
+  /** `whole` is an Answer, or has what one has. */
+  constructor(whole) {
+    this.whole = whole;
     this.replay(Infinity);
   }
 
@@ -17,9 +17,8 @@ export class Player {
 
   /** Shows it, or shows it again, from the end of the prompt on. */
   replay(perSecond) {
-    const { name, start, promptLength } = this.whole;
-    Object.assign(this, { answer: new Answer(name, this.shape, start), perSecond, since: null });
-    this.answer.promptLength = promptLength;
+    Object.assign(this, { answer: new Answer(this.whole), perSecond, since: null });
+    this.answer.promptLength = this.whole.promptLength;
     return this.answer;
   }
 
@@ -30,15 +29,14 @@ export class Player {
     const prompt = whole.promptLength ?? 0;
     const due = prompt + ((now - this.since) / 1000) * this.perSecond;
     const tokens = Math.min(whole.tokens.length, due, answer.end + ROWS_A_FRAME + 1);
-    const all = whole.rows.length / answer.size;
     const isLast = tokens >= whole.tokens.length;
-    const rows = Math.min(all, isLast ? all : Math.max(Math.floor(tokens) - 1 - whole.start, 0), answer.length + ROWS_A_FRAME);
+    const rows = Math.min(whole.length, isLast ? whole.length : Math.max(Math.floor(tokens) - 1 - whole.start, 0), answer.length + ROWS_A_FRAME);
     for (let i = answer.tokens.length; i < Math.floor(tokens); i++) answer.tokens.push(whole.tokens[i]);
     if (rows > answer.length) {
       const [from, to] = [answer.length * answer.size, rows * answer.size];
       answer.addRows(whole.rows.subarray(from, to), whole.weights?.subarray(from, to));
     }
-    if (isLast && rows === all) answer.finished = whole.finished;
+    if (isLast && rows === whole.length) answer.finished = whole.finished;
     return !this.isOver;
   }
 }

@@ -38,9 +38,6 @@ export async function request(path, body, signal) {
   throw new ServerError(response.status, `The server returned ${response.status}: ${said}`);
 }
 
-export const getJson = async (path) => (await request(path)).json();
-export const postJson = async (path, body) => (await request(path, body)).json();
-
 /** The JSON of each event of a response that is a stream of server-sent events, up to [DONE]. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,11 +1,9 @@
 // The tokens as text, one of them selected.
 
-import { made } from "./sorted.js";
-import { visible } from "./tokens.js";
+import { made } from "./dom.js";
 
 const ENOUGH = 60;
 const MOST = 240;
-const SHADED_A_FRAME = 400;
 
 export class TokenText {
   constructor(element, side, select) {
@@ -25,9 +23,7 @@ export class TokenText {
     this.selected = null;
     this.block = null;
     this.parted = null;
-    this.rarity = null;
-    this.shaded = 0;
-    this.chosen = { spans: [], upTo: 0, of: null };
+    this.chosen = ""; // what is marked
     this.element.replaceChildren();
   }
 
@@ -49,17 +45,15 @@ export class TokenText {
   /** Tokens stand in blocks, so that what cannot be seen costs nothing; a line break begins one, where there is one. */
   #append(span) {
     const inBlock = this.block?.childElementCount ?? Infinity;
-    const begins = this.answer.parts?.some(({ first }) => first === Number(span.dataset.i));
-    if (begins || inBlock >= MOST || (inBlock >= ENOUGH && this.block.lastChild.textContent.endsWith("\n"))) {
-      this.block = made("div", { className: begins ? "block part" : "block" });
+    if (inBlock >= MOST || (inBlock >= ENOUGH && this.block.lastChild.textContent.endsWith("\n"))) {
+      this.block = made("div", { className: "block" });
       this.element.append(this.block);
     }
     this.block.append(span);
   }
 
   #make(i) {
-    const { position, promptLength } = this.answer.origin(i);
-    const className = position < promptLength ? "token prompt" : "token";
+    const className = i < this.answer.promptLength ? "token prompt" : "token";
     const span = made("span", { id: `token-${this.side}-${i}`, role: "option", className });
     span.dataset.i = i;
     this.#fill(span, i);
@@ -90,33 +84,10 @@ export class TokenText {
 
   /** Marks the tokens that chose an expert of a layer. */
   highlight(layer, expert) {
-    const of = expert === null ? null : `${layer} ${expert}`;
-    if (of !== this.chosen.of) {
-      for (const span of this.chosen.spans) span.classList.remove("chosen");
-      this.chosen = { spans: [], upTo: this.answer.start, of };
-    }
-    if (of === null) return;
-    const end = Math.min(this.shown.length, this.answer.end);
-    for (; this.chosen.upTo < end; this.chosen.upTo++) {
-      if (!this.answer.cell(this.chosen.upTo, layer).includes(expert)) continue;
-      this.shown[this.chosen.upTo].classList.add("chosen");
-      this.chosen.spans.push(this.shown[this.chosen.upTo]);
-    }
-  }
-
-  /** Shades tokens by how rare their experts are; whether some are left for the next frame. */
-  shade(rarity) {
-    if (rarity !== this.rarity) this.shaded = 0;
-    this.rarity = rarity;
-    const end = Math.min(this.shown.length, this.answer.end); // the last token's row comes with the next one
-    const upTo = Math.min(end, this.shaded + SHADED_A_FRAME);
-    for (; this.shaded < upTo; this.shaded++) {
-      const share = rarity ? rarity.ofToken(this.shaded) : null;
-      const level = share === null ? "" : String(Math.min(Math.floor(share * 5), 4));
-      const { dataset } = this.shown[this.shaded];
-      if ((dataset.rare ?? "") !== level) dataset.rare = level;
-    }
-    return this.shaded < end;
+    const key = expert === null ? "" : [layer, expert, this.shown.length, this.answer.length].join();
+    if (key === this.chosen) return;
+    this.chosen = key;
+    this.shown.forEach((span, i) => span.classList.toggle("chosen", expert !== null && this.answer.cell(i, layer).includes(expert)));
   }
 
   /** Scrolls so that a token can be seen. */
@@ -126,12 +97,4 @@ export class TokenText {
     const [box, frame] = [span.getBoundingClientRect(), this.element.getBoundingClientRect()];
     if (box.top < frame.top || box.bottom > frame.bottom) this.element.scrollTop += box.top - frame.top - frame.height / 3;
   }
-}
-
-/** A token in words: its place and text. */
-export function describe(answer, place) {
-  const text = answer.text(place);
-  const { name, position, promptLength } = answer.origin(place);
-  const kind = promptLength === null ? "" : position < promptLength ? ", prompt" : ", generated";
-  return `Token ${position}${text ? ` “${visible(text)}”` : ""}${kind}${answer.parts ? ` of ${name}` : ""}`;
 }

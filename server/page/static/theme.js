@@ -13,8 +13,7 @@ function stored(use) {
 
 export function watchTheme(select, changed) {
   const apply = () => {
-    if (select.value === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = select.value;
+    document.documentElement.dataset.theme = select.value;
     changed();
   };
   select.value = stored((storage) => storage.getItem(NAME)) ?? "auto";

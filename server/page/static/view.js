@@ -1,0 +1,51 @@
+// What is shown, and what of it is selected.
+
+/** `a` and `b` are the answers of `entryA` and `entryB`, responses {answer, player, file}. */
+export const view = {
+  entryA: null,
+  entryB: null,
+  a: null,
+  b: null,
+  comparison: null, // by position, of answers to one prompt; else loads are compared
+  parting: "", // why not by position
+  token: 0,
+  layer: 0,
+  expert: null,
+  rank: 1, // of the choice that the map has colours for
+  byWeight: false, // what the load adds up
+  growing: false,
+  request: null, // the AbortController of the one under way
+  isPinned: false, // whether a token was selected by hand while the answer grows
+  isRevealed: true, // whether the selected token was brought into sight
+  draw: null, // a function
+  changed,
+};
+
+/** The players of what is shown that are not at the end. */
+export const players = () => [view.entryA, view.entryB].map((entry) => entry?.player).filter((player) => player && !player.isOver);
+
+let isScheduled = false;
+
+/** Has the view drawn, once a frame of the browser. */
+export function changed() {
+  if (isScheduled) return;
+  isScheduled = true;
+  requestAnimationFrame((now) => {
+    isScheduled = false;
+    view.draw(now);
+  });
+}
+
+/** Selects a token, a layer, an expert of it: those that are given. */
+export function select(cell) {
+  if (!view.a) return;
+  if (cell.token !== undefined) view.isPinned = true;
+  if (cell.layer !== undefined && cell.expert === undefined && cell.layer !== view.layer) view.expert = null;
+  Object.assign(view, cell);
+  const coming = players().map(({ whole }) => whole.tokens.length);
+  const last = Math.max(view.a.tokens.length, view.a.end, view.b?.end ?? 0, ...coming) - 1;
+  view.token = Math.min(Math.max(view.token, 0), Math.max(last, 0));
+  view.layer = Math.min(Math.max(view.layer, 0), view.a.layers - 1);
+  view.isRevealed = false;
+  changed();
+}

@@ -1,0 +1,365 @@
+"""Every form of rows and weights, at every endpoint, whole and streamed, against the codec's plain statement of it."""
+
+import base64
+import io
+import itertools
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+
+from routed_experts.protocol import codec
+from routed_experts.protocol.collect import collect
+from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
+from tests.contract.served import DECODER_LAYERS, LAYER_IDS, rows_of, serving
+from tests.e2e.harness import CHAT, COMPLETIONS, Server, prompt_of, read_events
+
+GENERATE = "/inference/v1/generate"
+FLAG = "--enable-return-routed-expert-weights"
+FLAGS = ("--max-num-batched-tokens", "64", "--enable-scale-out")
+IDS = {"return_routed_experts": True, "return_token_ids": True}
+WEIGHTS = {**IDS, "return_routed_expert_weights": True}
+MSGPACK = "application/msgpack"
+
+
+@pytest.fixture(scope="module")
+def api(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, *FLAGS, FLAG) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path) -> Iterator[Server]:
+    with serving(tiny_model, *FLAGS) as server:
+        yield server
+
+
+def post(server: Server, path: str, accept: str = "application/json", **body: Any) -> httpx.Response:
+    with server.client() as client:
+        return client.post(path, json={"model": "tiny", **body}, headers={"Accept": accept})
+
+
+def as_json(value: Any) -> Any:
+    """MessagePack as JSON has it: bytes in base64."""
+    if isinstance(value, dict):
+        return {name: as_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
+
+
+# ---- the reference ----
+
+
+class Form:
+    """What the arrays of a request are to be; a field that is left out has its default, at generate vLLM's own form."""
+
+    def __init__(self, path: str, fields: dict[str, Any]) -> None:
+        own = path == GENERATE and not {"routed_experts_format", "routed_experts_layout"} & fields.keys()
+        self.fmt = fields.get("routed_experts_format", "npy" if own else "object")
+        self.dtype = fields.get("routed_experts_dtype", "uint16" if own else "int16").replace("auto", "int16")
+        self.is_joined = fields.get("routed_experts_layout", "joined" if own else "split") == "joined"
+        self.has_dense = fields.get("routed_experts_layers", "all" if own else "moe") == "all"
+        self.has_weights = fields.get("return_routed_expert_weights", False)
+        self.start = fields.get("routed_experts_prompt_start", 0)
+
+    def arrays(self, prefix: str, tokens: list[int], first: int) -> dict[str, np.ndarray]:
+        """The rows of `tokens` from position `first` on, and their weights, by their names."""
+        rows = rows_of(tokens, first)
+        found = {f"{prefix}routed_experts": self._spread(rows)}
+        if self.has_weights:
+            found[f"{prefix}routed_expert_weights"] = self._spread(weights_for(rows))
+        return found
+
+    def _spread(self, array: np.ndarray) -> np.ndarray:
+        if not self.has_dense:
+            return array
+        every = np.zeros((len(array), DECODER_LAYERS, K), dtype=array.dtype)
+        if array.dtype == np.float32:
+            every[np.isnan(array).any(axis=(1, 2))] = np.nan  # beside a weight that is no number, dense layers are none
+        every[:, LAYER_IDS] = array
+        return every
+
+    def encoded(self, array: np.ndarray, first: int) -> Any:
+        """`array` as it stands in an answer."""
+        if array.dtype != np.float32:
+            return codec.encode(array, fmt=self.fmt, dtype=self.dtype, start=first)
+        if self.fmt == "object":
+            return codec.encode_weights(array, start=first)
+        if self.fmt == "list":
+            return [[[None if np.isnan(x) else x for x in layer] for layer in row] for row in array.tolist()]
+        file = io.BytesIO()
+        np.save(file, array)
+        return base64.b64encode(file.getvalue() if self.fmt == "npy" else array.tobytes()).decode()
+
+    def decoded(self, name: str, pieces: Iterable[Any]) -> np.ndarray:
+        shape: dict[str, Any] = {"num_layers": DECODER_LAYERS if self.has_dense else L, "top_k": K}
+        if name.endswith("weights"):
+            return np.concatenate([codec.decode_weights(piece, **shape) for piece in pieces])
+        return np.concatenate([codec.decode(piece, dtype=self.dtype, **shape) for piece in pieces])
+
+
+def routing_in(holder: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in holder.items() if "routed_expert" in name}
+
+
+def check_whole(form: Form, answer: dict[str, Any], prompt: list[int]) -> None:
+    """The fields are those of the codec, to the byte, and there are no others."""
+    of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
+    assert routing_in(answer) == {name: form.encoded(array, form.start) for name, array in of_prompt.items()}
+    for choice in answer["choices"]:
+        first = form.start if form.is_joined else len(prompt)
+        arrays = form.arrays("", [*prompt, *choice["token_ids"]][:-1], first)
+        assert routing_in(choice) == {name: form.encoded(array, first) for name, array in arrays.items()}
+
+
+def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end: bool) -> None:
+    """The pieces are together what the codec says, in lines of up to 64 KiB of routing."""
+    chunks = [chunk for chunk in read_events(iter(lines)) if chunk["choices"]]
+    assert max(map(len, lines)) <= (64 << 10) + 1500
+    for index in range(n):
+        parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        tokens = [token for part in parts for token in part.get("token_ids") or ()]
+        first = form.start if form.is_joined else len(prompt)
+        check_pieces(form, parts, form.arrays("", [*prompt, *tokens][:-1], first), first)
+        if at_end:
+            *early, last = [part for part in parts if part.get("token_ids") or part.get("finish_reason")]
+            assert last["finish_reason"]
+            assert not any(map(routing_in, early))
+    of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
+    check_pieces(form, chunks, of_prompt, form.start)
+
+
+def check_pieces(form: Form, holders: list[dict[str, Any]], expected: dict[str, np.ndarray], first: int) -> None:
+    pieces: dict[str, list[Any]] = {}
+    for holder in holders:
+        for name, value in routing_in(holder).items():
+            pieces.setdefault(name, []).append(value)
+    assert pieces.keys() == (expected.keys() if len(next(iter(expected.values()), [])) else pieces.keys())
+    for name, values in pieces.items():
+        found = form.decoded(name, values)
+        assert found.shape == expected[name].shape
+        if found.dtype == np.float32 and form.fmt != "list":  # where null stands for every NaN
+            found, expected[name] = found.view(np.int32), expected[name].view(np.int32)
+        assert np.array_equal(found, expected[name], equal_nan=found.dtype == np.float32)
+        if form.fmt == "object":
+            starts = np.cumsum([first, *(value["shape"][0] for value in values)])[:-1]
+            assert [value["start"] for value in values] == starts.tolist()
+            assert all(value["missing"] == 0 for value in values)
+
+
+# ---- the table ----
+
+AXES: dict[str, list[Any]] = {
+    "path": [COMPLETIONS, CHAT, GENERATE],
+    "routed_experts_format": ["object", "npy", "raw", "list"],
+    "routed_experts_dtype": ["int16", "int32", "auto"],
+    "routed_experts_layout": ["split", "joined"],
+    "routed_experts_layers": ["moe", "all"],
+    "return_routed_expert_weights": [False, True],
+    "routed_experts_prompt_start": [0, 7],
+    "routed_experts_stream": ["with_tokens", "at_end"],
+    "length": [9, 150],  # of the prompt; the rows of the longer need more than a line
+    "n": [1, 2],
+    "max_tokens": [1, 6],
+}
+
+
+def pairwise(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Cases in which every two values of two axes meet."""
+    rng, cases = random.Random(0), []
+    missing = {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(axes, 2)
+        for a, b in itertools.product(axes[one], axes[other])
+    }
+    while missing:
+        drawn = [{name: rng.choice(values) for name, values in axes.items()} for _ in range(300)]
+        best = max(drawn, key=lambda case: len(missing.intersection(itertools.combinations(case.items(), 2))))
+        missing -= set(itertools.combinations(best.items(), 2))
+        cases.append(best)
+    return cases
+
+
+OWN = {"path": GENERATE, "n": 1, "max_tokens": 5, "length": 20}
+VLLMS_OWN: list[dict[str, Any]] = [
+    *(OWN | more for more in ({}, {"routed_experts_dtype": "int32"}, {"routed_experts_layers": "moe"})),
+    *(OWN | {"return_routed_expert_weights": has_weights} for has_weights in (False, True)),
+    OWN | {"routed_experts_format": "object", "routed_experts_layout": "joined"},
+]
+"""Where no form is asked for at generate, vLLM's own: a second .npy stands beside it only if weights are asked for."""
+
+
+def asked(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], int]:
+    """Path, body and routing fields of a case, and how many choices its answer has."""
+    fields = {name: value for name, value in case.items() if "routed" in name}
+    path, n, length = case["path"], case["n"], case["length"]
+    sampling = {"max_tokens": case["max_tokens"], "temperature": 1.0, "seed": 3, "ignore_eos": True, "n": n}
+    if path == GENERATE:  # older versions of vLLM cannot stream several choices there
+        n = sampling["n"] = 1
+        return path, {"token_ids": prompt_of(length, 1), "sampling_params": sampling, **IDS, **fields}, fields, n
+    content = {"prompt": prompt_of(length, 1)}
+    if path == CHAT:
+        content = {"messages": [{"role": "user", "content": "x" * length}]}
+    return path, {**content, **sampling, **IDS, **fields}, fields, n
+
+
+@pytest.mark.parametrize("case", [*pairwise(AXES), *VLLMS_OWN], ids=lambda case: "-".join(map(str, case.values())))
+def test_every_form(api: Server, case: dict[str, Any]) -> None:
+    path, body, fields, n = asked(case)
+    form = Form(path, fields)
+    json, packed = post(api, path, **body), post(api, path, MSGPACK, **body)
+    assert (json.status_code, packed.headers["content-type"]) == (200, MSGPACK), json.text
+    whole = json.json()
+    prompt = body.get("prompt") or body.get("token_ids") or whole["prompt_token_ids"]
+    for answer in (whole, as_json(msgspec.msgpack.decode(packed.content))):
+        assert len(answer["choices"]) == n
+        check_whole(form, answer, prompt)
+    streamed = post(api, path, MSGPACK, **body, stream=True)
+    assert streamed.headers["content-type"].startswith("text/event-stream")
+    check_stream(form, streamed.text.splitlines(), prompt, n, fields.get("routed_experts_stream") == "at_end")
+
+
+@pytest.mark.parametrize("layers", [None, "moe", "all"])
+def test_pairs(api: Server, plain: Server, layers: str | None) -> None:
+    """Ids, and the bits of their weights, in one array of all decoder layers, as a trainer reads it."""
+    fields = {"routed_experts_format": "paired"} | ({} if layers is None else {"routed_experts_layers": layers})
+    body = {"prompt": prompt_of(40, 1), "max_tokens": 6, **WEIGHTS, **fields}
+    whole = api.complete(**body)
+    tokens = [*body["prompt"], *whole["choices"][0]["token_ids"]][:-1]
+    form = Form(COMPLETIONS, {"routed_experts_layers": layers or "all", "return_routed_expert_weights": True})
+    for answer in ([whole], api.stream(**body)):
+        arrays = [chunk["prompt_routed_experts"] for chunk in answer if "prompt_routed_experts" in chunk]
+        choices = [chunk["choices"][0] for chunk in answer]
+        assert not any("routed_expert_weights" in choice for choice in choices)
+        arrays += [choice["routed_experts"] for choice in choices if "routed_experts" in choice]
+        ids, weights = (np.concatenate(each) for each in zip(*map(codec.unpaired, arrays), strict=True))
+        expected = form.arrays("", tokens, 0)
+        assert np.array_equal(ids, expected["routed_experts"])
+        assert np.array_equal(weights, expected["routed_expert_weights"], equal_nan=True)
+    response = post(api, COMPLETIONS, **{**body, "return_routed_expert_weights": False})
+    assert response.json()["error"]["param"] == "routed_experts_format"
+    assert post(plain, COMPLETIONS, **body).status_code == 400
+
+
+def test_lists_of_prompts(api: Server) -> None:
+    prompts = [prompt_of(length, length) for length in (3, 40, 17)]
+    whole = api.complete(prompt=prompts, n=2, max_tokens=4, temperature=1.0, **WEIGHTS)
+    form = Form(COMPLETIONS, WEIGHTS)
+    for at, prompt in enumerate(prompts):
+        of_prompt = {name: value[at] for name, value in whole.items() if name.startswith("prompt_routed")}
+        check_whole(form, {**of_prompt, "choices": whole["choices"][2 * at : 2 * at + 2]}, prompt)
+
+
+# ---- weights, where they are and where not ----
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"routed_experts_format": "list"}, {"routed_experts_histogram": True}, {"routed_experts_layout": "joined"}],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_asks_for_ids_gets_what_a_server_without_weights_sends(
+    api: Server, plain: Server, form: dict[str, Any], stream: bool
+) -> None:
+    """Byte for byte, but for what is new in every answer."""
+    texts = []
+    for server in (api, plain):
+        body = {"prompt": prompt_of(200, 8), "n": 2, "max_tokens": 9, "temperature": 1.0, **IDS, **form}
+        text = post(server, COMPLETIONS, **body, stream=stream).text
+        answer = msgspec.json.decode(text.removeprefix("data: ").splitlines()[0] if stream else text)
+        text = text.replace(answer["id"], "ID").replace(str(answer["created"]), "TIME")
+        texts.append(re.sub(r'"system_fingerprint":"[^"]*"', "", text))  # which vLLM makes of its configuration
+    lines = [sorted(text.splitlines()) for text in texts]  # choices may come in another order
+    assert lines[0] == lines[1]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    ("has_rows", "has_weights", "layers", "start"),
+    [
+        (False, False, "moe", 0),
+        (True, False, "moe", 7),
+        (False, True, "all", 7),
+        (True, True, "moe", 0),
+        (False, False, "all", 0),
+    ],
+)
+def test_histograms_count_the_rows_that_would_have_come(
+    api: Server, path: str, has_rows: bool, has_weights: bool, layers: str, start: int
+) -> None:
+    """Dense layers have no counts: the zeros that stand for them in rows are no expert."""
+    fields = {"return_routed_experts": has_rows, "routed_experts_histogram": True, "routed_experts_layers": layers}
+    fields |= {"return_routed_expert_weights": has_weights, "routed_experts_prompt_start": start}
+    case = {"path": path, "n": 1, "max_tokens": 9, "length": 50} | fields
+    _, body, _, _ = asked(case)
+    whole = api._post(path, body)
+    (last,) = [chunk for chunk in api.stream(path, **body) if "prompt_routed_experts_histogram" in chunk]
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert has_rows == ("prompt_routed_experts" in whole) == ("routed_experts" in whole["choices"][0])
+    prompt = whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]
+    tokens = [*prompt, *whole["choices"][0]["token_ids"]][:-1]
+    for answer in (whole, last):
+        check_histogram(answer["prompt_routed_experts_histogram"], rows_of(prompt, start), layers, has_weights)
+        own = answer["choices"][0]["routed_experts_histogram"]
+        check_histogram(own, rows_of(tokens, len(prompt)), layers, has_weights)
+    if not has_weights:  # whose sums are larger than any real ones
+        (routing,) = collect(whole, prompt_start=start)
+        assert routing.histogram == whole["choices"][0]["routed_experts_histogram"]
+        assert routing.end == whole["usage"]["total_tokens"] - 1
+
+
+def check_histogram(counted: dict[str, Any], rows: np.ndarray, layers: str, has_weights: bool) -> None:
+    assert (counted["rows"], counted["missing"], "weights" in counted) == (len(rows), 0, has_weights)
+    weights = np.nan_to_num(weights_for(rows).astype(np.float64))
+    for name, more in (("counts", {}), ("weights", {"weights": weights})) if has_weights else (("counts", {}),):
+        expected = np.zeros((DECODER_LAYERS, NUM_EXPERTS))
+        for at, layer in enumerate(LAYER_IDS):
+            of_layer = {key: value[:, at].ravel() for key, value in more.items()}
+            expected[layer] = np.bincount(rows[:, at].ravel(), minlength=NUM_EXPERTS, **of_layer)
+        assert np.allclose(counted[name], expected if layers == "all" else expected[LAYER_IDS], rtol=1e-12)
+
+
+def test_which_weights_are_refused(api: Server, plain: Server) -> None:
+    body = {"prompt": prompt_of(5, 1), "max_tokens": 2}
+    chat = {"messages": [{"role": "user", "content": "Which?"}], "max_tokens": 2}
+    name = "return_routed_expert_weights"
+    for server, path, fields, reason in (
+        (plain, COMPLETIONS, {**body, **WEIGHTS}, FLAG),
+        (plain, CHAT, {**chat, **WEIGHTS}, FLAG),
+        *((api, COMPLETIONS, {**body, **WEIGHTS, name: value}, "") for value in (1, "true", None)),
+        (api, COMPLETIONS, {**body, name: True}, "needs return_routed_experts"),
+    ):
+        response = post(server, path, **fields)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+        assert reason in response.json()["error"]["message"]
+    assert post(api, COMPLETIONS, **body, **IDS, return_routed_expert_weights=False).status_code == 200
+
+
+def test_what_the_server_says(api: Server, plain: Server) -> None:
+    info = api.info()
+    assert (info["weights"], info["weights_scale"], info["weights_on_input"]) == (True, [1.0] * L, False)
+    assert plain.info()["weights"] is False
+    assert info["capture"]["host_cache_bytes"] == 3 * plain.info()["capture"]["host_cache_bytes"]
+
+
+def test_limits_and_defaults(tiny_model: Path) -> None:
+    default = {"return_routed_experts": True, "return_routed_expert_weights": True, "routed_experts_format": "npy"}
+    limit = str(4 * 50 * L * K * 4)  # of base64: 150 rows of ids, 50 with weights
+    flags = ("--routed-experts-default", msgspec.json.encode(default).decode())
+    with serving(tiny_model, *flags, "--routed-experts-max-response-bytes", limit, FLAG) as server:
+        whole = server.complete(prompt=prompt_of(20, 1), max_tokens=3, return_token_ids=True)
+        check_whole(Form(COMPLETIONS, default), whole, prompt_of(20, 1))
+        body = {"prompt": prompt_of(100, 1), "max_tokens": 2}
+        ids = server.complete(**body, return_routed_expert_weights=False)
+        assert "prompt_routed_experts" in ids
+        assert "prompt_routed_expert_weights" not in ids
+        response = post(server, COMPLETIONS, **body, return_routed_expert_weights=True)
+        assert response.status_code == 400
+        assert "leave out return_routed_expert_weights" in response.json()["error"]["message"]

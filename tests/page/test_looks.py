@@ -1,0 +1,162 @@
+"""How the page looks, sounds and moves: themes, widths, contrast, names and roles, speed."""
+
+import importlib.util
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.page.answers import answer, rows_of, two_that_part
+from tests.page.browser import Tab
+from tests.page.conftest import Viewed
+from tests.page.seen import GUTTER, compare, show
+
+pytestmark = pytest.mark.e2e
+
+
+def test_screen_readers_find_names_and_roles(tab: Tab, viewed: Viewed) -> None:
+    compare(tab, viewed(*two_that_part(39, 10, 20)))
+    nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
+    found = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in nodes if not node["ignored"]}
+    assert {
+        ("application", "Experts by token and layer"),
+        ("application", "Load by layer and expert"),
+        ("listbox", "Tokens of the response"),
+        ("listbox", "Tokens of the compared response"),
+        ("heading", "Expert load"),
+        ("columnheader", "Experts of A"),
+        ("combobox", "Theme"),
+    } <= found
+    named = {"button", "combobox", "textbox", "spinbutton", "slider", "application", "listbox", "image"}
+    assert [role for role, name in found if role in named and not name] == []
+    assert tab.js("$('#live').getAttribute('aria-live')") == "polite"
+    assert tab.js("$('#error').getAttribute('role')") == "alert"
+
+
+@pytest.mark.parametrize("width", [1440, 1101, 1024, 420])
+def test_light_dark_and_every_width(tab: Tab, viewed: Viewed, width: int) -> None:
+    """page: as the system has it, unless the switch says otherwise; nothing is wider than the window, or cut off."""
+    compare(tab, viewed(*two_that_part(149, 20, 70)), width=width, theme="dark")
+    background, pixel = "getComputedStyle(document.body).backgroundColor", "$('#load-legend').toDataURL()"
+    dark, dark_pixel = tab.js(background), tab.js(pixel)
+    tab.prefer("light")
+    tab.wait(f"{background} !== '{dark}'")
+    light = tab.js(background)
+    tab.wait(f"{pixel} !== '{dark_pixel}'")  # what is drawn follows
+    tab.choose("#theme", "dark")
+    assert tab.js(background) == dark
+    tab.prefer("dark")
+    tab.choose("#theme", "light")
+    assert tab.js(background) == light
+    tab.choose("#theme", "auto")
+    assert tab.js("document.documentElement.scrollWidth") <= width
+    assert tab.js("$('#map canvas').getBoundingClientRect().right") <= width
+    assert tab.js("$('.side').clientWidth <= $('.left').clientWidth")
+    assert tab.js("$$('.chip').every(c => c.scrollWidth <= c.clientWidth)")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_colours_of_ids(tab: Tab, viewed: Viewed, theme: str) -> None:
+    """page: ids are names, whose colours do not rise with them, and neighbours have nothing in common."""
+    show(tab, viewed(answer(rows_of(9, 2, 2, 8), 3)), theme=theme)
+    found = tab.js("import('./routed_experts/colours.js').then(({ ramps }) => [...ramps().experts(128)])")
+    colours = np.array(found, dtype=np.uint32).view(np.uint8).reshape(128, 4)[:, :3].astype(int)
+    assert (abs(np.diff(colours, axis=0)).sum(1) > 90).all()
+    assert len(np.unique(colours, axis=0)) == 128
+    apart = abs(colours[:24, None] - colours[None, :24]).sum(-1)
+    assert apart[~np.eye(24, dtype=bool)].min() > 30
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious(tab: Tab, viewed: Viewed, theme: str) -> None:
+    spec = importlib.util.find_spec("axe_core_python")
+    if spec is None or spec.origin is None:
+        pytest.skip("axe-core-python is not installed")
+    axe = Path(spec.origin).with_name("axe.min.js").read_text()
+    found = []
+    for url, width in ((viewed(*two_that_part(49, 10, 20)), 900), (viewed(texts={}), 420)):
+        tab.open(url, width=width, theme=theme)
+        if width == 900:
+            tab.wait("!$('#views').hidden")
+            tab.choose("#pick-b", "1")
+            tab.click("#detail tbody tr:nth-child(2) .chip")
+            tab.js("$$('details').forEach(e => { e.open = true })")
+            tab.wait("$('#expert-tokens tbody tr') && $('#table tbody tr')")
+        tab.call("Runtime.evaluate", expression=axe)
+        result = tab.js(
+            "axe.run({resultTypes: ['violations']})"
+            ".then(r => r.violations.map(v => [v.impact, v.id, v.nodes.map(n => n.html + n.failureSummary)]))"
+        )
+        found += [one for one in result if one[0] in ("serious", "critical")]
+    tab.console.clear()
+    assert found == []
+
+
+MIXED = """(() => {
+  const canvas = $('#map canvas'), picture = canvas.getContext('2d');
+  const [width, tall, mixed] = [canvas.width, %(tall)d, new Set()];
+  const pixels = new Uint32Array(picture.getImageData(0, %(top)d, width, 8 * tall).data.buffer);
+  for (let x = 60; x < width - 60; x += 7) for (let y = 0; y < 8 * tall; y++) {
+    if (pixels[y * width + x] !== pixels[(tall * Math.floor(y / tall) + (tall >> 1)) * width + x]) mixed.add(x);
+  }
+  return [...mixed];
+})()"""
+
+
+def test_fit_keeps_layers_apart(tab: Tab, viewed: Viewed) -> None:
+    """page: tokens that share a pixel are averaged where experts differ, layers are not."""
+    rows = rows_of(5000, 8, 2, 16)
+    other = np.where(np.arange(8)[:, None] % 2, rows, (rows + 1) % 16)  # differs in every other layer
+    compare(tab, viewed(answer(rows, 1), answer(other, 1)))
+    tab.wait_for_text("#parting-text", "5000 \u00d7 8 cells")
+    assert tab.js("$('#map').scrollWidth > 2 * $('#map').clientWidth")
+    tab.click("#fit")
+    tab.wait("$('#map').scrollWidth <= $('#map').clientWidth")
+    tab.click("#map", GUTTER + (tab.js("$('#map').clientWidth") - 42) * 3000.5 / 5001, 25)
+    tab.wait("Math.abs($('#detail-token').textContent.split(' ')[1] - 3000) < 8")  # as exact as a pixel is
+    tab.click("#map", 41, 25)  # the selected token at the left edge
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)
+    tab.wait("Number($('#map-status').textContent.split(' ')[1]) < 8")
+    for band in range(3):  # A, B and where they differ
+        tab.wait(f"!{MIXED % {'tall': 26, 'top': 20 + band * (8 * 26 + 10)}}.length", 60)
+    tab.console.clear()  # where the browser advises against reading pictures
+
+
+def test_4000_tokens_of_60_layers_and_512_experts(tab: Tab, viewed: Viewed) -> None:
+    """The page's own work leaves most of each second, and most of a frame, to the browser."""
+    rows = np.random.default_rng(0).random((4000, 60, 512), dtype=np.float32).argpartition(10)[:, :, :10]
+    show(tab, viewed(answer(rows.astype(np.int16), 500)))
+    tab.call("Performance.enable", timeDomain="threadTicks")
+    tab.js("(globalThis.shown = 0, (function tick() { shown++; requestAnimationFrame(tick) })())")
+
+    before, start = script_seconds(tab), time.monotonic()
+    tab.click("#play")
+    tab.wait_for_text("#summary", "streaming")
+    tab.wait("$$('#tokens-a .token').length > 1500", 60)
+    share = (script_seconds(tab) - before) / (time.monotonic() - start)
+    tab.js("$('#stop').click()")
+    tab.wait_for_text("#summary", "finish reason")
+
+    before = script_seconds(tab)
+    tab.js("$('#map').focus()")
+    tab.key("ArrowRight", 80)
+    by_key = (script_seconds(tab) - before) / 80 * 1000
+
+    before, frames = script_seconds(tab), tab.js("shown")
+    tab.js(
+        "new Promise(done => { let i = 0; const step = () => { $('#map').scrollLeft = 30 * i;"
+        " ++i < 200 ? requestAnimationFrame(step) : done() }; step() })"
+    )
+    by_frame = (script_seconds(tab) - before) / (tab.js("shown") - frames) * 1000
+
+    print(f"growing: {share:.0%} of the time; {by_key:.1f} ms for a key, {by_frame:.1f} ms for a scrolled frame")
+    assert share < 0.5
+    assert by_key < 16
+    assert by_frame < 8
+
+
+def script_seconds(tab: Tab) -> float:
+    """Processor time that the page's scripts have taken."""
+    metrics = {metric["name"]: metric["value"] for metric in tab.call("Performance.getMetrics")["metrics"]}
+    return float(metrics["ScriptDuration"])

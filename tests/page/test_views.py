@@ -1,0 +1,387 @@
+"""Each view of a response: its numbers are numpy's of the same rows, and clicks and keys select what they say."""
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from routed_experts.protocol.collect import Routing, collect
+from routed_experts.protocol.saved import ModelInfo
+from tests.e2e.harness import wait_until
+from tests.page.answers import answer, array, rows_of, two_that_part, weights_of, words_of
+from tests.page.browser import Tab
+from tests.page.conftest import Viewed
+from tests.page.seen import (
+    GUTTER,
+    TIMES,
+    TOKENS,
+    cells,
+    choose,
+    compare,
+    download,
+    error_in,
+    selected,
+    show,
+    shows,
+    shows_weights,
+)
+
+pytestmark = pytest.mark.e2e
+
+E = 32
+GIVEN = ModelInfo(num_experts=E)
+ROWS = rows_of(99, 6, 4, E)
+WEIGHTS = weights_of(ROWS)
+TEXTS = words_of(5)[:100]
+LAYER, EXPERT = 1, 3
+
+
+def weighed() -> tuple[dict[str, Any], int]:
+    """With weights, and rows that are not known."""
+    rows = rows_of(69, 3, 4, 16)
+    rows[20], rows[41, 1] = -1, -1
+    return answer(rows, 10, weights=weights_of(rows)), 16
+
+
+def later() -> tuple[dict[str, Any], int]:
+    """A later turn of a conversation, whose first rows are known from the turn before."""
+    body = answer(rows_of(59, 2, 2, 32), 40)
+    body["prompt_routed_experts"] = array(collect(body)[0].rows[30:40], 30)
+    return body, 32
+
+
+def short() -> tuple[dict[str, Any], int]:
+    """Two rows with one expert each."""
+    return answer(rows_of(2, 2, 1, 8), 1), 8
+
+
+def counts_of(rows: np.ndarray, experts: int) -> np.ndarray:
+    """[L, E] How often each expert was chosen."""
+    layers = rows.transpose(1, 0, 2).reshape(rows.shape[1], -1)
+    return np.stack([np.bincount(layer[layer >= 0], minlength=experts) for layer in layers])
+
+
+def near(shown: list[str], expected: Any, digits: int) -> bool:
+    """As far as it is written out."""
+    numbers = [float(re.sub(r"[^-\d.e]", "", text)) for text in shown]
+    return bool(np.allclose(numbers, np.asarray(expected, dtype=float), rtol=0, atol=0.5001 * 10.0**-digits))
+
+
+@pytest.mark.parametrize("made", [weighed, later, short], ids=lambda made: made.__name__)
+def test_every_number_is_numpys(tab: Tab, viewed: Viewed, made: Any) -> None:
+    body, experts = made()
+    (routing,) = collect(body, prompt_start=body["prompt_routed_experts"]["start"])
+    show(tab, viewed(body, given=ModelInfo(num_experts=experts)))
+    n, layers, top_k = routing.rows.shape
+    missing, prompt = int((routing.rows < 0).any((1, 2)).sum()), routing.prompt_len or 0
+    said = f"{prompt} prompt and {routing.start + n + 1 - prompt} generated tokens, {n} rows"
+    said += f" ({missing} unknown)" if missing else ""
+    assert (
+        tab.text("#summary")
+        == f"{said} of {layers} layers {TIMES} {top_k} of {experts} experts, finish reason: length."
+    )
+    check_table(tab, routing)
+    check_selected(tab, routing, experts)
+
+
+def check_table(tab: Tab, routing: Routing) -> None:
+    """The map, cell by cell."""
+    choose(tab, 0)
+    tab.js("$('#table').open = true")
+    end = routing.start + len(routing.rows) + 1
+    rows: dict[int, list[str]] = {}
+    for first in range(0, end, 25):
+        if first:
+            tab.click("#table .pager button:nth-child(2)")
+        tab.wait_for_text("#table .pager span", f"{first + 1} to {min(first + 25, end)} of {end}")
+        rows |= {int(row[0]): row[2:] for row in cells(tab, "#table")}
+    assert list(rows) == list(range(end))
+    for position, shown in rows.items():
+        for layer, text in enumerate(shown):
+            row = position - routing.start
+            if not 0 <= row < len(routing.rows):
+                assert text == "no row"
+                continue
+            ids, parts = routing.rows[row, layer], text.split(", ")
+            assert [part.split(" ")[0] for part in parts] == ["unknown" if i < 0 else str(i) for i in ids]
+            if routing.weights is not None and (ids >= 0).all():
+                assert near([part.split("(")[1] for part in parts], routing.weights[row, layer], 3)
+    tab.js("$('#table').open = false")
+
+
+def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
+    """A token in full, the load of its layer, and the tokens of an expert."""
+    rows, weights, counts = routing.rows, routing.weights, counts_of(routing.rows, experts)
+    for row in {len(rows) // 2, min(20, len(rows) - 1), min(41, len(rows) - 1)}:
+        choose(tab, row + routing.start)
+        shows(tab, rows[row])
+        if weights is None:
+            assert (tab.is_hidden("#by-label"), tab.count("#detail small")) == (True, 0)
+        else:
+            shows_weights(tab, weights[row])
+    tab.click(f"#detail tbody tr:nth-child({LAYER + 1}) th")
+    tab.type("#expert", str(EXPERT))
+    many = counts[LAYER, EXPERT]
+    tab.wait_for_text("#expert-status", f"MoE layer {LAYER}, expert {EXPERT}: {many} of {len(rows)} tokens.")
+    loads = counts[LAYER] * experts / counts[LAYER].sum()
+    by_choices = f"Expert {EXPERT}: {loads[EXPERT]:.2f} {TIMES} ({many} tokens)"
+    words = f"busiest expert {loads.argmax()} with {loads.max():.1f} {TIMES}"
+    unused = f"; {(counts[LAYER] == 0).sum()} of {experts} experts unused."
+    assert tab.text("#load-status").startswith(f"MoE layer {LAYER}: {words} the even share{unused} {by_choices}")
+    positions, ranks = np.nonzero(rows[:, LAYER] == EXPERT)
+    found = {int(row[0]): row[2:] for row in listed(tab)}
+    assert [found[position + routing.start][0] for position in positions] == [str(rank + 1) for rank in ranks]
+    assert len(found) == len(positions)
+    if weights is None:
+        assert "weights" not in tab.text("#load-status")
+        return
+    assert near([found[position + routing.start][1] for position in positions], weights[positions, LAYER, ranks], 3)
+    sums, known = np.zeros(experts), rows[:, LAYER] >= 0
+    np.add.at(sums, rows[:, LAYER][known], weights[:, LAYER][known].astype(float))
+    by_weights = f"{sums[EXPERT] / sums.mean():.2f} {TIMES} (sum {sums[EXPERT]:.2f})"
+    assert tab.text("#load-status").endswith(f"{by_choices}; by weights {by_weights}.")
+    picture = tab.js("$('#load canvas').toDataURL()")
+    tab.choose("#by", "weights")
+    busiest = f"busiest expert {sums.argmax()} with {sums.max() / sums.mean():.1f} {TIMES} the even share by weights;"
+    tab.wait_for_text("#load-status", busiest)
+    assert tab.js("$('#load canvas').toDataURL()") != picture
+    assert tab.text("#load-legend + span").endswith("line: by choices")
+
+
+def listed(tab: Tab) -> list[list[str]]:
+    """All tokens of the selected expert."""
+    found = cells(tab, "#expert-tokens")
+    pager = "#expert-tokens .pager"
+    while tab.js(f"!$('{pager}').hidden && !$('{pager} button:nth-child(2)').disabled"):
+        before = tab.text(f"{pager} span")
+        tab.click(f"{pager} button:nth-child(2)")
+        tab.wait(f"$('{pager} span').textContent !== {before!r}")
+        found += cells(tab, "#expert-tokens")
+    return found
+
+
+def test_the_map_and_its_keys(tab: Tab, viewed: Viewed) -> None:
+    """And 8 experts stand in one line, and the selected layer is in sight."""
+    rows = rows_of(199, 58, 8, 256)
+    show(tab, viewed(answer(rows, 10)))
+    wide = min(max(tab.js("($('#map').clientWidth - 42) / 200"), 2), 18)
+    tab.click("#map", GUTTER + 33.5 * wide, 20 + 2.5 * 5)
+    selected(tab, 33)
+    shows(tab, rows[33])
+    tops = "$$('#detail tbody tr').map(row => new Set([...row.querySelectorAll('.chip')].map(c => c.offsetTop)).size)"
+    assert tab.js(tops) == [1] * 58
+    assert tab.js("$$('.chip').every(c => c.scrollWidth <= c.clientWidth)")
+    tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=1, y=1)  # else the status is that of the cell below it
+    token, layer = 33, 2
+    steps = [("ArrowRight", 5, 5, 0), ("ArrowDown", 50, 0, 50), ("ArrowUp", 51, 0, -51), ("PageDown", 1, 50, 0)]
+    inside = "(r, f) => r.top >= f.top && r.bottom <= f.bottom + 1"
+    boxes = "$('#detail tr.selected').getBoundingClientRect(), $('.detail .scroll').getBoundingClientRect()"
+    for key, times, by_token, by_layer in (*steps, ("ArrowLeft", 1, -1, 0)):
+        tab.key(key, times)
+        token, layer = token + by_token, layer + by_layer
+        ends = f"; MoE layer {layer}: {', '.join(map(str, rows[token, layer]))}"
+        tab.wait(f"$('#map-status').textContent.endsWith('{ends}')")
+        assert tab.text("#map-status").startswith(f"Token {token} ")
+        tab.wait(f"$('#live').textContent === {json.dumps(tab.text('#map-status'))}")
+        tab.wait(f"({inside})({boxes})")
+    tab.key("End")
+    selected(tab, 199)
+    assert tab.text("#map-status").endswith("no row")  # the last token never enters a forward pass
+    tab.key("ArrowRight", 3)
+    tab.key("Home")
+    selected(tab, 0)
+    shows(tab, rows[0])
+
+
+def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
+    show(tab, viewed(answer(ROWS, 10), given=GIVEN))
+    tab.click("#load", GUTTER + 7.5 * tab.js("($('#load').clientWidth - 42) / 32"), 6 + 4.5 * 18)
+    steps = [("", 4, 7), ("ArrowRight", 4, 8), ("ArrowUp", 3, 8), ("ArrowLeft", 3, 7), ("ArrowDown", 4, 7)]
+    for key, layer, expert in steps:
+        tab.key(key, bool(key))
+        count = int((ROWS[:, layer] == expert).sum())
+        load = f"Expert {expert}: {count * E / (99 * 4):.2f} {TIMES} ({count} tokens)."
+        tab.wait_for_text("#load-status", load)
+        assert tab.text("#load-status").startswith(f"MoE layer {layer}: ")
+        tab.wait(f"{json.dumps(not key)} || $('#live').textContent === $('#load-status').textContent")
+    tab.key("Escape")
+    tab.wait("!$('#load-status').textContent.includes('Expert 7')")
+    assert tab.is_hidden("#expert-tokens")
+
+
+def test_the_tokens_of_an_expert(tab: Tab, viewed: Viewed) -> None:
+    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), given=GIVEN))
+    layer, expert = 2, int(counts_of(ROWS, E)[2].argmax())
+    tab.click(f"#detail tbody tr:nth-child({layer + 1}) th")
+    tab.type("#expert", str(expert))
+    positions, ranks = np.nonzero(ROWS[:, layer] == expert)
+    order = np.argsort(-WEIGHTS[positions, layer, ranks], kind="stable")
+    tab.wait_for_text("#expert-status", f"expert {expert}: {len(positions)} of 99")
+    first = int(positions[order][0])
+    assert tab.text("#expert-tokens mark").replace("␣", " ") == TEXTS[first].replace("\n", "⏎")
+    around = "".join(TEXTS[max(first - 4, 0) : first + 5]).replace("\n", "⏎")
+    assert tab.text("#expert-tokens tbody td:nth-child(2)").replace("␣", " ") == around
+    assert tab.js("$$('#tokens-a .chosen').map(e => Number(e.dataset.i))") == positions.tolist()
+    tab.click("#expert-tokens tbody td:nth-child(2)")
+    tab.wait(f"$('#tokens-a .selected')?.dataset.i === '{first}' && $('#expert-tokens tr.selected')")
+    assert [int(row[0]) for row in listed(tab)] == positions[order].tolist()
+    last = int(positions[order][-1])
+    choose(tab, last)  # its page comes
+    tab.wait(f"$('#expert-tokens tr.selected')?.cells[0].textContent === '{last}'")
+    tab.js("$('#map').focus()")
+    tab.key("ArrowDown")
+    tab.wait("!$('#tokens-a .chosen')")  # an expert of another layer is another expert
+
+
+def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:
+    bodies = two_that_part(119, 20, at=70)
+    one, other = (collect(body)[0].rows for body in bodies)
+    compare(tab, viewed(*bodies))
+    tab.wait_for_text("#parting", "119")
+    differ = (one != other) & ~(one[..., None] == other[..., None, :]).any(-1)
+    sentence = tab.text("#parting-text")
+    assert "Tokens differ from position 71. Experts differ from position 70, MoE layer 2" in sentence
+    assert f"{100 * differ.any(-1).mean():.1f} % of 119 {TIMES} 24 cells differ" in sentence
+    tab.click("#go")
+    shows(tab, one[70])
+    shows(tab, other[70], column=2)
+    counts = tab.js("$$('#detail tbody tr').map(row => Number(row.children[3].textContent))")
+    assert counts == differ[70].sum(-1).tolist()
+    assert tab.count("#detail tbody tr:nth-child(3) td:nth-child(2) .differs") == differ[70, 2].sum()
+    assert f"({differ[70, 2].sum()} differ)" in tab.text("#map-status")
+    assert tab.js("$('#tokens-b .selected').dataset.i") == "70"
+    assert tab.js("$('#tokens-b .parts').dataset.i") == "71"
+    tab.click("#detail tbody tr:nth-child(3) .chip")
+    expert = int(one[70, 2, 0])
+    expected = [("A", position) for position in np.nonzero(one[:, 2] == expert)[0]]
+    expected += [("B", position) for position in np.nonzero(other[:, 2] == expert)[0]]
+    tab.wait_for_text("#expert-status", f"expert {expert}: ")
+    assert sorted((row[3], int(row[0])) for row in listed(tab)) == expected
+    show(tab, viewed(answer(rows_of(9, 2, 2, 8), 3), answer(rows_of(9, 3, 2, 8), 3)))
+    tab.choose("#pick-b", "1")
+    assert "from different models" in error_in(tab)
+    assert tab.is_hidden("#side-b")
+
+
+def test_two_prompts_are_compared_by_load(tab: Tab, viewed: Viewed) -> None:
+    """page: rows at one position are of different tokens there, so that nearly all of them differ."""
+    one, other = rows_of(49, 6, 4, 32), rows_of(59, 6, 4, 32, seed=1)
+    texts = words_of(3)
+    others = [*texts[:4], " otherwise", *texts[5:60]]
+    compare(tab, viewed(answer(one, 10, texts[:50]), answer(other, 12, others)))
+    shares = [counts_of(rows, 32) / (len(rows) * 4) for rows in (one, other)]
+    apart = abs(shares[0] - shares[1]).sum(1) / 2
+    load = f"The prompts differ from position 4. Load: {100 * apart.mean():.1f} % of the choices"
+    tab.wait_for_text("#parting-text", load)
+    assert f"most in MoE layer {apart.argmax()} ({100 * apart.max():.1f} %)" in tab.text("#parting-text")
+    assert "cells differ" not in tab.text("#parting-text")
+    assert tab.is_hidden("#go")
+    assert tab.is_hidden("#legend-b")
+    shows(tab, one[int(tab.js("$('#tokens-a .selected').dataset.i"))])
+    assert "Experts of B" not in tab.texts("#detail th")
+
+    compare(tab, viewed(answer(one, 10, texts[:50]), answer(other, 20, texts[:60])))  # the next turn of a conversation
+    tab.wait_for_text("#parting-text", "Tokens are equal up to the end of the shorter response.")
+    bare: list[dict[str, Any]] = [answer(one, 10), answer(one, 10)]
+    for body in bare:
+        del body["prompt_token_ids"], body["routed_experts_page"], body["choices"][0]["token_ids"]
+        del body["choices"][0]["logprobs"]
+    compare(tab, viewed(*bare))
+    tab.wait_for_text("#parting-text", "Not all tokens are known. Experts are equal at all 49 positions")
+
+
+def test_weights_are_written_whole(tab: Tab, viewed: Viewed) -> None:
+    """page: large ones as far as they matter, whole numbers as such, and none is cut off; B has none here."""
+    rows = rows_of(49, 3, 8, 256)
+    weights = weights_of(rows)
+    shown = {1: "1", 16: "16", 2048: "2048", 0.5: "0.500", 1.5: "1.500", 12.34: "12.34", 1234.5678: "1235"}
+    shown |= {123456.7: "123457", 2.5e6: "2.5e6", 3e38: "3.0e38", -0.25: "-0.250", -123.4: "-123.4"}
+    shown |= {0.0001: "1e-4", 0: "0", 7: "7", 100: "100"}
+    weights[20, :2] = np.reshape(list(shown), (2, 8))
+    url = viewed(answer(rows, 10, weights=weights), answer(rows, 10))
+    for width in (1440, 1024, 390):
+        compare(tab, url, width=width)
+        choose(tab, 20)
+        shows(tab, rows[20], column=2)
+        small = "$$('#detail tbody tr').slice(0, 2).flatMap(r => [...r.children[1].querySelectorAll('small')])"
+        assert [text.strip() for text in tab.js(f"{small}.map(e => e.textContent)")] == list(shown.values())
+        assert not tab.count("#detail td:nth-child(3) small")
+        assert tab.js("$$('.chip').filter(c => c.scrollWidth > c.clientWidth).map(c => c.textContent)") == []
+        assert tab.js("$$('.side > .card').every(e => e.scrollWidth <= e.clientWidth)")
+
+
+def test_tokens_are_never_markup(tab: Tab, viewed: Viewed) -> None:
+    texts = ["<script>hacked = 1</script>", "<img src=x onerror='hacked = 1'>", "</span>", "&amp;", "<b>", "x"]
+    rows = rows_of(5, 2, 2, 8)
+    show(tab, viewed(answer(rows, 2, texts)))
+    tab.click("#table summary")
+    tab.click("#detail .chip")
+    tab.wait("$$('#table tbody tr').length === 6 && $('#expert-tokens mark')")
+    assert tab.js("typeof hacked") == "undefined"
+    assert tab.count("main img, main script, main b") == 0
+    assert tab.texts(TOKENS) == texts
+
+
+def test_downloads(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
+    def table(name: str) -> list[dict[str, str]]:
+        content = download(tab, f"[data-save='{name}']", name, tmp_path)
+        return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
+
+    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), given=GIVEN))
+    tab.click("#detail tbody tr:nth-child(2) th")
+    tab.type("#expert", "5")
+    tab.wait_for_text("#expert-status", "expert 5")
+    of_map = table("map.csv")
+    assert [json.loads(row["token"]) for row in of_map] == TEXTS
+    assert [[int(i) for i in row["experts_4"].split()] for row in of_map[:-1]] == ROWS[:, 4].tolist()
+    found = np.array([row["weights_4"].split() for row in of_map[:-1]], dtype=np.float32)
+    assert np.array_equal(found, WEIGHTS[:, 4])
+    assert of_map[-1]["experts_4"] == ""
+    assert [int(row["tokens"]) for row in table("load.csv")] == counts_of(ROWS, E).ravel().tolist()
+    positions = np.nonzero(ROWS[:, 1] == 5)[0]
+    assert {(int(row["position"]), json.loads(row["token"])) for row in table("expert.csv")} == {
+        (position, TEXTS[position]) for position in positions.tolist()
+    }
+    for name in ("map.png", "load.png"):
+        with Image.open(io.BytesIO(download(tab, f"[data-save='{name}']", name, tmp_path))) as picture:
+            assert len(picture.convert("RGB").getcolors(1 << 20) or ()) > 3, name
+            assert picture.convert("RGBA").getextrema()[3] == (255, 255), name
+
+
+SHOWN = "$$('select, #expert, #rank, #map-status, #expert-tokens').map(e => e.id + (e.value ?? e.textContent))"
+
+
+def test_a_link_brings_the_view_back(tab: Tab, viewed: Viewed) -> None:
+    compare(tab, viewed(*two_that_part(119, 20, at=70)))
+    tab.wait_for_text("#parting", "119")
+    tab.type("#rank", "3")
+    tab.click("#detail tbody tr:nth-child(3) .chip")
+    choose(tab, 90)
+    tab.click("#fit")
+    tab.wait("/token=90&layer=2&expert=\\d+&rank=3&zoom=fit$/.test(location.hash)")
+    seen, link = tab.js(SHOWN), tab.js("location.href")
+    tab.open("about:blank")
+    tab.open(link)
+    wait_until(lambda: tab.js(SHOWN) == seen, lambda: f"{seen}\n{tab.js(SHOWN)}", 60)
+    assert tab.js("location.href") == link
+
+
+def test_a_link_says_which_file_to_open(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
+    file = tmp_path / "other.jsonl"
+    file.write_text(json.dumps(answer(ROWS, 10, TEXTS)))
+    tab.open(viewed(answer(ROWS[:20], 10, TEXTS[:21])) + "#a=other.jsonl%2C+line+1&token=33&layer=4&expert=7")
+    tab.wait_for_text("#notice", "This link shows other.jsonl, line 1: open this file to see it.")
+    tab.give_file("#file", file)
+    tab.wait_for_text("#expert-status", f"MoE layer 4, expert 7: {(ROWS[:, 4] == 7).sum()} of 99")
+    selected(tab, 33)
+    assert tab.is_hidden("#notice")
+    tab.js("location.hash = '#token=3&layer=99&expert=4000&zoom=x&rank=y'")
+    selected(tab, 3)
+    tab.wait_for_text("#map-status", "MoE layer 0: ")
+    tab.wait("$('#rank').value === '1' && $('#expert').value === ''")
