@@ -19,7 +19,8 @@ SHAPE_NAMES = {shape.name for shape in (*SHAPES, *SIXTEEN_BIT)}
 
 def test_tests_that_are_named_exist() -> None:
     """On CUDA, a test has to exist at the commit of its run only."""
-    named = [test for feature in TABLE["feature"] if isinstance(feature.get("cpu"), list) for test in feature["cpu"]]
+    cells = [feature.get(column) for feature in TABLE["feature"] for column in ("cpu", "weights")]
+    named = [test for cell in cells if isinstance(cell, list) for test in cell]
     named += [test for other in TABLE["refused"] for test in other["tests"]]
     assert [test for test in named if not exists(test)] == []
     assert {test.partition("[")[2].removesuffix("]") for test in named} - {""} <= SHAPE_NAMES
