@@ -69,7 +69,8 @@ CASES = {
     "store of prompts": Case(
         (NAME,), kept={"has_prompts": True}, engine={"num_blocks": 14, "max_num_seqs": 3}, happens="less than nothing"
     ),
-    "loads fail": Case((NAME,), kept={"fails": 0.4}, happens="fails"),
+    # With asynchronous scheduling vLLM 0.32 computes what fails in a step again with the tokens that it had expected.
+    "loads fail": Case((NAME,), kept={"fails": 0.4}, engine={**FEW, "is_async": False}, happens="fails"),
     "loads fail, missing": Case((NAME,), "missing", FAILS, {**FEW, "failures": "fail"}, "fails"),
     "loads fail as a whole": Case((NAME,), kept=FAILS_WHOLE, happens="fails"),
     "offloading": Case((OFFLOADING,), engine={**FEW, "answers": True}),
