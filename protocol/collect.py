@@ -363,8 +363,9 @@ class Collector:
         shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
         rows: Rows = _joined(arrays, shape, np.int16)  # which can hold every id and -1, for any type on the wire
         texts: tuple[str | None, ...] = ()
-        # A file may say that a prompt is longer than any is: its tokens have no texts, and take no memory.
-        if (choice.texts or self._prompt_texts) and (prompt_len or 0) * len(self._choices) <= _MOST_TEXTS:
+        end = max(prompt_len or 0, start + len(rows))
+        # A file may say that a response is longer than any is: its tokens have no texts, and take no memory.
+        if (choice.texts or self._prompt_texts) and end * len(self._choices) <= _MOST_TEXTS:
             texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from reprlib import repr as shown
 from typing import Any, TextIO
 
@@ -22,6 +22,7 @@ from routed_experts.protocol.sse import EventError, EventReader
 INFO = "routed_experts_info"
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
 MAX_POSITIONS = 1 << 20  # of a choice on the page
+_AT_ONCE = 1 << 12  # tokens that are encoded while other threads wait
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
@@ -146,36 +147,41 @@ def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: Mod
         for name, file in files:
             for answer in reader.read(name, file):
                 routings = answer.routings(unfinished=True)
-                yield from (json.dumps(_shown(answer, each, len(routings) > 1)) + "\n" for each in routings)
+                yield from (_line(answer, each, len(routings) > 1) for each in routings)
     except (OSError, RoutingError) as error:
         yield json.dumps({"error": {"message": str(error)}}) + "\n"
 
 
-def _shown(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> dict[str, Any]:
+def _line(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> str:
     check_shown(answer, routing)
     model, weights, start = answer.parts[0].get("model"), routing.weights, routing.start
     prompt = routing.prompt_token_ids or [None] * (routing.prompt_len or 0)
     ids = [] if routing.prompt_len is None else [*prompt, *(routing.token_ids or ())]
-    tokens = zip_longest(range(routing.end + 1), ids, routing.texts or ())
-    return {
+    told = zip_longest(range(routing.end + 1), ids, routing.texts or ())
+    tokens = ({"id": one, "text": text} for _, one, text in told)
+    texts = (json.dumps(some)[1:-1] for some in iter(lambda: [*islice(tokens, _AT_ONCE)], []))
+    head = {
         "name": f"{answer.where}, choice {routing.index}" if is_one_of_several else answer.where,
         "file": answer.file,
         "model": model if isinstance(model, str) else None,
         "info": answer.info.known,
-        "tokens": [{"id": one, "text": text} for _, one, text in tokens],
+    }
+    rest = {
         "prompt_len": routing.prompt_len,
         "finish_reason": routing.finish_reason,
         "rows": encode(routing.rows, fmt="object", dtype="int16", start=start),
         "weights": None if weights is None else encode_weights(weights, start=start),
     }
+    return f'{json.dumps(head)[:-1]}, "tokens": [{", ".join(texts)}], {json.dumps(rest)[1:]}\n'
 
 
 def check_shown(answer: SavedAnswer, routing: Routing) -> None:
     """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or too many tokens."""
-    if (
-        routing.end > MAX_POSITIONS
-    ):  # whatever a file says; a token takes memory, whether anything is known of it or not
-        raise RoutingError(f"{answer.where}: rows up to {routing.end}, but the page shows {MAX_POSITIONS} at most")
+    # Whatever a file says: a token takes memory, whether anything is known of it or not.
+    prompt = f"a prompt of {routing.prompt_len} tokens"
+    for end, what in ((routing.end, f"rows up to {routing.end}"), (routing.prompt_len or 0, prompt)):
+        if end > MAX_POSITIONS:
+            raise RoutingError(f"{answer.where}: {what}, but the page shows {MAX_POSITIONS} at most")
     if routing.histogram is not None and not len(routing.rows):
         raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
 

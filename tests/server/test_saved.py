@@ -2,6 +2,7 @@
 
 import io
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,19 @@ def test_weights_and_what_the_page_cannot_show() -> None:
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
     (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
     assert line["error"]["message"] == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
+    far["choices"][0]["routed_experts"]["start"] = 1 << 16
+    tracemalloc.start()
+    try:
+        (text,) = page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo())
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(text)
+    finally:
+        tracemalloc.stop()
+    assert json.loads(text)["tokens"] == [{"id": None, "text": None}] * ((1 << 16) + 4)
+    far["choices"][0]["routed_experts"]["start"] = 0
+    far["choices"][0]["finish_reason"] = None  # cut off, so that rows may be absent
+    far["prompt_routed_experts_histogram"] = histogram(rows_of(2), EXPERTS) | {"rows": 1 << 40}
+    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
+    assert line["error"]["message"] == f"f, line 1: a prompt of {1 << 40} tokens, but the page shows 1048576 at most"
     of_choice = {"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows_of(3), EXPERTS)}
     body = {"choices": [of_choice], "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS)}
     (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
