@@ -35,11 +35,11 @@ help:
 	@echo "make test-release  run the tests of images, packages, benchmarks and documentation"
 	@echo "make test-gpu      run the tests that need GPUs; the other targets skip them"
 	@echo "make test-vllm     run the tests of exact routing on each known version of vLLM (or VLLM='0.27.1 0.30.0')"
-	@echo "make test-next     list what moved in the newest vLLM for CUDA (or VLLM=0.33.0), and run the tests that need no engine"
+	@echo "make test-next     list what the newest vLLM for CUDA lacks (or VLLM=0.33.0), and run the tests that need no engine"
 	@echo "make check         check formatting, lint, types and the API description"
 	@echo "make format        format the code"
 	@echo "make spec          write openapi.yaml"
-	@echo "make bench         measure the cost of the capture on this machine"
+	@echo "make bench         measure what the capture costs the scheduler's thread on this machine"
 	@echo "make bench-gpu     measure it on a GPU, against vLLM's own capture (HTTP=1: over HTTP)"
 	@echo "make bench-http    measure the cost of returning routing over HTTP in the API process"
 	@echo "make setup         install into $(VENV) (DEVICE=cpu or cuda)"
@@ -121,7 +121,7 @@ spec: setup
 	$(BIN)/python -m routed_experts.server.http.openapi openapi.yaml
 
 bench: setup
-	$(BIN)/python -m bench.cpu $(ARGS)
+	$(BIN)/python -m bench.scheduler $(ARGS)
 
 bench-gpu: setup
 	$(BIN)/python -m $(if $(HTTP),bench.http --device cuda,bench.gpu) $(ARGS)

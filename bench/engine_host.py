@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from bench.compare import WEIGHTS
+from bench.gpu import WEIGHTS
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 

@@ -45,41 +45,25 @@ LONG = 32_768
 
 @dataclass
 class Step:
-    """What a step took.
+    """What a step took."""
 
-    Attributes:
-        seconds: of the scheduler's thread, the forward pass not counted.
-        cpu_seconds: of them, those that the thread ran.
-        ours: what the capture took of them, by `clock`.
-        sent: ids of the requests whose prompts' rows were sent.
-        num_bytes: of the rows that were sent.
-    """
-
-    seconds: float
-    cpu_seconds: float
-    ours: float
-    sent: set[str]
-    num_bytes: int
+    seconds: float  # of the scheduler's thread, the forward pass not counted
+    cpu_seconds: float  # of them, those that the thread ran
+    ours: float  # what the capture took of them, by `clock`
+    sent: set[str]  # ids of the requests whose prompts' rows were sent
+    num_bytes: int  # of the rows that were sent
 
 
 class Steps:
-    """A scheduler, and the model behind it.
-
-    Args:
-        num_layers, top_k: of the model.
-        config: of the engine; without our scheduler there is no capture.
-        num_blocks: of the KV cache.
-        forward_s: seconds that a forward pass takes.
-        clock: what the capture's part is measured by.
-    """
+    """A scheduler, and the model behind it."""
 
     def __init__(
         self,
         num_layers: int = 48,
         top_k: int = 8,
-        forward_s: float = 0.0,
-        clock: Callable[[], float] = time.perf_counter,
-        config: VllmConfig | None = None,
+        forward_s: float = 0.0,  # that a forward pass takes
+        clock: Callable[[], float] = time.perf_counter,  # what the capture's part is measured by
+        config: VllmConfig | None = None,  # without our scheduler there is no capture
         num_blocks: int = NUM_BLOCKS,
     ) -> None:
         config = config or engine_config(max_num_seqs=max(RUNNING))
@@ -111,7 +95,7 @@ class Steps:
         """Adds a request that asks for its routing or not, perhaps at its end only; gives its id."""
         self._added += 1
         assert self._is_captured or not asks
-        opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False, at_end=at_end)
+        opt_in = OptIn(0, self._added.to_bytes(16, "little"), shared=False, final_only=at_end)
         params = SamplingParams(max_tokens=max_tokens, extra_args={OPT_IN_ARG: opt_in.encode()} if asks else None)
         request = Request(str(self._added), prompt, params, None, block_hasher=self._hasher)
         self.scheduler.add_request(request)
@@ -137,7 +121,7 @@ class Steps:
     def age(self) -> None:
         """Makes it one that has run for a while: its host cache's memory is there, and its objects are no news to the
         garbage collector. Call after the first step."""
-        cache = self.scheduler.aux_output_connector._cache
+        cache = self.scheduler.aux_output_connector.cache
         for first in range(0, self._num_blocks * BLOCK, CHUNK):
             slots = np.arange(first, min(first + CHUNK, self._num_blocks * BLOCK))
             cache.write(slots, self._rows[: len(slots)])
@@ -253,8 +237,8 @@ def long_prompt_table(length: int = LONG, repeats: int = 20, forward_s: float = 
 
 
 def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
-    """Markdown: milliseconds of the scheduler's thread in the steps after which all requests have ended at once, while
-    as many new ones begin."""
+    """Markdown: CPU time of the scheduler's thread in the steps after which all requests have ended at once, while as
+    many new ones begin."""
     lines = ["| | step before | longest step after | bytes sent | steps until all rows are sent |", "| --- " * 5 + "|"]
     for name, asks in [("captured, not asked for", False), (AT_END, True)]:
         made = Steps(config=engine_config(max_num_seqs=running), forward_s=0.005, num_blocks=running * 30)
@@ -262,7 +246,7 @@ def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
             made.add(prompt_of(BLOCK, index), num_tokens, asks, at_end=True)
         made.step()
         made.age()
-        before = median(made.step().seconds for _ in range(num_tokens - 2))
+        before = median(made.step().cpu_seconds for _ in range(num_tokens - 2))
         for index in range(running):
             made.add(prompt_of(BLOCK, running + index), 10_000, asks, at_end=True)
         taken, last = [], 0
@@ -270,9 +254,9 @@ def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
             taken.append(made.step())
             if len(made.scheduler.aux_output_connector.output_queue):
                 last = count + 1
-        longest = max(step.seconds for step in taken)
+        longest = max(step.cpu_seconds for step in taken)
         num_bytes = sum(step.num_bytes for step in taken)
-        lines.append(f"| {name} | {1e3 * before:.1f} | {1e3 * longest:.1f} | {num_bytes / 1e6:.0f} MB | {last} |")
+        lines.append(f"| {name} | {1e3 * before:.1f} ms | {1e3 * longest:.1f} ms | {num_bytes / 1e6:.0f} MB | {last} |")
         gc.unfreeze()
     return "\n".join(lines)
 

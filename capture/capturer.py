@@ -75,7 +75,7 @@ class Capturer:
         router does not choose them.
 
         `own_tokens` picks this rank's rows where the router sees those of other ranks as well, or a part of them. It
-        `may_defer` if nothing else gets their memory, or writes to it, as long as somebody refers to them.
+        `may_defer` if the tensors stay unmodified while they are referenced.
         """
         view, weights_view = self.cache.view(layer), self.cache.weights_view(layer)
         top_k = self.cache.top_k

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import row_shape
 from routed_experts.protocol.codec import Rows
 
 ENVELOPE_ID = "routed_experts"
@@ -20,8 +19,9 @@ CAUSES, STATS = "causes", "stats"
 SMALL_ARRAY_BYTES = 16 << 10
 """Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy."""
 
-_HEADER_TYPE = np.dtype(np.int32)
-_WORDS = _HEADER_TYPE.itemsize // np.dtype(np.int16).itemsize
+_TABLE_TYPE = np.dtype(np.int32)
+_WORDS = _TABLE_TYPE.itemsize // np.dtype(np.int16).itemsize
+_COLUMNS = 5
 _ALONE = -1  # in place of a number of rows: they are on their own output
 
 
@@ -40,9 +40,21 @@ class SingleRows(NamedTuple):
     """One row for each of many outputs of a message."""
 
     outputs: Sequence[Any]
-    starts: Sequence[int]  # position of each row
+    starts: Sequence[int] | NDArray[np.int64]  # position of each row
     rows: Rows  # of the step, without weights if those are not asked for
-    places: NDArray[np.int64]  # index of each row in `rows`
+    places: Sequence[int] | NDArray[np.int64]  # index of each row in `rows`
+
+    def table(self, outputs: Sequence[Output]) -> NDArray[np.int32]:
+        """What `pack` says of these rows in a message of `outputs`."""
+        table = np.empty((len(self.outputs), _COLUMNS), dtype=_TABLE_TYPE)
+        if len(self.outputs) == len(outputs) and all(map(is_, self.outputs, outputs)):
+            table[:, 0] = np.arange(len(outputs))
+        else:  # there are others, perhaps before them
+            index = {id(output): at for at, output in enumerate(outputs)}
+            table[:, 0] = [index[id(output)] for output in self.outputs]
+        table[:, 1] = self.starts
+        table[:, 2:] = 1, *self.rows.shape[1:]
+        return table
 
 
 def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArray[np.int16] | None:
@@ -52,62 +64,38 @@ def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArr
     At hundreds of requests with a row each, an array costs much more to encode and decode than its contents. Large
     arrays stay on their outputs, and are not copied.
 
-    A header of int32: the number of entries, how many of them at the end have weights although others have none, and
-    the shape of a row of the others; then the index of each entry's output, then the numbers of their rows, then the
-    positions of the first ones. The rows follow.
+    An int32 is the number of entries. In a table of int32 follow for each of them the index of its output, the position
+    of its first row, and the shape of its rows; then come all rows.
     """
-    parts = [_part(single, outputs) for single in singles if len(single.outputs)]
+    tables = [single.table(outputs) for single in singles]
+    bodies: list[tuple[Rows, Any]] = [(single.rows, single.places) for single in singles]
+    entries = []
     for at, output in enumerate(outputs):
         if output.routed_experts is not None:
             start, rows = output.routed_experts
-            is_small = rows.nbytes <= SMALL_ARRAY_BYTES
-            output.routed_experts = None if is_small else np.ascontiguousarray(rows)
-            parts.append(_Part([at], len(rows) if is_small else _ALONE, [start], rows if is_small else rows[:0]))
-    if not parts:
+            if rows.nbytes > SMALL_ARRAY_BYTES:
+                output.routed_experts = np.ascontiguousarray(rows)
+                entries.append((at, start, _ALONE, 0, 0))
+            else:
+                output.routed_experts = None
+                entries.append((at, start, *rows.shape))
+                bodies.append((rows, slice(None)))
+    if not entries and not tables:
         return None
-    parts.sort(key=lambda part: part.rows.shape[1])
-    height, top_k = parts[0].rows.shape[1:]
-    count = sum(len(part.indexes) for part in parts)
-    num_wide = sum(len(part.indexes) for part in parts if part.rows.shape[1] != height)
-    head = (4 + 3 * count) * _WORDS
-    packed: NDArray[np.int16] = np.empty(head + sum(part.num_words for part in parts), dtype=np.int16)
-    header = packed[:head].view(_HEADER_TYPE)
-    header[:4] = count, num_wide, height, top_k
-    table, first, at = header[4:].reshape(3, count), 0, head
-    for part in parts:
-        column = table[:, first : first + len(part.indexes)]
-        column[0], column[1], column[2] = part.indexes, part.num_rows, part.starts
-        out = packed[at : at + part.num_words].reshape(-1, *part.rows.shape[1:])
-        if part.places is None:
-            out[:] = part.rows
+    table = np.concatenate([*tables, np.array(entries, dtype=_TABLE_TYPE).reshape(-1, _COLUMNS)])
+    at = (1 + table.size) * _WORDS
+    packed = np.empty(at + int(table[:, 2:].prod(axis=1).sum()), dtype=np.int16)
+    header = packed[:at].view(_TABLE_TYPE)
+    header[0], header[1:] = len(table), table.reshape(-1)
+    for rows, places in bodies:
+        count = len(rows) if isinstance(places, slice) else len(places)
+        out = packed[at : at + count * rows.shape[1] * rows.shape[2]].reshape(count, *rows.shape[1:])
+        if isinstance(places, slice):
+            out[:] = rows
         else:
-            part.rows.take(part.places, axis=0, out=out, mode="clip")
-        first, at = first + len(part.indexes), at + part.num_words
+            rows.take(places, axis=0, out=out, mode="clip")
+        at += out.size
     return packed
-
-
-class _Part(NamedTuple):
-    """Entries with one number of rows each."""
-
-    indexes: Sequence[int]
-    num_rows: int
-    starts: Sequence[int]
-    rows: Rows
-    places: NDArray[np.int64] | None = None  # of the entries' rows in `rows`; None if they are all of them
-
-    @property
-    def num_words(self) -> int:
-        num_rows = len(self.rows) if self.places is None else len(self.places)
-        return num_rows * int(self.rows.shape[1]) * int(self.rows.shape[2])
-
-
-def _part(single: SingleRows, outputs: Sequence[Output]) -> _Part:
-    if len(single.outputs) == len(outputs) and all(map(is_, single.outputs, outputs)):
-        indexes: Sequence[int] = range(len(outputs))
-    else:  # there are others, perhaps before them
-        index = {id(output): at for at, output in enumerate(outputs)}
-        indexes = [index[id(output)] for output in single.outputs]
-    return _Part(indexes, 1, single.starts, single.rows, single.places)
 
 
 class Unpacker:
@@ -144,15 +132,12 @@ class Unpacker:
 
 
 def _entries(packed: NDArray[np.int16]) -> dict[int, tuple[int, Rows | None]]:
-    count, num_wide, height, top_k = packed[: 4 * _WORDS].view(_HEADER_TYPE).tolist()
-    table, body = np.split(packed[4 * _WORDS :], [3 * count * _WORDS])
-    found: dict[int, tuple[int, Rows | None]] = {}
-    first = 0
-    for at, (index, num_rows, start) in enumerate(zip(*table.view(_HEADER_TYPE).reshape(3, -1).tolist(), strict=True)):
-        if num_rows == _ALONE:
-            found[index] = start, None
-            continue
-        shape = row_shape(height, top_k, with_weights=True) if at >= count - num_wide else (height, top_k)
-        end = first + num_rows * shape[0] * shape[1]
-        found[index], first = (start, body[first:end].reshape(num_rows, *shape)), end
-    return found
+    at = (1 + _COLUMNS * int(packed[:_WORDS].view(_TABLE_TYPE)[0])) * _WORDS
+    entries: dict[int, tuple[int, Rows | None]] = {}
+    for index, start, count, height, top_k in packed[_WORDS:at].view(_TABLE_TYPE).reshape(-1, _COLUMNS).tolist():
+        rows = None
+        if count != _ALONE:
+            rows = packed[at : at + count * height * top_k].reshape(count, height, top_k)
+            at += rows.size
+        entries[index] = start, rows
+    return entries

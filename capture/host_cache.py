@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import lack_weights
+from routed_experts.capture.rows import ids_of, lack_weights
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
@@ -28,6 +30,12 @@ def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
     return ids.view(np.uint64) < count
 
 
+class Reader(Protocol):
+    """Reads rows later; `before_write` is its last chance for those in `blocks` ([number of blocks])."""
+
+    def before_write(self, blocks: NDArray[np.bool_]) -> None: ...
+
+
 class HostCache:
     """One row for each KV slot, so that a row is valid exactly as long as the KV of its token.
 
@@ -37,39 +45,63 @@ class HostCache:
     Slots outside the KV cache, such as the -1 that vLLM gives to padding, are never written and have no rows.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_layers: int, top_k: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, has_weights: bool = False) -> None:
         self.block_size = block_size
-        self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, num_layers, top_k), dtype=np.int16)
-        # A row as one opaque item: numpy then moves it with one copy and not with a loop over L and K.
-        self._row_type = np.dtype((np.void, num_layers * top_k * self._rows.itemsize))
-        self._by_slot = self._rows.reshape(num_blocks * block_size, -1).view(self._row_type)[:, 0]
+        self.has_weights = has_weights  # of rows
+        self.row_shape = 0, 0  # (L, K), or (3L, K) with weights: known with the first rows
+        self._readers: WeakSet[Reader] = WeakSet()
+        self._is_awaited: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)  # blocks, by a reader
+        self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, 0, 0), dtype=np.int16)
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
         self._written: NDArray[np.bool_] = np.zeros((num_blocks, block_size), dtype=np.bool_)
         self._written_by_slot = self._written.reshape(-1)
         self._causes: NDArray[np.uint8] = np.zeros((num_blocks, block_size), dtype=np.uint8)  # of unwritten slots
 
-    @property
-    def row_shape(self) -> tuple[int, int]:
-        """(L, K)"""
-        return self._rows.shape[2], self._rows.shape[3]
+    def _allocate(self, row_shape: tuple[int, ...]) -> None:
+        if not self._rows.size:
+            height, top_k = self.row_shape = row_shape[0], row_shape[1]
+            self._rows = np.empty((*self._written.shape, height, top_k), dtype=np.int16)
+            # A row as one opaque item: numpy then moves it with one copy and not with a loop over L and K.
+            self._row_type = np.dtype((np.void, height * top_k * self._rows.itemsize))
+            self._by_slot = self._rows.reshape(self._written.size, -1).view(self._row_type)[:, 0]
+
+    def ids(self, rows: Rows) -> Rows:
+        """The ids [n, L, K] in rows of this cache; a view."""
+        return ids_of(rows) if self.has_weights else rows
 
     @property
     def used_bytes(self) -> int:
         """Bytes of rows written so far."""
-        return int(np.count_nonzero(self._written)) * self._row_type.itemsize
+        return int(np.count_nonzero(self._written)) * self.row_shape[0] * self.row_shape[1] * self._rows.itemsize
 
     def write(self, slots: NDArray[np.int64], rows: NDArray[np.int16]) -> None:
         """Stores `rows` ([n, L, K]) at `slots` ([n])."""
-        inside = within(slots, len(self._by_slot))
+        self._allocate(rows.shape[1:])
+        inside = within(slots, self._written.size)
         if not inside.all():
             slots, rows = slots[inside], rows[inside]
-        layers, top_k = self._rows.shape[2:]
-        self._by_slot[slots] = rows.reshape(-1, layers * top_k).view(self._row_type)[:, 0]
+        self._before_write(slots)
+        self._by_slot[slots] = rows.reshape(-1, self.row_shape[0] * self.row_shape[1]).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
+
+    def wait(self, reader: Reader, blocks: NDArray[np.int64]) -> None:
+        """Has `reader` told before some of `blocks` are written, as long as somebody refers to it."""
+        self._readers.add(reader)
+        self._is_awaited[blocks] = True
+
+    def _before_write(self, slots: NDArray[np.int64]) -> None:
+        blocks = slots // self.block_size
+        if self._is_awaited[blocks].any():
+            is_written: NDArray[np.bool_] = np.zeros(len(self._written), dtype=np.bool_)
+            is_written[blocks] = True
+            for reader in self._readers:
+                reader.before_write(is_written)
+            self._is_awaited[blocks] = False
 
     def forget(self, slots: NDArray[np.int64], cause: Cause = Cause.FAULT) -> None:
         """Makes `slots` ([n]) unwritten: their KV is not what their rows were computed with."""
-        slots = slots[within(slots, len(self._by_slot))]
+        slots = slots[within(slots, self._written.size)]
+        self._before_write(slots)
         self._written_by_slot[slots] = False
         self._causes.reshape(-1)[slots] = cause
 
@@ -80,15 +112,15 @@ class HostCache:
 
     def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `slots` ([n]) have rows."""
-        written: NDArray[np.bool_] = within(slots, len(self._by_slot))
+        written: NDArray[np.bool_] = within(slots, self._written.size)
         written &= self._written_by_slot[np.where(written, slots, 0)]
         return written
 
     def lack_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`)."""
-        written = self.are_written(slots)
-        rows = self._rows.reshape(-1, *self.row_shape)
-        written[written] = lack_weights(rows, slots[written])
+        """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`); none where no row has any."""
+        written = self.are_written(slots) & self.has_weights
+        if written.any():
+            written[written] = lack_weights(self._rows.reshape(-1, *self.row_shape), slots[written])
         return written
 
     def copy_from(
@@ -100,10 +132,13 @@ class HostCache:
     ) -> None:
         """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape.
         `cause` is why some of `sources` are not written."""
-        inside = within(slots, len(self._by_slot))
+        inside = within(slots, self._written.size)
         slots, sources = slots[inside], sources[inside]
         written = other.are_written(sources)
-        self._by_slot[slots[written]] = other._by_slot[sources[written]]
+        self._before_write(slots)
+        if written.any():
+            self._allocate(other.row_shape)
+            self._by_slot[slots[written]] = other._by_slot[sources[written]]
         self._written_by_slot[slots] = written
         self._causes.reshape(-1)[slots] = cause
 
@@ -115,6 +150,7 @@ class HostCache:
         """
         blocks = np.array(pairs, dtype=np.int64)
         sources, destinations = blocks[within(blocks[:, 1], len(self._rows))].T
+        self._before_write(destinations * self.block_size)
         inside = within(sources, len(self._rows))
         written = self._written[np.where(inside, sources, 0)] & inside[:, None]
         has_rows = written.any(axis=1)
@@ -135,6 +171,9 @@ class HostCache:
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < len(self._rows):
             raise ValueError("a block table names a block that there is none of")
         written = self._written[blocks].reshape(-1)[first % size :][: len(out)]
+        if not written.any():
+            out[:] = UNKNOWN
+            return
         head = min(-first % size, len(out))  # rows before the first whole block
         tail = (len(out) - head) % size  # rows behind the last one
         if head:

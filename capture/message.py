@@ -1,4 +1,4 @@
-"""What API processes and the engine tell each other about requests, in fields that vLLM sends anyway."""
+"""Messages between API processes and the engine, carried in fields that vLLM already sends."""
 
 import struct
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ class OptIn:
     weights: bool = False  # whether rows are to have weights, where the engine captures them
     # Whether generated rows come with the request's last output, as nobody needs them before. Then each request has a
     # last output, also if it is aborted.
-    at_end: bool = False
+    final_only: bool = False
     # Whether rows that are not there may stay unknown; then nothing is computed again for them.
-    best_effort: bool = False
+    allow_missing: bool = False
 
     _FORM: ClassVar[struct.Struct] = struct.Struct("<q16sB")
 
     def encode(self) -> bytes:
-        """As bytes, because `extra_args` is a client's to fill at some endpoints, and JSON cannot say bytes."""
-        flags = self.shared | self.weights << 1 | self.at_end << 2 | self.best_effort << 3
+        """As bytes, because clients can fill `extra_args` at some endpoints, with JSON, which has no bytes."""
+        flags = self.shared | self.weights << 1 | self.final_only << 2 | self.allow_missing << 3
         return self._FORM.pack(self.prompt_start, self.prompt_id, flags)
 
     @classmethod

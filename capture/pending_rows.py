@@ -7,37 +7,11 @@ from numpy.typing import NDArray
 
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import PlacedRows
-from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
+Piece = Rows | int
+"""Rows at hand, or a number of rows to read from the host cache."""
 
-class CachedRows:
-    """Positions `first` to `end` of a sequence in the host cache. What comes before the block of `first` in
-    the sequence's block table is not looked at."""
-
-    def __init__(self, cache: HostCache, block_ids: NDArray[np.int64], first: int, end: int) -> None:
-        self.cache, self.block_ids, self.first, self.end = cache, block_ids, first, end
-
-    def __len__(self) -> int:
-        return self.end - self.first
-
-    def take(self, out: Rows) -> None:
-        """Reads the next rows."""
-        self.cache.read(self.block_ids, self.first, out)
-        self.first += len(out)
-
-    def are_written(self, slots: NDArray[np.int64], blocks: NDArray[np.bool_]) -> bool:
-        """Whether some of `slots`, which are in `blocks`, are these rows' own."""
-        size = self.cache.block_size
-        if blocks[self.block_ids[self.first // size : self.end // size]].any():
-            return True
-        if not self.end % size:
-            return False
-        last = self.block_ids[self.end // size] * size  # its sequence goes on writing behind these rows
-        return bool(((slots >= last) & (slots < last + self.end % size)).any())
-
-
-Piece = Rows | CachedRows
 Report = Callable[[NDArray[np.int64], int, Rows], None]
 """Called with a block table, a position, and the rows from there on, some of which are unknown."""
 
@@ -46,61 +20,87 @@ class PendingRows:
     """Rows [n, L, K] (with weights [n, 3L, K]) from position `start` on, to be taken from the front."""
 
     def __init__(
-        self, start: int, pieces: list[Piece], shape: tuple[int, int], report: Report, ids_only: bool = False
+        self,
+        cache: HostCache,
+        start: int,
+        pieces: list[Piece],
+        block_ids: NDArray[np.int64],  # of the sequence, as far as rows are to be read; those before are not looked at
+        report: Report,
+        ids_only: bool = False,
     ) -> None:
         self.start = start
-        self._pieces = [piece for piece in pieces if len(piece)]
-        self._shape = shape
+        self._cache = cache
+        self._pieces = [piece for piece in pieces if _size(piece)]
+        self._block_ids = block_ids
         self._report = report
         self._ids_only = ids_only
-        self._row_bytes = shape[0] * shape[1] * np.dtype(np.int16).itemsize
-        self._length = sum(map(len, pieces))
+        self._end = start + sum(map(_size, self._pieces))
+        self.row_bytes = cache.row_shape[0] * cache.row_shape[1] * np.dtype(np.int16).itemsize
+        if any(isinstance(piece, int) for piece in self._pieces):
+            cache.wait(self, block_ids[start // cache.block_size :])
 
     def __len__(self) -> int:
-        return self._length
+        return self._end - self.start
 
     @property
     def nbytes(self) -> int:
-        return self._length * self._row_bytes
+        return (self._end - self.start) * self.row_bytes
 
     def take(self, num_bytes: int | None = None) -> PlacedRows:
         """The next rows, of at most `num_bytes`; all that are left if that is None."""
-        count = self._length if num_bytes is None else min(num_bytes // self._row_bytes, self._length)
-        start, self.start, self._length = self.start, self.start + count, self._length - count
-        first = self._pieces[0] if self._pieces else np.empty((0, *self._shape), np.int16)
-        if not isinstance(first, CachedRows) and len(first) >= count:
-            rows = first[:count]  # no copy
-            self._pieces[:1] = [first[count:]] if len(first) > count else []
+        start, count = self.start, len(self)
+        if num_bytes is not None:
+            count = min(num_bytes // self.row_bytes, count)
+        pieces = []
+        while self.start < start + count:
+            pieces.append((self.start, self._pop(start + count - self.start)))
+        if len(pieces) == 1 and not isinstance(pieces[0][1], int):
+            rows = pieces[0][1]  # no copy
         else:
-            rows = np.empty((count, *self._shape), dtype=np.int16)
-            self._fill(rows, start)
-        return PlacedRows(start, np.ascontiguousarray(ids_of(rows)) if self._ids_only else rows)
+            rows = np.empty((count, *self._cache.row_shape), dtype=np.int16)
+            for at, piece in pieces:
+                out = rows[at - start :][: _size(piece)]
+                if isinstance(piece, int):
+                    self._read(at, out)
+                else:
+                    out[:] = piece
+        return PlacedRows(start, np.ascontiguousarray(self._cache.ids(rows)) if self._ids_only else rows)
 
-    def _fill(self, out: Rows, start: int) -> None:
-        filled = 0
-        while filled < len(out):
-            piece = self._pieces[0]
-            part = out[filled : filled + len(piece)]
-            if isinstance(piece, CachedRows):
-                piece.take(part)
-                if (part[:, 0, 0] == UNKNOWN).any():
-                    self._report(piece.block_ids, start + filled, part)
+    def _pop(self, count: int) -> Piece:
+        """Takes off the first piece, or its first `count` rows."""
+        piece = self._pieces.pop(0)
+        rest: Piece
+        if isinstance(piece, int):
+            piece, rest = min(piece, count), max(piece - count, 0)
+        else:
+            piece, rest = piece[:count], piece[count:]
+        if _size(rest):
+            self._pieces.insert(0, rest)
+        self.start += _size(piece)
+        return piece
+
+    def _read(self, first: int, out: Rows) -> None:
+        self._cache.read(self._block_ids, first, out)
+        if (out[:, 0, 0] == UNKNOWN).any():
+            self._report(self._block_ids, first, out)
+
+    def before_write(self, blocks: NDArray[np.bool_]) -> None:
+        """Reads rows in `blocks` ([number of blocks]), which are about to be written, and those between them."""
+        size, at, pieces = self._cache.block_size, self.start, list[Piece]()
+        for piece in self._pieces:
+            end = at + _size(piece)
+            own = self._block_ids[at // size : -(-end // size)] if isinstance(piece, int) else self._block_ids[:0]
+            if len(written := np.flatnonzero(blocks[own]).tolist()):
+                first, last = ((at // size + index) * size for index in (written[0], written[-1] + 1))
+                first, last = max(first, at), min(last, end)
+                rows = np.empty((last - first, *self._cache.row_shape), dtype=np.int16)
+                self._read(first, rows)
+                pieces += [first - at, rows, end - last]
             else:
-                part[:] = piece[: len(part)]
-                self._pieces[0] = piece[len(part) :]
-            filled += len(part)
-            if not len(self._pieces[0]):
-                del self._pieces[0]
+                pieces.append(piece)
+            at = end
+        self._pieces = [piece for piece in pieces if _size(piece)]
 
-    def before_write(self, slots: NDArray[np.int64], blocks: NDArray[np.bool_]) -> None:
-        """Reads what is about to be overwritten at `slots`, which are in `blocks`."""
-        at = self.start
-        for index, piece in enumerate(self._pieces):
-            count = len(piece)
-            if isinstance(piece, CachedRows) and piece.are_written(slots, blocks):
-                rows = np.empty((count, *self._shape), dtype=np.int16)
-                piece.take(rows)
-                if (rows[:, 0, 0] == UNKNOWN).any():
-                    self._report(piece.block_ids, at, rows)
-                self._pieces[index] = rows
-            at += count
+
+def _size(piece: Piece) -> int:
+    return piece if isinstance(piece, int) else len(piece)

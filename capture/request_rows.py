@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from routed_experts.capture.message import OptIn
-from routed_experts.capture.pending_rows import CachedRows
+from routed_experts.capture.pending_rows import PendingRows
 from routed_experts.protocol.codec import Rows
 
 
@@ -17,11 +17,15 @@ class RequestRows:
     num_prompt: int  # tokens of the prompt
     generation: int  # of the weights when it came
     is_last_only: bool  # whether generated rows stay in the host cache until it ends
-    rows_go_with_kv: bool  # whether its prompt is not sent if its rows go with the KV
     next_row: int  # rows before it were sent or are held, but for the prompt's
     is_prompt_due: bool = True  # until the first token
     held: list[Rows] = field(default_factory=list)  # the last rows before `next_row`, if they are sent at its end only
-    cached: CachedRows | None = None  # once it has ended: rows from `next_row` on
+    last_rows: PendingRows | None = None  # once it has ended: what is to be sent with its last output
+
+    @property
+    def first_held(self) -> int:
+        """Position of the first of the held rows."""
+        return self.next_row - sum(len(rows) for rows in self.held)
 
     @property
     def first_needed(self) -> int:

@@ -9,58 +9,43 @@ from routed_experts.capture.host_cache import Cause, HostCache, within
 class RowStore:
     """A place for rows for each place for KV.
 
-    Chunks of KV are copied out of the KV cache and back into it, and so are their rows. As in the host cache, what is
-    let go needs no code: its place is taken by the next chunk, whose rows overwrite those that were there. Memory is
-    bounded by the KV that may be kept, and reserved by the operating system only as it is written.
+    Chunks of KV are copied out of the KV cache and back into it, and so are their rows. Evicted chunks need no cleanup:
+    the next chunk overwrites them. Memory is bounded by the KV that may be kept, and reserved by the operating system
+    only as it is written.
     """
 
     def __init__(self, num_chunks: int, chunk_tokens: int, has_weights: bool = False) -> None:
         self.chunk_tokens = chunk_tokens
         self._num_chunks = num_chunks
-        self._rows: HostCache | None = None  # made with the first rows, which say L and K
-        self._has_weights = has_weights
-        self._is_whole: NDArray[np.bool_] = np.zeros(num_chunks, dtype=np.bool_)
-        self._is_weighed: NDArray[np.bool_] = np.zeros(num_chunks, dtype=np.bool_)  # whole, with all weights
+        self._rows = HostCache(num_chunks, chunk_tokens, has_weights)
+        self._is_complete: NDArray[np.bool_] = np.zeros(num_chunks, dtype=np.bool_)
+        self._has_all_weights: NDArray[np.bool_] = np.zeros(num_chunks, dtype=np.bool_)  # whole, with all weights
 
     @property
     def used_bytes(self) -> int:
         """Memory that the rows take."""
-        return self._rows.used_bytes if self._rows is not None else 0
+        return self._rows.used_bytes
 
-    def is_whole(self, chunk: int, with_weights: bool = False) -> bool:
+    def is_complete(self, chunk: int, with_weights: bool = False) -> bool:
         """Whether every row of a chunk is there, and has its weights."""
-        is_whole = self._is_weighed if with_weights else self._is_whole
-        return 0 <= chunk < self._num_chunks and bool(is_whole[chunk])
+        has_all = self._has_all_weights if with_weights else self._is_complete
+        return 0 <= chunk < self._num_chunks and bool(has_all[chunk])
 
-    def lack_weights(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `places` ([n], as for `have_rows`) have rows whose ids came without weights."""
-        if self._rows is None or not self._has_weights:
-            return np.zeros(len(places), dtype=np.bool_)
-        return self._rows.lack_weights(places)
-
-    def have_rows(self, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `places` ([n], chunk x its tokens + token; or -1) have rows."""
-        if self._rows is None:
-            return np.zeros(len(places), dtype=np.bool_)
-        return self._rows.are_written(places)
+    def have_rows(self, places: NDArray[np.int64], with_weights: bool = False) -> NDArray[np.bool_]:
+        """Which of `places` ([n], chunk x its tokens + token; or -1) have rows, with their weights."""
+        have = self._rows.are_written(places)
+        return have & ~self._rows.lack_weights(places) if with_weights else have
 
     def keep(self, cache: HostCache, slots: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
         """Copies the rows of `slots` ([n x tokens of a chunk]) to `chunks` ([n]), those that exist."""
         inside = within(chunks, self._num_chunks)
         slots, chunks = slots.reshape(-1, self.chunk_tokens)[inside].reshape(-1), chunks[inside]
-        if self._rows is None:
-            self._rows = HostCache(self._num_chunks, self.chunk_tokens, *cache.row_shape)
         places = (chunks[:, None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(-1)
         self._rows.copy_from(cache, slots, places)
-        self._is_whole[chunks] = self._rows.are_written(places).reshape(-1, self.chunk_tokens).all(axis=1)
-        if self._has_weights:
-            lack = self._rows.lack_weights(places).reshape(-1, self.chunk_tokens).any(axis=1)
-            self._is_weighed[chunks] = self._is_whole[chunks] & ~lack
+        for all_have, with_weights in ((self._is_complete, False), (self._has_all_weights, True)):
+            all_have[chunks] = self.have_rows(places, with_weights).reshape(-1, self.chunk_tokens).all(axis=1)
 
     def fill(self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64], cause: Cause) -> None:
         """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are: unwritten, where there are no rows, because
         of `cause`."""
-        if self._rows is None:
-            cache.forget(slots, cause)
-        else:
-            cache.copy_from(self._rows, places, slots, cause)
+        cache.copy_from(self._rows, places, slots, cause)

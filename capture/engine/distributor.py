@@ -1,8 +1,8 @@
-"""Which rows each request is sent after a step."""
+"""Selects the rows that each request is sent after a step."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any
 
@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture import handoff
+from routed_experts.capture.engine.kv_transfer.offloading import OffloadLoad, OffloadStore
+from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.engine.output_queue import OutputQueue
 from routed_experts.capture.envelope import SingleRows
 from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.message import OptIn, UnknownRows
-from routed_experts.capture.pending_rows import CachedRows, PendingRows, Piece
+from routed_experts.capture.pending_rows import PendingRows, Piece
 from routed_experts.capture.request_rows import RequestRows
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
@@ -30,27 +31,30 @@ _SENT_PROMPTS = 8192
 """Limit of remembered sent prompts that have several requests."""
 
 
-@dataclass(slots=True)
-class ArrivedStep:
-    """A step whose output is being distributed to requests."""
+@dataclass
+class Step:
+    """A step, from when it is scheduled until its rows are distributed."""
 
-    rows: Rows
-    offsets: NDArray[np.int64]  # first row of each request in `rows`, in batch order
-    index: Mapping[str, int]  # of each request in the batch
-    starts: dict[str, int]  # tokens that each request had computed when the step was scheduled
+    scheduled: SchedulerOutput
     blocks: Mapping[str, Sequence[Any]]  # block tables (vLLM's objects), where rows before the step's are needed
+    loads: Sequence[KVLoad | OffloadLoad] = ()  # before or during it
+    stores: Sequence[OffloadStore] = ()  # before or after it runs
+    # Set when its output arrives.
+    rows: Rows = field(init=False)
+    offsets: NDArray[np.int64] = field(init=False)  # first row of each request in `rows`, in batch order
+    index: Mapping[str, int] = field(init=False)  # of each request in the batch
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Tokens that each request had computed when the step was scheduled."""
+        cached = self.scheduled.scheduled_cached_reqs
+        starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts.update((new.req_id, new.num_computed_tokens) for new in self.scheduled.scheduled_new_reqs)
+        return starts
 
     def rows_of(self, request_id: str) -> Rows:
         index = self.index[request_id]
         return self.rows[self.offsets[index] : self.offsets[index + 1]]
-
-
-def starts_of(scheduled: SchedulerOutput) -> dict[str, int]:
-    """Tokens that each request of a step had computed when it was scheduled."""
-    cached = scheduled.scheduled_cached_reqs
-    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    starts.update((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs)
-    return starts
 
 
 def block_ids(blocks: Sequence[Any], first: int = 0) -> NDArray[np.int64]:
@@ -63,47 +67,43 @@ def block_ids(blocks: Sequence[Any], first: int = 0) -> NDArray[np.int64]:
 class RowSource:
     """Where rows come from: steps and the host cache. Says why rows that are read there are unknown."""
 
-    def __init__(self, scheduler: Scheduler, kv_group: int, has_weights: bool) -> None:
-        self.cache: HostCache | None = None  # from the first step on
+    def __init__(self, scheduler: Scheduler, kv_group: int, cache: HostCache) -> None:
+        self.cache = cache
         self.knows_causes = False  # whether KV may be loaded without rows
         self._scheduler = scheduler
         self._kv_group = kv_group
-        self._has_weights = has_weights
         self._unknown: list[tuple[int, UnknownRows]] = []  # to be reported, and to which API process
 
-    def pieces(self, step: ArrivedStep, request_id: str, start: int, first: int, end: int) -> list[Piece]:
+    def of_step(
+        self, state: RequestRows, step: Step, start: int, first: int, end: int, as_captured: bool = False
+    ) -> PendingRows:
         """Rows of positions `first` to `end` as of a step that began at `start`: its own, and before them those of the
         host cache. Rows that neither has are -1."""
-        own = step.rows_of(request_id)
+        rows, blocks = step.rows_of(state.request_id), step.blocks.get(state.request_id)
         split = min(max(start, first), end)
-        pieces: list[Piece] = []
-        if first < split:
-            if (blocks := step.blocks.get(request_id)) is not None:
-                pieces.append(self.cached(blocks, first, split))
-            else:
-                pieces.append(_unknown(split - first, own))
-        pieces.append(own[max(split - start, 0) : max(end - start, 0)])
-        missing = end - split - len(pieces[-1])
-        return [*pieces, _unknown(missing, own)] if missing else pieces
+        own = rows[max(split - start, 0) : max(end - start, 0)]
+        pieces: list[Piece] = [split - first, own]
+        if blocks is None and first < split:
+            pieces[0] = _unknown(split - first, own)
+        if missing := end - split - len(own):
+            pieces.append(_unknown(missing, own))
+        return self.pending(state, first, pieces, blocks or (), as_captured)
 
-    def cached(self, blocks: Sequence[Any], first: int, end: int) -> CachedRows:
-        assert self.cache is not None
-        # A long table takes longer than its rows.
-        return CachedRows(self.cache, block_ids(blocks, first // self.cache.block_size), first, end)
-
-    def pending(self, state: RequestRows, first: int, pieces: list[Piece], as_captured: bool = False) -> PendingRows:
-        assert self.cache is not None
-        ids_only = self._has_weights and not (state.opt_in.weights or as_captured)
-        return PendingRows(first, pieces, self.cache.row_shape, partial(self._report_unknown, state), ids_only)
+    def pending(
+        self, state: RequestRows, first: int, pieces: list[Piece], blocks: Sequence[Any] = (), as_captured: bool = False
+    ) -> PendingRows:
+        """Rows from position `first` on. `blocks` is the sequence's block table, if some are in the host cache."""
+        ids_only = self.cache.has_weights and not (state.opt_in.weights or as_captured)
+        ids = block_ids(blocks, first // self.cache.block_size)  # a long table takes longer than its rows
+        return PendingRows(self.cache, first, pieces, ids, partial(self._report_unknown, state), ids_only)
 
     def _report_unknown(self, state: RequestRows, blocks: NDArray[np.int64], first: int, rows: Rows) -> None:
         """Reports why some of `rows`, which were read from position `first` on, are unknown."""
         if not self.knows_causes:
             logger.error("Request %r: some of its rows are not known and are sent as -1.", state.request_id)
             return
-        assert self.cache is not None
         causes = self.cache.causes(blocks, np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first)
-        if state.opt_in.best_effort:
+        if state.opt_in.allow_missing:
             causes[causes == Cause.COMPUTED_IF_ASKED] = Cause.KV_STORE
         for cause in (Cause.KV_STORE, Cause.KV_TRANSFER):
             if num_rows := int(np.count_nonzero(causes == cause)):
@@ -138,13 +138,12 @@ class RowDistributor:
     the next token was sampled with.
     """
 
-    def __init__(self, scheduler: Scheduler, kv_group: int, has_drafts: bool, has_weights: bool) -> None:
-        self.source = RowSource(scheduler, kv_group, has_weights)
+    def __init__(self, scheduler: Scheduler, source: RowSource, has_drafts: bool) -> None:
+        self.source = source
         self.queue = OutputQueue()
         self.tracked: dict[str, RequestRows] = {}
         self._scheduler = scheduler
         self._has_drafts = has_drafts
-        self._has_weights = has_weights
         self._open: dict[str, RequestRows] = {}
         self._streams: dict[str, RequestRows] = {}
         self._prefilling: dict[str, RequestRows] = {}  # rows before their next sampling step are in the host cache
@@ -154,15 +153,17 @@ class RowDistributor:
 
     # ---- what happens to requests ----
 
-    def add(self, request: Request, opt_in: OptIn, rows_go_with_kv: bool) -> None:
+    def add(self, request: Request, opt_in: OptIn | None) -> None:
+        """Starts tracking a request that opted in."""
+        if opt_in is None:
+            return
         state = RequestRows(
             request.request_id,
             request.client_index,
             opt_in,
             request.num_prompt_tokens,
             self._generation,
-            is_last_only=opt_in.at_end and not self._has_drafts,
-            rows_go_with_kv=rows_go_with_kv,
+            is_last_only=opt_in.final_only and not self._has_drafts,
             next_row=request.num_prompt_tokens - 1,
         )
         for requests in (self.tracked, self._open, self._prefilling):
@@ -191,7 +192,7 @@ class RowDistributor:
         self._prefilling.pop(request.request_id, None)
         self._ended[request.request_id] = state
         if self._is_closed(state):
-            state.cached = self._cached_rows(request, state)
+            state.last_rows = self._cached_rows(request, state)
 
     def end_aborted(self, requests: Iterable[Request], is_asked: bool) -> list[Request]:
         """Called when requests were aborted. Queues an end for those whose outputs or rows are still to be sent, and
@@ -199,11 +200,11 @@ class RowDistributor:
         others = []
         for request in requests:
             state = self._ended.get(request.request_id)
-            is_owed = state is not None and state.opt_in.at_end
+            is_owed = state is not None and state.opt_in.final_only
             reason = RequestStatus.get_finished_reason(request.status)
             if reason is not None and (is_owed or (not is_asked and self.queue.is_waiting(request.request_id))):
-                output = EngineCoreOutput(request.request_id, [], finish_reason=reason)
-                self.queue.end(request.client_index, output, self._rows_at_end(state) if state is not None else None)
+                last_rows = self._last_rows(state) if state is not None else None
+                self.queue.end(request.client_index, request.request_id, reason, last_rows)
             else:
                 others.append(request)
         self._forget_ended()
@@ -223,79 +224,67 @@ class RowDistributor:
                     blocks[request_id] = self.source.block_table(request_id)
         return blocks
 
-    @property
-    def are_looked_at(self) -> bool:
-        """Whether some request's next output may bring rows."""
-        return bool(self._open or self._streams)
-
-    def distribute(
-        self, step: ArrivedStep | None, messages: Mapping[int, EngineCoreOutputs]
-    ) -> dict[int, list[SingleRows]]:
+    def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs]) -> dict[int, list[SingleRows]]:
         """Puts the rows that became known with a step on its outputs, or into the queue. Returns those of outputs with
         one row, by API process."""
         singles = {}
         for client, message in messages.items():
-            if step is not None and self._streams:
+            if self._streams:
                 singles[client] = self._take_streams(step, message.outputs)
-            if step is not None and self._open:
-                for output in message.outputs:
-                    if (opened := self._open.get(output.request_id)) is not None and output.new_token_ids:
-                        self._take(opened, step, step.starts[output.request_id], output)
+            for output in message.outputs if self._open else ():
+                if (opened := self._open.get(output.request_id)) is not None and output.new_token_ids:
+                    self._take(opened, step, step.starts[output.request_id], output)
             for output in message.outputs if self._ended else ():
                 state = self._ended.get(output.request_id)
-                if state is not None and output.finish_reason is not None and (rows := self._rows_at_end(state)):
-                    self.queue.send_last(output.request_id, rows)
+                if state is not None and output.finish_reason is not None:
+                    self.queue.send_last(output.request_id, self._last_rows(state))
         self._forget_ended()
+        self.queue.fill(messages)
         return singles
 
-    def _take_streams(self, step: ArrivedStep, outputs: Sequence[Any]) -> list[SingleRows]:
+    def _take_streams(self, step: Step, outputs: Sequence[Any]) -> list[SingleRows]:
         """The rows of streams, in one pass. Outputs that bring more or less than the next row go the general way."""
-        ids = [output.request_id for output in outputs]
-        states: list[Any] = list(map(self._streams.get, ids))
-        if None in states or self._ended:
-            picked = [at for at, state in enumerate(states) if state is not None and outputs[at].new_token_ids]
-            outputs, ids, states = ([each[at] for at in picked] for each in (outputs, ids, states))
-        if not ids:
+        outputs = [output for output in outputs if output.request_id in self._streams and output.new_token_ids]
+        if not outputs:
             return []
-        starts = list(map(step.starts.__getitem__, ids))
+        ids = [output.request_id for output in outputs]
+        states = list(map(self._streams.__getitem__, ids))
+        starts = np.fromiter(map(step.starts.__getitem__, ids), np.int64, len(ids))
+        due = np.fromiter([state.next_row for state in states], np.int64, len(ids))
         index = np.fromiter(map(step.index.__getitem__, ids), np.int64, len(ids))
         places = step.offsets[index]
         # A step with one token of a request, and without drafts, gives it one token.
-        is_single = step.offsets[index + 1] - places == 1
-        if starts != [state.next_row for state in states] or not is_single.all():
-            for at, (state, start) in enumerate(zip(states, starts, strict=True)):
-                if start != state.next_row or not is_single[at]:
-                    is_single[at] = False
-                    self._take(state, step, start, outputs[at])
-            picked = np.flatnonzero(is_single).tolist()
-            outputs, states, starts = ([each[at] for at in picked] for each in (outputs, states, starts))
-            places = places[is_single]
-        for state in states:
+        is_single = (starts == due) & (step.offsets[index + 1] - places == 1)
+        for at in np.flatnonzero(~is_single).tolist():
+            self._take(states[at], step, int(starts[at]), outputs[at])
+        groups = [(step.rows, is_single)]
+        if self.source.cache.has_weights:
+            weights = np.fromiter([state.opt_in.weights for state in states], np.bool_, len(ids))
+            groups = [(ids_of(step.rows), is_single & ~weights), (step.rows, is_single & weights)]
+        for state in compress(states, is_single.tolist()):
             state.next_row += 1
-        if not self._has_weights:
-            return [SingleRows([*outputs], starts, step.rows, places)]  # a message's own list grows
-        with_weights = np.array([state.opt_in.weights for state in states], dtype=np.bool_)
         return [
-            SingleRows(list(compress(outputs, chosen)), list(compress(starts, chosen)), rows, places[chosen])
-            for rows, chosen in ((ids_of(step.rows), ~with_weights), (step.rows, with_weights))
+            SingleRows(list(compress(outputs, chosen.tolist())), starts[chosen], rows, places[chosen])
+            for rows, chosen in groups
+            if chosen.any()
         ]
 
-    def _take(self, state: RequestRows, step: ArrivedStep, start: int, output: Any) -> None:
+    def _take(self, state: RequestRows, step: Step, start: int, output: Any) -> None:
         """Takes the rows of an output, whatever they are."""
         if self._has_drafts:
             # The step was scheduled as if all drafts in flight were accepted. It began at the last token that was.
             start = min(start, state.next_row)
         if state.is_prompt_due:
             state.is_prompt_due = False
-            self._send_prompt(state, step, start, output)
+            self._send_prompt(state, step, start)
         first, end = max(state.next_row, state.num_prompt), state.next_row + len(output.new_token_ids)
         state.next_row = end
         if first <= end:  # none are told too, with the first token
-            pieces = self.source.pieces(step, state.request_id, start, first, end)
-            if state.is_last_only and first < end:
-                state.held.append(self.source.pending(state, first, pieces, as_captured=True).take().rows.copy())
-            elif not state.is_last_only:
-                output.routed_experts = self.source.pending(state, first, pieces).take()
+            rows = self.source.of_step(state, step, start, first, end, as_captured=state.is_last_only).take()
+            if state.is_last_only:
+                state.held.append(rows.rows.copy())
+            else:
+                output.routed_experts = rows
         if state.is_last_only and state.request_id not in self._prefilling:
             # Once preempted, it is not scheduled again before the output of all earlier steps has come, or is dropped.
             del self._open[state.request_id]
@@ -303,14 +292,11 @@ class RowDistributor:
             self._open.pop(state.request_id, None)
             self._streams[state.request_id] = state
 
-    def _send_prompt(self, state: RequestRows, step: ArrivedStep, start: int, output: Any) -> None:
-        """Sends a prompt's rows, unless they were sent with another of its requests, or go with its KV."""
+    def _send_prompt(self, state: RequestRows, step: Step, start: int) -> None:
+        """Sends a prompt's rows, unless they were sent with another of its requests."""
         first = min(state.opt_in.prompt_start, state.num_prompt)
         request_id, key = state.request_id, state.opt_in.prompt_id
-        is_last = output.finish_reason is not None
         if first == state.num_prompt:
-            return
-        if state.rows_go_with_kv and is_last and handoff.has_all(output.kv_transfer_params, state.opt_in.weights):
             return
         if state.generation != self._generation:
             key = request_id.encode()  # for this request alone
@@ -321,8 +307,8 @@ class RowDistributor:
             self._sent_prompts[key] = None
             if len(self._sent_prompts) > _SENT_PROMPTS:
                 del self._sent_prompts[next(iter(self._sent_prompts))]
-        pieces = self.source.pieces(step, request_id, start, first, state.num_prompt)
-        self.queue.send_prompt(state.client, request_id, key, self.source.pending(state, first, pieces))
+        rows = self.source.of_step(state, step, start, first, state.num_prompt)
+        self.queue.send_prompt(state.client, request_id, key, rows)
 
     def _forget_ended(self) -> None:
         for request_id in self._ended:
@@ -332,27 +318,24 @@ class RowDistributor:
 
     # ---- rows that stay in the host cache ----
 
-    def _cached_rows(self, request: Request, state: RequestRows) -> CachedRows | None:
-        """The known rows of a closed request from `next_row` on."""
-        end = request.num_tokens - 1
-        return (
-            self.source.cached(self.source.block_table(state.request_id), state.next_row, end)
-            if end > state.next_row
-            else None
-        )
-
     def _is_closed(self, state: RequestRows) -> bool:
         return state.is_last_only and state.request_id not in self._open
+
+    def _cached_rows(self, request: Request, state: RequestRows, as_captured: bool = False) -> PendingRows:
+        """All known rows of a closed request, which has its blocks."""
+        count = max(request.num_tokens - 1 - state.next_row, 0)
+        blocks = self.source.block_table(state.request_id) if count else ()
+        return self.source.pending(state, state.first_held, [*state.held, count], blocks, as_captured)
 
     def _reopen(self, request: Request, state: RequestRows) -> None:
         """Reads the rows of a closed request while it has its blocks."""
         if self._is_closed(state):
             self._open[state.request_id] = state
-            if (cached := self._cached_rows(request, state)) is not None:
-                state.held.append(self.source.pending(state, state.next_row, [cached], as_captured=True).take().rows)
-                state.next_row = request.num_tokens - 1
+            state.held = [self._cached_rows(request, state, as_captured=True).take().rows]
+            state.next_row = max(request.num_tokens - 1, state.next_row)
 
-    def _rows_at_end(self, state: RequestRows) -> PendingRows | None:
+    def _last_rows(self, state: RequestRows) -> PendingRows | None:
         """Generated rows that a request which has ended was not sent."""
-        pieces: list[Piece] = [*state.held, *([state.cached] if state.cached is not None else [])]
-        return self.source.pending(state, state.next_row - sum(map(len, state.held)), pieces) if pieces else None
+        if state.last_rows is None and state.held:
+            state.last_rows = self.source.pending(state, state.first_held, [*state.held])
+        return state.last_rows or None

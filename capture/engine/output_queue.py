@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-from numpy.typing import NDArray
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from routed_experts.capture.message import prompt_output_id, rows_output_id
 from routed_experts.capture.pending_rows import PendingRows
@@ -14,7 +12,7 @@ _PART_BYTES = 8 << 20
 """Maximum bytes of such rows in a message that also has other requests' tokens, which it delays by about 3 ms. A
 prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
 
-_BACKLOG_SHARE = 4
+_BACKLOG_SHARE = 16
 """If more than this many parts wait, each message takes 1 / _BACKLOG_SHARE of the backlog, since long prefills add more
 than one part per step."""
 
@@ -43,8 +41,7 @@ class _Entry:
 class OutputQueue:
     """Sends each prompt's rows once, before any token of its requests, and a request's last rows before its end.
 
-    Outputs wait for these rows where they do not fit a message. Other requests do not wait. Rows are read as they are
-    sent, or before their place in the host cache is written to.
+    Outputs wait for these rows where they do not fit a message. Other requests do not wait.
     """
 
     def __init__(self) -> None:
@@ -75,24 +72,15 @@ class OutputQueue:
             prompt.requests.append(request_id)
             self._waiting[request_id] = prompt
 
-    def send_last(self, request_id: str, rows: PendingRows) -> None:
+    def send_last(self, request_id: str, rows: PendingRows | None) -> None:
         """Sends a request's last rows with its last output, which is in this step's message."""
-        self._last[request_id] = rows
-
-    def end(self, client: int, output: EngineCoreOutput, rows: PendingRows | None) -> None:
-        """Queues the end of a request after its held outputs, with its last `rows`."""
-        self._ends.append((client, output))
         if rows is not None:
-            self._last[output.request_id] = rows
+            self._last[request_id] = rows
 
-    def before_write(self, slots: NDArray[np.int64], num_blocks: int, block_size: int) -> None:
-        """Reads pending rows whose slots are about to be written."""
-        if not self._entries and not self._last:
-            return
-        blocks = np.zeros(num_blocks, dtype=np.bool_)
-        blocks[np.clip(slots // block_size, 0, num_blocks - 1)] = True  # slots outside the KV cache are not written
-        for rows in [*self._last.values(), *(entry.rows for entry in self._entries.values())]:
-            rows.before_write(slots, blocks)
+    def end(self, client: int, request_id: str, reason: FinishReason, rows: PendingRows | None) -> None:
+        """Queues the end of a request after its held outputs, with its last `rows`."""
+        self._ends.append((client, EngineCoreOutput(request_id, [], finish_reason=reason)))
+        self.send_last(request_id, rows)
 
     def fill(self, messages: dict[int, EngineCoreOutputs]) -> None:
         """Adds rows and released outputs to a step's messages to the API processes."""
@@ -129,11 +117,12 @@ class OutputQueue:
             room = min(room, max(self.part_bytes, room // _BACKLOG_SHARE))
         outputs: list[EngineCoreOutput] = []
         while entries:
-            shorter = sorted(entries[1:], key=lambda entry: entry.rows.nbytes)
-            first = [(entries[0], room // 2)] if shorter else []
-            for entry, share in [*first, *((entry, room) for entry in shorter), (entries[0], room)]:
-                size = entry.rows.nbytes
-                if size:
+            first, *others = entries
+            shorter = [(entry, room) for entry in sorted(others, key=lambda entry: entry.rows.nbytes)]
+            for entry, share in [(first, room // 2 if others else room), *shorter, (first, room)]:
+                if room < entry.rows.row_bytes:
+                    break
+                if size := entry.rows.nbytes:
                     outputs += entry.take(min(share, room))
                     room -= size - entry.rows.nbytes
             known = set(self._entries)

@@ -1,4 +1,4 @@
-"""Rows of a prompt that go with its KV from a prefill to a decode instance, on the schedulers' sides."""
+"""Takes prompt rows off requests that come with KV of a prefill instance, and adds them to prefills that end."""
 
 from copy import copy
 from functools import partial
@@ -10,12 +10,13 @@ from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture import handoff
+from routed_experts.capture import prefill_rows
 from routed_experts.capture.engine.distributor import RowSource, block_ids
 from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
+from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.capture.rows import ids_of, ids_shape
 from routed_experts.protocol.codec import Rows
 
@@ -38,121 +39,106 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
         sampling.extra_args = {**(sampling.extra_args or {}), _TRANSFER_PARAMS: params}
 
 
-class PrefillRows:
-    """Takes rows off `kv_transfer_params` of requests that come, and puts them on those of prefills that end."""
+class PrefillRowsExchange:
+    """The prompt rows in `kv_transfer_params` on the schedulers' sides of both instances."""
 
     def __init__(self, source: RowSource, has_weights: bool) -> None:
-        self.pulls: RemotePrefillRows | None = None  # None as long as no connector has a known lease
+        self.pulls = Pulls(None)
         self._source = source
         self._has_weights = has_weights
-        self._to_export: dict[str, bool] = {}  # requests whose rows go with their KV, and whether with it alone
+        self._to_export: set[str] = set()  # requests whose rows go with their KV
 
     def receive(self, request: Request, config: KVTransferConfig | None) -> None:
         """Strips `routed_experts` from `kv_transfer_params` before the connector and the workers see it. Ignores params
         that would end the engine. Over HTTP such params get 400; programs can set any object."""
-        given = request.kv_transfer_params
-        if given is None:
+        params = request.kv_transfer_params
+        if params is None:
             return
         try:
-            transfer_params.check(given, config)
+            transfer_params.check(params, config)
         except transfer_params.TransferParamsError as error:
             logger.warning("Request %r: its kv_transfer_params are ignored: %s.", request.request_id, error)
             _set_transfer_params(request, None)
             return
-        if handoff.PARAM not in given:
+        if PARAM not in params:
             return
-        params = {key: value for key, value in given.items() if key != handoff.PARAM}
+        value, params = params[PARAM], {key: value for key, value in params.items() if key != PARAM}
         _set_transfer_params(request, params)
-        if self.pulls is None:
-            return
-        if type(wish := given[handoff.PARAM]) in (bool, bytes):
-            opt_in = opt_in_of(request)
-            if opt_in is not None and not opt_in.best_effort and wish in (True, handoff.ALONE):
-                self._to_export[request.request_id] = wish == handoff.ALONE and not request.resumable
-        elif params.get("do_remote_prefill") and (handed := handoff.decode(given[handoff.PARAM])) is not None:
-            rows, until = handed
-            has_weights = handoff.has_weights(given[handoff.PARAM])
-            opt_in = opt_in_of(request)
-            if self._has_weights and not has_weights and opt_in and opt_in.weights and not opt_in.best_effort:
-                _set_transfer_params(request, None)  # so that it computes the prompt, and its weights
-                return
-            if has_weights and not self._has_weights:
-                rows, has_weights = ids_of(rows), False
-            self._add_pull(self.pulls, request, params, handoff.HandedRows(rows, has_weights), until)
-
-    def _add_pull(
-        self, pulls: RemotePrefillRows, request: Request, params: dict[str, Any], rows: handoff.HandedRows, until: float
-    ) -> None:
-        if not self._takes(rows):
-            rows = rows._replace(rows=rows.rows[:0])  # unknown
         opt_in = opt_in_of(request)
-        is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name
-        source = params.get("remote_engine_id"), params.get("remote_request_id")
-        if pulls.add(request, rows, source, until, is_first):
+        is_asked = opt_in is not None and not opt_in.allow_missing
+        if self.pulls.lease_s is None:
             return
-        logger.info("Request %r: its KV may have been freed, or pulled by another request.", request.request_id)
-        if opt_in is not None and not opt_in.best_effort:
-            _set_transfer_params(request, None)
+        if value is True and is_asked:
+            self._to_export.add(request.request_id)
+        elif params.get("do_remote_prefill") and (rows := prefill_rows.decode(value)) is not None:
+            needs_weights = self._has_weights and is_asked and opt_in is not None and opt_in.weights
+            lacks_weights = needs_weights and not rows.has_weights
+            if lacks_weights or not self._add_pull(request, opt_in, self._fitting(rows)):
+                _set_transfer_params(request, None)  # so that it computes the prompt
 
-    def _takes(self, handed: handoff.HandedRows) -> bool:
-        """False for rows of another model, and as long as no step has run."""
-        if (cache := self._source.cache) is None:
-            return False
-        shape = cache.row_shape
-        return handed.rows.shape[1:] == (ids_shape(shape) if self._has_weights and not handed.has_weights else shape)
+    def _add_pull(self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows) -> bool:
+        params = request.kv_transfer_params or {}
+        is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name
+        is_added = self.pulls.add(
+            request, rows, (params.get("remote_engine_id"), params.get("remote_request_id")), is_first
+        )
+        if not is_added:
+            logger.info(
+                "Request %r: its KV may have been freed, or pulled by another request, or clocks differ.",
+                request.request_id,
+            )
+        return is_added
 
-    def go_alone(self, request: Request) -> bool:
-        """Whether a prompt's rows are not sent if they go with its KV."""
-        return self._to_export.get(request.request_id, False)
+    def _fitting(self, rows: prefill_rows.PrefillRows) -> prefill_rows.PrefillRows:
+        """The rows as this engine uses them; none of another model's, and as long as no step has run."""
+        if rows.has_weights and not self._has_weights:
+            rows = rows._replace(rows=rows.ids, has_weights=False)
+        shape = self._source.cache.row_shape
+        if self._has_weights and not rows.has_weights:
+            shape = ids_shape(shape)
+        return rows if rows.rows.shape[1:] == shape else rows._replace(rows=rows.rows[:0])
 
     def forget(self, request: Request) -> None:
         """Called when a request ends."""
-        if self.pulls is not None:
-            self.pulls.forget(request.request_id)
+        self.pulls.forget(request.request_id)
 
     def fail_late_pulls(self, output: KVConnectorOutput) -> None:
-        """Marks pulls that ended after the lease as failed, before vLLM processes the step's output."""
-        if self.pulls is not None:
-            late = {request_id for request_id in output.finished_recving or () if self.pulls.end(request_id)}
-            for request_id in late - output.failed_recving:
-                logger.warning("Request %r: its pull outlived the lease of the KV, and counts as failed.", request_id)
-            output.failed_recving |= late
+        """Marks pulls that ended too late as failed, before vLLM processes the step's output."""
+        late = {request_id for request_id in output.finished_recving or () if self.pulls.end(request_id)}
+        for request_id in late - output.failed_recving:
+            logger.warning("Request %r: its pull outlived the lease of the KV, and counts as failed.", request_id)
+        output.failed_recving |= late
 
     def export(self, request: Request, params: dict[str, Any] | None) -> dict[str, Any] | None:
         """Adds a finished request's rows to `params`, with which another instance pulls its KV. Called while the
         request still has its blocks. Aborted requests get none: some rows may not have arrived."""
-        is_wanted = self._to_export.pop(request.request_id, None) is not None
-        if not is_wanted or not params or not params.get("do_remote_prefill"):
+        is_wanted = request.request_id in self._to_export
+        self._to_export.discard(request.request_id)
+        has_ended = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        if not (is_wanted and has_ended and params and params.get("do_remote_prefill")):
             return params
-        handed = self._rows_to_hand_over(request)
-        return {**params, handoff.PARAM: handed} if handed else params
-
-    def _rows_to_hand_over(self, request: Request) -> dict[str, Any] | None:
-        cache = self._source.cache
-        if cache is None or self.pulls is None:
-            return None
-        if request.status not in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED):
-            return None
         count = min(request.num_prompt_tokens, request.num_computed_tokens)
-        handed = self._encoded(cache, request, count, self.pulls.until())
-        if handed is None:
-            logger.warning("Request %r: the rows of %d tokens are too large to hand over.", request.request_id, count)
-        return handed
+        value = self._encoded(self._source.cache, request, count)
+        if value is None:
+            logger.warning("Request %r: the rows of %d tokens are too large to send.", request.request_id, count)
+            return params
+        return {**params, PARAM: value}
 
-    def _encoded(self, cache: HostCache, request: Request, count: int, until: float) -> dict[str, Any] | None:
-        """The first `count` rows for another instance, with weights if they are asked for and not too many."""
+    def _encoded(self, cache: HostCache, request: Request, count: int) -> dict[str, Any] | None:
+        """The first `count` rows, with weights if the request asks for them and they are not too many."""
+        until = self.pulls.until()
         read = partial(cache.read, block_ids(self._source.block_table(request.request_id)))
-        (height, top_k), opt_in = cache.row_shape, opt_in_of(request)
+        shape, opt_in = cache.row_shape, opt_in_of(request)
         if not self._has_weights:
-            return handoff.encode(read, count, (height, top_k), until)
+            return prefill_rows.encode(read, count, shape, until)
         if opt_in is not None and opt_in.weights:
-            handed = handoff.encode(read, count, (height, top_k), until, has_weights=True)
-            if handed is not None:
-                return handed
+            value = prefill_rows.encode(read, count, shape, until, has_weights=True)
+            if value is not None:
+                return value
 
         def read_ids(first: int, out: Rows) -> None:
-            rows = np.empty((len(out), height, top_k), dtype=out.dtype)
+            rows = np.empty((len(out), *shape), dtype=out.dtype)
             read(first, rows)
             out[:] = ids_of(rows)
 
-        return handoff.encode(read_ids, count, ids_shape((height, top_k)), until)
+        return prefill_rows.encode(read_ids, count, ids_shape(shape), until)

@@ -1,12 +1,9 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -18,100 +15,61 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
-from routed_experts.capture.engine.distributor import ArrivedStep, RowDistributor, starts_of
+from routed_experts.capture.engine.distributor import RowDistributor, RowSource, Step
 from routed_experts.capture.engine.kv_transfer.connectors import describe, on_load
-from routed_experts.capture.engine.kv_transfer.offloading import OffloadLoad, OffloadStore
-from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, KVLoad, LocalHit
-from routed_experts.capture.engine.prefill_rows import PrefillRows, opt_in_of
+from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, LocalHit, NoExternalKV
+from routed_experts.capture.engine.prefill_rows import PrefillRowsExchange, opt_in_of
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, STATS, pack
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.pipeline import StepRows
-from routed_experts.capture.rows import captures_weights, ids_of
+from routed_experts.capture.rows import captures_weights
 from routed_experts.capture.seams.engine import ConnectedScheduler
 from routed_experts.capture.stats import StatsRecorder
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's logger, which is configured
 
 
-@dataclass(frozen=True)
-class StepTag:
-    """Identifies a step. Travels to the workers and back."""
-
-    step: int
-
-
-@dataclass
-class ScheduledStep:
-    """State kept from scheduling a step until its output arrives."""
-
-    blocks: Mapping[str, Sequence[Any]]  # see `RowDistributor.schedule`
-    loads: list[KVLoad | OffloadLoad] = field(default_factory=list)  # before or during the step
-    stores: list[OffloadStore] = field(default_factory=list)  # before or after it runs
-
-
 class SchedulerConnector(ConnectorSlot):
     """The object in vLLM's `scheduler.aux_output_connector`. The rows of every request are written into the host cache,
     because a later request may hit them as a prefix."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        kv_cache_config: KVCacheConfig,
-        has_drafts: bool,
-        engine: int = 0,
-        has_weights: bool = False,  # of rows; only requests that ask for them are sent any
-    ) -> None:
-        self._scheduler = scheduler
-        self._has_weights = has_weights
-        self._stats = StatsRecorder(engine)
-        self._kv_group = full_attention_group(kv_cache_config)
-        self._num_blocks = kv_cache_config.num_blocks
-        self._block_size = kv_cache_config.kv_cache_groups[self._kv_group].kv_cache_spec.block_size
-        self._cache: HostCache | None = None  # created with the first rows, which determine L and K
-        self._steps: dict[int, ScheduledStep] = {}
-        self._step = 0
-        self._arrived: ArrivedStep | None = None
-        self._loads: ExternalKVTracker | None = None
-        self.requests = RowDistributor(scheduler, self._kv_group, has_drafts, has_weights)
+    def __init__(self, scheduler: Scheduler, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        kv_group = full_attention_group(kv_cache_config)
+        block_size = kv_cache_config.kv_cache_groups[kv_group].kv_cache_spec.block_size
+        self.cache = HostCache(kv_cache_config.num_blocks, block_size, captures_weights(config))
+        source = RowSource(scheduler, kv_group, self.cache)
+        self.requests = RowDistributor(scheduler, source, has_drafts=config.speculative_config is not None)
         self.output_queue = self.requests.queue
-        self.prefill_rows = PrefillRows(self.requests.source, has_weights)
+        self.prefill_rows = PrefillRowsExchange(source, self.cache.has_weights)
+        self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
+        self._steps: dict[int, Step] = {}  # in flight
+        self._num_steps = 0
+        self.external_kv: ExternalKVTracker | NoExternalKV = NoExternalKV()
+        if config.kv_transfer_config is not None:
+            policy = on_load()
+            self.external_kv = tracker = ExternalKVTracker(
+                scheduler.connector,
+                config.kv_transfer_config,
+                scheduler.kv_cache_manager,
+                kv_group,
+                block_size,
+                self.requests.tracked,
+                policy,
+                self._on_unexpected,
+                self.cache.has_weights,
+            )
+            source.knows_causes = True
+            self.prefill_rows.pulls = tracker.pulls
+            logger.info(describe(config.kv_transfer_config, policy, tracker.keep_rows))
 
-    def track_external_kv(self, config: KVTransferConfig) -> None:
-        """Starts tracking the KV that the scheduler's connector loads."""
-        policy = on_load()
-        self._loads = ExternalKVTracker(
-            self._scheduler.connector,
-            config,
-            self._scheduler.kv_cache_manager,
-            self._kv_group,
-            self._block_size,
-            self.requests.tracked,
-            policy,
-            self._forgot,
-            self._has_weights,
-        )
-        self.requests.source.knows_causes = True
-        self.prefill_rows.pulls = self._loads.handed
-        logger.info(describe(config, policy, self._loads.keep_rows))
-
-    def _forgot(self, what: str, num_rows: int) -> None:
+    def _on_unexpected(self, what: str, num_rows: int) -> None:
         """Counts rows that are unknown because the connector did something unexpected, and logs the first time."""
         self._stats.count_forgotten(num_rows)
         logger.warning_once(
             "The KV connector %s. The rows of this KV are not known and are sent as -1. Please report this message.",
             what,
         )
-
-    def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
-        """The part of a prefix hit that a request may use."""
-        return hit if self._loads is None else self._loads.truncate_prefix_hit(request, hit)
-
-    def add_request(self, request: Request) -> None:
-        """Starts tracking a request that opted in."""
-        if (opt_in := opt_in_of(request)) is not None:
-            self.requests.add(request, opt_in, self.prefill_rows.go_alone(request))
 
     # ---- called by vLLM ----
 
@@ -128,97 +86,53 @@ class SchedulerConnector(ConnectorSlot):
         block can be hit afterwards, so no stale row can be read from the host cache."""
         self.requests.weights_may_differ()
 
-    def take_output(self, *args: Any, **options: Any) -> None:
-        """Called for each request with new tokens. All of a message's outputs are given their rows at once later."""
-
-    # The next three are called since vLLM 0.33. `ExternalKVTracker` limits loads earlier, when vLLM asks the connector.
-
-    def max_cache_hit(self, request: Request, *more: Any, **options: Any) -> int | None:
-        """Limit of tokens in a prefix hit; None is no limit, since rows live as long as the KV."""
-        return None
-
-    def cap_external_hit(self, request: Request, num_local: int, num_external: int, *more: Any, **options: Any) -> int:
-        """Limit of tokens to load."""
-        return num_external
-
-    def request_loading(self, *args: Any, **options: Any) -> None:
-        """Called before an asynchronous load."""
-
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request], *more: Any, **options: Any
-    ) -> StepTag:
-        """Called when a step has been scheduled, before its requests are advanced."""
-        step = ScheduledStep(self.requests.schedule(scheduler_output, requests))
-        if self._loads is not None:
-            step.loads = self._loads.take(scheduler_output, requests)
-            step.stores = self._loads.take_stores(scheduler_output)
-        self._step += 1
-        self._steps[self._step] = step
-        return StepTag(self._step)
+    ) -> int:
+        """Called when a step has been scheduled, before its requests are advanced. The step's number, which comes back
+        with its output."""
+        step = Step(scheduler_output, self.requests.schedule(scheduler_output, requests))
+        step.loads = self.external_kv.pop_loads(scheduler_output, requests)
+        step.stores = self.external_kv.pop_stores(scheduler_output)
+        self._num_steps += 1
+        self._steps[self._num_steps] = step
+        return self._num_steps
 
     # ---- a step's output ----
 
-    def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> None:
-        """Takes the rows of a step's output, before vLLM passes the output to requests. Raises if the step ran without
-        them."""
-        tag = scheduler_output.aux_output_connector_metadata
-        assert isinstance(tag, StepTag)
-        scheduled = self._steps.pop(tag.step)
-        self._arrived = None
-        step = detach(output)
-        self._move_blocks(scheduled, scheduler_output)
-        if step is not None:
-            self._write(step, scheduled)
-        self._store(scheduled, before_step=False)
-        if step is None:
-            if scheduler_output.total_num_scheduled_tokens:
-                raise RuntimeError("a step ran, but the worker sent no rows with its output")
-            return
-        self._stats.count_step(ids_of(step.rows) if self._has_weights else step.rows, step.waited_s)
-        if self.requests.are_looked_at:
-            starts = starts_of(scheduler_output)
-            self._arrived = ArrivedStep(step.rows, step.offsets, output.req_id_to_index, starts, scheduled.blocks)
-
-    def _move_blocks(self, scheduled: ScheduledStep, scheduler_output: SchedulerOutput) -> None:
-        """Moves rows as their KV is moved before the step runs. Before the first step there are no rows to move."""
-        if self._cache is None:
-            return
-        self._store(scheduled, before_step=True)
-        if scheduled.loads and self._loads is not None and not self._loads.writes_behind_hit:
+    def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Step:
+        """Takes the rows of a step's output, before vLLM passes the output to requests. Rows move as their KV did.
+        Raises if the step ran without them."""
+        step = self._steps.pop(scheduler_output.aux_output_connector_metadata)
+        arrived = detach(output)
+        if arrived is None and scheduler_output.total_num_scheduled_tokens:
+            raise RuntimeError("a step ran, but the worker sent no rows with its output")
+        self._store(step, before_step=True)
+        if step.loads and not self.external_kv.writes_behind_hit:
             self.requests.before_overwrite()
-        for load in scheduled.loads:
-            self._before_write(load.slots)
-            load.apply(self._cache)
+        for load in step.loads:
+            load.apply(self.cache)
         if copies := scheduler_output.kv_cache_block_copies:
-            targets = np.array([target for _, target in copies])[:, None] * self._block_size
-            self._before_write((targets + np.arange(self._block_size)).reshape(-1))
-            self._cache.copy_blocks(copies)
+            self.cache.copy_blocks(copies)
+        if arrived is not None:
+            self.cache.write(arrived.slots, arrived.rows)
+            step.rows, step.offsets, step.index = arrived.rows, arrived.offsets, output.req_id_to_index
+            self._stats.count_step(self.cache.ids(arrived.rows), arrived.waited_s)
+            for load in step.loads:
+                if load.ends_late:
+                    load.apply(self.cache)  # again
+        self._store(step, before_step=False)
+        return step
 
-    def _write(self, step: StepRows, scheduled: ScheduledStep) -> None:
-        if self._cache is None:
-            self._cache = self.requests.source.cache = HostCache(
-                self._num_blocks, self._block_size, *step.rows.shape[1:]
-            )
-        self._before_write(step.slots)
-        self._cache.write(step.slots, step.rows)
-        for load in scheduled.loads:
-            if load.ends_late:
-                load.apply(self._cache)  # again
+    def _store(self, step: Step, before_step: bool) -> None:
+        for store in step.stores:
+            if store.runs_before_step == before_step:
+                store.apply(self.cache)
 
-    def _before_write(self, slots: NDArray[np.int64]) -> None:
-        self.output_queue.before_write(slots, self._num_blocks, self._block_size)
-
-    def _store(self, scheduled: ScheduledStep, before_step: bool) -> None:
-        if self._cache is not None:
-            for store in scheduled.stores:
-                if store.comes_first == before_step:
-                    store.apply(self._cache)
-
-    def distribute(self, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
+    def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
         """Adds to a step's messages to the API processes the rows that became known with it, and what else they are
         told. `is_idle`: whether no request is left."""
-        singles = self.requests.distribute(self._arrived, messages)
-        self.output_queue.fill(messages)
+        singles = self.requests.distribute(step, messages)
         notes = self._notes(is_idle)
         for client in notes.keys() - messages.keys():
             messages[client] = EngineCoreOutputs()
@@ -240,8 +154,7 @@ class SchedulerConnector(ConnectorSlot):
         return notes
 
     def _used_bytes(self) -> int:
-        kept = self._loads.kept_bytes if self._loads is not None else 0
-        return kept + (self._cache.used_bytes if self._cache is not None else 0)
+        return self.external_kv.kept_bytes + self.cache.used_bytes
 
 
 class SchedulerCapture(ConnectedScheduler):
@@ -252,21 +165,12 @@ class SchedulerCapture(ConnectedScheduler):
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *args: Any, **kwargs: Any) -> None:
         check_engine_config(vllm_config)
         super().__init__(vllm_config, kv_cache_config, *args, **kwargs)
-        self.aux_output_connector = SchedulerConnector(
-            self,
-            kv_cache_config,
-            has_drafts=vllm_config.speculative_config is not None,
-            engine=vllm_config.parallel_config.data_parallel_index,
-            has_weights=captures_weights(vllm_config),
-        )
-        if vllm_config.kv_transfer_config is not None:
-            self.aux_output_connector.track_external_kv(vllm_config.kv_transfer_config)
+        self.aux_output_connector = SchedulerConnector(self, vllm_config, kv_cache_config)
 
     # Since vLLM 0.33 with a limit.
     def _get_local_prefix_cache_hit(self, request: Request, *limit: int | None) -> LocalHit:
-        return self.aux_output_connector.truncate_prefix_hit(
-            request, super()._get_local_prefix_cache_hit(request, *limit)
-        )
+        hit = super()._get_local_prefix_cache_hit(request, *limit)
+        return self.aux_output_connector.external_kv.truncate_prefix_hit(request, hit)
 
     def _update_requests_with_invalid_blocks(self, *args: Any, **kwargs: Any) -> tuple[set[str], int, set[int]]:
         affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)
@@ -279,9 +183,10 @@ class SchedulerCapture(ConnectedScheduler):
         return delay_free, self.aux_output_connector.prefill_rows.export(request, params)
 
     def add_request(self, request: Request) -> None:
-        self.aux_output_connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
+        connector = self.aux_output_connector
+        connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
-        self.aux_output_connector.add_request(request)
+        connector.requests.add(request, opt_in_of(request))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
@@ -300,11 +205,11 @@ class SchedulerCapture(ConnectedScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         connector = self.aux_output_connector
-        connector.receive(scheduler_output, model_runner_output)
+        step = connector.receive(scheduler_output, model_runner_output)
         if (arrived := model_runner_output.kv_connector_output) is not None:
             connector.prefill_rows.fail_late_pulls(arrived)
         messages = super().update_from_output(scheduler_output, model_runner_output)
-        connector.distribute(messages, is_idle=not self.requests)
+        connector.distribute(step, messages, is_idle=not self.requests)
         return messages
 
     def has_requests(self) -> bool:

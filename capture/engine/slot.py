@@ -15,6 +15,22 @@ class ConnectorSlot:
     connector next to ours is refused (`capture/engine/config.py`).
     """
 
+    def take_output(self, *args: Any, **options: Any) -> None:
+        """Called for each request with new tokens. All of a message's outputs are given their rows at once later."""
+
+    # The next three are called since vLLM 0.33. `ExternalKVTracker` limits loads earlier, when vLLM asks the connector.
+
+    def max_cache_hit(self, *args: Any, **options: Any) -> int | None:
+        """Limit of tokens in a prefix hit; None is no limit, since rows live as long as the KV."""
+        return None
+
+    def cap_external_hit(self, request: Any, num_local: int, num_external: int, *more: Any, **options: Any) -> int:
+        """Limit of tokens to load."""
+        return num_external
+
+    def request_loading(self, *args: Any, **options: Any) -> None:
+        """Called before an asynchronous load."""
+
     if not TYPE_CHECKING:  # so that the type checker finds wrong names
 
         def __getattr__(self, name: str) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from fastapi import FastAPI
 
-from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.server.http.routes import generate_router, router
-from routed_experts.server.http.schemas import HandedRows
+from routed_experts.server.http.schemas import PrefillRows
 
 DESCRIPTION = """\
 An OpenAI-compatible server that returns, for every token and every MoE layer, the experts that the router chose.
@@ -37,11 +37,11 @@ def describe() -> dict[str, Any]:
     app.include_router(generate_router)
     spec = app.openapi()
     schemas = spec["components"]["schemas"]
-    schemas[HandedRows.__name__] = HandedRows.model_json_schema()
+    schemas[PrefillRows.__name__] = PrefillRows.model_json_schema()
     for schema in schemas.values():
         for option in schema.get("properties", {}).get("kv_transfer_params", {}).get("anyOf", ()):
             if option["type"] == "object":
-                option["properties"] = {PARAM: {"$ref": f"#/components/schemas/{HandedRows.__name__}"}}
+                option["properties"] = {PARAM: {"$ref": f"#/components/schemas/{PrefillRows.__name__}"}}
     spec["components"]["schemas"] = dict(sorted(schemas.items()))
     return spec
 

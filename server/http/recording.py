@@ -286,8 +286,8 @@ class Recorder(NoRecorder):
             os.urandom(16),
             shared=num_choices > 1,
             weights=self._captured.info.weights,
-            at_end=not params.stop,  # the engine does not know where a stop string ends a request
-            best_effort=True,
+            final_only=not params.stop,  # the engine does not know where a stop string ends a request
+            allow_missing=True,
         )
         return Record(request.external_req_id or request.request_id, int(time.time()), opt_in, num_choices)
 

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
-from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.models import (
     OPT_IN,
     PROMPT_START,
@@ -28,7 +28,7 @@ from routed_experts.server.http.vllm_http import (
     GenerateRequest,
     VLLMClientError,
 )
-from routed_experts.server.outputs.kv_handoff import PARAMS
+from routed_experts.server.outputs.prefill_param import PARAMS
 from routed_experts.server.outputs.row_buffer import opt_in
 from routed_experts.server.page.routes import api_keys
 from routed_experts.server.settings import Settings
@@ -75,12 +75,12 @@ def unpacked(content: bytes) -> Any:
     try:
         body = msgspec.msgpack.decode(content)
         params = body.get(PARAMS) if isinstance(body, dict) else None
-        handed = params.pop(PARAM, None) if isinstance(params, dict) else None
+        rows = params.pop(PARAM, None) if isinstance(params, dict) else None
         body = msgspec.json.decode(msgspec.json.encode(body))
     except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"The body is not valid MessagePack: {error}") from None
-    if handed is not None:
-        body[PARAMS][PARAM] = handed
+    if rows is not None:
+        body[PARAMS][PARAM] = rows
     return body
 
 

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from routed_experts.capture.handoff import has_all
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.models import RoutingOptions
@@ -31,7 +30,7 @@ from routed_experts.server.http.vllm_http import (
     with_sse_keep_alive,
 )
 from routed_experts.server.outputs.array_store import StoreError
-from routed_experts.server.outputs.kv_handoff import handed_bytes, to_wire
+from routed_experts.server.outputs.prefill_param import has_prompt, rows_nbytes, to_wire
 from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_of, is_complete
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 
@@ -47,7 +46,6 @@ class CollectedRows:
 
     options: RoutingOptions
     shape: tuple[int, int]  # of a row: (L, K), or (3L, K) with weights
-    prompt_alone: bool = False  # whether the engine sends no rows of a prompt that it hands over with its KV
     prompts: list[list[Rows]] = field(default_factory=list)  # P - start rows for each prompt
     own_prompts: list[list[Rows]] = field(default_factory=list)  # of each choice: new weights may have come in between
     choices: list[tuple[int, list[Rows]]] = field(default_factory=list)  # first position and generated rows, in order
@@ -57,8 +55,6 @@ class CollectedRows:
     def collect(self, output: RequestOutput) -> None:
         """Collects the rows of a finished prompt."""
         start, prompt_len = self.options.prompt_start, len(output.prompt_token_ids or ())
-        if self.prompt_alone and has_all(output.kv_transfer_params, self.options.weights):
-            start = prompt_len
         prompts: list[tuple[int, list[Rows]]] = []
         buffers: list[RowBuffer] = []
         for choice in output.outputs:
@@ -130,7 +126,7 @@ class RoutedResponse:
     @property
     def nbytes(self) -> int:
         """Size of all rows, including those in `kv_transfer_params`."""
-        return self.rows.nbytes + handed_bytes(self.response.kv_transfer_params)
+        return self.rows.nbytes + rows_nbytes(self.response.kv_transfer_params)
 
     @property
     def is_small(self) -> bool:
@@ -147,7 +143,7 @@ class RoutedResponse:
         """As `prepare`, in this thread."""
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
-        if self._hands_prompt_over and not self.rows.options.asks_for_inline:
+        if self._prompt_goes_with_kv and not self.rows.options.asks_for_inline:
             arrays = [array for array in arrays if array[0] is not None]
         marker = secrets.token_bytes(16)  # random, so that no client can send it; behind it, the index of an array
         inline: list[Iterator[bytes]] = []
@@ -177,9 +173,9 @@ class RoutedResponse:
         count_response(self.encoder, self.rows.num_lost, self.rows.causes)
 
     @property
-    def _hands_prompt_over(self) -> bool:
+    def _prompt_goes_with_kv(self) -> bool:
         """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
-        return len(self.rows.prompts) == 1 and has_all(self.response.kv_transfer_params, self.rows.options.weights)
+        return len(self.rows.prompts) == 1 and has_prompt(self.response.kv_transfer_params, self.rows.options.weights)
 
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned inline."""

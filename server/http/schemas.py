@@ -121,7 +121,7 @@ class RoutedGenerateResponse(_Response, GenerateTokensResponse):
     output_mode: Literal["tokens", "text"] = "tokens"  # vLLM has a model for each
 
 
-class HandedRows(BaseModel):
+class PrefillRows(BaseModel):
     """The prompt rows in `kv_transfer_params`, for prefill and decode on separate instances. With
     `return_routed_experts`, the prefill response contains them and the decode request must contain them; a proxy relays
     `kv_transfer_params` unchanged. Used only with `do_remote_prefill`. Rows of more than 64 MiB are omitted."""
@@ -138,8 +138,8 @@ class HandedRows(BaseModel):
     )
     until: float | SkipJsonSchema[None] = Field(
         default=None,
-        description="Unix time by which the decode request must arrive; afterwards the prefill instance may free the "
-        "KV, and the decode instance computes the prompt.",
+        description="Unix time by which the decode instance must have pulled the KV. Afterwards the prefill instance "
+        "may free the KV, and the decode instance computes the prompt.",
     )
 
 

@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, on_load
 from routed_experts.capture.envelope import SMALL_ARRAY_BYTES
-from routed_experts.capture.handoff import PARAM as ROWS_PARAM
+from routed_experts.capture.prefill_rows import PARAM as ROWS_PARAM
 from routed_experts.capture.seams.http import STREAMS_CHOICES, scales_out
 from routed_experts.protocol.codec import UNKNOWN, Rows
 from routed_experts.protocol.collect import Routing, RoutingError, collect
@@ -25,7 +25,7 @@ from routed_experts.protocol.models import OPT_IN, PROMPT_START, WEIGHTS
 from routed_experts.server.http.encoding import LINE_BYTES
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_paths
-from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.outputs import prefill_param
 from routed_experts.server.page.routes import api_keys
 from routed_experts.server.vllm_api import get_logger
 
@@ -173,7 +173,7 @@ async def _check_endpoints(client: AppClient, endpoints: dict[str, Body], captur
     for path, body in endpoints.items():
         asked = {OPT_IN: True, **body([1], max_tokens=1)}
         await _check_refusal(client, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
-        await _check_refusal(client, path, kv_handoff.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
+        await _check_refusal(client, path, prefill_param.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
         if path != _GENERATE:
             await _check_refusal(client, path, OPT_IN, **asked, use_beam_search=True)
     for path in client.other_paths:

@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 
 from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.handoff import ALONE, PARAM
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
 from routed_experts.protocol import codec
@@ -31,7 +31,7 @@ from routed_experts.server.http.vllm_http import (
     OpenAIServingCompletion,
     ServingTokens,
 )
-from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.outputs import prefill_param
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
 
@@ -70,10 +70,10 @@ class RoutedServing:
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
             request._has_left = partial(has_left, raw_request)
-        self.take_handover(request)
+        self.parse_transfer_params(request)
 
-    def take_handover(self, request: Any) -> None:
-        """Checks `kv_transfer_params` and moves rows out of them into a `Handover`.
+    def parse_transfer_params(self, request: Any) -> None:
+        """Checks `kv_transfer_params` and moves rows out of them into a `PrefillRowsParam`.
 
         Runs before vLLM's own handling. If vLLM or `check` rejects the request later, vLLM passes these params to the
         engine, so that the prefill instance frees its KV.
@@ -86,15 +86,17 @@ class RoutedServing:
             _reject(str(error), error.param)
         if not params:
             return
-        hands_over = self.captured is not None and transfer_params.hands_rows_over(config)
+        takes_rows = self.captured is not None and transfer_params.takes_prefill_rows(config)
         if PARAM in params:
-            if self.captured is not None and not hands_over:
-                _reject(f"{kv_handoff.FIELD}: the KV connector of this server cannot receive rows", kv_handoff.FIELD)
+            if self.captured is not None and not takes_rows:
+                _reject(
+                    f"{prefill_param.FIELD}: the KV connector of this server cannot receive rows", prefill_param.FIELD
+                )
             params = {key: value for key, value in params.items() if key != PARAM} | (
-                {PARAM: kv_handoff.Handover(params[PARAM])} if hands_over else {}
+                {PARAM: prefill_param.PrefillRowsParam(params[PARAM])} if takes_rows else {}
             )
             request.kv_transfer_params = params
-        elif hands_over and options_of(request) is not None and params.get("do_remote_decode"):
+        elif takes_rows and options_of(request) is not None and params.get("do_remote_decode"):
             request.kv_transfer_params = {**params, PARAM: True}
 
     def _move_params(self, request: Any) -> None:
@@ -103,12 +105,12 @@ class RoutedServing:
         extra = field_of(request, name)
         if sampling is not None:
             extra, name = sampling.extra_args, "sampling_params.extra_args"
-        if not isinstance(extra, dict) or extra.get(kv_handoff.PARAMS) is None:
+        if not isinstance(extra, dict) or extra.get(prefill_param.PARAMS) is None:
             return
-        if not isinstance(extra[kv_handoff.PARAMS], dict):
-            param = f"{name}.{kv_handoff.PARAMS}"
+        if not isinstance(extra[prefill_param.PARAMS], dict):
+            param = f"{name}.{prefill_param.PARAMS}"
             _reject(f"{param} must be an object", param)
-        params = extra.pop(kv_handoff.PARAMS)
+        params = extra.pop(prefill_param.PARAMS)
         if request.kv_transfer_params is None:
             request.kv_transfer_params = params
 
@@ -133,24 +135,24 @@ class RoutedServing:
         except codec.CodecError as error:
             _reject(str(error), "routed_experts_dtype")
 
-    async def check_handover(self, request: Any, prompt_lens: list[int]) -> None:
+    async def check_prefill_rows(self, request: Any, prompt_lens: list[int]) -> None:
         """Raises `VLLMValidationError` for rows from a prefill instance that do not fit the prompt."""
-        handed = (request.kv_transfer_params or {}).get(PARAM)
-        if self.captured is None or not isinstance(handed, kv_handoff.Handover):
+        rows = (request.kv_transfer_params or {}).get(PARAM)
+        if self.captured is None or not isinstance(rows, prefill_param.PrefillRowsParam):
             return
         about = self.captured.shape, self.captured.num_experts, self.captured.info.weights
         try:
-            if handed.is_large:
-                await run_in_threadpool(handed.read, *about)
+            if rows.is_large:
+                await run_in_threadpool(rows.parse, *about)
             else:
-                handed.read(*about)
-        except kv_handoff.HandoffError as error:
-            _reject(str(error), kv_handoff.FIELD)
-        count, *_ = handed.shape or [0]
+                rows.parse(*about)
+        except prefill_param.PrefillRowsError as error:
+            _reject(str(error), prefill_param.FIELD)
+        count, *_ = rows.shape or [0]
         if len(prompt_lens) != 1 or count > prompt_lens[0]:
             _reject(
-                f"{kv_handoff.FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens",
-                kv_handoff.FIELD,
+                f"{prefill_param.FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens",
+                prefill_param.FIELD,
             )
 
     async def check_lengths(
@@ -159,7 +161,6 @@ class RoutedServing:
         """All that depends on the lengths of prompts. Raises what `check_prompts` and `check_room` raise."""
         self.check_prompts(request, prompt_lens, num_choices, max_tokens)
         await self.check_room(request, prompt_lens, num_choices, max_tokens)
-        self.hand_over_alone(request, len(prompt_lens) * num_choices)
 
     def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
         """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large."""
@@ -181,16 +182,6 @@ class RoutedServing:
             copies = num_choices if options.layout == "joined" else 1
             own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
             self.check_size(request, options, copies * prompt_rows + own_rows)
-
-    def hand_over_alone(self, request: Any, num_choices: int) -> None:
-        """Tells the engine of a prefill leg not to send rows that nobody but the decode leg needs."""
-        options, params = options_of(request), request.kv_transfer_params
-        if options is None or params is None or params.get(PARAM) is not True:
-            return
-        assert self.captured is not None
-        for_response = not options.rows or options.histogram or options.layout == "joined" or options.asks_for_inline
-        if num_choices == 1 and not (request.stream or for_response or self.captured.buffers.recorder.is_on):
-            request.kv_transfer_params = {**params, PARAM: ALONE}
 
     async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
         """Rejects a request for references to a store that has no room for the rows of its prompts. If only the
@@ -279,8 +270,7 @@ class RoutedServing:
     def rows_of(self, request: Any, options: RoutingOptions) -> CollectedRows:
         """What collects the rows of an unstreamed response."""
         assert self.captured is not None
-        prompt_alone = (request.kv_transfer_params or {}).get(PARAM) == ALONE
-        return CollectedRows(options, self.captured.row_shape(options.weights), prompt_alone)
+        return CollectedRows(options, self.captured.row_shape(options.weights))
 
     def whole(self, request: Any, response: Any, rows: CollectedRows, is_list: bool = False) -> Any:
         """`response` with its rows; without them if only a server-wide default asks and they are too large."""
@@ -288,7 +278,7 @@ class RoutedServing:
         if not rows.options.by_reference:
             self.check_size(request, rows.options, rows.num_rows)
         if options_of(request) is None:
-            response.kv_transfer_params = kv_handoff.to_wire(response.kv_transfer_params)
+            response.kv_transfer_params = prefill_param.to_wire(response.kv_transfer_params)
             return response
         encoder, delivery = self.encoder(rows.options), self.delivery(request, rows.options)
         return RoutedResponse(response, rows, encoder, is_list, delivery, self.max_bytes)
@@ -317,7 +307,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         rendered = await super().render_completion_request(request)
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered]
-            await self.check_handover(request, lengths)
+            await self.check_prefill_rows(request, lengths)
             await self.check_lengths(request, lengths, request.n or 1, request.max_tokens)
         return rendered
 
@@ -366,7 +356,7 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         if not isinstance(rendered, ErrorResponse):
             lengths = [self._extract_prompt_len(prompt) for prompt in rendered[1]]
             max_tokens = request.max_completion_tokens or request.max_tokens
-            await self.check_handover(request, lengths)
+            await self.check_prefill_rows(request, lengths)
             await self.check_lengths(request, lengths, request.n or 1, max_tokens)
         return rendered
 
@@ -412,7 +402,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         self.check(request)
         # vLLM puts the tokens of images into the prompt later. Older versions have no such field.
         expands = bool(field_of(request, "content_parts"))
-        await self.check_handover(request, [self.model_config.max_model_len if expands else len(request.token_ids)])
+        await self.check_prefill_rows(request, [self.model_config.max_model_len if expands else len(request.token_ids)])
         if isinstance(request, RoutedGenerateRequest):
             params = request.sampling_params
             # vLLM would check the tokens first, and return 500.

@@ -13,7 +13,7 @@ from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, UnknownRows, request_of_prompt, request_of_rows
 from routed_experts.capture.stats import EngineStats
 from routed_experts.protocol.codec import UNKNOWN, Rows
-from routed_experts.server.outputs.kv_handoff import put_rows
+from routed_experts.server.outputs.prefill_param import put_rows
 from routed_experts.server.vllm_api import (
     CompletionOutput,
     EngineCoreOutput,
@@ -286,7 +286,7 @@ class RowBuffers:
         params = request.sampling_params
         asked = OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) if params is not None else None
         state = states[request.request_id]
-        state.ends_with_rows = asked is not None and asked.at_end
+        state.ends_with_rows = asked is not None and asked.final_only
         if record is not None:
             buffer = RowBuffer(state.external_req_id) if record.client_asks else None
             BufferedRequestState.give(state, buffer, record)

@@ -1,27 +1,66 @@
 """The capture of two pipeline stages in one process: what the first sends on, the last packs with its own."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from routed_experts.capture.capturer import Capturer, RowShape
+from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.rows import ids_of, weights_of
 
-CPU = torch.device("cpu")
-STAGES = [RowShape((1, 2), 16, 4), RowShape((), 0, 0), RowShape((5, 6, 7), 16, 4)]
+K = 4
+STAGES = [RowShape((1, 2), 400, K), RowShape((), 0, 0), RowShape((5, 6, 7), 400, K)]
+LAYERS = [len(shape.layer_ids) for shape in STAGES]
+ODD = np.array([-1, 0x0000FFFF, -65536, 0x7FC00001, 0x80000000 - (1 << 32), 1, 0x3F800000], dtype=np.int32)
+"""Bits of weights whose words are -1 or below, and that are NaN, -0.0 or the least above 0."""
 
 
-def capturer(stage: int = 0) -> Capturer:
-    layers = [len(shape.layer_ids) for shape in STAGES]
-    return Capturer(RowShape.of_stages(STAGES), layers, stage, max_tokens=8, max_steps_in_flight=2, device=CPU)
+@pytest.fixture(params=[False, True], ids=["ids", "weights"])
+def weights(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
 
 
-def ids(layer: int, tokens: int) -> torch.Tensor:
-    """[tokens, K + 1], distinct for each layer, token and column; the last column is a fused shared expert's."""
-    return layer * 1000 + torch.arange(tokens * 5, dtype=torch.int32).reshape(tokens, 5)
+def capturer(stage: int = 0, weights: bool = False, layers: Sequence[int] = LAYERS) -> Capturer:
+    return Capturer(RowShape.of_stages(STAGES), layers, stage, 9, 2, torch.device("cpu"), weights)
+
+
+def choice(layer: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a router chooses, [tokens, K + 1] each: the last column is a fused shared expert's."""
+    ids = torch.arange(tokens * (K + 1), dtype=torch.int32).reshape(tokens, K + 1) + 50 * layer
+    bits = np.random.default_rng(layer).choice(ODD, size=(tokens, K + 1))
+    return ids, torch.from_numpy(bits).view(torch.float32)
+
+
+def run(one: Capturer, tokens: int, first_layer: int = 0, skipping: int | None = None, **about: Any) -> None:
+    for row in range(one.cache.num_layers):
+        if row != skipping:
+            one.sink(row, **about)(*choice(first_layer + row, tokens))
+
+
+def submit(one: Capturer, tokens: int, upstream: torch.Tensor | None = None) -> StepRows:
+    return one.submit(torch.arange(100, 100 + tokens), np.array([0, 2, tokens]), upstream).result()
+
+
+def check(step: StepRows, layers: range, weights: bool, unknown: int | None = None) -> None:
+    """That rows are what the routers chose, bit for bit, whatever the bits."""
+    tokens = len(step.rows)
+    assert step.slots.tolist() == [*range(100, 100 + tokens)]
+    assert step.rows.shape == (tokens, (3 if weights else 1) * len(layers), K)
+    for row, layer in enumerate(layers):
+        ids, values = (each[:, :K] for each in choice(layer, tokens))
+        if row == unknown:
+            ids, values = torch.full_like(ids, -1), torch.full_like(ids, -1).view(torch.float32)
+            assert not weights or np.isnan(weights_of(step.rows)[:, row]).all()
+        assert np.array_equal((ids_of(step.rows) if weights else step.rows)[:, row], ids.numpy())
+        if weights:
+            assert np.array_equal(weights_of(step.rows)[:, row].view(np.int32), values.view(torch.int32).numpy())
 
 
 def test_the_shape_of_the_whole_model() -> None:
-    assert RowShape.of_stages(STAGES) == RowShape((1, 2, 5, 6, 7), 16, 4)
+    assert RowShape.of_stages(STAGES) == RowShape((1, 2, 5, 6, 7), 400, K)
     with pytest.raises(ValueError, match="agree in experts and top-k"):
         RowShape.of_stages([RowShape((1,), 16, 4), RowShape((2,), 16, 2)])
     with pytest.raises(ValueError, match="no MoE layer"):
@@ -31,7 +70,7 @@ def test_the_shape_of_the_whole_model() -> None:
 def test_the_device_cache() -> None:
     """Contiguous views at fixed addresses, as CUDA graphs need them, of the dtype that vLLM's kernels write."""
     cache = capturer().cache
-    assert (cache.num_layers, cache.max_tokens, cache.top_k, cache.ids.dtype) == (2, 8, 4, torch.int32)
+    assert (cache.num_layers, cache.max_tokens, cache.top_k, cache.ids.dtype) == (2, 9, K, torch.int32)
     assert (cache.ids == -1).all(), "a layer that never writes must not look like expert 0"
     views = [cache.view(layer) for layer in range(2)]
     for layer, view in enumerate(views):
@@ -40,82 +79,81 @@ def test_the_device_cache() -> None:
     assert [cache.ids[layer].unique().tolist() for layer in range(2)] == [[-1, 0], [-1, 1]]
     cache.reset_rows(6)
     assert (cache.ids[:, :6] == -1).all()
-    assert cache.ids[:, 6].tolist() == [[0] * 4, [1] * 4]
+    assert cache.ids[:, 6].tolist() == [[0] * K, [1] * K]
     assert [cache.view(layer).data_ptr() for layer in range(2)] == [view.data_ptr() for view in views]
 
 
-def test_rows_of_earlier_stages_come_first() -> None:
+def test_memory_without_weights_is_that_of_the_ids() -> None:
+    one, with_weights = capturer(), capturer(weights=True)
+    assert one.cache.weights is one.cache.weights_view(0) is None
+    assert one.cache.planes.nbytes == one.pipeline.device_bytes == 2 * 9 * K * 4
+    assert with_weights.pipeline.device_bytes == 2 * one.pipeline.device_bytes
+
+
+@pytest.mark.parametrize("layers", [LAYERS, [1, 0, 4]])
+def test_rows_of_earlier_stages_come_first(layers: list[int], weights: bool) -> None:
     """Through a stage without MoE layers; padding tokens (5 and 6) go no further."""
-    first, middle, last = (capturer(stage) for stage in range(3))
-    for stage, base in ((first, 0), (last, 2)):
-        for row in range(stage.cache.num_layers):
-            stage.sink(row)(ids(base + row, tokens=7))
+    first, middle, last = (capturer(stage, weights, layers) for stage in range(3))
+    run(first, 7)
+    run(last, 7, first_layer=layers[0])
     upstream = middle.downstream(5, first.downstream(5, None))
-    assert (upstream.shape, upstream.dtype) == ((5, 2, 4), torch.int32)
+    assert (upstream.shape, upstream.dtype) == ((5, layers[0], (2 if weights else 1) * K), torch.int32)
     assert upstream.is_contiguous()
-    step = last.submit(torch.arange(100, 107), np.array([0, 2, 5]), upstream).result()
-    assert step.slots.tolist() == [100, 101, 102, 103, 104]
-    for row in range(5):
-        assert np.array_equal(step.rows[:, row], ids(row, 5)[:, :4].numpy())
+    first.cache.planes.fill_(0)  # the next step writes while these are still being sent
+    check(submit(last, 5, upstream), range(5), weights)
     with pytest.raises(ValueError, match="earlier pipeline stages"):
-        last.submit(torch.arange(3), np.array([0, 3]))
-
-
-@pytest.mark.parametrize("layers", [[1, 2], [2, 2]])
-def test_rows_for_the_next_stage_are_a_copy(layers: list[int]) -> None:
-    """They are still being sent when the next step, or a dummy one, writes into the device cache."""
-    shape = RowShape(tuple(range(sum(layers))), 16, 4)
-    first = Capturer(shape, layers, 0, max_tokens=8, max_steps_in_flight=2, device=CPU)
-    for row in range(layers[0]):
-        first.sink(row)(ids(row, tokens=8))
-    sent = first.downstream(8, None)
-    first.cache.ids.fill_(0)
-    assert all(torch.equal(sent[:, row], ids(row, 8)[:, :4]) for row in range(layers[0]))
+        submit(last, 3)
 
 
 @pytest.mark.parametrize("skipping", [0, 1])
-def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int) -> None:
+def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int, weights: bool) -> None:
     """Padding tokens that it wrote in an earlier, smaller step do not come up in a larger one."""
-    first = capturer()
+    first = capturer(weights=weights)
     first.reset_rows(2)
-    for row in range(2):
-        first.sink(row)(ids(row, tokens=8))  # padded
-    first.submit(torch.arange(2), np.array([0, 2]))
+    run(first, 8)  # padded
+    submit(first, 2)
     first.reset_rows(6)
-    first.sink(1 - skipping)(ids(1 - skipping, tokens=8))
-    step = first.submit(torch.arange(6), np.array([0, 6])).result()
-    assert (step.rows[:, skipping] == -1).all()
-    assert np.array_equal(step.rows[:, 1 - skipping], ids(1 - skipping, 6)[:, :4].numpy())
+    run(first, 8, skipping=skipping)
+    check(submit(first, 6), range(2), weights, unknown=skipping)
 
 
 @pytest.mark.parametrize("deferred", [[0, 1], [1], []])
-def test_deferred_stores(deferred: list[int]) -> None:
-    """Only ids whose memory stays theirs, and which are of all tokens, are held until the stores are flushed."""
-    first = capturer()
+def test_deferred_stores(deferred: list[int], weights: bool) -> None:
+    """Only what keeps its memory, and is of all tokens, is held until the stores are flushed; others may be written."""
+    first = capturer(weights=weights)
     first.defer_stores()
     for layer in range(2):
-        own = ids(layer, tokens=3)
-        first.sink(layer, may_defer=layer in deferred)(own)
+        own = choice(layer, 9)
+        first.sink(layer, may_defer=layer in deferred)(*own)
         assert (first.cache.view(layer)[0, 0] == -1) == (layer in deferred)
-        if layer not in deferred:
-            own.fill_(7)
+        for each in own if layer not in deferred else ():
+            each.fill_(7)
     first.flush_stores()
-    for layer in range(2):
-        assert torch.equal(first.cache.view(layer)[:3], ids(layer, 3)[:, :4])
-    assert (first.cache.ids[:, 3:] == -1).all()
-    first.sink(0, may_defer=True)(ids(9, tokens=2))
-    assert torch.equal(first.cache.view(0)[:2], ids(9, 2)[:, :4])
+    check(submit(first, 7), range(2), weights)
+    first.reset_rows(9)
+    first.flush_stores()  # nothing is stored twice
+    assert (first.cache.planes == -1).all()
+    run(first, 5, may_defer=True)
+    check(submit(first, 5), range(2), weights)
 
 
 @pytest.mark.parametrize("deferring", [False, True])
-def test_only_this_ranks_tokens_are_stored(deferring: bool) -> None:
-    first = capturer()
+def test_only_this_ranks_tokens_are_stored(deferring: bool, weights: bool) -> None:
+    """Which of a router's tokens are its own is asked once: it counts the microbatches of a step."""
+    first, asked = capturer(weights=weights), []
     if deferring:
         first.defer_stores()
-        first.flush_stores()  # flushing nothing stores nothing
-        assert (first.cache.ids == -1).all()
-        first.defer_stores()
-    first.sink(0, own_tokens=lambda rows: (1, rows[2:5]), may_defer=True)(ids(0, tokens=7))
-    assert torch.equal(first.cache.view(0)[1:4], ids(0, 7)[2:5, :4])
+
+    def own_tokens(ids: torch.Tensor) -> tuple[int, torch.Tensor]:
+        asked.append(len(ids))
+        return 1, ids[2:5]
+
+    chosen = choice(0, 7)
+    first.sink(0, own_tokens, may_defer=True)(*chosen)
+    assert asked == [7]
+    for view, each in zip([first.cache.view(0), first.cache.weights_view(0)], chosen, strict=True):
+        if view is not None:
+            assert torch.equal(view[1:4].view(torch.int32), each[2:5, :K].view(torch.int32))
     first.flush_stores()
-    assert (first.cache.view(0)[[0, 4, 5, 6, 7]] == -1).all()
+    first.cache.planes[:, 0, 1:4] = -1
+    assert (first.cache.planes == -1).all()

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.pending_rows import PendingRows
 from routed_experts.protocol.codec import UNKNOWN
 
 BLOCKS, BLOCK, L, K = 8, 4, 2, 3
@@ -20,7 +22,8 @@ BLOCK_ID = st.integers(0, BLOCKS - 1) | st.sampled_from([-1, BLOCKS, 1 << 40])
 
 def cache_of() -> HostCache:
     """The memory is not cleared at the start: what lies there may look like ids."""
-    cache = HostCache(num_blocks=BLOCKS, block_size=BLOCK, num_layers=L, top_k=K)
+    cache = HostCache(num_blocks=BLOCKS, block_size=BLOCK)
+    cache._allocate((L, K))
     cache._rows[:] = 3
     return cache
 
@@ -43,14 +46,16 @@ def read(cache: HostCache, blocks: list[int], first: int, end: int) -> list[int]
     return values
 
 
-@settings(max_examples=150, deadline=None, database=None, derandomize=True)
+@settings(max_examples=250, deadline=None, database=None, derandomize=True)
 @given(st.data())
 def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
-    """Slots and blocks outside the KV cache, such as vLLM's padding, are never written and have no rows."""
-    caches: list[tuple[HostCache, dict[int, int]]] = [(cache_of(), {}), (cache_of(), {})]
+    """Slots and blocks outside the KV cache, such as vLLM's padding, are never written and have no rows. Rows that wait
+    are those of when they began to, and it is told once which of them are unknown."""
+    caches: list[tuple[HostCache, dict[int, int]]] = [(cache_of(), {}), (HostCache(BLOCKS, BLOCK), {})]
+    waiting: list[tuple[PendingRows, list[int], list[int]]] = []
     for step in range(data.draw(st.integers(1, 8))):
         cache, known = caches[data.draw(st.integers(0, 1))]
-        match data.draw(st.sampled_from(["write", "write", "write", "forget", "copy_from", "copy_blocks"])):
+        match data.draw(st.sampled_from(["write", "write", "write", "forget", "copy_from", "copy_blocks", "wait"])):
             case "write":
                 slots = data.draw(SLOT_LIST)
                 values = [100 * step + i for i in range(len(slots))]
@@ -74,14 +79,40 @@ def test_the_cache_is_a_dictionary_of_slots(data: st.DataObject) -> None:
                 copied = [(b * BLOCK + at, known.get(a * BLOCK + at)) for a, b in pairs for at in range(BLOCK)]
                 cache.copy_blocks(pairs)
                 put(known, copied)
+            case "wait" if cache.row_shape == (L, K):
+                (blocks, first, end), told = drawn_sequence(data), list[int]()
+                held = data.draw(st.integers(0, end - first))
+                pieces = [rows_of([7] * held), end - first - held]
+                pending = PendingRows(cache, first, pieces, array(blocks), partial(unknown_in, told))
+                waiting.append((pending, [7] * held + rows_in(known, blocks, first + held, end), told))
+    for pending, values, told in waiting:
+        positions = [pending.start + at for at, value in enumerate(values) if value == UNKNOWN]
+        taken = list[int]()
+        while len(pending):
+            start, rows = pending.take(data.draw(st.sampled_from([L * K * 2, 5 * L * K * 2, None])))
+            assert start + len(rows) == pending.start
+            taken += rows[:, 0, 0].tolist()
+        assert (taken, sorted(told)) == (values, positions)
     cache, known = caches[1] if data.draw(st.booleans()) else caches[0]
     assert cache.are_written(array([*range(-2, SLOTS + 2)])).tolist() == [s in known for s in range(-2, SLOTS + 2)]
     assert cache.used_bytes == len(known) * L * K * 2
+    blocks, first, end = drawn_sequence(data)
+    assert read(cache, blocks, first, end) == read(cache, blocks, first, end) == rows_in(known, blocks, first, end)
+
+
+def drawn_sequence(data: st.DataObject) -> tuple[list[int], int, int]:
+    """A block table, and the first and last position to be read."""
     blocks = data.draw(st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5))
     end = data.draw(st.integers(0, len(blocks) * BLOCK))
-    first = data.draw(st.integers(0, end))
-    expected = [known.get(blocks[at // BLOCK] * BLOCK + at % BLOCK, UNKNOWN) for at in range(first, end)]
-    assert read(cache, blocks, first, end) == read(cache, blocks, first, end) == expected
+    return blocks, data.draw(st.integers(0, end)), end
+
+
+def rows_in(known: dict[int, int], blocks: list[int], first: int, end: int) -> list[int]:
+    return [known.get(blocks[at // BLOCK] * BLOCK + at % BLOCK, UNKNOWN) for at in range(first, end)]
+
+
+def unknown_in(told: list[int], blocks: np.ndarray, first: int, rows: np.ndarray) -> None:
+    told += (np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first).tolist()
 
 
 def put(known: dict[int, int], copied: list[tuple[int, int | None]]) -> None:
@@ -114,7 +145,8 @@ def test_invalid_block_tables() -> None:
 
 
 def test_other_threads_run_during_a_long_read() -> None:
-    cache = HostCache(num_blocks=4096, block_size=16, num_layers=48, top_k=8)
+    cache = HostCache(num_blocks=4096, block_size=16)
+    cache._allocate((48, 8))
     cache._written[:] = True
     rows = np.empty((4096 * 16, 48, 8), dtype=np.int16)
     for _ in range(20):  # on a busy machine this thread may not get a processor for so long

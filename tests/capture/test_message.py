@@ -1,6 +1,8 @@
 """Rows on their way through the engine's messages."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from routed_experts.capture.message import (
     request_of_rows,
     rows_output_id,
 )
+from routed_experts.capture.rows import ids_of, joined
+from routed_experts.protocol.codec import Rows
 
 L, K = 3, 5  # odd, so that nothing is aligned by chance
 LARGE = SMALL_ARRAY_BYTES // (2 * L * K) + 1
@@ -28,37 +32,39 @@ class Output:
     kv_transfer_params: Any = None
 
 
-def message(*counts: int | None) -> tuple[list[Output], list[Any]]:
-    """Outputs with so many rows each, None for none at all; and their rows."""
+def rows_of(count: int, seed: int, has_weights: bool = False) -> Rows:
+    ids = np.random.default_rng(seed).integers(-1, 300, (count, L, K)).astype(np.int16)
+    return joined(ids, ids.astype(np.float32) * 1.1) if has_weights else ids
+
+
+def message(*specs: int | None, weights: Sequence[bool] = ()) -> tuple[list[Output], list[Any]]:
+    """Outputs with so many rows each, None for none at all, some with weights; and their rows."""
     outputs = []
-    for seed, count in enumerate(counts):
-        rows = np.random.default_rng(seed).integers(-1, 300, (count or 0, L, K)).astype(np.int16)
-        outputs.append(Output(None if count is None else PlacedRows(70_000 * seed, rows)))
+    for seed, (count, has_weights) in enumerate(zip_longest(specs, weights, fillvalue=False)):
+        rows = None if count is None else PlacedRows(70_000 * seed, rows_of(count, seed, has_weights))
+        outputs.append(Output(rows))
     return outputs, [output.routed_experts for output in outputs]
 
 
-def sent(outputs: list[Output]) -> list[Output]:
+def sent(outputs: list[Output], singles: Sequence[SingleRows] = ()) -> list[Output]:
     """What the engine sends."""
-    packed = pack(outputs)
+    packed = pack(outputs, singles)
     return outputs if packed is None else [Output(packed, ENVELOPE_ID), *outputs]
 
 
-def received(unpacker: Unpacker, outputs: list[Output], message: object, shape: tuple[int, int] = (L, K)) -> list[Any]:
+def received(unpacker: Unpacker, outputs: list[Output], message: object) -> list[Any]:
     """The rows of each output but the envelope. They are off the output, where vLLM would collect them too."""
-    found: dict[int, PlacedRows] = {}
     assert unpacker.open(outputs, message) == {}
-    for output, start, rows in list(unpacker.rows(outputs)):
-        assert (rows.dtype, rows.shape[1:]) == (np.int16, shape)
-        found[id(output)] = PlacedRows(start, rows)
+    rows = {id(output): PlacedRows(start, rows) for output, start, rows in unpacker.rows(outputs)}
     assert all(output.routed_experts is None for output in outputs)
-    return [found.get(id(output)) for output in outputs]
+    return [rows.get(id(output)) for output in outputs]
 
 
 def check(got: list[PlacedRows | None], expected: list[PlacedRows | None]) -> None:
     for a, b in zip(got, expected, strict=True):
         assert (a is None) == (b is None)
         if a is not None and b is not None:
-            assert a.start == b.start
+            assert (a.start, a.rows.dtype, a.rows.flags.c_contiguous) == (b.start, np.int16, True)
             assert np.array_equal(a.rows, b.rows)
 
 
@@ -66,12 +72,21 @@ COUNT = st.sampled_from([None, 0, 1, 1, 2, 4, LARGE])
 
 
 @settings(max_examples=150, deadline=None, database=None, derandomize=True)
-@given(st.lists(st.lists(COUNT, max_size=6), min_size=1, max_size=4), st.integers(1, 4))
-def test_messages_in_slices(messages: list[list[int | None]], slice_size: int) -> None:
+@given(st.data(), st.integers(1, 4))
+def test_messages_in_slices(data: st.DataObject, slice_size: int) -> None:
+    """Rows of any number, with and without weights; single ones from any place of a step, in any order of outputs."""
     unpacker = Unpacker()
-    for number, counts in enumerate(messages):
-        outputs, expected = message(*counts)
-        arriving, got = sent(outputs), []
+    for number in range(data.draw(st.integers(1, 4))):
+        counts = data.draw(st.lists(COUNT, max_size=6))
+        outputs, expected = message(*counts, weights=data.draw(st.lists(st.booleans(), max_size=len(counts))))
+        chosen = data.draw(st.permutations([at for at, count in enumerate(counts) if count is None]))
+        step, singles = rows_of(7, 9, data.draw(st.booleans())), []
+        if chosen:
+            places = data.draw(st.lists(st.integers(0, 6), min_size=len(chosen), max_size=len(chosen)))
+            singles = [SingleRows([outputs[at] for at in chosen], [7 * at for at in chosen], step, np.array(places))]
+            for at, place in zip(chosen, places, strict=True):
+                expected[at] = PlacedRows(7 * at, step[place : place + 1])
+        arriving, got = sent(outputs, singles), []
         for first in range(0, len(arriving), slice_size):
             got += received(unpacker, arriving[first : first + slice_size], number)
         check(got, expected)
@@ -87,20 +102,16 @@ def test_small_arrays_become_one_and_large_ones_are_not_copied() -> None:
     assert [output.routed_experts is None for output in outputs] == [True, False, True, True]
 
 
-def test_a_row_that_is_too_large_to_be_packed() -> None:
-    outputs = [Output(PlacedRows(7, np.zeros((1, SMALL_ARRAY_BYTES, 1), dtype=np.int16)))]
-    ((start, rows),) = received(Unpacker(), sent(outputs), 1, shape=(SMALL_ARRAY_BYTES, 1))
-    assert (start, len(rows)) == (7, 1)
-
-
-def test_single_rows_come_with_others() -> None:
-    """In any order of the outputs, and from any places of a step."""
-    outputs, expected = message(None, 2, None, LARGE, None)
-    step = np.random.default_rng(9).integers(-1, 300, (7, L, K)).astype(np.int16)
-    chosen = [outputs[4], outputs[0]]
-    packed = pack(outputs, [SingleRows(chosen, [70, 5], step, [6, 2])])
-    expected[4], expected[0] = PlacedRows(70, step[6:7]), PlacedRows(5, step[2:3])
-    check(received(Unpacker(), [Output(packed, ENVELOPE_ID), *outputs], 1), expected)
+def test_ids_are_sent_as_if_no_weights_were_captured() -> None:
+    cut, alone = (
+        sent([Output(PlacedRows(0, ids_of(rows) if has_weights else rows)) for rows in all_rows])
+        for has_weights in (True, False)
+        for all_rows in [[rows_of(count, count, has_weights) for count in (1, 2, LARGE)]]
+    )
+    for ours, theirs in zip(cut, alone, strict=True):
+        assert ours.routed_experts is theirs.routed_experts is None or np.array_equal(
+            ours.routed_experts, theirs.routed_experts
+        )
 
 
 def test_what_else_an_envelope_has() -> None:
@@ -132,9 +143,8 @@ def test_an_array_at_an_odd_address() -> None:
 
 
 @settings(database=None, derandomize=True)
-@given(st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), st.booleans())
-def test_opt_in(prompt_start: int, prompt_id: bytes, shared: bool) -> None:
-    asked = OptIn(prompt_start, prompt_id, shared=shared)
+@given(st.builds(OptIn, st.integers(0, 1 << 40), st.binary(min_size=16, max_size=16), *[st.booleans()] * 4))
+def test_opt_in(asked: OptIn) -> None:
     assert OptIn.decode(asked.encode()) == asked
 
 

@@ -17,7 +17,7 @@ CHUNK_IDS = [*range(CHUNKS), -1, CHUNKS, 1 << 40]
 
 def cache_of(known: set[int]) -> HostCache:
     """Slots whose rows are filled with the slot's number."""
-    cache = HostCache(num_blocks=SLOTS // BLOCK, block_size=BLOCK, num_layers=L, top_k=K)
+    cache = HostCache(num_blocks=SLOTS // BLOCK, block_size=BLOCK)
     slots = np.array(sorted(known), dtype=np.int64)
     cache.write(slots, np.broadcast_to(slots[:, None, None], (len(slots), L, K)).astype(np.int16))
     return cache
@@ -46,7 +46,7 @@ def test_the_store_is_a_dictionary_of_places(seed: int) -> None:
                             kept[chunk * CHUNK + at] = slot
         assert store.used_bytes == len(kept) * L * K * 2
         for chunk in CHUNK_IDS:
-            assert store.is_whole(chunk) == all(chunk * CHUNK + at in kept for at in range(CHUNK))
+            assert store.is_complete(chunk) == all(chunk * CHUNK + at in kept for at in range(CHUNK))
         assert store.have_rows(array(PLACES)).tolist() == [place in kept for place in PLACES]
         places = rng.sample(PLACES, 20)
         slots = rng.sample(range(SLOTS), 20)

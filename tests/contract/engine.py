@@ -53,7 +53,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from routed_experts.capture import handoff
 from routed_experts.capture.engine.scheduler import SchedulerConnector
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.envelope import CAUSES, STATS, Unpacker
@@ -132,7 +131,6 @@ class Received:
     kv_transfer_params: dict[str, Any] | None = None
     missing: list[int] = field(default_factory=list)
     at_end: bool = False  # whether its rows may come with its last output
-    alone: bool = False  # whether rows that go with its KV are not to come
     num_arrays: int = 0
 
     @property
@@ -148,9 +146,7 @@ class Received:
         if self.start is None:
             assert output.routed_experts is None
             return
-        if self.alone and handoff.PARAM in (self.kv_transfer_params or {}):
-            assert self.prompt_id not in self.client.prompts, "rows of the prompt that went with its KV"
-        elif is_first and output.new_token_ids and self.start < self.prompt_len:
+        if is_first and output.new_token_ids and self.start < self.prompt_len:
             self.check_prompt(self.client.prompts[self.prompt_id])
         if output.routed_experts is not None:
             self.take_rows(*output.routed_experts)
@@ -462,11 +458,11 @@ class Client:
         kv_transfer_params: dict[str, Any] | None = None,
         weights: bool = False,
         at_end: bool = False,
-        best_effort: bool = False,
+        allow_missing: bool = False,
     ) -> list[str]:
         """Adds a request, as vLLM does one for each of `n` choices, spread over the engines; gives their ids. The first
         prompt row to send is `start`; None for no opt-in."""
-        opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, best_effort)
+        opt_in = OptIn(start or 0, os.urandom(16), n > 1, weights, at_end, allow_missing)
         extra_args: dict[str, Any] = {} if start is None else {OPT_IN_ARG: opt_in.encode()}
         if kv_transfer_params is not None:
             extra_args["kv_transfer_params"] = kv_transfer_params
@@ -482,9 +478,6 @@ class Client:
             about = request_id, len(prompt), start, opt_in.prompt_id, Tokens(prompt)
             received = core.model_executor.received(self, core.model_executor, *about)
             received.at_end, self.received[request_id] = at_end, received
-            received.alone = (
-                n == 1 and max_tokens == 1 and (kv_transfer_params or {}).get(handoff.PARAM) == handoff.ALONE
-            )
             core.take(sent(child))
         return [request_id for request_id, _ in children]
 

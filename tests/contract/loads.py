@@ -23,12 +23,11 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS, ON_LOAD_VARIABLE, Connector, Kind
-from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract import engine as around
-from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, K, L, Rows, Sequence, Tokens, requests_at_random
+from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, K, L, Rows, Sequence, Tokens
 
 Slot = tuple[bytes | None, int]
 """The prefix whose last token's KV it is, and the number of its computation."""
@@ -359,10 +358,13 @@ def store(policy: str = "recompute", **about: Any) -> Iterator[Store]:
     global STORE
     STORE = Store(policy, **about)
     with pytest.MonkeyPatch.context() as patch:
-        for name, kind in ((NAME, Kind.STORE), (TRANSFER, Kind.TRANSFER), (PULL, Kind.TRANSFER)):
-            lease_s = LEASE_S if name == PULL else None
-            patch.setitem(CONNECTORS, name, Connector(kind, writes_behind_hit=not STORE.fetches_hits, lease_s=lease_s))
-        patch.setitem(transfer_params.READ_BY, PULL, (transfer_params.NIXL, ("remote_request_id",)))
+        for name, *about in (
+            (NAME, Kind.STORE),
+            (TRANSFER, Kind.TRANSFER),
+            (PULL, Kind.TRANSFER, LEASE_S, ("remote_request_id",)),
+        ):
+            kind, *pulls = about
+            patch.setitem(CONNECTORS, name, Connector(kind, not STORE.fetches_hits, *pulls))
         patch.setenv(ON_LOAD_VARIABLE, policy)
         yield STORE
 
@@ -392,28 +394,4 @@ def computed_before(core: Core, prompt: list[int]) -> Client:
     client = Client(core)
     client.answer("before", prompt, start=None)
     core.empty_prefix_cache()
-    return client
-
-
-def mix(
-    core: Core, seed: int, turns: int = 45, resets: float = 0.1, resets_running: bool = True, **ends: Any
-) -> Client:
-    """Shared prefixes, with and without the opt-in, preemptions, aborts and resets; `ends` are for `Client.finish`.
-
-    Args:
-        resets: how often.
-        resets_running: whether the prefix cache is reset under running requests without the connector's too.
-    """
-    dice, client = random.Random(seed), Client(core)
-
-    def reset() -> None:
-        (manager,) = core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        loading = manager.req_to_blocks.keys() - {request.request_id for request in core.scheduler.running}
-        fenced = core.scheduler.defer_block_free and core.batch_queue  # in both cases vLLM cannot reset
-        if not loading and not fenced and dice.random() < resets:
-            both = dice.random() < 0.3
-            core.scheduler.reset_prefix_cache(reset_running_requests=both or resets_running, reset_connector=both)
-
-    gone = requests_at_random(client, dice, turns, reset, length=150, chances=(0.7, 0.2))
-    client.finish(but=gone, **{"missing": None, **ends})
     return client

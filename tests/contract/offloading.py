@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput
 
+from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows
 from tests.contract.engine import Core
 from tests.contract.loads import Slot, TracingExecutor, _Metadata, engine_with, slots_of
 from tests.e2e.offload_on_cpu import LateWorker
@@ -97,3 +98,31 @@ def engine_that_offloads(
     ours = {"kv_connector_extra_config": {**extra, "offload_prompt_only": not answers}}
     children = [{"kv_connector": name, **(ours if name == NAME else {})} for name in connectors]
     return engine_with(*children, executor=OffloadingExecutor, **about)
+
+
+def rows_of(core: Core) -> OffloadedRows:
+    (rows,) = (rows for rows in core.capture.external_kv._offloaded if rows is not None)
+    return rows
+
+
+def keys_kept(core: Core) -> list[bytes]:
+    """The chunks that are there, by vLLM's account, or soon will be; the oldest first."""
+    connectors = getattr(core.scheduler.connector, "_connectors", [core.scheduler.connector])
+    (connector,) = (each for each in connectors if isinstance(each, OffloadingConnector))
+    return list(connector.scheduler.manager._policy.chunks)
+
+
+def num_loaded(core: Core) -> int:
+    return int(core.model_executor.worker.num_loaded)
+
+
+def check_keys(core: Core) -> None:
+    """From now on, that rows are kept of the chunks that vLLM keeps, and of no others, whenever a step is scheduled."""
+    schedule = core.scheduler.schedule
+
+    def checked(*args: Any, **kwargs: Any) -> SchedulerOutput:
+        step = schedule(*args, **kwargs)
+        assert set(rows_of(core)._chunks) == set(keys_kept(core))
+        return step
+
+    core.scheduler.schedule = checked

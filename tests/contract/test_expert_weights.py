@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.capture import handoff
+from routed_experts.capture import prefill_rows
 from routed_experts.capture.rows import captures_weights, ids_of, joined, lack_weights, weights_of
 from routed_experts.protocol.codec import UNKNOWN_WEIGHT
-from routed_experts.server.outputs import kv_handoff
+from routed_experts.server.outputs import prefill_param
 from tests.contract import engine as engines
 from tests.contract.engine import BLOCK, Client, K, L, engine, requests_at_random, tokens, weights_for
-from tests.contract.loads import NAME, PULL, engine_with_store, mix, store
+from tests.contract.loads import PULL, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADS
 from tests.contract.offloading import engine_that_offloads
-from tests.contract.test_handoff import REMOTE, Pair
+from tests.contract.test_prefill_rows import REMOTE, Pair
 
 
 class Every(Client):
@@ -53,28 +53,6 @@ def test_at_random(is_async: bool, about: dict[str, Any]) -> None:
     assert client.num_without_weights == 0
 
 
-@pytest.mark.parametrize("policy", ["recompute", "missing"])
-def test_stores(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.contract.loads.Client", Every)
-    with store(policy, is_async=is_async):
-        client = mix(engine_with_store(NAME, weights=True, num_blocks=40), seed=3)
-    assert client.num_weights > 100
-    assert client.num_without_weights == 0
-
-
-@pytest.mark.parametrize("policy", ["recompute", "missing"])
-def test_offloading(policy: str, is_async: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights are kept outside the KV cache with their ids, and come back with them."""
-    monkeypatch.setattr("tests.contract.loads.Client", Every)
-    with store(policy):
-        core = engine_that_offloads(chunks=12, is_async=is_async, weights=True, num_blocks=24)
-        client = mix(core, seed=4, turns=100, resets=0.04, resets_running=False)
-    assert core.capture._loads is not None
-    assert core.capture._loads.kept_bytes > 0
-    assert client.num_weights > 100
-    assert client.num_without_weights == 0
-
-
 class Pairs(Pair):
     """Instances that capture weights; `plain_prefill` does not."""
 
@@ -86,11 +64,11 @@ class Pairs(Pair):
 
 def over_http(params: dict[str, Any]) -> dict[str, Any]:
     """As the answer of one instance and the request to another have them."""
-    wire = kv_handoff.to_wire(params)
+    wire = prefill_param.to_wire(params)
     assert wire is not None
-    handed = kv_handoff.Handover(wire[handoff.PARAM])
-    handed.read((L, K), 1 << 15, with_weights=True)
-    return {**wire, handoff.PARAM: handed.take()}
+    handed = prefill_param.PrefillRowsParam(wire[prefill_rows.PARAM])
+    handed.parse((L, K), 1 << 15, with_weights=True)
+    return {**wire, prefill_rows.PARAM: handed.take()}
 
 
 @pytest.mark.parametrize("way", [lambda params: params, over_http], ids=["program", "http"])
@@ -99,7 +77,7 @@ def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
     with store() as kept:
         pair, prompt = Pairs(kept), tokens(length)
         params = way(pair.export_rows(prompt, weights=True))
-        assert handoff.has_weights(params[handoff.PARAM])
+        assert params[prefill_rows.PARAM]["dtype"] == prefill_rows.WORDS
         name = pair.add(prompt, params, weights=True, max_tokens=9)
         pair.decode.run()
         again = pair.add([*prompt, *tokens(20, seed=2)], None, weights=True)
@@ -115,7 +93,7 @@ def test_who_did_not_ask_hands_over_what_an_engine_without_weights_does() -> Non
         with store() as kept:
             pair = Pair(kept, weights=weights)
             engines._digest.cache_clear()
-            handed.append(pair.export_rows(tokens(100))[handoff.PARAM])
+            handed.append(pair.export_rows(tokens(100))[prefill_rows.PARAM])
     for one in handed:
         del one["until"]
         rows = np.frombuffer(one.pop("data"), dtype=np.int16).reshape(100, L, K).copy()
@@ -183,32 +161,32 @@ def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some
 
 def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids are handed over then without weights."""
-    monkeypatch.setattr(handoff, "MAX_BYTES", 50 * L * K * 2)
+    monkeypatch.setattr(prefill_rows, "MAX_BYTES", 50 * L * K * 2)
     with store() as kept:
         pair = Pairs(kept)
-        assert handoff.has_weights(pair.export_rows(tokens(50), weights=True)[handoff.PARAM])
-        monkeypatch.setattr(handoff, "_WORDS_BYTES", 1)
+        assert pair.export_rows(tokens(50), weights=True)[prefill_rows.PARAM]["dtype"] == prefill_rows.WORDS
+        monkeypatch.setattr(prefill_rows, "_WORDS_BYTES", 1)
         params = pair.export_rows(tokens(50, seed=1), weights=True)
-        assert not handoff.has_weights(params[handoff.PARAM])
-        assert params[handoff.PARAM]["shape"] == [50, L, K]
+        assert params[prefill_rows.PARAM]["dtype"] != prefill_rows.WORDS
+        assert params[prefill_rows.PARAM]["shape"] == [50, L, K]
 
 
 def test_odd_values_over_http() -> None:
     ids = np.arange(2 * L * K, dtype=np.int16).reshape(2, L, K) % 300
     rows = joined(ids, weights_for(ids))
-    handed = {"data": rows.tobytes(), "dtype": handoff.WORDS, "shape": list(rows.shape), "until": 1.0}
-    wire = kv_handoff.to_wire({handoff.PARAM: handed})
+    handed = {"data": rows.tobytes(), "dtype": prefill_rows.WORDS, "shape": list(rows.shape), "until": 1.0}
+    wire = prefill_param.to_wire({prefill_rows.PARAM: handed})
     assert wire is not None
-    value = wire[handoff.PARAM]
+    value = wire[prefill_rows.PARAM]
     assert (value["dtype"], value["shape"]) == ("int16", [2, L, K])
 
     def read(with_weights: bool = True, **changed: Any) -> Any:
-        one = kv_handoff.Handover({**value, **changed})
-        one.read((L, K), 300, with_weights)
+        one = prefill_param.PrefillRowsParam({**value, **changed})
+        one.parse((L, K), 300, with_weights)
         return one.take()
 
     assert read() == handed
-    assert not handoff.has_weights(read(with_weights=False))
+    assert read(with_weights=False)["dtype"] != prefill_rows.WORDS
     for changed in (
         *(
             {"weights": "x"},
@@ -217,13 +195,13 @@ def test_odd_values_over_http() -> None:
             {"weights": value["weights"][4:]},
             {"weights": "*" * 8192},
         ),
-        *({"dtype": handoff.WORDS}, {"dtype": handoff.WORDS, "shape": [2, 3 * L, K]}),
+        *({"dtype": prefill_rows.WORDS}, {"dtype": prefill_rows.WORDS, "shape": [2, 3 * L, K]}),
     ):
-        with pytest.raises(kv_handoff.HandoffError):
+        with pytest.raises(prefill_param.PrefillRowsError):
             read(**changed)
-    forged = kv_handoff.Handover({**value, "dtype": handoff.WORDS, "shape": [2, 3, L * K // 3]})
-    with pytest.raises(kv_handoff.HandoffError):
-        forged.read((3, L * K // 3), 300)
+    forged = prefill_param.PrefillRowsParam({**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]})
+    with pytest.raises(prefill_param.PrefillRowsError):
+        forged.parse((3, L * K // 3), 300)
 
 
 def test_rows_whose_ids_came_alone() -> None:
@@ -254,7 +232,7 @@ def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPat
             client.add(f"r{index}", tokens(40 * index + 1, seed=index), n=1 + index % 2)
         client.finish()
         seen[weights] = messages
-        (cache,) = [core.capture._cache]
+        cache = core.capture.cache
         assert cache is not None
         assert cache.row_shape == ((3 if weights else 1) * L, K)
     assert seen[False] == seen[True] != []

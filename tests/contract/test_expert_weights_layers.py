@@ -15,15 +15,12 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 
-from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine import binding
 from routed_experts.capture.engine.binding import (
     MoELayers,
-    bind,
     capture_choice,
     check_weights,
     check_weights_are_kept,
-    find_moe_layers,
     write_directly,
 )
 from routed_experts.capture.engine.config import UnsupportedConfig
@@ -59,25 +56,7 @@ def handed_by(runner: MoERunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
 
 
 @with_routers
-@pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_a_layer_writes_what_its_experts_are_handed(
-    engine: Engine, tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cache = engine.worker._capturer.cache
-    hidden = torch.randn((tokens, 64), generator=torch.Generator().manual_seed(tokens))
-    handed = [handed_by(runner, monkeypatch) for runner in engine.runners]
-    with torch.inference_mode(), set_forward_context(None, engine.config, num_tokens=tokens):
-        for row, layer in enumerate([1, 2, 3, 4, 5]):
-            cache.planes.fill_(-1)
-            engine.model.model.layers[layer].mlp(hidden)
-            ((ids, weights),) = handed[row]
-            assert torch.equal(cache.ids[row, :tokens], ids)
-            assert torch.equal(cache.weights[row, :tokens].view(torch.int32), weights.view(torch.int32))
-            assert (cache.planes[:, row, tokens:] == -1).all()
-
-
-@with_routers
-def test_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_what_each_layers_experts_are_handed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     handed = [handed_by(runner, monkeypatch) for runner in engine.runners]
     steps = engine.steps([[40, 41, 42, 43, 44], [50, 51, 52], [60]], max_tokens=4)
     assert len(steps) == 4
@@ -207,32 +186,3 @@ def test_a_choice_is_captured_before_ids_are_mapped(engine: Engine) -> None:
     finally:
         router._compute_routing = compute
         router.set_capture_fn(capture)
-
-
-@with_routers
-def test_layers_without_the_option_are_bound_as_before(tiny_model: Path, engine: Engine) -> None:
-    """vLLM's capture function gets the ids, and no method is replaced."""
-    shape, runners = engine.worker._capturer.shape, engine.runners
-    replaced = [(vars(runner.router).pop("_compute_routing"), runner.router.capture_fn) for runner in runners]
-    try:
-        for runner in runners:
-            runner.router.set_capture_fn(None)
-        layers = find_moe_layers(engine.model)
-        assert layers.shape == shape
-        capturer = binding_of(layers)
-        for runner in runners:
-            assert not {"_compute_routing"} & vars(runner.router).keys()
-            assert not {"forward_modular"} & vars(runner.routed_experts).keys()
-            runner.router.capture_fn(torch.ones(3, 4, dtype=torch.int32))
-        assert capturer.cache.planes.shape[0] == 1
-        assert (capturer.cache.ids[:, :3] == 1).all()
-    finally:
-        for runner, (compute, capture) in zip(runners, replaced, strict=True):
-            runner.router._compute_routing = compute
-            runner.router.set_capture_fn(capture)
-
-
-def binding_of(layers: MoELayers) -> Any:
-    capturer = Capturer(layers.shape, [len(layers.runners)], 0, 8, 1, torch.device("cpu"))
-    bind(layers, capturer, dp_rank=0, dp_size=1)
-    return capturer

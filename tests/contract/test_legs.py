@@ -19,13 +19,13 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from routed_experts.capture import handoff
+from routed_experts.capture import prefill_rows
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
 from routed_experts.server.http.request import MSGPACK
-from routed_experts.server.outputs import kv_handoff
-from routed_experts.server.outputs.row_buffer import RowBuffers
+from routed_experts.server.outputs import prefill_param
 from tests.contract.engine import K, L, Tokens, weights_for
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
 from tests.contract.served import SIZES, Command, InProcessClient, ServedExecutor, ours, served, vllms
@@ -91,7 +91,7 @@ def without_numbers(rows: np.ndarray) -> np.ndarray:
     return rows
 
 
-def handed(first: dict[str, Any]) -> np.ndarray:
+def sent_rows(first: dict[str, Any]) -> np.ndarray:
     """The rows that come with the KV of a prefill leg's answer."""
     return decode({**first["kv_transfer_params"]["routed_experts"], "missing": 0})
 
@@ -124,93 +124,48 @@ def test_every_row_is_there(legs: Legs, body: dict[str, Any], stream: bool) -> N
     path = COMPLETIONS if what == "prompt" else CHAT
     asked = {**ASK, **body, what: text if what == "prompt" else [{"role": "user", "content": text}]}
     first, answers = legs.answers(path, asked, stream)
-    rows = handed(first)[body.get("routed_experts_prompt_start", 0) :]
-    assert "prompt_routed_experts" not in first  # they are in kv_transfer_params
+    rows = sent_rows(first)[body.get("routed_experts_prompt_start", 0) :]
+    assert "prompt_routed_experts" not in first
     assert len(answers) == body.get("n", 1)
     for answer in answers:
         check(answer, rows)
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of prompt rows that engines sent to their API processes."""
-    numbers: list[int] = []
-    take = RowBuffers._take_prompt
-
-    def taken(self: RowBuffers, sender: str, start: int, rows: np.ndarray) -> None:
-        numbers.append(len(rows))
-        take(self, sender, start, rows)
-
-    monkeypatch.setattr(RowBuffers, "_take_prompt", taken)
-    return numbers
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/invocations"])
 @pytest.mark.parametrize(
-    ("about", "is_sent"),
+    ("about", "is_apart"),
     [
-        ({}, False),
         ({"routed_experts_prompt_start": 20}, False),
         ({"routed_experts_delivery": "reference"}, False),
         ({"routed_experts_delivery": "inline"}, True),
-        ({"routed_experts_layout": "joined"}, True),
-        ({"routed_experts_histogram": True}, True),
-        ({"n": 2, "temperature": 1.0}, True),
+        ({"stop_token_ids": list(range(259))}, True),  # the connector does not send what a stop ended
+        ({"MAX_BYTES": 64}, True),
     ],
+    ids=["start", "reference", "inline", "stopped", "too large"],
 )
-def test_prompt_rows_reach_the_prefill_server_once(
-    legs: Legs, sent: list[int], path: str, about: dict[str, Any], is_sent: bool
+def test_prompt_rows_stand_apart_if_asked_for_or_if_they_do_not_go_with_the_kv(
+    legs: Legs, path: str, about: dict[str, Any], is_apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the KV, and only where they are needed there apart from it."""
-    text = f"{path}, {about}: sent once" * 3
+    text = f"{path} with {list(about)}" * 2
     what = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-    errors_before = legs.prefill.metric("routed_experts_rows_missing_total", model_name="tiny", reason="not_arrived")
-    first = legs.first(path, {**ASK, **what, **about})
-    rows = handed(first)
-    legs.pull(path, what, first)
-    assert sent == ([len(rows) - about.get("routed_experts_prompt_start", 0)] if is_sent else [])
-    errors = legs.prefill.metric("routed_experts_rows_missing_total", model_name="tiny", reason="not_arrived")
-    assert errors == errors_before
-    if "routed_experts_delivery" in about:
-        assert ("prompt_routed_experts" in first) == is_sent
-
-
-def test_a_prompt_of_tokens_reaches_the_prefill_server_once(legs: Legs, sent: list[int]) -> None:
-    body = {"token_ids": [11 * i % 90 for i in range(80)], "sampling_params": {}, **ASK}
-    first = legs.first(GENERATE, {**body, "routed_experts_format": "object"})
-    legs.pull(COMPLETIONS, {"prompt": body["token_ids"]}, first)
-    assert np.array_equal(without_numbers(handed(first)), without_numbers(Tokens(body["token_ids"]).rows(0, 80)))
-    assert (sent, "prompt_routed_experts" in first) == ([], False)
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize("why", ["too large", "stopped"])
-def test_rows_that_are_not_handed_over_are_returned(
-    legs: Legs, sent: list[int], path: str, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As without a hand-over, whatever kept them from it."""
-    text = f"{path} where rows are {why}" * 4
-    what = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": text}
-    about: dict[str, Any] = {}
-    if why == "stopped":  # the connector does not hand over what has ended
-        whole = legs.decode._post(path, {**what, "max_tokens": 1, "return_token_ids": True})
-        about["stop_token_ids"] = whole["choices"][0]["token_ids"]
     with monkeypatch.context() as patch:
-        if why == "too large":
-            patch.setattr(handoff, "MAX_BYTES", 64)
-        first = legs.first(path, {**ASK, **what, **about})
-    params = first["kv_transfer_params"]
-    assert "routed_experts" not in (params or {})
+        patch.setattr(prefill_rows, "MAX_BYTES", about.get("MAX_BYTES", prefill_rows.MAX_BYTES))
+        fields = {name: value for name, value in about.items() if name != "MAX_BYTES"}
+        first = legs.first(path, {**ASK, **what, **fields})
+    assert ("prompt_routed_experts" in first) == is_apart
+    if is_apart:
+        (answer,) = answers_of(first)
+        rows = Tokens(answer.prompt).rows(0, len(answer.prompt))
+        assert np.array_equal(without_numbers(answer.prompt_rows), without_numbers(rows))
+    params = first["kv_transfer_params"] or {}
+    assert (PARAM in params) == (not fields.keys() & {"stop_token_ids"} and "MAX_BYTES" not in about)
     if params:
         legs.pull(path, what, first)
-    (answer,) = answers_of(first)
-    assert sent == [len(answer.prompt)]
-    assert np.array_equal(without_numbers(answer.prompt_rows), without_numbers(Tokens(answer.prompt).rows(0, sent[0])))
 
 
 def test_a_prompt_of_one_token(legs: Legs) -> None:
     first, (answer,) = legs.answers(COMPLETIONS, {**ASK, "prompt": [5], "max_tokens": 2})
-    check(answer, handed(first))
+    check(answer, sent_rows(first))
 
 
 def test_a_stop_string(legs: Legs) -> None:
@@ -298,7 +253,7 @@ def test_several_prompts_have_their_own_rows(legs: Legs) -> None:
 def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
     body = {"prompt": "plain" * 20, "max_tokens": 4}
     first = legs.first(COMPLETIONS, body)
-    assert "routed_experts" not in first["kv_transfer_params"]
+    assert PARAM not in first["kv_transfer_params"]
     second = legs.decode._post(COMPLETIONS, {**body, "kv_transfer_params": first["kv_transfer_params"]})
     assert "routed_experts" not in second["choices"][0]
 
@@ -454,9 +409,11 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("is_large", [False, True])
 def test_large_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyPatch, is_large: bool) -> None:
     threads = []
-    read = kv_handoff.from_wire
-    monkeypatch.setattr(kv_handoff, "LARGE_TEXT", 0 if is_large else 1 << 30)
-    monkeypatch.setattr(kv_handoff, "from_wire", lambda *args: threads.append(current_thread().name) or read(*args))
+    read = prefill_param.parse_prefill_rows
+    monkeypatch.setattr(prefill_param, "LARGE_TEXT", 0 if is_large else 1 << 30)
+    monkeypatch.setattr(
+        prefill_param, "parse_prefill_rows", lambda *args: threads.append(current_thread().name) or read(*args)
+    )
     body = {**ASK, "prompt": f"in a thread {is_large}" * 5, "max_tokens": 2}
     _, (answer,) = legs.answers(COMPLETIONS, body)
     assert not (answer.prompt_rows == -1).any()
@@ -470,34 +427,29 @@ def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.Monkey
     with two_servers(tiny_model, "--enable-return-routed-experts", command=vllms) as legs:
         body = {**ASK, "prompt": "in vLLM's way" * 9, "max_tokens": 5}
         first, (answer,) = legs.answers(COMPLETIONS, body)
-        check(answer, handed(first))
+        check(answer, sent_rows(first))
 
 
-def test_weights_that_are_not_handed_over_are_returned(
-    tiny_model: Path, sent: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_too_large_are_returned(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their ids are all the same."""
-    limit = handoff._limit
-    monkeypatch.setattr(handoff, "_limit", lambda name: 0 if name == handoff.WORDS else limit(name))
+    limit = prefill_rows._limit
+    monkeypatch.setattr(prefill_rows, "_limit", lambda name: 0 if name == prefill_rows.WORDS else limit(name))
     with two_servers(tiny_model, "--enable-return-routed-expert-weights") as legs:
-        sent.clear()
         body = {"prompt": "too heavy" * 9, **ASK, "return_routed_expert_weights": True}
         first = legs.first(COMPLETIONS, body)
         legs.pull(COMPLETIONS, {"prompt": body["prompt"]}, first)
     ids, weights = (first[f"prompt_{name}"] for name in ("routed_experts", "routed_expert_weights"))
-    assert sent == ids["shape"][:1]
     assert ids["shape"] == weights["shape"]
     rows = decode(ids)
-    assert np.array_equal(rows, handed(first))
+    assert np.array_equal(rows, sent_rows(first))
     words = np.frombuffer(base64.b64decode(weights["data"]), np.uint32).reshape(rows.shape)
     assert np.array_equal(words[:, 2:], weights_for(rows).view(np.uint32)[:, 2:])  # the first two have numbers
 
 
-@pytest.mark.parametrize("value", [True, "alone"])
-def test_what_only_the_server_may_say_is_refused_from_clients(tiny_model: Path, tmp_path: Path, value: Any) -> None:
-    """On vLLM's own endpoints, whose requests are recorded."""
+def test_clients_of_other_endpoints_cannot_ask_for_rows(tiny_model: Path, tmp_path: Path) -> None:
+    """Also not where their requests are recorded."""
     with two_servers(tiny_model, "--routed-experts-record", str(tmp_path)) as legs, legs.prefill.client() as client:
-        params = {"do_remote_decode": True, "do_remote_prefill": False, "routed_experts": value}
+        params = {"do_remote_decode": True, "do_remote_prefill": False, "routed_experts": True}
         body = {"model": "tiny", "input": "recorded " * 9, "max_output_tokens": 1, "kv_transfer_params": params}
         response = client.post("/v1/responses", json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "routed_experts")

@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm.v1.engine import FinishReason
 
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker
 from routed_experts.capture.host_cache import Cause
 from tests.contract.engine import BLOCK, Client, tokens
-from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, mix, store
+from tests.contract.loads import NAME, TRANSFER, Store, computed_before, engine_with_store, store
 
-FEW: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 4}
 PROMPT = tokens(5 * BLOCK + 3)
 LOADED = list(range(5 * BLOCK))
 
@@ -21,65 +19,6 @@ LOADED = list(range(5 * BLOCK))
 def beside(request: pytest.FixtureRequest) -> bool:
     """Loads that run beside steps."""
     return request.param
-
-
-@pytest.mark.parametrize(
-    ("seed", "policy", "kept", "about"),
-    [
-        (0, "recompute", {}, {}),
-        (1, "missing", {}, {"role": "kv_producer"}),  # blocks of those that only produce are not fenced
-        # Of what is there already: rows of a request that is running may get lost, but never become another's.
-        (1, "recompute", {"fetches_hits": True}, {"role": "kv_producer"}),
-    ],
-)
-def test_at_random(
-    is_async: bool, beside: bool, seed: int, policy: str, kept: dict[str, Any], about: dict[str, Any]
-) -> None:
-    with store(policy, is_async=beside, **kept) as kept_outside:
-        client = mix(engine_with_store(is_async=is_async, **FEW, **about), seed)
-        assert kept_outside.num_loaded > 1
-    assert "fetches_hits" in kept or (client.missing() == 0) == (policy == "recompute")
-    assert client.faults() == 0, "E2"
-
-
-@pytest.mark.parametrize(("start", "policy"), [(0, "recompute"), (0, "missing"), (None, "recompute")])
-def test_a_store_that_offers_less_than_nothing(is_async: bool, policy: str, start: int | None) -> None:
-    """As vLLM's ExampleConnector does, where a preempted request hits more than its prompt: the hit is what counts."""
-    with store(policy, has_prompts=True) as kept:
-        client = Client(engine_with_store(is_async=is_async, num_blocks=8, max_num_seqs=2))
-        for name, max_tokens in (("stays", 24), ("is preempted", 40)):
-            client.add(name, tokens(2 * BLOCK + 3, seed=max_tokens), start, max_tokens=max_tokens)
-        client.finish()
-        assert kept.num_negative > 0
-        assert kept.num_loaded == 0
-
-
-def test_without_the_hook_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the tests here see it."""
-    monkeypatch.setattr(ExternalKVTracker, "take", lambda *_: [])
-    with store("missing"), pytest.raises(AssertionError, match="another computation"):
-        mix(engine_with_store(is_async=False, **FEW), seed=1)
-
-
-@pytest.mark.parametrize(
-    ("policy", "failures", "fails_as", "beside"),
-    [
-        ("recompute", "recompute", "blocks", False),
-        ("missing", "recompute", "blocks", True),
-        ("recompute", "recompute", "request", True),  # which vLLM knows of loads beside steps only
-        ("missing", "fail", "blocks", False),
-        ("recompute", "fail", "blocks", True),
-        ("missing", "fail", "request", True),
-    ],
-)
-def test_loads_that_fail(beside: bool, policy: str, failures: str, fails_as: str) -> None:
-    with store(policy, is_async=beside, fails=0.4, fails_as=fails_as) as kept:
-        core = engine_with_store(failures=failures, is_async=False, **FEW)
-        missing = None if policy == "missing" else 0
-        client = mix(core, seed=5, missing=missing, ends=(FinishReason.LENGTH, FinishReason.ERROR))
-        assert kept.num_failed > 1
-    ends = {request.finish for request in client.received.values()}
-    assert (FinishReason.ERROR in ends) == (failures == "fail")
 
 
 def test_rows_before_a_failed_load_are_read_again() -> None:
@@ -95,9 +34,6 @@ def test_rows_before_a_failed_load_are_read_again() -> None:
         client.finish(missing=len(lost))
 
 
-# ---- one at a time ----
-
-
 Warm = tuple[Client, Store]
 
 
@@ -108,44 +44,35 @@ def warm(is_async: bool, beside: bool, request: pytest.FixtureRequest) -> Iterat
         yield computed_before(engine_with_store(is_async=is_async), PROMPT), kept
 
 
-def test_blocks_that_another_request_loaded(warm: Warm) -> None:
-    """With the opt-in nothing is loaded; what others loaded is in the prefix cache, without rows."""
+PLAIN, ASKS, RECORDED = {"start": None}, {"start": 0}, {"allow_missing": True}
+REST = {"start": 5 * BLOCK}
+
+
+@pytest.mark.parametrize(
+    ("warm", "requests"),
+    [
+        # Nothing is loaded for who asks. What others loaded is in the prefix cache, without rows.
+        ("recompute", [(ASKS, 0), ("empty", 0), (PLAIN, 1), (ASKS, 1), (PLAIN, 1)]),
+        ("recompute", [(REST, 1), ({"start": 5 * BLOCK - 1}, 1)]),
+        # For the server's own record nothing is computed again, and what it lacks is no fault (E2).
+        ("recompute", [(RECORDED, 1, LOADED), (RECORDED, 1, LOADED), (ASKS, 1)]),
+        ("missing", [(ASKS, 1, LOADED), (ASKS, 1, LOADED)]),
+    ],
+    ids=["asks", "asks for the rest", "recorded", "missing"],
+    indirect=["warm"],
+)
+def test_who_loads_and_what_is_missing(warm: Warm, requests: list[Any]) -> None:
+    """Each request, how many loads there were by then, and the positions of its unknown rows."""
     client, kept = warm
-    client.answer("asks", PROMPT)
-    assert kept.num_loaded == 0
-    client.engines[0].empty_prefix_cache()
-    for name, start in (("plain", None), ("asks again", 0), ("hits", None)):
-        client.answer(name, PROMPT, start)
-        assert kept.num_loaded == 1
-    client.finish()
-
-
-def test_rows_that_are_not_asked_for_may_be_loaded(warm: Warm) -> None:
-    client, kept = warm
-    client.answer("asks for the rest", PROMPT, start=5 * BLOCK)
-    assert kept.num_loaded == 1
-    client.add("asks for more", PROMPT, start=5 * BLOCK - 1)
-    client.finish()
-
-
-def test_for_the_servers_own_record_nothing_is_computed_again(warm: Warm) -> None:
-    client, kept = warm
-    assert client.answer("recorded", PROMPT, best_effort=True).missing == LOADED
-    assert kept.num_loaded == 1
-    assert client.answer("hits", PROMPT, best_effort=True).missing == LOADED
-    assert client.answer("asks", PROMPT).missing == []
-    client.finish(missing=2 * len(LOADED))
-    assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}, "E2: no fault"
-
-
-@pytest.mark.parametrize("warm", ["missing"], indirect=True)
-def test_what_is_loaded_is_missing(warm: Warm) -> None:
-    client, kept = warm
-    for name in ("asks", "hits"):
-        assert client.answer(name, PROMPT).missing == LOADED
-        assert kept.num_loaded == 1
-    client.finish(missing=2 * len(LOADED))
-    assert client.causes == {Cause.KV_STORE: 2 * len(LOADED)}
+    for index, (about, num_loaded, *missing) in enumerate(requests):
+        if about == "empty":
+            client.engines[0].empty_prefix_cache()
+            continue
+        assert client.answer(str(index), PROMPT, **about).missing == (missing[0] if missing else [])
+        assert kept.num_loaded == num_loaded
+    lost = client.missing()
+    client.finish(missing=lost)
+    assert client.causes == Counter({Cause.KV_STORE: lost})
 
 
 def test_rows_that_no_setting_leaves_out_are_a_fault(warm: Warm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +110,7 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int]) ->
     load = core.scheduler.connector.update_state_after_alloc
 
     def unasked(*args: Any) -> None:
-        core.capture._loads._asked = asked
+        core.capture.external_kv._asked = asked
         load(*args)
 
     core.scheduler.connector.update_state_after_alloc = unasked
@@ -230,21 +157,8 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         client.add("computes", PROMPT[: BLOCK + 1])
         client.add("loads", PROMPT, start=None)
         client.run()
-        assert client.answer("recorded", PROMPT[: BLOCK + 1], best_effort=True).missing == LOADED[:BLOCK]
+        assert client.answer("recorded", PROMPT[: BLOCK + 1], allow_missing=True).missing == LOADED[:BLOCK]
         assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
         assert kept.num_loaded == 1
         client.finish(missing=BLOCK)
         assert client.causes == {Cause.KV_STORE: BLOCK}, "E2: no fault"
-
-
-def test_a_load_over_a_prompt_that_is_being_computed(is_async: bool) -> None:
-    """E2: what its first steps computed is lost, as the connector overwrites what it finds in the prefix cache."""
-    with store(fetches_hits=True) as kept:
-        client = computed_before(engine_with_store(is_async=is_async, chunk=2 * BLOCK), long := tokens(9 * BLOCK))
-        client.add("running", long[: 5 * BLOCK + 3])
-        client.steps(2)
-        client.add("loads", long, start=None)
-        client.finish(missing=None)
-        assert kept.num_loaded == 1
-        assert client.missing() >= BLOCK
-        assert client.faults() == 0

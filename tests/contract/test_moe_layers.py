@@ -125,6 +125,16 @@ def test_the_steps_of_requests(engine: Engine) -> None:
 
 
 @with_routers
+def test_without_weights_no_method_is_replaced(engine: Engine) -> None:
+    """vLLM's own capture function gets the ids, into a cache of their own."""
+    for runner in engine.runners:
+        assert "_compute_routing" not in vars(runner.router)
+        assert "forward_modular" not in vars(runner.routed_experts)
+        assert runner.router.capture_fn is not None
+    assert len(engine.worker._capturer.cache.planes) == 1
+
+
+@with_routers
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
     """Such as a kernel for small batches that routes by itself: its rows are unknown, and not those of another step."""

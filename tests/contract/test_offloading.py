@@ -6,110 +6,28 @@ from copy import copy
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
-from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadLoad, OffloadStore
-from routed_experts.capture.handoff import PARAM
+from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadStore
 from routed_experts.capture.host_cache import Cause
-from tests.contract.engine import BLOCK, Client, Core, tokens
-from tests.contract.loads import NAME as STORE
-from tests.contract.loads import PULL, computed_before, mix, store
-from tests.contract.offloading import NAME, engine_that_offloads
+from tests.contract.engine import BLOCK, Client, tokens
+from tests.contract.loads import computed_before
+from tests.contract.offloading import check_keys, engine_that_offloads, keys_kept, rows_of
+from tests.contract.offloading import num_loaded as num_loaded_by
 
 PROMPT = tokens(5 * BLOCK + 3)
+
+
+def num_loaded(client: Client) -> int:
+    return num_loaded_by(client.engines[0])
 
 
 @pytest.fixture(autouse=True, params=["recompute"])
 def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(ON_LOAD_VARIABLE, request.param)
     return str(request.param)
-
-
-def rows_of(core: Core) -> OffloadedRows:
-    (rows,) = (rows for rows in core.capture._loads._offloaded if rows is not None)
-    return rows
-
-
-def keys_kept(core: Core) -> list[bytes]:
-    """The chunks that are there, by vLLM's account, or soon will be; the oldest first."""
-    connectors = getattr(core.scheduler.connector, "_connectors", [core.scheduler.connector])
-    (connector,) = (each for each in connectors if isinstance(each, OffloadingConnector))
-    return list(connector.scheduler.manager._policy.chunks)
-
-
-def num_loaded(client: Client) -> int:
-    return client.engines[0].model_executor.worker.num_loaded
-
-
-def check_keys(core: Core) -> None:
-    """From now on, that rows are kept of the chunks that vLLM keeps, and of no others, whenever a step is scheduled."""
-    schedule = core.scheduler.schedule
-
-    def checked(*args: Any, **kwargs: Any) -> SchedulerOutput:
-        step = schedule(*args, **kwargs)
-        assert set(rows_of(core)._chunks) == set(keys_kept(core))
-        return step
-
-    core.scheduler.schedule = checked
-
-
-def mix_that_reloads(core: Core, seed: int) -> Client:
-    """vLLM 0.32 fails when running requests are preempted by a reset, and load what the connector kept at once."""
-    check_keys(core)
-    return mix(core, seed, turns=150, resets=0.04, resets_running=False)
-
-
-@pytest.mark.parametrize(
-    ("policy", "seed", "about"),
-    [
-        ("recompute", 0, {"answers": True}),
-        ("missing", 1, {"chunks": 13, "blocks_per_chunk": 3}),
-        # Each chunk is let go again and again, and sometimes there is none for a store.
-        ("recompute", 1, {"chunks": 6, "answers": True, "num_blocks": 14}),
-        # Drafts that are rejected leave rows behind the last token, and few blocks are soon another's.
-        ("recompute", 1, {"drafts": 3, "answers": True, "num_blocks": 14}),
-        ("recompute", 3, {"stages": 2}),
-    ],
-    indirect=["policy"],
-)
-def test_at_random(is_async: bool, seed: int, about: dict[str, Any], policy: str) -> None:
-    """Every row is there, whatever the policy, as no chunk is without."""
-    core = engine_that_offloads(**{"is_async": is_async, "num_blocks": 24, "max_num_seqs": 4, **about})
-    client = mix_that_reloads(core, seed)
-    assert client.missing() == 0
-    assert num_loaded(client) > 5
-    assert core.model_executor.worker.num_stored > (100 if "num_blocks" in about else 5)
-
-
-@pytest.mark.parametrize(
-    ("policy", "connectors"), [("recompute", (NAME, STORE)), ("missing", (STORE, NAME))], indirect=["policy"]
-)
-def test_at_random_beside_a_store(is_async: bool, connectors: tuple[str, str], policy: str) -> None:
-    """What comes from there has no rows, and keeps none."""
-    sizes: dict[str, Any] = {"answers": True, "is_async": is_async, "num_blocks": 18, "max_num_seqs": 4}
-    with store(policy) as kept:
-        client = mix_that_reloads(engine_that_offloads(20, connectors=connectors, **sizes), seed=0)
-        assert kept.num_loaded > 3
-    assert (client.missing() == 0) == (policy == "recompute")
-
-
-@pytest.mark.parametrize("broken", [(OffloadLoad, "apply"), (OffloadStore, "apply")], ids=["reload", "keep"])
-def test_without_it_rows_are_of_other_computations(monkeypatch: pytest.MonkeyPatch, broken: tuple[type, str]) -> None:
-    """That the tests here see it."""
-    monkeypatch.setattr(*broken, lambda *_: None)
-    monkeypatch.setattr(OffloadedRows, "_look_up", lambda rows, key, context: rows._lookup(key, context))
-    core = engine_that_offloads(is_async=False, num_blocks=24, max_num_seqs=4)
-    if broken[0] is OffloadStore:  # then there are none
-        assert mix_that_reloads(core, seed=1).missing() > 0
-        return
-    with pytest.raises(AssertionError, match="another computation"):
-        mix_that_reloads(core, seed=1)
-
-
-# ---- one at a time ----
 
 
 @pytest.mark.parametrize(("num_tokens", "drafts"), [(15, 0), (16, 0), (16, 3), (17, 0)])
@@ -120,7 +38,7 @@ def test_blocks_that_are_copied_out_as_another_gets_them(
     core = engine_that_offloads(answers=True, is_async=True, num_blocks=12, chunk=256, drafts=drafts)
     came_first: list[bool] = []
     apply = OffloadStore.apply
-    monkeypatch.setattr(OffloadStore, "apply", lambda *at: came_first.append(at[0].comes_first) or apply(*at))
+    monkeypatch.setattr(OffloadStore, "apply", lambda *at: came_first.append(at[0].runs_before_step) or apply(*at))
     client = Client(core)
     client.add("first", tokens(BLOCK + 1), max_tokens=num_tokens)
     client.steps(2)
@@ -253,8 +171,8 @@ def test_a_store_of_other_chunks_than_were_prepared(
     """No chunk has rows that are surely its own: also none of those that were kept before."""
     core = warm.engines[0]
     assert rows_of(core)._chunks
-    loads, jobs = core.capture._loads, []
-    build = loads.take_stores
+    loads, jobs = core.capture.external_kv, []
+    build = loads.pop_stores
 
     def changed(step: SchedulerOutput) -> Any:
         for job in step.kv_connector_metadata.store_jobs.values():
@@ -267,36 +185,9 @@ def test_a_store_of_other_chunks_than_were_prepared(
         return build(step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loads, "take_stores", changed)
+        patch.setattr(loads, "pop_stores", changed)
         warm.answer("stores", tokens(3 * BLOCK, seed=1))
     assert jobs
     core.empty_prefix_cache()
     warm.add("asks", PROMPT)  # is computed again
     warm.finish(forgets=True)
-
-
-# ---- beside another connector ----
-
-
-@pytest.mark.parametrize("connectors", [(PULL, NAME), (NAME, PULL)], ids=["pull first", "offload first"])
-@pytest.mark.parametrize("with_rows", [True, False], ids=["rows", "no rows"])
-def test_rows_are_of_the_connector_that_loads(is_async: bool, connectors: tuple[str, str], with_rows: bool) -> None:
-    ask = {"do_remote_decode": True, "do_remote_prefill": False} | ({PARAM: True} if with_rows else {})
-    with store(is_async=True):
-        prefill, decode = (Client(engine_that_offloads(connectors=connectors, is_async=is_async)) for _ in range(2))
-        decode.answer("own", PROMPT[: 3 * BLOCK], start=None)
-        decode.engines[0].empty_prefix_cache()
-        # Offloading has three blocks of it, another instance all.
-        params = prefill.answer("first", PROMPT, max_tokens=1, kv_transfer_params=ask).kv_transfer_params
-        pulls = decode.answer("pulls", PROMPT, kv_transfer_params=params)
-        loads_own = connectors[0] == NAME
-        loaded = 3 if loads_own else 0
-        assert num_loaded(decode) == loaded
-        lost = 0 if with_rows or loads_own else len(PROMPT) - 1
-        assert len(pulls.missing) == lost
-        # The next turn comes without another instance.
-        decode.engines[0].empty_prefix_cache()
-        decode.add("turn", [*pulls.sequence, 7, 8, 9])
-        decode.finish(missing=lost)
-        # Chunks of what was pulled without rows were kept so, and are no chunks for it.
-        assert num_loaded(decode) == loaded + (5 if lost == 0 else 3)

@@ -15,6 +15,7 @@ from routed_experts.capture.device_cache import DeviceCache
 from routed_experts.capture.engine.output_queue import OutputQueue
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.engine.v1 import OutputWithRows
+from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import prompt_output_id
 from routed_experts.capture.pending_rows import PendingRows
 from routed_experts.capture.pipeline import Pipeline
@@ -60,7 +61,10 @@ def test_our_classes_can_be_made() -> None:
 def test_tokens_of_others_come_with_8_mib_of_a_prompt_at_most() -> None:
     queue, message = OutputQueue(), EngineCoreOutputs(outputs=[EngineCoreOutput("other", [1])])
     rows = np.zeros((20 << 10, 8, 64), dtype=np.int16)  # 20 MiB
-    queue.send_prompt(0, "long", b"prompt", PendingRows(0, [rows], (8, 64), lambda *_: None))
+    cache = HostCache(num_blocks=1, block_size=1)
+    cache.write(np.zeros(1, dtype=np.int64), rows[:1])
+    pending = PendingRows(cache, 0, [rows], np.empty(0, dtype=np.int64), lambda *_: None)
+    queue.send_prompt(0, "long", b"prompt", pending)
     queue.fill({0: message})
     (part,) = (output for output in message.outputs if output.request_id == prompt_output_id("long"))
     assert part.routed_experts.rows.nbytes == 8 << 20

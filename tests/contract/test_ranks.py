@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -147,22 +148,28 @@ def test_a_microbatch_without_the_one_in_front(steps_before: int) -> None:
 
 # ---- two ranks ----
 
+ODD = torch.tensor([-0.0, -1.5, 0.25, torch.nan, 3e38, 1e-45, 0.0]).view(torch.int32)
+
 
 def join_as(rank: int, folder: str) -> None:
-    """[layers, tokens, K], of which each rank has routed a part; in the last layer nobody wrote the second token."""
+    """[planes, layers, tokens, K], ids alone and ids with weights' bits, of which each rank has routed a part; in the
+    last layer nobody wrote the second token."""
     layers, tokens, part = 3, 7, 4
-    routed = torch.arange(layers * tokens * TOP_K).reshape(layers, tokens, TOP_K).int()
-    routed[-1, 1] = -1
+    ids = torch.arange(layers * tokens * TOP_K).reshape(layers, tokens, TOP_K).int()
+    routed = torch.stack([ids, ODD[ids.long() % len(ODD)]])
+    routed[:, -1, 1] = -1
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     group = SimpleNamespace(device_group=torch.distributed.group.WORLD)
-    cache = torch.full((layers, tokens + 2, TOP_K), -1, dtype=torch.int32)
     own = slice(rank * part, min((rank + 1) * part, tokens))
-    cache[:, own] = routed[:, own]
-    cache[:, tokens:] = 50 + rank  # of an earlier step
-    with patch.object(stage, "get_tp_group", lambda: group):
-        stage.join_parts(cache[:, :tokens])
-    assert torch.equal(cache[:, :tokens], routed)
-    assert (cache[:, tokens:] == 50 + rank).all()
+    for count in (1, 2):
+        planes = torch.full((count, layers, tokens + 2, TOP_K), -1, dtype=torch.int32)
+        planes[:, :, own] = routed[:count, :, own]
+        planes[:, :, tokens:] = 50 + rank  # of an earlier step
+        cache: Any = SimpleNamespace(planes=planes, weights=planes[1] if count == 2 else None)
+        with patch.object(stage, "get_tp_group", lambda: group):
+            stage.join_cache(cache, tokens)
+        assert torch.equal(planes[:, :, :tokens], routed[:count])
+        assert (planes[:, :, tokens:] == 50 + rank).all()
 
 
 def test_each_rank_gets_what_the_other_has_routed(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from routed_experts.server.http.recording import FullError
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.streaming import StreamLimitError
 from routed_experts.server.outputs.array_store import ArrayGoneError, StoreError, UnknownArrayError
-from routed_experts.server.outputs.kv_handoff import HandoffError
+from routed_experts.server.outputs.prefill_param import PrefillRowsError
 from routed_experts.server.settings import SettingsError
 from tests.sources import MODULES, nodes
 
@@ -154,7 +154,7 @@ ANSWERED = {CodecError, FieldError}
 OTHERS = {
     *(CommandError, SelfTestError, SettingsError, UnsupportedConfig),  # the process ends with the sentence
     *(LostRowsError, StreamLimitError),  # the server's fault: an error event in a stream, 500 before its first byte
-    *(HandoffError, TransferParamsError),  # become a `VLLMValidationError` where they are caught
+    *(PrefillRowsError, TransferParamsError),  # become a `VLLMValidationError` where they are caught
     StoreError,  # 507, or arrays come inline; with a folder of the user's, the process ends
     *(UnknownArrayError, ArrayGoneError),  # 404 and 410
     FullError,  # a prompt is not recorded, and counted

@@ -1,15 +1,15 @@
-"""The support matrix: its tests exist, its pages are current, and it has every connector."""
+"""The support matrix: its tests exist, its page is current, and it has every connector."""
 
 import re
 
 import pytest
 
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
-from routed_experts.capture.engine.versions import RUN_ON_GPUS
-from tests.documentation import exists
+from routed_experts.capture.engine.versions import RUN_ON_GPUS, SUPPORTED_VLLM, UNTESTED_VLLM
+from tests.documentation import ROOT, exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
-from tests.gpu_runs import COLUMNS, EVIDENCE, FILE, MATRIX, evidence, passed, read, rendered, status, support
+from tests.gpu_runs import COLUMNS, FILE, MATRIX, passed, read, rendered, status, support
 
 pytestmark = pytest.mark.release
 
@@ -19,11 +19,11 @@ SHAPE_NAMES = {shape.name for shape in (*SHAPES, *SIXTEEN_BIT)}
 
 def test_tests_that_are_named_exist() -> None:
     """On CUDA, a test has to exist at the commit of its run only."""
-    named = [test for feature in TABLE["feature"] if isinstance(feature.get("cpu"), list) for test in feature["cpu"]]
+    cells = [feature.get(column) for feature in TABLE["feature"] for column in ("cpu", "weights")]
+    named = [test for cell in cells if isinstance(cell, list) for test in cell]
     named += [test for other in TABLE["refused"] for test in other["tests"]]
-    parameters = {test: test.partition("[")[2].removesuffix("]") for test in named}
     assert [test for test in named if not exists(test)] == []
-    assert {parameter for parameter in parameters.values() if parameter} <= SHAPE_NAMES
+    assert {test.partition("[")[2].removesuffix("]") for test in named} - {""} <= SHAPE_NAMES
 
 
 def test_every_cell_has_tests_or_a_reason() -> None:
@@ -37,11 +37,12 @@ def test_every_cell_has_tests_or_a_reason() -> None:
 
 
 def test_the_pages_are_current() -> None:
-    page, runs = MATRIX.read_text(encoding="utf-8"), RUNS[RUN_ON_GPUS[-1]]
-    assert rendered(page, TABLE, runs) == page, "run `python -m tests.gpu_runs`"
-    assert evidence(TABLE, runs) == EVIDENCE.read_text(encoding="utf-8"), "run `python -m tests.gpu_runs`"
+    page = MATRIX.read_text(encoding="utf-8")
+    assert rendered(page, TABLE, RUNS[RUN_ON_GPUS[-1]]) == page, "run `python -m tests.gpu_runs`"
     _, _, connectors = page.partition("\n## KV connectors\n")
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
+    versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| (\d\S+) \|", versions, re.MULTILINE) == [*SUPPORTED_VLLM, *UNTESTED_VLLM]
 
 
 @pytest.mark.parametrize("version", RUN_ON_GPUS)

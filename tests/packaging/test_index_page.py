@@ -19,9 +19,8 @@ URL = "https://example.org/them/routed-experts"
 TAG = f"v{PROJECT['version']}"
 
 
-@pytest.fixture(scope="module")
-def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
-    folder = tmp_path_factory.mktemp("index page")
+def metadata(folder: Path) -> Message:
+    """Of a wheel that is built after `index_page.py` has run."""
     sources = copy_sources(folder / "sources", "README.md")
     run([sys.executable, str(ROOT / "index_page.py"), str(sources), f"{URL}/"])
     offline = ("--no-deps", "--no-build-isolation", "--no-index")
@@ -32,9 +31,10 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
-def test_links_lead_into_the_repository(metadata: Message) -> None:
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    page = metadata.get_payload()
+def test_links_lead_into_the_repository(tmp_path: Path) -> None:
+    of_wheel = metadata(tmp_path)
+    assert of_wheel["Description-Content-Type"] == "text/markdown"
+    page = of_wheel.get_payload()
     assert isinstance(page, str)
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", page)
     before = re.findall(r"\]\(([^)\s]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
@@ -46,10 +46,7 @@ def test_links_lead_into_the_repository(metadata: Message) -> None:
         assert link == f"{URL}/{'raw' if is_image else 'blob'}/{TAG}/{original}"
         assert (ROOT / original.partition("#")[0]).exists()
     assert [link for is_image, link in links if is_image], "the picture"
-
-
-def test_addresses(metadata: Message) -> None:
-    addresses = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    addresses = dict(line.split(", ") for line in of_wheel.get_all("Project-URL"))
     assert addresses.keys() == {"Homepage", "Documentation", "Issues", "Changelog"}
     assert all(address.startswith(URL) for address in addresses.values())
 

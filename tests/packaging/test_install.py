@@ -10,13 +10,12 @@ from typing import Any
 from urllib.request import ProxyHandler, build_opener
 
 import pytest
-from packaging.utils import canonicalize_name
 
+from routed_experts.protocol.codec import decode
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import answers_of, serving
-from tests.packaging.conftest import PIP, ROOT, BesideVllm, Environment, run
-from tests.packaging.test_dependencies import EXTRAS, PROJECT, declared
-from tests.packaging.tiny_wheels import LIBRARIES, write_wheel, write_wheels
+from tests.packaging.conftest import ROOT, BesideVllm, Environment, run
+from tests.packaging.test_dependencies import PROJECT
 from tests.sources import MODULES
 
 pytestmark = pytest.mark.release
@@ -41,11 +40,7 @@ def users_folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("project")
     for name in FOLDERS:
         (root / name).mkdir()
-        (root / name / "__init__.py").write_text(
-            "import os\n"
-            "if not os.environ.get('THE_USER_IMPORTS'):\n"
-            f"    raise ImportError('the {name} of the user was taken for ours')\n"
-        )
+        (root / name / "__init__.py").write_text(f"raise ImportError('the {name} of the user was taken for ours')\n")
     return root
 
 
@@ -67,22 +62,6 @@ def test_the_metadata_is_the_projects(wheel_environment: Environment) -> None:
     description = wheel_environment.python_says(code)
     assert "pip install" in description
     assert not re.findall(r"\]\((?!https://)|<img", description)
-
-
-def test_folders_of_the_users_change_nothing(users_folders: Path, wheel_environment: Environment) -> None:
-    environment, theirs = wheel_environment, {"PYTHONPATH": str(users_folders)}
-    where = (
-        "import routed_experts.protocol.codec\n"
-        "from importlib.util import find_spec\n"
-        "names = ['server.cli', 'capture.host_cache', 'protocol.codec']\n"
-        "print([find_spec('routed_experts.' + name).origin for name in names])\n"
-    )
-    assert environment.python_says(where, **theirs) == environment.python_says(where)
-    command = environment.run("routed-experts", "--help", cwd=users_folders, **theirs)
-    assert command.returncode == 0, command.stderr
-    for name in FOLDERS:
-        file = environment.python_says(f"import {name}; print({name}.__file__)", THE_USER_IMPORTS="1", **theirs)
-        assert Path(file).parent == users_folders / name
 
 
 @pytest.mark.e2e
@@ -130,12 +109,10 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
     file.write_text(json.dumps(ANSWER))
     info = tmp_path / "info.json"
     info.write_text('{"layer_ids": [0, 2], "num_experts": 9}')
-    for name in ("out.csv", "out.npz", "out.jsonl", "out.parquet"):
+    for name, exit_status in (("out.npz", 0), ("out.csv", 2), ("out.parquet", 2)):  # which need pyarrow
         words = f"export {info} {file} -o {tmp_path}/{name}".split()
         done = wheel_environment.run("routed-experts", *words)
-        assert (done.returncode, "pyarrow" in done.stderr) == (
-            (2, True) if name.endswith(("csv", "parquet")) else (0, False)
-        ), name
+        assert (done.returncode, "pyarrow" in done.stderr) == (exit_status, exit_status == 2), name
     (choice,) = ANSWER["choices"]
     tokens = tmp_path / "tokens.json"
     tokens.write_text(json.dumps({**ANSWER, "choices": [choice | {"prompt_token_ids": [5], "token_ids": [6, 7]}]}))
@@ -148,8 +125,8 @@ def test_commands_for_saved_answers_need_numpy_only(wheel_environment: Environme
             assert view.stdout is not None
             (url,) = re.findall(r"http://\S+", view.stdout.readline())
             with build_opener(ProxyHandler({})).open(f"{url}/saved/0", timeout=120) as response:
-                shown = json.loads(response.read())
-            assert {**shown, **ANSWER} == shown
+                (rows,) = (json.loads(line)["rows"] for line in response.read().splitlines())
+            assert decode(rows).tolist() == [[[1, 2, 3], [4, 5, 6]], [[6, 5, 4], [3, 2, 1]]]
         finally:
             view.kill()
 
@@ -190,15 +167,3 @@ def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -
     said = run([sys.executable, "-m", "mypy", *python, *options, str(client)])
     assert "ndarray" in said
     assert 'Revealed type is "str"' in said
-
-
-@pytest.mark.parametrize("extra", ["cpu", "cuda"])
-def test_an_extra_of_the_wheel_installs_what_it_declares(extra: str, wheel: Path, tmp_path: Path) -> None:
-    """As pip resolves it, on an index of tiny packages, which require nothing themselves."""
-    write_wheels(tmp_path, ["requirements-cpu.txt"])
-    write_wheel(tmp_path, "vllm", "0.32.0")
-    options = ("--dry-run", "--ignore-installed", "--no-index", f"--find-links={tmp_path}", "--quiet", "--report=-")
-    report = json.loads(run([*PIP, "install", *options, f"{wheel}[{extra}]"]))
-    names = {canonicalize_name(package["metadata"]["name"]) for package in report["install"]}
-    wanted = declared([*PROJECT["dependencies"], *EXTRAS[extra]])
-    assert names - set(LIBRARIES) == {PROJECT["name"], *wanted}

@@ -171,5 +171,5 @@ def test_rows_that_only_the_record_needs_come_at_the_end(tmp_path: Path) -> None
         assert request.sampling_params is not None
         asked = OptIn.decode((request.sampling_params.extra_args or {})[OPT_IN_ARG])
         assert asked is not None
-        assert (asked.prompt_start, asked.best_effort, asked.at_end) == (0, True, stop is None)
+        assert (asked.prompt_start, asked.allow_missing, asked.final_only) == (0, True, stop is None)
     recorder.close()

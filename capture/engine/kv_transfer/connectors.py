@@ -37,13 +37,22 @@ class Connector:
     # Default of `kv_lease_duration`, in seconds; None if unknown. After the lease the blocks go to other requests, and
     # a later pull silently reads their KV.
     lease_s: float | None = None
+    pull_fields: tuple[str, ...] = ()  # what `do_remote_prefill` needs in `kv_transfer_params`
 
+
+_NIXL_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_NIXL_PULL = Connector(
+    Kind.TRANSFER, writes_behind_hit=True, lease_s=30, pull_fields=(*_NIXL_FIELDS, "remote_block_ids")
+)
+_NIXL_PUSH = Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30, pull_fields=(*_NIXL_FIELDS, "tp_size"))
+_MOONCAKE_FIELDS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 
 CONNECTORS: dict[str, Connector] = {
-    "NixlConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30),
-    "NixlPullConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30),
-    "NixlPushConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, lease_s=30),
-    "MooncakeConnector": Connector(Kind.TRANSFER, writes_behind_hit=True),
+    "NixlConnector": _NIXL_PULL,
+    "NixlPullConnector": _NIXL_PULL,
+    "NixlPushConnector": _NIXL_PUSH,
+    "MooncakeConnector": Connector(Kind.TRANSFER, writes_behind_hit=True, pull_fields=_MOONCAKE_FIELDS),
+    # The fields that a pull needs depend on its mode and on the request id, which may contain the address.
     "MoRIIOConnector": Connector(Kind.TRANSFER, writes_behind_hit=False),
     "OffloadingConnector": Connector(Kind.STORE, writes_behind_hit=True),
     "SimpleCPUOffloadConnector": Connector(Kind.STORE, writes_behind_hit=True),

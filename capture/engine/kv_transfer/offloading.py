@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.row_store import RowStore
 
-Forgot = Callable[[str, int], None]
+OnUnexpected = Callable[[str, int], None]
 """Called with an unexpected action of a connector, and the number of rows that are unknown because of it."""
 
 
@@ -34,7 +34,7 @@ class OffloadStore:
     store: RowStore
     slots: NDArray[np.int64]  # [n x tokens of a chunk], of the KV cache
     chunks: NDArray[np.int64]  # [n], where they go
-    comes_first: bool  # whether the KV is copied before the step runs, because the step reuses its blocks
+    runs_before_step: bool  # whether the KV is copied before the step runs, because the step reuses its blocks
 
     def apply(self, cache: HostCache) -> None:
         self.store.keep(cache, self.slots, self.chunks)
@@ -50,16 +50,17 @@ class OffloadLoad:
     cause: Cause  # why they were not kept
     ends_late = False  # no step writes into these slots before the load has ended
 
-    def are_known(self) -> NDArray[np.bool_]:
-        """[n], True for slots whose rows are known."""
-        return self.store.have_rows(self.places)
-
-    def lack_weights(self) -> NDArray[np.bool_]:
-        """[n], True for slots whose rows are known, but not their weights."""
-        return self.store.lack_weights(self.places)
+    def are_known(self, with_weights: bool = False) -> NDArray[np.bool_]:
+        """[n], True for slots whose rows are known, with their weights."""
+        return self.store.have_rows(self.places, with_weights)
 
     def apply(self, cache: HostCache) -> None:
         self.store.fill(cache, self.slots, self.places, self.cause)
+
+
+def keeps_rows(connector: Any) -> bool:
+    """Not with other connectors, nor with tiers or a third-party manager, whose chunks may come from elsewhere."""
+    return type(connector) is OffloadingConnector and type(connector.scheduler.manager) is CPUOffloadingManager
 
 
 class OffloadedRows:
@@ -78,23 +79,24 @@ class OffloadedRows:
         scheduler: OffloadingConnectorScheduler,
         kv_group: int,
         block_size: int,
-        needs_rows: Callable[[str, int], bool],  # whether a request still needs rows before a position
-        needs_weights: Callable[[str], bool] | None,  # and their weights; None if rows have none
+        has_weights: bool,
+        first_needed: Callable[[str], int],  # position of the first row that a request cannot do without
+        needs_weights: Callable[[str], bool],  # whether it needs their weights too
         cause: Cause,  # why a request that needs rows may be given KV without
-        forgot: Forgot,  # for unexpected behaviour: rows become unknown, which is always correct
+        on_unexpected: OnUnexpected,  # rows become unknown then, which is always correct
     ) -> None:
         manager = scheduler.manager
         assert isinstance(manager, CPUOffloadingManager)
         self._kv_group = kv_group
         self._block_size = block_size
-        self._needs_rows = needs_rows
+        self._first_needed = first_needed
         self._needs_weights = needs_weights
         self._cause = cause
-        self._forgot = forgot
+        self._on_unexpected = on_unexpected
         groups = [group.group_idx for group in scheduler.config.kv_group_configs]
         self._group_index = groups.index(kv_group)
         chunk_tokens = block_size * scheduler.config.blocks_per_chunk
-        self.store = RowStore(manager._num_chunks, chunk_tokens, has_weights=needs_weights is not None)
+        self.store = RowStore(manager._num_chunks, chunk_tokens, has_weights)
         self._chunks: dict[OffloadKey, int] = {}  # whose rows are in the store, or will be
         self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []  # prepared for the step being scheduled
         self._loaded: tuple[str, list[OffloadKey]] = "", []  # request and keys of the load that was prepared last
@@ -103,40 +105,23 @@ class OffloadedRows:
         self._prepare_store, manager.prepare_store = manager.prepare_store, self._store
         self._reset_cache, manager.reset_cache = manager.reset_cache, self._reset
 
-    @classmethod
-    def of(
-        cls,
-        connector: Any,
-        kv_group: int,
-        block_size: int,
-        needs_rows: Callable[[str, int], bool],
-        needs_weights: Callable[[str], bool] | None,
-        cause: Cause,
-        forgot: Forgot,
-    ) -> "OffloadedRows | None":
-        """None for other connectors, and for this one with tiers or a third-party manager, whose chunks may come from
-        elsewhere."""
-        if type(connector) is not OffloadingConnector or type(connector.scheduler.manager) is not CPUOffloadingManager:
-            return None
-        return cls(connector.scheduler, kv_group, block_size, needs_rows, needs_weights, cause, forgot)
-
-    def take_loaded(self, request_id: str, slots: NDArray[np.int64], first: int) -> OffloadLoad:
+    def pop_load(self, request_id: str, slots: NDArray[np.int64], first: int) -> OffloadLoad:
         """The load that was prepared last, into `slots` ([n]) of the positions from `first` on."""
         (prepared_for, keys), self._loaded = self._loaded, ("", [])
         size, positions = self.store.chunk_tokens, np.arange(first, first + len(slots))
         chunks = np.array([self._chunks.get(key, -1) for key in keys], dtype=np.int64)
         index = positions // size - first // size
         if prepared_for != request_id or index[-1] + 1 != len(chunks):
-            self._forgot("loads other KV than it prepared", len(slots))
+            self._on_unexpected("loads other KV than it prepared", len(slots))
             return OffloadLoad(self.store, slots, np.full(len(slots), -1), Cause.FAULT)
         chunk = chunks[index]
         places = np.where(chunk >= 0, chunk * size + positions % size, -1)
         return OffloadLoad(self.store, slots, places, self._cause)
 
-    def take_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
+    def pop_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
         """The stores of a scheduled step."""
         keys_of = {id(spec): keys for spec, keys in self._stores}
-        keeps = []
+        stores = []
         for job_id, job in metadata.store_jobs.items():
             keys = keys_of.get(id(job.dst_spec), [])
             places = job.dst_spec.chunk_ids.tolist() if isinstance(job.dst_spec, CPULoadStoreSpec) else []
@@ -147,15 +132,15 @@ class OffloadedRows:
             chunks = np.array(list(kept.values()), dtype=np.int64)
             if not len(keys) == len(places) > 0 or len(slots) != len(chunks) * self.store.chunk_tokens:
                 # It may overwrite any chunk, so the rows of all chunks become unknown.
-                self._forgot("stores other KV than it prepared", len(self._chunks) * self.store.chunk_tokens)
+                self._on_unexpected("stores other KV than it prepared", len(self._chunks) * self.store.chunk_tokens)
                 self._chunks.clear()
                 continue
             if not kept:
                 continue
             self._chunks |= kept
-            keeps.append(OffloadStore(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ())))
+            stores.append(OffloadStore(self.store, slots, chunks, job_id in (metadata.jobs_to_flush or ())))
         self._stores = []
-        return keeps
+        return stores
 
     def _is_ours(self, key: OffloadKey) -> bool:
         """Whether a chunk is of the KV cache group by whose slots rows are stored."""
@@ -168,10 +153,10 @@ class OffloadedRows:
         if result is not LookupResult.HIT or not self._is_ours(key):
             return result
         end = context.get_offload_key_position(key)
-        if end is not None and not self._needs_rows(context.req_id, end):
+        if end is not None and end <= self._first_needed(context.req_id):
             return result
-        chunk, weights = self._chunks.get(key), self._needs_weights is not None and self._needs_weights(context.req_id)
-        return result if chunk is not None and self.store.is_whole(chunk, weights) else LookupResult.MISS
+        is_complete = self.store.is_complete(self._chunks.get(key, -1), self._needs_weights(context.req_id))
+        return result if is_complete else LookupResult.MISS
 
     def _load(self, keys: Collection[OffloadKey], context: ReqContext) -> LoadStoreSpec:
         self._loaded = context.req_id, [key for key in keys if self._is_ours(key)]

@@ -15,24 +15,25 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import Request, RequestStatus
 
-from routed_experts.capture import handoff
+from routed_experts.capture import prefill_rows
 from routed_experts.capture.engine.kv_transfer import transfer_params
-from routed_experts.capture.engine.kv_transfer.remote_prefill import RemotePrefillRows
+from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.codec import UNKNOWN
 from tests.contract.engine import BLOCK, Client, K, L, Received, engine, tokens
-from tests.contract.loads import LEASE_S, NAME, PULL, Clock, Store, engine_with_store, store
+from tests.contract.loads import NAME, PULL, Clock, Store, engine_with_store, store
 
 NUM_SEQS = 2
-REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, handoff.PARAM: True}
+REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
 PROMPT = tokens(100)
 
 
 def changed(params: dict[str, Any], **about: Any) -> dict[str, Any]:
     """`params` with other rows."""
-    return {**params, handoff.PARAM: {**params[handoff.PARAM], **about}}
+    return {**params, PARAM: {**params[PARAM], **about}}
 
 
 class Pair:
@@ -87,48 +88,15 @@ def test_every_row_is_there(is_async: bool) -> None:
         pair = Pair(kept, is_async=is_async)
         for index, length in enumerate((1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 170)):
             params = pair.export_rows(prompt := tokens(length, seed=length))
-            assert params[handoff.PARAM]["shape"] == [length, L, K]
+            assert params[PARAM]["shape"] == [length, L, K]
             assert pair.missing(prompt, params, max_tokens=9) == []
             assert kept.num_loaded == index + 1
         pair.decode.finish()
 
 
-@pytest.mark.parametrize(
-    ("start", "own", "others"),
-    [(0, BLOCK, 0), (0, 4 * BLOCK, 0), (0, 100, 0), (0, 0, 70), (1, 0, 0), (50, 0, 0), (99, 0, 0), (100, 0, 0)],
-)
-def test_starts_and_prefixes_that_an_instance_has(pair: Pair, start: int, own: int, others: int) -> None:
-    for client, length in ((pair.decode, own), (pair.prefill, others)):
-        if length:
-            client.answer("before", PROMPT[:length])
-    assert pair.missing(PROMPT, pair.export_rows(PROMPT, start), start) == []
-
-
-@pytest.mark.parametrize("start", [0, None])
-def test_later_turns_hit_what_was_pulled(pair: Pair, start: int | None) -> None:
-    """Also where who pulled it did not ask for rows."""
-    first = pair.add(PROMPT, pair.export_rows(PROMPT), start, max_tokens=30)
-    pair.decode.run()
-    turn = [*first.sequence, *tokens(20, seed=1)]
-    assert (pair.missing(turn, None), pair.kept.num_loaded) == ([], 1)
-    assert pair.legs(turn) == first.missing == []
-
-
-def test_a_prefill_leg_that_did_not_ask_for_rows(pair: Pair) -> None:
-    """What was pulled has no rows then; a later request pulls again."""
-    params = pair.export_rows(PROMPT, start=None)
-    assert handoff.PARAM not in params
-    assert pair.missing(PROMPT, params) == list(range(99))
-    pair.prefill.steps(3)  # learns that its blocks were pulled
-    pair.prefill.engines[0].empty_prefix_cache()
-    again, direct = pair.add(PROMPT, pair.export_rows(PROMPT)), pair.add(PROMPT, None)
-    pair.decode.finish(missing=99)
-    assert again.missing == direct.missing == []
-
-
 def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(pair: Pair) -> None:
     params = pair.export_rows(PROMPT)
-    rows = np.frombuffer(params[handoff.PARAM]["data"], dtype=np.int16).reshape(100, L, K).copy()
+    rows = np.frombuffer(params[PARAM]["data"], dtype=np.int16).reshape(100, L, K).copy()
     rows[5] = UNKNOWN
     assert pair.missing(PROMPT, changed(params, data=rows.tobytes())) == [5]
     assert pair.missing(PROMPT, None) == []
@@ -136,58 +104,31 @@ def test_a_row_that_the_prefill_instance_did_not_know_is_computed_for_the_next(p
 
 def test_rows_that_nobody_asked_for_are_not_handed_over(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that do not say that they want them may make JSON of what they get."""
-    ask = {key: value for key, value in REMOTE.items() if key != handoff.PARAM}
-    assert handoff.PARAM not in pair.export_rows(tokens(20), ask=ask)
+    ask = {key: value for key, value in REMOTE.items() if key != PARAM}
+    assert PARAM not in pair.export_rows(tokens(20), ask=ask)
     assert not pair.prefill.engines[0].capture.prefill_rows._to_export
-    monkeypatch.setattr(pair.prefill.engines[0].capture.prefill_rows, "pulls", None)  # and nobody knows for how long
-    assert handoff.PARAM not in pair.export_rows(PROMPT)
-
-
-ALONE = {**REMOTE, handoff.PARAM: handoff.ALONE}
-
-
-@pytest.mark.parametrize("length", [1, 100])
-def test_rows_that_go_with_their_kv_alone(is_async: bool, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine sends none of them, but those of a request that goes on, or of one whose rows are too large."""
-    prompt = tokens(length)
-    with store() as kept:
-        pair = Pair(kept, is_async=is_async)
-        params = pair.export_rows(prompt, ask=ALONE)
-        assert params[handoff.PARAM]["shape"] == [length, L, K]
-        assert pair.missing(prompt, params) == []
-        goes_on = pair.prefill.answer("goes on", tokens(length, seed=1), 0, max_tokens=2, kv_transfer_params=ALONE)
-        assert handoff.PARAM in (goes_on.kv_transfer_params or {})
-        with monkeypatch.context() as patch:
-            patch.setattr(handoff, "MAX_BYTES", L * K - 1)
-            assert handoff.PARAM not in pair.export_rows(tokens(length, seed=2), ask=ALONE)
-        capture = pair.prefill.engines[0].capture
-        assert (len(capture.prefill_rows._to_export), len(capture.output_queue)) == (0, 0)
-        assert not pair.prefill.missing()
-        pair.decode.finish()
+    monkeypatch.setattr(
+        pair.prefill.engines[0].capture.prefill_rows.pulls, "lease_s", None
+    )  # nobody knows for how long
+    assert PARAM not in pair.export_rows(PROMPT)
 
 
 def test_rows_that_are_too_large_are_missing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "MAX_BYTES", 50 * L * K * 2)
+    monkeypatch.setattr(prefill_rows, "MAX_BYTES", 50 * L * K * 2)
     params = pair.export_rows(PROMPT[:51])
-    assert handoff.PARAM not in params
+    assert PARAM not in params
     assert pair.missing(PROMPT[:51], params) == list(range(50))
-    assert handoff.PARAM in pair.export_rows(PROMPT[:50])
+    assert PARAM in pair.export_rows(PROMPT[:50])
 
 
 def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
     params = pair.export_rows(PROMPT)
-    poisoned = changed(params, data=bytes(len(params[handoff.PARAM]["data"]))) | {"do_remote_prefill": False}
-    for given in ({handoff.PARAM: poisoned[handoff.PARAM]}, poisoned):  # the second hits what the first has computed
+    poisoned = changed(params, data=bytes(len(params[PARAM]["data"]))) | {"do_remote_prefill": False}
+    for given in (
+        {PARAM: poisoned[PARAM]},
+        poisoned,
+    ):  # the second hits what the first has computed
         assert pair.missing(PROMPT, given) == []
-
-
-@pytest.mark.parametrize("fails_as", ["blocks", "request"])
-def test_a_prefill_instance_that_died(pair: Pair, fails_as: str) -> None:
-    """The decode instance computes what did not come, and has rows of that."""
-    pair.kept.fails, pair.kept.fails_as = 0.7, fails_as
-    for turn in range(6):
-        assert pair.legs(tokens(100, seed=turn)) == []
-    assert pair.kept.num_failed > 1
 
 
 # ---- leases ----
@@ -196,7 +137,7 @@ def test_a_prefill_instance_that_died(pair: Pair, fails_as: str) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What leases go by, also in the instance that keeps the KV."""
-    monkeypatch.setattr("routed_experts.capture.engine.kv_transfer.remote_prefill.time", clock := Clock())
+    monkeypatch.setattr("routed_experts.capture.engine.kv_transfer.pulls.time", clock := Clock())
     return clock
 
 
@@ -208,7 +149,9 @@ def leased(request: pytest.FixtureRequest, clock: Clock) -> Iterator[Pair]:
         made.decode.finish(but=[name for name, each in made.decode.received.items() if each.finish is None])
 
 
-@pytest.mark.parametrize(("seconds", "waits", "num_loaded"), [(9, False, 1), (10.1, False, 0), (5.1, True, 0)])
+@pytest.mark.parametrize(
+    ("seconds", "waits", "num_loaded"), [(26, False, 1), (28, False, 0), (26, True, 1), (28, True, 0)]
+)
 def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits: bool, num_loaded: int) -> None:
     """Or that `waits` while there are no steps, as during a pause: there are no heartbeats either."""
     params = leased.export_rows(PROMPT)
@@ -219,46 +162,23 @@ def test_a_leg_that_comes_late(leased: Pair, clock: Clock, seconds: float, waits
     assert leased.kept.num_loaded == num_loaded
 
 
-def test_a_leg_that_waits_while_others_have_steps(leased: Pair, clock: Clock) -> None:
-    """Every one of them may send a heartbeat, so that it can be long. What was before it came does not count."""
-    clock.passed = 100
-    params = leased.export_rows(PROMPT)
-    for seed in range(NUM_SEQS):
-        leased.add(tokens(40, seed=10 + seed), None, max_tokens=60)
-    leased.decode.steps(3)
-    leased.add(PROMPT, params)
-    for _ in range(40):
-        clock.passed += 4
-        leased.decode.step()
-        assert leased.kept.num_loaded == 0
-    leased.decode.finish()
-    assert leased.kept.num_loaded == 1
-
-
-def test_a_second_leg_with_the_same_kv(leased: Pair) -> None:
-    """The first one's pull, or its end, gives it up: a proxy that tries again has to begin with the prefill leg."""
-    params = leased.export_rows(PROMPT)
-    leased.decode.abort(leased.add(tokens(100, seed=1), params).request_id)
-    assert leased.missing(PROMPT, params) == []
-    assert leased.kept.num_loaded == 0  # what would be pulled is another request's
-
-
 def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     """Whatever a client says, so that nothing is kept for longer than KV is."""
-    handed = RemotePrefillRows(lease_s=30)
-    rows = handoff.HandedRows(np.zeros((1, L, K), dtype=np.uint8), has_weights=False)
+    pulls = Pulls(lease_s=30)
 
     def comes(name: str, source: int, seconds: float) -> bool:
         request = cast(Request, SimpleNamespace(request_id=name))
-        return handed.add(request, rows, ("engine", source), clock.time() + seconds, is_first=True)
+        rows = prefill_rows.PrefillRows(np.zeros((1, L, K), dtype=np.uint8), False, clock.time() + seconds)
+        return pulls.add(request, rows, ("engine", source), is_first=True)
 
-    assert comes("far", 0, 1e9)
+    assert not comes("too far", 0, 1e9)
+    assert comes("far", 0, 30)
     assert comes("near", 1, 10)
     clock.passed = 9
-    assert not comes("far again", 0, 1e9)
+    assert not comes("far again", 0, 30)
     assert not comes("near again", 1, 1)
     clock.passed = 31
-    assert comes("far after a lease", 0, 1e9)
+    assert comes("far after a lease", 0, 30)
     assert comes("near after a lease", 1, 10)
 
 
@@ -273,7 +193,7 @@ def test_a_pull_that_outlives_the_lease(failures: str, start: int | None, second
         first = pair.add(PROMPT, pair.export_rows(PROMPT), start)
         while not pair.core.model_executor.underway:
             pair.decode.step()
-        clock.passed = LEASE_S + seconds
+        clock.passed = 27 + seconds
         for seed in range(20 if seconds > 0 else 0):
             pair.prefill.add(f"other {seed}", tokens(100, seed=20 + seed), max_tokens=1)
         pair.prefill.run()
@@ -303,7 +223,7 @@ def test_an_aborted_prefill_hands_no_rows_over(pair: Pair) -> None:
     pair.prefill.abort("aborted")
     _, params = offered[-1]
     assert params["do_remote_prefill"]
-    assert handoff.PARAM not in params
+    assert PARAM not in params
 
 
 def test_choices_of_a_prompt_pull_it_once(pair: Pair) -> None:
@@ -325,30 +245,6 @@ def test_choices_in_several_engines(pair: Pair) -> None:
     assert pair.kept.num_loaded == 1
 
 
-def test_an_abort_around_a_pull(is_async: bool) -> None:
-    with store() as kept:
-        pair = Pair(kept, is_async=is_async)
-        for steps in range(5):
-            prompt = tokens(100, seed=steps)
-            gone = pair.add(prompt, pair.export_rows(prompt), max_tokens=30)
-            pair.decode.steps(steps)
-            pair.decode.abort(gone.request_id)
-            for other in (prompt, tokens(100, seed=10 + steps)):
-                pair.add(other, None)
-            pair.decode.finish(but=gone.request_id)
-
-
-def test_few_blocks(pair: Pair) -> None:
-    """Requests that are preempted compute their prompt again; what was sent by then stays."""
-    both = Pair(pair.kept, is_async=False, num_blocks=16)
-    for seed in range(4):
-        prompt = tokens(50, seed)
-        both.add(prompt, both.export_rows(prompt), max_tokens=60)
-    requests = list(both.core.scheduler.requests.values())
-    both.decode.finish()
-    assert any(request.num_preemptions for request in requests)
-
-
 # ---- what is in kv_transfer_params ----
 
 
@@ -356,13 +252,13 @@ def encode(rows: np.ndarray) -> dict[str, Any] | None:
     def read(first: int, out: np.ndarray) -> None:
         out[:] = rows[first : first + len(out)]
 
-    return handoff.encode(read, len(rows), rows.shape[1:], until=1.5)
+    return prefill_rows.encode(read, len(rows), rows.shape[1:], until=1.5)
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 256, 257, 1000])
 def test_rows_come_back(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever the one is that takes more than a byte."""
-    monkeypatch.setattr(handoff, "_PIECE_BYTES", 256 * 48 * 8)
+    monkeypatch.setattr(prefill_rows, "_PIECE_BYTES", 256 * 48 * 8)
     ids = np.random.default_rng(num_rows).integers(0, 256, (num_rows, 48, 8), dtype=np.int16)
     for other, at in product((0, 255, 256, 32767, -1), {0, num_rows // 2, num_rows - 1}):
         rows = ids.copy()
@@ -371,16 +267,16 @@ def test_rows_come_back(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert handed is not None
         is_narrow = not num_rows or other in (0, 255)
         assert (handed["dtype"], handed["shape"]) == ("uint8" if is_narrow else "int16", [num_rows, 48, 8])
-        decoded, until = handoff.decode(handed)
-        assert np.array_equal(decoded, rows)
-        assert until == 1.5
+        decoded = prefill_rows.decode(handed)
+        assert np.array_equal(decoded.rows, rows)
+        assert decoded.until == 1.5
 
 
 def test_too_many_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "MAX_BYTES", 100 * 48 * 8)
+    monkeypatch.setattr(prefill_rows, "MAX_BYTES", 100 * 48 * 8)
     narrow, wide = np.zeros((100, 48, 8), np.int16), np.full((100, 48, 8), 300, np.int16)
     assert [encode(rows) is not None for rows in (narrow, wide, wide[:50])] == [True, False, True]
-    assert handoff.encode(lambda first, out: pytest.fail("read"), 101, (48, 8), 0) is None
+    assert prefill_rows.encode(lambda first, out: pytest.fail("read"), 101, (48, 8), 0) is None
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -390,9 +286,9 @@ def test_what_came_is_written_and_nothing_else(num_rows: int, dtype: type[np.int
     dice = np.random.default_rng(num_rows)
     blocks, rows = dice.permutation(70)[:63], dice.integers(0, 256, (num_rows, 3, 2)).astype(dtype)
     slots = (blocks[:, np.newaxis] * 16 + np.arange(16)).reshape(-1)
-    cache = HostCache(num_blocks=70, block_size=16, num_layers=3, top_k=2)
+    cache = HostCache(num_blocks=70, block_size=16)
     cache.write(np.arange(70 * 16), np.full((70 * 16, 3, 2), 7, np.int16))
-    KVLoad(slots, rows, Cause.KV_TRANSFER).apply(cache)
+    KVLoad(slots, prefill_rows.PrefillRows(rows, False, 0), Cause.KV_TRANSFER).apply(cache)
     read, untouched = np.empty((63 * 16, 3, 2), np.int16), np.empty((7 * 16, 3, 2), np.int16)
     cache.read(blocks, 0, read)
     cache.read(np.setdiff1d(np.arange(70), blocks), 0, untouched)
@@ -411,10 +307,10 @@ WRONG: dict[str, list[Any]] = {
 
 
 def test_the_engine_takes_nothing_else() -> None:
-    assert handoff.decode(GOOD) is not None
+    assert prefill_rows.decode(GOOD) is not None
     wrong = [{**GOOD, key: value} for key, values in WRONG.items() for value in values]
     wrong += [None, [], {}, {key: value for key, value in GOOD.items() if key != "until"}]
-    assert [each for each in wrong if handoff.decode(each) is not None] == []
+    assert [each for each in wrong if prefill_rows.decode(each) is not None] == []
 
 
 # ---- what programs can put there ----
@@ -446,9 +342,8 @@ VALUES = [
     [[]],
     {"a": []},
     "text",
-    Text("alone"),
+    Text("text"),
     b"bytes",
-    handoff.ALONE,
     -1,
     1.5,
     float("nan"),
@@ -463,10 +358,10 @@ def hostile_params(value: Any) -> list[Any]:
     good = {**GOOD, "shape": [1, 1, 6]}
     beside = ("remote_engine_id", "remote_request_id", "remote_block_ids", "remote_num_tokens", "do_remote_prefill")
     pull = {"do_remote_prefill": True, "remote_request_id": "r", "remote_engine_id": "e"}
-    bodies = [value, {handoff.PARAM: value}, {**pull, handoff.PARAM: value}]
-    bodies += [{"do_remote_decode": True, handoff.PARAM: value}]
-    bodies += [{**pull, handoff.PARAM: {**good, key: value}} for key in good]
-    return bodies + [{**pull, handoff.PARAM: good, key: value} for key in beside]
+    bodies = [value, {PARAM: value}, {**pull, PARAM: value}]
+    bodies += [{"do_remote_decode": True, PARAM: value}]
+    bodies += [{**pull, PARAM: {**good, key: value}} for key in good]
+    return bodies + [{**pull, PARAM: good, key: value} for key in beside]
 
 
 @pytest.mark.parametrize("connectors", [(PULL,), (NAME,), (NAME, PULL), ()])
@@ -504,7 +399,7 @@ def test_rows_of_ended_requests_are_not_kept(pair: Pair) -> None:
 
     prompts = [tokens(100, seed=seed) for seed in range(6)]
     handed = [pair.export_rows(prompt) for prompt in prompts]
-    row_bytes = len(handed[0][handoff.PARAM]["data"])
+    row_bytes = len(handed[0][PARAM]["data"])
     tracemalloc.start()
     try:
         legs = [pair.add(prompt, params).request_id for prompt, params in zip(prompts, handed, strict=True)]
@@ -528,7 +423,7 @@ def test_workers_do_not_get_rows(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pair.core.model_executor, "execute_model", measured)
     params = pair.export_rows(PROMPT)
     assert pair.missing(PROMPT, params) == []
-    assert len(params[handoff.PARAM]["data"]) > 100_000
+    assert len(params[PARAM]["data"]) > 100_000
     assert max(sent) < 10_000
 
 

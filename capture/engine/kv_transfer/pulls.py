@@ -1,0 +1,107 @@
+"""Which requests pull a prompt's KV from a prefill instance, and until when the rows that came with it are valid.
+
+Rows are valid if their KV's pull ended before `until`, a time that the prefill instance sends. It keeps the KV for
+`kv_lease_duration`, unless a request pulls it or gives it up before. Later the blocks belong to other prompts, and a
+pull reads those without an error. So
+
+- only the first request for some KV pulls it;
+- a request that has not begun to pull by `until` computes its prompt;
+- a pull that ends after `until` counts as a failed load.
+
+Heartbeats of the decode instance only make the lease longer, so they do not matter here. (vLLM 0.32, `nixl/`.)
+"""
+
+import math
+import time
+from dataclasses import dataclass
+
+from vllm.v1.request import Request, RequestStatus
+
+from routed_experts.capture.prefill_rows import PrefillRows
+
+_LEASE_SHARE = 0.9
+"""Share of the lease in which rows are valid. The rest is for clocks of the two instances that differ."""
+
+Source = tuple[str | None, str | None]
+"""The instance that keeps the KV, and that instance's request id."""
+
+
+@dataclass
+class _Pull:
+    """A request that pulls KV."""
+
+    request: Request
+    rows: PrefillRows | None  # of the KV; None once the pull has begun
+    until: float  # of `time.monotonic`; no limit once the pull has ended
+
+
+class Pulls:
+    """State of requests until they end. Who came for some KV is remembered for a lease."""
+
+    def __init__(self, lease_s: float | None) -> None:
+        self.lease_s = lease_s  # equal in both instances; None if unknown: then no rows come
+        self._pulls: dict[str, _Pull] = {}
+        self._came: dict[Source, tuple[str, float]] = {}  # the first request for it, and when to forget that
+        self._waits_for: dict[str, str] = {}  # later requests for the same KV, and the first one
+
+    def __len__(self) -> int:
+        """Number of requests with state here."""
+        return len(self._pulls) + len(self._waits_for)
+
+    def until(self) -> float:
+        """Unix time before which a pull of KV that is offered now must end."""
+        assert self.lease_s is not None
+        return time.time() + self.lease_s * _LEASE_SHARE
+
+    def add(self, request: Request, rows: PrefillRows, source: Source, is_first: bool) -> bool:
+        """Adds a request that came with rows of KV that it is to pull. Returns whether it may pull.
+
+        `is_first` says whether it is the first choice of its prompt; other choices may be in other engines (data
+        parallelism).
+        """
+        assert self.lease_s is not None
+        now, left = time.monotonic(), rows.until - time.time()
+        if not 0 <= left <= self.lease_s:  # more is left only where clocks or leases differ
+            return False
+        while self._came and (oldest := next(iter(self._came.items())))[1][1] <= now:
+            del self._came[oldest[0]]
+        if source in self._came:
+            self._waits_for[request.request_id] = self._came[source][0]
+            return False
+        if not is_first:
+            return False
+        self._came[source] = request.request_id, now + self.lease_s
+        self._pulls[request.request_id] = _Pull(request, rows, now + left)
+        return True
+
+    def must_wait(self, request_id: str) -> bool:
+        """Whether another request is about to load the same KV into the prefix cache."""
+        first = self._pulls.get(self._waits_for.get(request_id, ""))
+        return first is not None and first.request.status < RequestStatus.RUNNING
+
+    def is_late(self, request_id: str) -> bool:
+        """Whether a request that came with rows can pull no more."""
+        pull = self._pulls.get(request_id)
+        return pull is not None and time.monotonic() > pull.until
+
+    def begin(self, request_id: str) -> PrefillRows | None:
+        """Called when a pull begins. Returns the rows that came with the KV, if any did."""
+        if (pull := self._pulls.get(request_id)) is None:
+            return None
+        rows, pull.rows = pull.rows, None
+        return rows
+
+    def end(self, request_id: str) -> bool:
+        """Called when a load has ended. Returns whether it is a pull that ended too late. A request pulls once: what it
+        loads later, perhaps in place of a late pull, has no lease."""
+        pull = self._pulls.get(request_id)
+        if pull is None or pull.rows is not None:
+            return False
+        is_late = time.monotonic() > pull.until
+        pull.until = math.inf
+        return is_late
+
+    def forget(self, request_id: str) -> None:
+        """Called if a request pulls nothing, and when it ends."""
+        self._pulls.pop(request_id, None)
+        self._waits_for.pop(request_id, None)

@@ -1,0 +1,154 @@
+"""Rows in `kv_transfer_params`: base64 in JSON; bytes in MessagePack and between the processes of an instance."""
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pybase64
+
+from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, PrefillRows, decode, is_time, without_rows
+from routed_experts.capture.rows import joined, weights_of
+from routed_experts.protocol.codec import UNKNOWN
+from routed_experts.server.vllm_api import EngineCoreRequest
+
+PARAMS = "kv_transfer_params"
+FIELD = f"{PARAMS}.{PARAM}"
+
+WEIGHTS = "weights"
+"""Key of the weights (base64 of little-endian float32 [n, L, K]) beside `data`, over HTTP."""
+_WEIGHT_BYTES = 4
+
+LARGE_TEXT = 1 << 20
+"""Longer base64 is decoded and checked in a thread."""
+
+
+class PrefillRowsError(ValueError):
+    """The value of `kv_transfer_params.routed_experts` is invalid."""
+
+
+@dataclass(init=False, eq=False)
+class PrefillRowsParam:
+    """Stands for `kv_transfer_params.routed_experts` in a request, so that vLLM neither logs nor copies the rows.
+
+    vLLM sees only `shape`. `put_rows` moves the rows into the message to the engine.
+    """
+
+    shape: list[int] | None  # [n, L, K]; None until `parse`
+
+    def __init__(self, value: Any) -> None:
+        self.shape = None
+        self._value = value
+        self._rows: dict[str, Any] | None = None
+
+    def __deepcopy__(self, memo: Any) -> "PrefillRowsParam":
+        return self
+
+    @property
+    def is_large(self) -> bool:
+        """Whether `parse` takes long enough to delay other requests."""
+        texts = [self._value.get(key) for key in ("data", WEIGHTS)] if isinstance(self._value, Mapping) else []
+        return sum(len(text) for text in texts if isinstance(text, str | bytes)) > LARGE_TEXT
+
+    def parse(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
+        """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server captures none."""
+        value, self._value = self._value, None
+        self._rows = parse_prefill_rows(value, shape, num_experts, with_weights)
+        self.shape = self._rows["shape"]
+
+    def take(self) -> dict[str, Any] | None:
+        """The rows for the engine on the first call, an empty array later."""
+        rows = self._rows
+        if rows is not None:
+            self._rows = without_rows(rows)
+        return rows
+
+
+def put_rows(request: EngineCoreRequest, index: int) -> None:
+    """Puts the rows of a request into the message to the engine, for the first choice (`index` 0) only."""
+    sampling = request.sampling_params
+    params = sampling.extra_args.get(PARAMS) if sampling is not None and sampling.extra_args else None
+    if not isinstance(params, dict) or (value := params.get(PARAM)) is None or isinstance(value, bool):
+        return
+    if isinstance(value, PrefillRowsParam):
+        value = value.take()
+    elif index and decode(value) is not None:  # from a program
+        value = without_rows(value)
+    request.sampling_params = sampling = copy(sampling)  # all choices share the object
+    sampling.extra_args = {**sampling.extra_args, PARAMS: {**params, PARAM: value}}
+
+
+def rows_nbytes(params: dict[str, Any] | None) -> int:
+    """Size of the rows in the `kv_transfer_params` of a response."""
+    return len(params[PARAM]["data"]) if params and PARAM in params else 0
+
+
+def has_prompt(params: dict[str, Any] | None, weights: bool) -> bool:
+    """Whether the `kv_transfer_params` of a response have all of a prompt that the request asks for. Weights may be too
+    large to go with the rows."""
+    return rows_nbytes(params) > 0 and params is not None and (params[PARAM]["dtype"] == WORDS or not weights)
+
+
+def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, Any] | None:
+    """`kv_transfer_params` of a response: rows in base64 for JSON, in bytes for MessagePack (`packed`); weights apart
+    from ids."""
+    if not params or PARAM not in params:
+        return params
+    value = params[PARAM]
+    if value["dtype"] == WORDS and (rows := decode(value)) is not None:
+        ids = np.ascontiguousarray(rows.ids)
+        name, dtype = (
+            ("uint8", "u1") if ids.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max else ("int16", "<i2")
+        )
+        value = {**value, "data": ids.astype(dtype).tobytes(), "dtype": name, "shape": list(ids.shape)}
+        value[WEIGHTS] = weights_of(np.asarray(rows.rows, dtype=np.int16)).tobytes()
+    if not packed:
+        value = value | {name: pybase64.b64encode_as_string(value[name]) for name in ("data", WEIGHTS) if name in value}
+    return {**params, PARAM: value}
+
+
+def _bytes_of(value: Any, name: str, limit: int) -> bytes:
+    """`value` from JSON (base64) or MessagePack (bytes)."""
+    if not isinstance(value, str | bytes):
+        raise PrefillRowsError(f"{name} must be base64, or bytes in MessagePack")
+    if len(value) > (limit if isinstance(value, bytes) else limit // 3 * 4 + 4):
+        raise PrefillRowsError(f"{name} has more than {limit} bytes")
+    if isinstance(value, bytes):
+        return value
+    try:
+        return pybase64.b64decode(value, validate=True)
+    except ValueError as error:
+        raise PrefillRowsError(f"{name} is not base64: {error}") from None
+
+
+def parse_prefill_rows(
+    value: Any, shape: tuple[int, int], num_experts: int, with_weights: bool = False
+) -> dict[str, Any]:
+    """Decodes the rows in a request into the form for the engine; see `PrefillRowsParam.parse`."""
+    if not isinstance(value, Mapping):
+        raise PrefillRowsError(f"{FIELD} must be an object with data (base64), dtype, shape and until")
+    if not is_time(value.get("until")):
+        raise PrefillRowsError(f"{FIELD}.until must be a Unix time in seconds")
+    raw = _bytes_of(value.get("data"), f"{FIELD}.data", MAX_BYTES)
+    for_engine = {"data": raw, **{name: value.get(name) for name in ("dtype", "shape", "until")}}
+    rows = decode(for_engine)
+    if rows is None or rows.has_weights or rows.rows.shape[1:] != shape:
+        raise PrefillRowsError(
+            f"{FIELD} must have shape [n, {shape[0]}, {shape[1]}], dtype uint8 or int16, and data of that size"
+        )
+    if rows.rows.max(initial=0) >= num_experts:
+        raise PrefillRowsError(f"{FIELD} has ids outside {UNKNOWN} to {num_experts - 1}")
+    if not with_weights or value.get(WEIGHTS) is None:
+        return for_engine
+    return for_engine | _with_weights(rows, value[WEIGHTS])
+
+
+def _with_weights(rows: PrefillRows, text: Any) -> dict[str, Any]:
+    """What weights change of rows for the engine."""
+    size = rows.rows.size * _WEIGHT_BYTES
+    raw = _bytes_of(text, f"{FIELD}.{WEIGHTS}", size)
+    if len(raw) != size:
+        raise PrefillRowsError(f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id")
+    words = joined(rows.rows, np.frombuffer(raw, dtype="<f4").reshape(rows.rows.shape))
+    return {"data": words.tobytes(), "dtype": WORDS, "shape": list(words.shape)}

@@ -1,0 +1,27 @@
+"""Ids and weights in one array of words: bit for bit, whatever the bits."""
+
+import numpy as np
+import pytest
+
+from routed_experts.capture.rows import ids_of, joined, lack_weights, row_shape, weights_of
+from tests.capture.test_capturer import ODD
+
+L, K = 3, 5
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_ids_and_weights_of_rows(count: int) -> None:
+    ids = np.arange(count * L * K, dtype=np.int16).reshape(count, L, K)
+    bits = np.random.default_rng(0).choice(ODD, size=(count, L, K))
+    rows = joined(ids, bits.view(np.float32))
+    assert rows.shape == (count, *row_shape(L, K, with_weights=True)) == (count, 3 * L, K)
+    assert np.array_equal(ids_of(rows), ids)
+    assert np.array_equal(weights_of(rows).view(np.int32), bits)
+    assert row_shape(L, K, with_weights=False) == (L, K)
+
+
+def test_rows_that_are_not_known() -> None:
+    rows = np.full((2, 3 * L, K), -1, dtype=np.int16)
+    assert (ids_of(rows) == -1).all()
+    assert np.isnan(weights_of(rows)).all()
+    assert lack_weights(rows).all()
