@@ -28,6 +28,7 @@ DENSE_NEED = (
     "GET /v1/routed_experts into a file before it"
 )
 _SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
+_SSE_LENGTH = max(map(len, _SSE_FIELDS))
 
 
 @dataclass(frozen=True)
@@ -280,12 +281,12 @@ def _responses(name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
     """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
     text = _Text(file)
     try:
-        while (line := text.peek()) is not None:
+        while (begin := text.begin()) is not None:
             where, number = f"{name}, line {text.number}", text.number
-            if line.lstrip().startswith(_SSE_FIELDS):
+            if begin.startswith(_SSE_FIELDS):
                 chunks = _stream(text)
                 found = [chunks] if chunks else []
-            elif line.strip():
+            elif begin:
                 value = text.value()
                 found = [[one] for one in (value if isinstance(value, list) else [value])]
             else:
@@ -320,13 +321,24 @@ class _Text:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._text, self._at = "", 0
+        self._end = 0  # of a line, once it was looked for
         self.number = 1
 
     def peek(self) -> str | None:
         """The rest of the current line; None at the end of the file."""
         if self._at == len(self._text):
-            self._text, self._at = self._file.readline(), 0
+            self._text, self._at, self._end = self._file.readline(), 0, 0
         return self._text[self._at : self._line_end()] or None
+
+    def begin(self) -> str | None:
+        """The first characters of the rest of the current line that are no spaces. It may have a million values, so it
+        is not copied for each of them."""
+        if self._at == len(self._text) and self.peek() is None:
+            return None
+        end = self._line_end()
+        while self._at < end - 1 and self._text[self._at].isspace():
+            self._at += 1
+        return self._text[self._at : min(self._at + _SSE_LENGTH, end)].strip()
 
     def skip_line(self) -> None:
         self._go(self._line_end())
@@ -346,12 +358,14 @@ class _Text:
                 if not rest:
                     line = self.number + self._text.count("\n", self._at, error.pos)
                     raise ValueError(f"{error.msg} at line {line}") from error
-                self._text, self._at = self._text[self._at :] + rest, 0
+                self._text, self._at, self._end = self._text[self._at :] + rest, 0, 0
         self._go(end)
         return value
 
     def _line_end(self) -> int:
-        return self._text.find("\n", self._at) + 1 or len(self._text)
+        if self._end <= self._at:
+            self._end = self._text.find("\n", self._at) + 1 or len(self._text)
+        return self._end
 
     def _go(self, end: int) -> None:
         self.number += self._text.count("\n", self._at, end)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,17 @@ def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
         with pytest.raises(RoutingError, match="is not valid JSON"):
             list(read([("file", file)], ModelInfo()))
         assert file.tell() <= most
+
+
+def test_many_values_on_one_line_take_no_more_than_on_lines() -> None:
+    """A server reads files for its page: a line that takes the square of its length would keep it busy for an hour."""
+    taken = []
+    for end in ("\n", " ", ""):
+        last = json.dumps({"layer_ids": [], "text": "x" * (4 << 20)})
+        file, begin = io.StringIO(f"[]{end}" * (1 << 14) + last), time.process_time()
+        assert list(page_lines([("file", file)], ModelInfo())) == []
+        taken.append(time.process_time() - begin)
+    assert max(taken) < 10 * taken[0], taken
 
 
 def test_what_the_page_shows() -> None:
