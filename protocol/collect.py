@@ -264,6 +264,14 @@ class Collector:
         places = [(index, index // per_prompt) for index in sorted(self._choices)]
         return [self._routing_of(index, prompts.get(place), counted.get(place)) for index, place in places]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arrays of `so_far`: the rows of a prompt are in those of each of its choices."""
+        times = len(self._choices) if len(self._prompts) == 1 else 1
+        return times * sum(prompt.num_bytes for prompt in self._prompts.values()) + sum(
+            choice.pieces.num_bytes for choice in self._choices.values()
+        )
+
     def _take_chunk(self, chunk: Any) -> None:
         chunk = without_envelope(chunk)
         error = _get(chunk, "error")
@@ -393,6 +401,11 @@ class _Pieces:
     length: int = 0  # rows of all arrays
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     weights: list[NDArray[np.float32]] | None = None  # of the arrays, if they have any
+
+    @property
+    def num_bytes(self) -> int:
+        """Size as int16, with float32 weights."""
+        return sum(2 * array.size for array in self.arrays) + sum(array.nbytes for array in self.weights or ())
 
     def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
         """Appends `rows` and their weights, which were decoded from `value` and `beside`."""

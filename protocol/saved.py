@@ -21,7 +21,7 @@ from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
-MAX_POSITIONS = 1 << 20  # of a choice on the page
+MAX_POSITIONS, MAX_BYTES = 1 << 20, 1 << 29  # of a choice on the page, and of the rows of a response
 _AT_ONCE = 1 << 12  # tokens that are encoded while other threads wait
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
@@ -107,8 +107,8 @@ class SavedAnswer:
     def routings(self, model: ModelInfo | None = None, *, unfinished: bool = False) -> list[Routing]:
         """The rows of each choice, in MoE layers only.
 
-        `model` has facts from another source, which take precedence. If `unfinished`, choices may lack a finish reason,
-        and then rows too.
+        `model` has facts from another source, which take precedence. If `unfinished`, as on the page, choices may lack
+        a finish reason, and then rows too, and there is a limit of bytes.
         """
         info = self.info if model is None else model.over(self.info)
         asked: Asked = {"prompt_start": None}
@@ -123,6 +123,11 @@ class SavedAnswer:
         collector = Collector(**asked)
         for part in self.parts:
             collector.take(part)
+        if unfinished and collector.num_bytes > MAX_BYTES:
+            raise RoutingError(
+                f"its rows take {collector.num_bytes} bytes with the prompt of each choice; the page shows {MAX_BYTES} "
+                "at most"
+            )
         is_cut = unfinished and any(each.finish_reason is None for each in collector.so_far())
         return collector.so_far() if is_cut else collector.finish()
 

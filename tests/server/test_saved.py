@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol.codec import decode, decode_weights, encode_weights
+from routed_experts.protocol.codec import decode, decode_weights, encode, encode_weights
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.expert_load import histogram
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
@@ -209,6 +209,21 @@ def test_many_values_on_one_line_take_no_more_than_on_lines() -> None:
         assert list(page_lines([("file", file)], ModelInfo())) == []
         taken.append(time.process_time() - begin)
     assert max(taken) < 10 * taken[0], taken
+
+
+def test_choices_that_would_take_more_memory_than_there_is() -> None:
+    """Each has the rows of the prompt."""
+    rows = np.zeros((1 << 17, 1, TOP_K), np.int16)
+    choices = [{"index": index, "finish_reason": None} for index in range(1000)]
+    body = {"choices": choices, "prompt_routed_experts": encode(rows, fmt="object", dtype="int16", start=0)}
+    tracemalloc.start()
+    try:
+        (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
+        assert tracemalloc.get_traced_memory()[1] < 16 * rows.nbytes
+    finally:
+        tracemalloc.stop()
+    said = f"f, line 1: its rows take {1000 * rows.nbytes} bytes with the prompt of each choice; the page shows 536870912"
+    assert line["error"]["message"] == f"{said} at most"
 
 
 def test_what_the_page_shows() -> None:
