@@ -222,7 +222,9 @@ def test_choices_that_would_take_more_memory_than_there_is() -> None:
         assert tracemalloc.get_traced_memory()[1] < 16 * rows.nbytes
     finally:
         tracemalloc.stop()
-    said = f"f, line 1: its rows take {1000 * rows.nbytes} bytes with the prompt of each choice; the page shows 536870912"
+    said = (
+        f"f, line 1: its rows take {1000 * rows.nbytes} bytes with the prompt of each choice; the page shows 536870912"
+    )
     assert line["error"]["message"] == f"{said} at most"
 
 
