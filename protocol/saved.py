@@ -363,7 +363,8 @@ class _Text:
                 if not rest:
                     line = self.number + self._text.count("\n", self._at, error.pos)
                     raise ValueError(f"{error.msg} at line {line}") from error
-                self._text, self._at, self._end = self._text[self._at :] + rest, 0, 0
+                self._text, self._at = self._text[self._at :] + rest, 0
+                self._end = 0
         self._go(end)
         return value
 
