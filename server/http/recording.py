@@ -1,7 +1,7 @@
-"""Records the routing of all requests in files: a line is a response that the server could have made.
+"""Records the routing of all requests in files: each line is a response.
 
-A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go to the record alone.
-One that asks is recorded with the rows that it asks for. One thread writes what has finished.
+A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go to the file only.
+One that asks is recorded with the rows that it asks for. A thread writes finished requests.
 """
 
 import fcntl
@@ -72,7 +72,7 @@ class FullError(Exception):
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder, and completes the files of processes that were killed, less a line that was cut off."""
+    """Makes the folder, and completes the files of killed processes, without a truncated last line."""
     private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -182,7 +182,7 @@ class RecordFiles:
 
 
 class RecordedResponse(BaseModel, extra="allow"):
-    """What a line says beside the rows."""
+    """The fields of a line besides rows."""
 
     choices: list[dict[str, Any]]
     kv_transfer_params: ClassVar[None] = None
@@ -227,7 +227,7 @@ class RecordedChoice(RecordedRows):
 
 
 class Recorder(NoRecorder):
-    """Decides which requests are recorded, and has their routing written.
+    """Decides which requests are recorded, and queues their rows for the thread that writes them.
 
     All methods but those of the thread run in the event loop.
     """
@@ -343,7 +343,7 @@ class Recorder(NoRecorder):
         self._has_failed = True
 
     def close(self) -> None:
-        """Writes what waits, and completes the file."""
+        """Writes queued requests, and completes the file."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -90,7 +90,7 @@ class ArrayStore:
             Finalize(None, self.close, exitpriority=0)  # `atexit` does nothing in a process of another
 
     def is_time_to_warn(self) -> bool:
-        """True once a minute: a full store is a reason for each array."""
+        """True once a minute, because a full store is a reason to log for each array."""
         if is_time := time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARNING_S
         return is_time
@@ -154,7 +154,7 @@ class ArrayStore:
         return self._name != "" and self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
 
     def make_room(self, num_bytes: int) -> None:
-        """Removes what is gone, as far as it takes for `num_bytes` more to fit. Raises `StoreError` if they do not."""
+        """Removes expired and deleted arrays until `num_bytes` more fit. Raises `StoreError` if they do not."""
         name = self.open()
         if not self.has_room(num_bytes):
             if not (self.folder / name).is_dir():

@@ -87,14 +87,14 @@ def _own(subfolder: Path) -> FileIO | None:
 
 
 def tell(subfolder: Path, word: str) -> None:
-    """Tells the process that owns `subfolder` a word, in its file."""
+    """Leaves a word for the process that owns `subfolder`, in its file."""
     with open(subfolder / _OWNER, "ab", opener=open_private) as owner:
         owner.write(f"{word}\n".encode())
 
 
 def told(owner: FileIO) -> list[str]:
-    """The words that others told the owner since it last asked. When the file is long it is cut: what others tell just
-    then is lost."""
+    """The words that other processes left for the owner since the last call. A long file is cut; words left at that
+    moment are lost."""
     words = owner.readall().decode("ascii", "replace").split()
     if owner.tell() > _OWNER_BYTES:
         owner.truncate(0)
