@@ -85,14 +85,23 @@ def prepare(folder: Path) -> None:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe
                 continue
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another server writes it
+                if not _lock(file, path):  # another server writes it, or has completed it
+                    continue
+            except OSError:  # a file system without locks
                 continue
             if size := os.fstat(file.fileno()).st_size:
                 with mmap.mmap(file.fileno(), 0) as content:
                     size = content.rfind(b"\n") + 1
                 file.truncate(size)
             _complete(path, size)
+
+
+def _lock(file: FileIO, path: Path) -> bool:
+    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot be locked."""
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    return False
 
 
 def _complete(path: Path, size: int) -> None:
@@ -132,11 +141,17 @@ class RecordFiles:
         return end - begin
 
     def _open(self) -> FileIO:
-        name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
-        self._path, self._begun = self._folder / name, time.monotonic()
-        self._file = file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = False
+        while not is_mine:
+            name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
+            self._path, self._begun = self._folder / name, time.monotonic()
+            file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
+            is_mine = True
+            with suppress(OSError):  # a file system without locks
+                is_mine = _lock(file, self._path)  # else a server that begins has just removed it
+            if not is_mine:
+                file.close()
+        self._file = file
         return file
 
     def _undo(self, file: FileIO, begin: int) -> None:

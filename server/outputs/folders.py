@@ -114,16 +114,14 @@ def remove_unused(folder: Path) -> None:
 
 
 def tidy(subfolder: Path, keeps: bool) -> list[tuple[str, os.stat_result]]:
-    """Removes the arrays that expired, or all if they are not kept, and the subfolder if that was all that it had. This
-    process must own it. Returns the others."""
+    """Removes the arrays that expired, or all if they are not kept, unless somebody reads them, and the subfolder if
+    that was all that it had. This process must own it. Returns the others."""
     left = []
     for file in os.scandir(subfolder):
         if _FILE.fullmatch(file.name):
             about = file.stat(follow_symlinks=False)
-            if keeps and about.st_mtime >= time.time():
+            if (keeps and about.st_mtime >= time.time()) or not remove_unread(Path(file.path)):
                 left.append((file.name.removesuffix(".npy"), about))
-            else:
-                remove_unread(Path(file.path))
     if not left:
         with suppress(OSError):  # the user may have files there
             (subfolder / _OWNER).unlink()
