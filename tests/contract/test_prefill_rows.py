@@ -310,6 +310,7 @@ def test_the_engine_takes_nothing_else() -> None:
     assert prefill_rows.decode(GOOD) is not None
     wrong = [{**GOOD, key: value} for key, values in WRONG.items() for value in values]
     wrong += [None, [], {}, {key: value for key, value in GOOD.items() if key != "until"}]
+    wrong += [{**GOOD, "data": b"", "shape": [100, 0, 0]}]  # as the host cache's before the first step
     assert [each for each in wrong if prefill_rows.decode(each) is not None] == []
 
 
