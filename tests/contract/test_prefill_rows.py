@@ -443,4 +443,6 @@ def test_what_moriio_reads_is_checked() -> None:
     with pytest.raises(transfer_params.TransferParamsError, match="remote_block_ids must be a list"):
         transfer_params.check({"remote_block_ids": [1, "2"]}, config)
     with pytest.raises(transfer_params.TransferParamsError, match="for each KV cache group"):
-        transfer_params.check({"remote_block_ids": [1, 2]}, KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both"))
+        transfer_params.check(
+            {"remote_block_ids": [1, 2]}, KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+        )
