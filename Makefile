@@ -23,7 +23,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(if $(MAKE_TERM
 # Of an index that is a folder, pip warns for every package that it does not have.
 HUSH := 2> >(grep -v 'is ignored: it is neither a file nor a directory' >&2)
 IS_CUDA_BUILD := import sys, importlib.metadata as m; sys.exit(not any(r.startswith('nvidia-') for r in m.requires('torch') or ()))
-CODE := server capture protocol tests bench examples index_page.py
+CODE := server capture protocol tests bench examples
 
 .PHONY: help setup serve test test-fast test-release test-gpu test-vllm test-next check format spec bench bench-gpu bench-http lock release sbom clean
 .DEFAULT_GOAL := help
@@ -142,7 +142,7 @@ lock: setup
 release: setup
 	rm -rf dist && mkdir -p dist/source
 	git archive HEAD | tar -x -C dist/source
-	$(if $(URL),$(BIN)/python index_page.py dist/source $(URL))
+	$(if $(URL),$(BIN)/python tests/packaging/index_page.py dist/source $(URL))
 	cd dist/source && $(abspath $(BIN)/python) -c "import setuptools.build_meta as m; m.build_sdist('..')" >/dev/null
 	rm -rf dist/source
 	$(BIN)/python -m pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation -w dist dist/*.tar.gz $(HUSH)

@@ -1,4 +1,5 @@
-"""The envelope: an output that comes before all others of a message, with their rows and what else is to be said."""
+"""The envelope: the first output of a message, which carries rows of the others, causes of unknown rows, and
+statistics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_

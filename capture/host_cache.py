@@ -85,7 +85,7 @@ class HostCache:
         self._written_by_slot[slots] = True
 
     def wait(self, reader: Reader, blocks: NDArray[np.int64]) -> None:
-        """Has `reader` told before some of `blocks` are written, as long as somebody refers to it."""
+        """Calls `reader.before_write` before some of `blocks` are written, as long as the reader exists."""
         self._readers.add(reader)
         self._is_awaited[blocks] = True
 

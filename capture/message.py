@@ -12,7 +12,7 @@ OPT_IN_ARG = "routed_experts.opt_in"
 
 @dataclass(frozen=True, slots=True)
 class OptIn:
-    """That a request's rows are to be sent. All requests of one prompt (`n` > 1) carry the same one.
+    """Opts a request in: its rows are to be sent. All requests of one prompt (`n` > 1) carry the same one.
 
     The prompt's rows come once, on outputs of their own (`prompt_output_id`), before the first tokens of any of the
     prompt's requests.
@@ -37,7 +37,7 @@ class OptIn:
 
     @classmethod
     def decode(cls, value: object) -> "OptIn | None":
-        """What `encode` gave; None for anything else."""
+        """The `OptIn` that `encode` made into bytes; None for anything else."""
         if not isinstance(value, bytes) or len(value) != cls._FORM.size:
             return None
         prompt_start, prompt_id, flags = cls._FORM.unpack(value)

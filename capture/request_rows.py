@@ -1,4 +1,4 @@
-"""What a request with the opt-in is owed."""
+"""The state of a request that opted in: which rows it has been sent, and which come next."""
 
 from dataclasses import dataclass, field
 

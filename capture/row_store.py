@@ -1,4 +1,4 @@
-"""The rows of KV that is kept outside the KV cache, each where its KV is."""
+"""The rows of KV that is kept outside the KV cache, by the place of their KV."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -51,7 +51,7 @@ def weights_of(rows: Rows) -> NDArray[np.float32]:
 
 def lack_weights(rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.bool_]:
     """Which of `rows` ([n, 3L, K], contiguous) at `places` have no weights, perhaps beside ids that are known: those
-    handed over without. One weight tells, so that rows are not read whole."""
+    handed over without. Looks at one weight of each row only."""
     first = rows.shape[1] // _PLANES * rows.shape[2]
     words = rows.reshape(len(rows), rows.shape[1] * rows.shape[2])[places, first : first + _WEIGHT_WORDS]
     unknown: NDArray[np.bool_] = (words == UNKNOWN).all(axis=1)

@@ -43,7 +43,7 @@ class EngineStats:
 
 
 class ExpertLoad:
-    """How often each expert was chosen, in samples of which newer ones weigh more."""
+    """How often each expert was chosen, as a moving average of samples."""
 
     def __init__(self) -> None:
         self._counts: NDArray[np.float64] | None = None  # [L, experts seen so far]

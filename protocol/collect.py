@@ -264,6 +264,14 @@ class Collector:
         places = [(index, index // per_prompt) for index in sorted(self._choices)]
         return [self._routing_of(index, prompts.get(place), counted.get(place)) for index, place in places]
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arrays of `so_far`: the rows of a prompt are in those of each of its choices."""
+        times = len(self._choices) if len(self._prompts) == 1 else 1
+        return times * sum(prompt.num_bytes for prompt in self._prompts.values()) + sum(
+            choice.pieces.num_bytes for choice in self._choices.values()
+        )
+
     def _take_chunk(self, chunk: Any) -> None:
         chunk = without_envelope(chunk)
         error = _get(chunk, "error")
@@ -363,8 +371,9 @@ class Collector:
         shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
         rows: Rows = _joined(arrays, shape, np.int16)  # which can hold every id and -1, for any type on the wire
         texts: tuple[str | None, ...] = ()
-        # A file may say that a prompt is longer than any is: its tokens have no texts, and take no memory.
-        if (choice.texts or self._prompt_texts) and (prompt_len or 0) * len(self._choices) <= _MOST_TEXTS:
+        end = max(prompt_len or 0, start + len(rows))
+        # A file may say that a response is longer than any is: its tokens have no texts, and take no memory.
+        if (choice.texts or self._prompt_texts) and end * len(self._choices) <= _MOST_TEXTS:
             texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
@@ -392,6 +401,11 @@ class _Pieces:
     length: int = 0  # rows of all arrays
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     weights: list[NDArray[np.float32]] | None = None  # of the arrays, if they have any
+
+    @property
+    def num_bytes(self) -> int:
+        """Size as int16, with float32 weights."""
+        return sum(2 * array.size for array in self.arrays) + sum(array.nbytes for array in self.weights or ())
 
     def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
         """Appends `rows` and their weights, which were decoded from `value` and `beside`."""

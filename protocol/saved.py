@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from reprlib import repr as shown
 from typing import Any, TextIO
 
@@ -21,12 +21,14 @@ from routed_experts.protocol.sse import EventError, EventReader
 
 INFO = "routed_experts_info"
 MAX_LAYERS, MAX_EXPERTS = 1 << 12, 1 << 15  # of a model; ids are int16
-MAX_POSITIONS = 1 << 20  # of a choice on the page
+MAX_POSITIONS, MAX_BYTES = 1 << 20, 1 << 29  # of a choice on the page, and of the rows of a response
+_AT_ONCE = 1 << 12  # tokens that are encoded while other threads wait
 DENSE_NEED = (
     "its rows include dense layers (routed_experts_layers: all), and their indices are unknown: put the response of "
     "GET /v1/routed_experts into a file before it"
 )
 _SSE_FIELDS = ("data:", "event:", "id:", "retry:", ":")
+_SSE_LENGTH = max(map(len, _SSE_FIELDS))
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class SavedAnswer:
     def routings(self, model: ModelInfo | None = None, *, unfinished: bool = False) -> list[Routing]:
         """The rows of each choice, in MoE layers only.
 
-        `model` has facts from another source, which take precedence. If `unfinished`, choices may lack a finish reason,
-        and then rows too.
+        `model` has facts from another source, which take precedence. If `unfinished`, as on the page, choices may lack
+        a finish reason, and then rows too, and there is a limit of bytes.
         """
         info = self.info if model is None else model.over(self.info)
         asked: Asked = {"prompt_start": None}
@@ -121,6 +123,11 @@ class SavedAnswer:
         collector = Collector(**asked)
         for part in self.parts:
             collector.take(part)
+        if unfinished and collector.num_bytes > MAX_BYTES:
+            raise RoutingError(
+                f"its rows take {collector.num_bytes} bytes with the prompt of each choice; the page shows {MAX_BYTES} "
+                "at most"
+            )
         is_cut = unfinished and any(each.finish_reason is None for each in collector.so_far())
         return collector.so_far() if is_cut else collector.finish()
 
@@ -146,36 +153,41 @@ def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: Mod
         for name, file in files:
             for answer in reader.read(name, file):
                 routings = answer.routings(unfinished=True)
-                yield from (json.dumps(_shown(answer, each, len(routings) > 1)) + "\n" for each in routings)
+                yield from (_line(answer, each, len(routings) > 1) for each in routings)
     except (OSError, RoutingError) as error:
         yield json.dumps({"error": {"message": str(error)}}) + "\n"
 
 
-def _shown(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> dict[str, Any]:
+def _line(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> str:
     check_shown(answer, routing)
     model, weights, start = answer.parts[0].get("model"), routing.weights, routing.start
     prompt = routing.prompt_token_ids or [None] * (routing.prompt_len or 0)
     ids = [] if routing.prompt_len is None else [*prompt, *(routing.token_ids or ())]
-    tokens = zip_longest(range(routing.end + 1), ids, routing.texts or ())
-    return {
+    told = zip_longest(range(routing.end + 1), ids, routing.texts or ())
+    tokens = ({"id": one, "text": text} for _, one, text in told)
+    texts = (json.dumps(some)[1:-1] for some in iter(lambda: [*islice(tokens, _AT_ONCE)], []))
+    head = {
         "name": f"{answer.where}, choice {routing.index}" if is_one_of_several else answer.where,
         "file": answer.file,
         "model": model if isinstance(model, str) else None,
         "info": answer.info.known,
-        "tokens": [{"id": one, "text": text} for _, one, text in tokens],
+    }
+    rest = {
         "prompt_len": routing.prompt_len,
         "finish_reason": routing.finish_reason,
         "rows": encode(routing.rows, fmt="object", dtype="int16", start=start),
         "weights": None if weights is None else encode_weights(weights, start=start),
     }
+    return f'{json.dumps(head)[:-1]}, "tokens": [{", ".join(texts)}], {json.dumps(rest)[1:]}\n'
 
 
 def check_shown(answer: SavedAnswer, routing: Routing) -> None:
     """Raises `RoutingError` if the page cannot show a choice, which has counts in place of rows, or too many tokens."""
-    if (
-        routing.end > MAX_POSITIONS
-    ):  # whatever a file says; a token takes memory, whether anything is known of it or not
-        raise RoutingError(f"{answer.where}: rows up to {routing.end}, but the page shows {MAX_POSITIONS} at most")
+    # Whatever a file says: a token takes memory, whether anything is known of it or not.
+    prompt = f"a prompt of {routing.prompt_len} tokens"
+    for end, what in ((routing.end, f"rows up to {routing.end}"), (routing.prompt_len or 0, prompt)):
+        if end > MAX_POSITIONS:
+            raise RoutingError(f"{answer.where}: {what}, but the page shows {MAX_POSITIONS} at most")
     if routing.histogram is not None and not len(routing.rows):
         raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
 
@@ -274,12 +286,12 @@ def _responses(name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
     """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
     text = _Text(file)
     try:
-        while (line := text.peek()) is not None:
+        while (begin := text.begin()) is not None:
             where, number = f"{name}, line {text.number}", text.number
-            if line.lstrip().startswith(_SSE_FIELDS):
+            if begin.startswith(_SSE_FIELDS):
                 chunks = _stream(text)
                 found = [chunks] if chunks else []
-            elif line.strip():
+            elif begin:
                 value = text.value()
                 found = [[one] for one in (value if isinstance(value, list) else [value])]
             else:
@@ -314,13 +326,24 @@ class _Text:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._text, self._at = "", 0
+        self._end = 0  # of a line, once it was looked for
         self.number = 1
 
     def peek(self) -> str | None:
         """The rest of the current line; None at the end of the file."""
         if self._at == len(self._text):
-            self._text, self._at = self._file.readline(), 0
+            self._text, self._at, self._end = self._file.readline(), 0, 0
         return self._text[self._at : self._line_end()] or None
+
+    def begin(self) -> str | None:
+        """The first characters of the rest of the current line that are no spaces. It may have a million values, so it
+        is not copied for each of them."""
+        if self._at == len(self._text) and self.peek() is None:
+            return None
+        end = self._line_end()
+        while self._at < end - 1 and self._text[self._at].isspace():
+            self._at += 1
+        return self._text[self._at : min(self._at + _SSE_LENGTH, end)].strip()
 
     def skip_line(self) -> None:
         self._go(self._line_end())
@@ -341,11 +364,14 @@ class _Text:
                     line = self.number + self._text.count("\n", self._at, error.pos)
                     raise ValueError(f"{error.msg} at line {line}") from error
                 self._text, self._at = self._text[self._at :] + rest, 0
+                self._end = 0
         self._go(end)
         return value
 
     def _line_end(self) -> int:
-        return self._text.find("\n", self._at) + 1 or len(self._text)
+        if self._end <= self._at:
+            self._end = self._text.find("\n", self._at) + 1 or len(self._text)
+        return self._end
 
     def _go(self, end: int) -> None:
         self.number += self._text.count("\n", self._at, end)

@@ -1,7 +1,7 @@
 """The API process and the command line.
 
-Packages: `http` (the server), `outputs` (rows of running requests), `inprocess` (engines in programs), `cli`, `page`,
-`openapi`. `vllm_api` imports the unstable names of vLLM for them.
+Packages: `http` (the server), `outputs` (rows of running requests), `inprocess` (engines in programs), `cli`, `tools`
+(saved responses), `page`. `vllm_api` imports the unstable names of vLLM for them.
 """
 
 PLUGIN_GROUP = "vllm.endpoint_plugins"

@@ -5,6 +5,7 @@ With `routed-experts serve` they come as flags of the same names. They are check
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +23,12 @@ class SettingsError(ValueError):
 
 
 def json_or_text(text: str) -> Any:
-    """The value of a flag. What is not JSON is refused by its kind, with the text in the message."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    """The value of a flag: JSON, or a number as Python reads it, such as `.5`. Other text is refused by its kind, with
+    the text in the message."""
+    for read in (json.loads, int, float):
+        with suppress(ValueError):
+            return read(text)
+    return text
 
 
 @dataclass(frozen=True)

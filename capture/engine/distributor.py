@@ -196,7 +196,7 @@ class RowDistributor:
 
     def end_aborted(self, requests: Iterable[Request], is_asked: bool) -> list[Request]:
         """Called when requests were aborted. Queues an end for those whose outputs or rows are still to be sent, and
-        returns the others. Unless an API process asked for it, it has to be told, as vLLM does at a pause."""
+        returns the others. An API process that did not ask for the abort is told of it, as vLLM does at a pause."""
         others = []
         for request in requests:
             state = self._ended.get(request.request_id)
@@ -270,7 +270,7 @@ class RowDistributor:
         ]
 
     def _take(self, state: RequestRows, step: Step, start: int, output: Any) -> None:
-        """Takes the rows of an output, whatever they are."""
+        """Takes the rows of an output in the general way, one request at a time."""
         if self._has_drafts:
             # The step was scheduled as if all drafts in flight were accepted. It began at the last token that was.
             start = min(start, state.next_row)

@@ -130,8 +130,8 @@ class SchedulerConnector(ConnectorSlot):
                 store.apply(self.cache)
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
-        """Adds to a step's messages to the API processes the rows that became known with it, and what else they are
-        told. `is_idle`: whether no request is left."""
+        """Adds to a step's messages to the API processes the rows that became known with it, causes of unknown rows,
+        and counters. `is_idle`: whether no request is left."""
         singles = self.requests.distribute(step, messages)
         notes = self._notes(is_idle)
         for client in notes.keys() - messages.keys():

@@ -9,7 +9,7 @@ from routed_experts.capture.seams.required import missing
 SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 """Versions of vLLM on which `make test-vllm` passed, oldest first. The newest is the one that this package installs."""
 
-RUN_ON_GPUS = ("0.32.0",)
+RUN_ON_GPUS = ("0.30.0", "0.32.0")
 """Those of them on which `tests/gpu` passed."""
 
 UNTESTED_VLLM = ("0.33.0",)

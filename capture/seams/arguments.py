@@ -21,7 +21,7 @@ def withdraw(args: Any) -> None:
 
 
 def say_that_it_returns(engine: Any) -> None:
-    """Has a finished engine say that it returns routed experts, where a program looks it up.
+    """Sets the flag that a finished engine returns routed experts, where a program looks it up.
 
     Until 0.31 that is the engine's `model_config`. In a copy: its `vllm_config` may be that of the scheduler and the
     worker, where the flag means vLLM's own capture.

@@ -1,6 +1,6 @@
 """Encodes rows in the form that the request asks for.
 
-An array is joined, checked and converted at once; its text is made in parts, between which others get their turn.
+An array is joined, checked and converted at once; its text is made in parts, so that other tasks can run between them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -82,7 +82,7 @@ class Encoder:
         return self.counts.num_bytes + (0 if self.weights is None else self.weights.counts.num_bytes)
 
     def named_encoders(self, name: str = "routed_experts") -> dict[str, "Encoder"]:
-        """What encodes the arrays of a choice, or those called `name`, by their names."""
+        """The encoders of the arrays of a choice, or of those called `name`, by the arrays' names."""
         return {name: self} if self.weights is None else {name: self, _weights_name(name): self.weights}
 
     def fields(self, name: str, rows: Rows, start: int) -> str:

@@ -1,4 +1,4 @@
-"""The endpoint plugin that vLLM loads into its API process where VLLM_PLUGINS names it, beside any version of vLLM."""
+"""The endpoint plugin that vLLM loads into its API process if VLLM_PLUGINS names it, with any version of vLLM."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -71,7 +71,7 @@ class RoutedExpertsPlugin:
         app.add_middleware(DrainMiddleware, drain=ours.drain)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        """Runs before the server listens. Fails if the capture does not bring back what it should."""
+        """Runs before the server listens. Raises if the self-test fails."""
         ours: ServerState = state.routed_experts
         model = state.openai_serving_models.base_model_paths[0].name
         if isinstance(engine_client, AsyncLLM) and is_capturing(engine_client.vllm_config.parallel_config.worker_cls):
@@ -123,7 +123,7 @@ def open_store(settings: Settings, port: int, rank: int, count: int) -> ArraySto
 
 
 async def sweep_forever(store: ArrayStore) -> None:
-    """Deletes expired arrays while no new ones need their room."""
+    """Deletes expired arrays even if no new ones need the space."""
     while True:
         await asyncio.sleep(min(max(store.lifetime_s / 4, 1), _SWEEP_S))
         show_store(await run_in_threadpool(store.sweep))
@@ -165,7 +165,7 @@ def address(args: Namespace) -> str:
 
 
 def what_to_do(args: Namespace, base: str, model: str, has_page: bool) -> str:
-    """What to open and what to paste."""
+    """The page's address, and a curl command."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
     to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base

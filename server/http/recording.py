@@ -1,7 +1,7 @@
-"""Records the routing of all requests in files: a line is a response that the server could have made.
+"""Records the routing of all requests in files: each line is a response.
 
-A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go to the record alone.
-One that asks is recorded with the rows that it asks for. One thread writes what has finished.
+A recorded request that does not ask for rows is opted in on its way to the engine, and its rows go to the file only.
+One that asks is recorded with the rows that it asks for. A thread writes finished requests.
 """
 
 import fcntl
@@ -72,7 +72,7 @@ class FullError(Exception):
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder, and completes the files of processes that were killed, less a line that was cut off."""
+    """Makes the folder, and completes the files of killed processes, without a truncated last line."""
     private_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
@@ -85,14 +85,23 @@ def prepare(folder: Path) -> None:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe
                 continue
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another server writes it
+                if not _lock(file, path):  # another server writes it, or has completed it
+                    continue
+            except OSError:  # a file system without locks
                 continue
             if size := os.fstat(file.fileno()).st_size:
                 with mmap.mmap(file.fileno(), 0) as content:
                     size = content.rfind(b"\n") + 1
                 file.truncate(size)
             _complete(path, size)
+
+
+def _lock(file: FileIO, path: Path) -> bool:
+    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot be locked."""
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    return False
 
 
 def _complete(path: Path, size: int) -> None:
@@ -132,11 +141,17 @@ class RecordFiles:
         return end - begin
 
     def _open(self) -> FileIO:
-        name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
-        self._path, self._begun = self._folder / name, time.monotonic()
-        self._file = file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_mine = False
+        while not is_mine:
+            name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}-{next(self._numbers)}.jsonl{PART}"
+            self._path, self._begun = self._folder / name, time.monotonic()
+            file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
+            is_mine = True
+            with suppress(OSError):  # a file system without locks
+                is_mine = _lock(file, self._path)  # else a server that begins has just removed it
+            if not is_mine:
+                file.close()
+        self._file = file
         return file
 
     def _undo(self, file: FileIO, begin: int) -> None:
@@ -167,7 +182,7 @@ class RecordFiles:
 
 
 class RecordedResponse(BaseModel, extra="allow"):
-    """What a line says beside the rows."""
+    """The fields of a line besides rows."""
 
     choices: list[dict[str, Any]]
     kv_transfer_params: ClassVar[None] = None
@@ -212,7 +227,7 @@ class RecordedChoice(RecordedRows):
 
 
 class Recorder(NoRecorder):
-    """Decides which requests are recorded, and has their routing written.
+    """Decides which requests are recorded, and queues their rows for the thread that writes them.
 
     All methods but those of the thread run in the event loop.
     """
@@ -328,7 +343,7 @@ class Recorder(NoRecorder):
         self._has_failed = True
 
     def close(self) -> None:
-        """Writes what waits, and completes the file."""
+        """Writes queued requests, and completes the file."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -1,4 +1,4 @@
-"""References: what a response has in place of an array."""
+"""References, which stand in a response in place of arrays."""
 
 import asyncio
 from collections.abc import Callable, Iterable
@@ -43,11 +43,11 @@ class Delivery:
         inline, and why arrays could not be stored. Raises `LostRowsError`."""
         return [{} for _ in arrays], None
 
-    def told(self) -> None:
-        """Says that the response, or what there is of it, is sent."""
+    def mark_sent(self) -> None:
+        """Called when the response, or a part with references, has been sent."""
 
-    def delete_untold(self) -> None:
-        """Deletes the arrays of which the client was not told."""
+    def delete_unsent(self) -> None:
+        """Deletes the arrays whose references were not sent."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +56,11 @@ class ReferenceMaker(Delivery):
 
     store: ArrayStore
     has_left: Callable[[], bool]  # whether the client has closed its connection
-    untold: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
+    unsent_ids: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
 
     async def run(self, num_arrays: int, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """At once, if nobody has to wait and that takes less time than to wake the store's thread. If the client leaves
-        meanwhile, or it fails, the arrays are deleted."""
+        """Small arrays are stored in this thread if the store is in memory and has room; waking its thread costs more.
+        If the client leaves meanwhile, or storing fails, the arrays are deleted."""
         try:
             room = 4 * num_bytes + 8192 * num_arrays  # for int32, dense layers, headers, and whole blocks
             is_small = num_arrays <= _QUICK_ARRAYS and num_bytes <= AT_ONCE_BYTES
@@ -68,20 +68,20 @@ class ReferenceMaker(Delivery):
                 return function(*args)
             return await asyncio.wrap_future(self.store.writer.submit(function, *args))
         except BaseException:
-            self.delete_untold()
+            self.delete_unsent()
             raise
 
-    def told(self) -> None:
-        """If nobody is there any more, the arrays are deleted."""
-        if self.untold and self.has_left():
-            self.delete_untold()
+    def mark_sent(self) -> None:
+        """Deletes the arrays if the client had left before."""
+        if self.unsent_ids and self.has_left():
+            self.delete_unsent()
         else:
-            self.untold.clear()
+            self.unsent_ids.clear()
 
-    def delete_untold(self) -> None:
-        """When the store's thread comes to it."""
-        if self.untold:
-            self.store.writer.submit(lambda: self._delete(self.untold))
+    def delete_unsent(self) -> None:
+        """In the store's thread."""
+        if self.unsent_ids:
+            self.store.writer.submit(lambda: self._delete(self.unsent_ids))
 
     def _delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -111,7 +111,7 @@ class ReferenceMaker(Delivery):
     def _refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:
         array, missing = encoder.layers_first(rows)
         stored = self.store.put(array)
-        self.untold.append(stored.id)
+        self.unsent_ids.append(stored.id)
         count_stored(succeeded=True)
         num_layers, num_rows, top_k = array.shape
         reference = {
@@ -128,7 +128,7 @@ class ReferenceMaker(Delivery):
 
 
 def has_left(request: Request) -> bool:
-    """Whether the client has closed its connection. Unlike `is_disconnected`, gives nobody else a turn meanwhile."""
+    """Whether the client has closed its connection. Unlike `is_disconnected`, it does not yield to other tasks."""
     message = request.receive().__await__()
     try:
         next(message)

@@ -40,7 +40,7 @@ _EXTRA_BODY = "extra_body"
 
 
 class PackedRoute(APIRoute):
-    """A route that also takes MessagePack, so that the rows that a prefill instance hands over need no base64."""
+    """A route that also takes MessagePack, in which rows from a prefill instance need no base64."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -53,7 +53,7 @@ class PackedRoute(APIRoute):
 
 
 class _PackedRequest(Request):
-    """A request in MessagePack that is JSON to FastAPI and vLLM."""
+    """A request in MessagePack that FastAPI and vLLM read as JSON."""
 
     @classmethod
     def of(cls, raw_request: Request) -> "_PackedRequest":
@@ -68,9 +68,9 @@ class _PackedRequest(Request):
 
 
 def unpacked(content: bytes) -> Any:
-    """The values that JSON can say of a MessagePack body, and the rows in its `kv_transfer_params`.
+    """A MessagePack body as JSON's types, and the rows in its `kv_transfer_params`.
 
-    Other bytes become text: they would pass for what only this server may say to its engine.
+    Other bytes become text, because `opt_in` sends bytes to the engine that clients must not be able to send.
     """
     try:
         body = msgspec.msgpack.decode(content)
@@ -153,8 +153,8 @@ _MESSAGE_BITS = 63
 
 
 def field_of(request: Any, name: str) -> Any:
-    """A field of vLLM's request model; None where the model has none. A client may send anything under its name then,
-    which pydantic makes an attribute too."""
+    """A field of vLLM's request model; None if the model lacks it. Pydantic keeps unknown fields of a client as
+    attributes too, so `getattr` alone would return them."""
     return getattr(request, name) if name in type(request).model_fields else None
 
 

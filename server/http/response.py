@@ -253,14 +253,14 @@ class _Response(Response):
         self._delivery = delivery
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._delivery.told()
+        self._delivery.mark_sent()
         await super().__call__(scope, receive, send)
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Others get their turn between two parts."""
+    """Other tasks run between two parts."""
     try:
-        answer.delivery.told()
+        answer.delivery.mark_sent()
         for part in parts:
             yield part
             await asyncio.sleep(0)

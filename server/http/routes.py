@@ -118,7 +118,7 @@ def delete_rows(raw_request: Request, key: ArrayId) -> Response:
 
 @router.api_route(ROWS_PATH + "/{id}", methods=["POST", "PUT", "PATCH", "OPTIONS", "TRACE"], include_in_schema=False)
 def other_methods() -> Response:
-    """Names all methods that there are, as each of the routes knows its own only."""
+    """Returns 405 with the methods of all routes of the path; each route knows only its own."""
     return error_response("There is no such method.", HTTPStatus.METHOD_NOT_ALLOWED, {"Allow": "GET, HEAD, DELETE"})
 
 

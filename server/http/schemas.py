@@ -183,7 +183,7 @@ _PART_ERRORS = {
 
 
 def _route(name: str, ok: dict[str, Any], errors: dict[int, str], request: dict[str, Any] | None = None) -> Any:
-    """What FastAPI's decorators take for a route. The examples are those of `name`, that of an error the first's."""
+    """Arguments of FastAPI's decorators for a route. The examples are those of `name`; only the first error has one."""
     responses: Responses = {code: {"model": ErrorResponse, "description": text} for code, text in errors.items()}
     responses[next(iter(errors))]["content"] = {"application/json": {"example": _EXAMPLES[name]["error"]}}
     about: dict[str, Any] = {"responses": {200: ok, **responses}}

@@ -158,7 +158,7 @@ class RoutedServing:
     async def check_lengths(
         self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None
     ) -> None:
-        """All that depends on the lengths of prompts. Raises what `check_prompts` and `check_room` raise."""
+        """All checks that need the lengths of prompts: `check_prompts` and `check_room`."""
         self.check_prompts(request, prompt_lens, num_choices, max_tokens)
         await self.check_room(request, prompt_lens, num_choices, max_tokens)
 

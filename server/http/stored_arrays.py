@@ -90,7 +90,7 @@ class _ArrayResponse(StreamingResponse):
 
 
 def _transport_of(request: Request) -> asyncio.Transport | None:
-    """Of the connection that a request came by, in uvicorn."""
+    """The request's connection in uvicorn."""
     server = getattr(request.app.state, "server", None)
     connections = server.server_state.connections if server is not None else ()
     mine = (each for each in connections if getattr(getattr(each, "cycle", None), "scope", None) is request.scope)
@@ -140,12 +140,12 @@ def delete_array(request: Request, store: ArrayStore | None, key: str) -> Respon
 
 
 async def _run(store: ArrayStore | None, function: Callable[..., T], *args: Any) -> T:
-    """What `function` gives, which reads files of `store`: in a thread, if they are on a disk."""
+    """Calls `function`, which reads files of `store`, in a thread if they are on a disk."""
     return function(*args) if store is None or store.is_in_memory else await run_in_threadpool(function, *args)
 
 
 def _ask(store: ArrayStore | None, method: Callable[[ArrayStore, str], T], key: str) -> T:
-    """What a method of the store gives for an array. Its errors are raised as those of a response."""
+    """Calls a method of the store for an array, and raises its errors as HTTP errors."""
     if store is None:
         raise VLLMNotFoundError("This server stores no routed experts.")
     try:

@@ -176,7 +176,7 @@ class SSERewriter:
                 chunk, prompt_rows, rows = await self._with_references(chunk, state, prompt_rows, rows)
                 async for line in self._lines(chunk, prompt_rows, rows, state.next_row):
                     yield line
-                self.delivery.told()
+                self.delivery.mark_sent()
         for line in failure:
             yield line
 
@@ -191,7 +191,7 @@ class SSERewriter:
             logger.error("The stream ended with an error: %s", error, exc_info=not is_ours)
             failure += [f"{_DATA}{self.error_event(error)}\n\n", f"{_DATA}[DONE]\n\n"]
         finally:
-            self.delivery.delete_untold()
+            self.delivery.delete_unsent()
             count_response(self.encoder, *(self._lost() if self.encoder.counts.missing else (0, Counter())))
             self._choices.clear()  # the traceback of a cancelled stream keeps this object alive
             self._prompts.clear()
@@ -313,7 +313,7 @@ class SSERewriter:
         return _with_fields(chunk, await run_in_threadpool(self._histograms, counted))
 
     def _histograms(self, counted: dict[str, list[Rows]]) -> dict[str, Any]:
-        """The histograms of arrays, which it frees: that takes a while too."""
+        """The histograms of arrays. Frees the arrays here too, because that takes time."""
         histograms: dict[str, Any] = {}
         for name, arrays in counted.items():
             histograms[name] = self.encoder.histogram(arrays)

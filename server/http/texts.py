@@ -1,4 +1,4 @@
-"""Texts of token ids, for whoever shows rows beside their tokens."""
+"""Texts of token ids, for clients that show rows beside tokens."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -43,7 +43,7 @@ async def texts_of(raw_request: Request, engine: AsyncLLM) -> TokenTexts:
 
 
 async def _ids_in(raw_request: Request) -> list[int]:
-    """The body is read to its end, so that the client hears of the error, but not kept beyond the limit."""
+    """Reads the body to its end, so that the client receives the error, but keeps no more than the limit."""
     body = bytearray()
     async for chunk in raw_request.stream():
         if len(body) <= _MAX_BODY_BYTES:

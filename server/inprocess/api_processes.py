@@ -15,8 +15,8 @@ from routed_experts.server.vllm_api import APIServerProcessManager
 def close_port_after_the_last() -> None:
     """Has the first process close the port as soon as no API process listens any more.
 
-    It holds their socket until the engine has ended, and so may the engine: new clients would wait for nobody, and then
-    be reset. Not earlier, because who listens on a closed port logs tracebacks. Until vLLM closes it.
+    It keeps their socket open until the engine has ended, and so may the engine: new clients would wait, and then be
+    reset. Not earlier, because a process that listens on a closed port logs tracebacks. Needed until vLLM closes it.
     """
     replace_once(APIServerProcessManager, "__init__", _start)
 

@@ -59,10 +59,10 @@ def _announce() -> None:
 
 
 def _follow_engines() -> None:
-    """Has engines that are made from now on give out arrays, as vLLM's own capture does.
+    """Makes engines that are created from now on return arrays, as vLLM's own capture does.
 
     Both classes make their output processor themselves, so it cannot be given to them; beam search drops what its
-    requests return. Until vLLM lets a plugin see an engine that was made.
+    requests return. Needed until vLLM tells plugins of new engines.
     """
     replace_once(LLMEngine, "__init__", _made)
     replace_once(AsyncLLM, "__init__", _made)

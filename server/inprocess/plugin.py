@@ -23,7 +23,7 @@ def register() -> None:
     """What vLLM calls, in every process; safe to repeat, and never raises for its version.
 
     Replaces `EngineArgs.create_engine_config`: the argument, the flag and `aux_output_config` meet there, and a plugin
-    is given no engine's arguments. Until vLLM lets one choose who captures.
+    is given no engine's arguments. Needed until vLLM lets a plugin provide the capture.
     """
     try:
         from vllm.engine.arg_utils import EngineArgs
@@ -67,7 +67,7 @@ def _engine_hooks(usage_context: Any = None) -> ModuleType | None:
 
 
 def _other_front_end(usage_context: Any) -> str | None:
-    """What answers instead of vLLM's Python server, if anything: it knows nothing of plugins. Programs are theirs."""
+    """The front end that replaces vLLM's Python server, if any; it loads no plugins."""
     from vllm import envs
     from vllm.usage.usage_lib import UsageContext
 

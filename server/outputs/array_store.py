@@ -81,6 +81,7 @@ class ArrayStore:
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
         # Expiry and bytes by id, the next to expire first; the expiry of what is gone and still read is 0.
         self._held: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._left: OrderedDict[str, tuple[float, int]] = OrderedDict()  # by ended processes, with lifetimes of theirs
         self._lock = threading.RLock()  # for what stands above; free while arrays are written and removed
         # Several threads would take twice the CPU time, and keep the event loop waiting for Python's lock.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
@@ -89,7 +90,7 @@ class ArrayStore:
             Finalize(None, self.close, exitpriority=0)  # `atexit` does nothing in a process of another
 
     def is_time_to_warn(self) -> bool:
-        """True once a minute: a full store is a reason for each array."""
+        """True once a minute, because a full store is a reason to log for each array."""
         if is_time := time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARNING_S
         return is_time
@@ -128,13 +129,14 @@ class ArrayStore:
             left = {name + stem: (about.st_mtime, _blocks(about.st_size)) for stem, about in files}
             with self._lock:
                 self._owned[name] = owner
-                self._held = OrderedDict(sorted((self._held | left).items(), key=itemgetter(1)))
+                self._left = OrderedDict(sorted((self._left | left).items(), key=itemgetter(1)))
                 self.used_bytes += sum(size for _, size in left.values())
 
     def _give_up(self) -> None:
         """Forgets the subfolders and what they hold."""
-        self.used_bytes -= sum(size for _, size in self._held.values())
-        self._held.clear()
+        for held in (self._held, self._left):
+            self.used_bytes -= sum(size for _, size in held.values())
+            held.clear()
         while self._owned:
             _, owner = self._owned.popitem()
             fcntl.flock(owner, fcntl.LOCK_UN)  # processes that were forked may have the file open
@@ -152,7 +154,7 @@ class ArrayStore:
         return self._name != "" and self.max_bytes is not None and self.used_bytes + num_bytes <= self.max_bytes
 
     def make_room(self, num_bytes: int) -> None:
-        """Removes what is gone, as far as it takes for `num_bytes` more to fit. Raises `StoreError` if they do not."""
+        """Removes expired and deleted arrays until `num_bytes` more fit. Raises `StoreError` if they do not."""
         name = self.open()
         if not self.has_room(num_bytes):
             if not (self.folder / name).is_dir():
@@ -241,10 +243,12 @@ class ArrayStore:
     def _expire(self, key: str) -> bool:
         """Lets an array of this process expire; False if it is another's."""
         with self._lock:
-            if is_mine := key in self._held:
-                self._held[key] = 0, self._held[key][1]
-                self._held.move_to_end(key, last=False)
-        return is_mine
+            for held in (self._held, self._left):
+                if key in held:
+                    held[key] = 0, held[key][1]
+                    held.move_to_end(key, last=False)
+                    return True
+        return False
 
     def sweep(self, num_bytes: int | None = None) -> int:
         """Removes what is gone; of expired arrays only as many as it takes for `num_bytes` to fit, if given. If not,
@@ -272,11 +276,13 @@ class ArrayStore:
     def _pop_gone(self, num_bytes: int | None) -> tuple[str, int] | None:
         """The next array to remove, and its bytes."""
         with self._lock:
-            key, (expires, size) = next(iter(self._held.items()), ("", (float("inf"), 0)))
-            if expires >= time.time() or (expires and num_bytes is not None and self.has_room(num_bytes)):
-                return None
-            del self._held[key]
-        return key, size
+            for held in (self._held, self._left):
+                key, (expires, size) = next(iter(held.items()), ("", (float("inf"), 0)))
+                is_kept = expires and num_bytes is not None and self.has_room(num_bytes)
+                if expires < time.time() and not is_kept:
+                    del held[key]
+                    return key, size
+        return None
 
 
 def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1) -> ArrayStore:

@@ -87,14 +87,14 @@ def _own(subfolder: Path) -> FileIO | None:
 
 
 def tell(subfolder: Path, word: str) -> None:
-    """Tells the process that owns `subfolder` a word, in its file."""
+    """Leaves a word for the process that owns `subfolder`, in its file."""
     with open(subfolder / _OWNER, "ab", opener=open_private) as owner:
         owner.write(f"{word}\n".encode())
 
 
 def told(owner: FileIO) -> list[str]:
-    """The words that others told the owner since it last asked. When the file is long it is cut: what others tell just
-    then is lost."""
+    """The words that other processes left for the owner since the last call. A long file is cut; words left at that
+    moment are lost."""
     words = owner.readall().decode("ascii", "replace").split()
     if owner.tell() > _OWNER_BYTES:
         owner.truncate(0)
@@ -114,16 +114,14 @@ def remove_unused(folder: Path) -> None:
 
 
 def tidy(subfolder: Path, keeps: bool) -> list[tuple[str, os.stat_result]]:
-    """Removes the arrays that expired, or all if they are not kept, and the subfolder if that was all that it had. This
-    process must own it. Returns the others."""
+    """Removes the arrays that expired, or all if they are not kept, unless somebody reads them, and the subfolder if
+    that was all that it had. This process must own it. Returns the others."""
     left = []
     for file in os.scandir(subfolder):
         if _FILE.fullmatch(file.name):
             about = file.stat(follow_symlinks=False)
-            if keeps and about.st_mtime >= time.time():
+            if (keeps and about.st_mtime >= time.time()) or not remove_unread(Path(file.path)):
                 left.append((file.name.removesuffix(".npy"), about))
-            else:
-                remove_unread(Path(file.path))
     if not left:
         with suppress(OSError):  # the user may have files there
             (subfolder / _OWNER).unlink()

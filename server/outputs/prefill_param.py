@@ -145,7 +145,7 @@ def parse_prefill_rows(
 
 
 def _with_weights(rows: PrefillRows, text: Any) -> dict[str, Any]:
-    """What weights change of rows for the engine."""
+    """The fields that weights add to, or change in, rows for the engine."""
     size = rows.rows.size * _WEIGHT_BYTES
     raw = _bytes_of(text, f"{FIELD}.{WEIGHTS}", size)
     if len(raw) != size:

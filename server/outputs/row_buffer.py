@@ -234,7 +234,7 @@ class NoRecorder:
         return None
 
     def leave_out(self, reason: str) -> None:
-        """Records nothing of what the current task asks from now on, and counts that once."""
+        """Records no further requests of the current task, and counts that once."""
 
 
 class RowBuffers:
@@ -335,7 +335,7 @@ class RowBuffers:
         return processed
 
     def _take_report(self, take: Callable[[Any], None], report: Any) -> None:
-        """Hands a report to `take`. What that raises must not end vLLM's output handler, and with it the server."""
+        """Calls `take` with a report. Its exceptions must not end vLLM's output handler, and with it the server."""
         try:
             take(report)
         except Exception:
@@ -393,8 +393,8 @@ _CUT_SHORT = (None, "abort", "error")
 
 
 def is_complete(finish_reason: str | None) -> bool:
-    """Whether every token of a choice but the last has a row, so that one which has not arrived is sent as -1. Reasons
-    that vLLM may add count as well: a row too many is one that is counted as missing, a row too few is silence."""
+    """Whether every token of a choice but the last has a row, so that a row which has not arrived is sent as -1. True
+    also for reasons that vLLM may add: a row too many is counted as missing, a row too few would be silently lost."""
     return finish_reason not in _CUT_SHORT
 
 

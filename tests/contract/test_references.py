@@ -409,7 +409,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
 
     async def leave() -> None:
         task = asyncio.create_task(maker.run(1, 1, prepare))
-        while not maker.untold:
+        while not maker.unsent_ids:
             await asyncio.sleep(0.01)
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -418,7 +418,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
 
     asyncio.run(leave())
     store.writer.submit(lambda: None).result(60)
-    assert len(maker.untold) == 2
+    assert len(maker.unsent_ids) == 2
     wait_until_empty(tmp_path / "store")
 
 

@@ -22,7 +22,7 @@ TAG = f"v{PROJECT['version']}"
 def metadata(folder: Path) -> Message:
     """Of a wheel that is built after `index_page.py` has run."""
     sources = copy_sources(folder / "sources", "README.md")
-    run([sys.executable, str(ROOT / "index_page.py"), str(sources), f"{URL}/"])
+    run([sys.executable, str(ROOT / "tests/packaging/index_page.py"), str(sources), f"{URL}/"])
     offline = ("--no-deps", "--no-build-isolation", "--no-index")
     run([*PIP, "wheel", *offline, "--wheel-dir", str(folder), str(sources)])
     (wheel,) = folder.glob("*.whl")
@@ -52,6 +52,6 @@ def test_links_lead_into_the_repository(tmp_path: Path) -> None:
 
 
 def test_an_address_that_is_none(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "index_page.py"), str(tmp_path), "example.org"]
+    command = [sys.executable, str(ROOT / "tests/packaging/index_page.py"), str(tmp_path), "example.org"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "URL must begin with https://, but is 'example.org'.\n")

@@ -485,18 +485,20 @@ def test_texts_where_nothing_says_where_the_prompt_ends() -> None:
 
 def test_f1_a_prompt_that_is_longer_than_any() -> None:
     """F1: its length is one number in a response, and takes no memory of its size."""
-    body = answer(told())
-    body["choices"][0]["logprobs"] = {"tokens": [*"abcdef"]}
-    del body["choices"][0]["prompt_token_ids"]
+    body, joined = answer(told()), answer(told(layout="joined"))
+    for each in (body, joined):
+        each["choices"][0] |= {"logprobs": {"tokens": [*"abcdef"]}, "finish_reason": "abort"}
+        each["choices"][0]["routed_experts"]["start"] = 2**28 + 9
+        del each["choices"][0]["prompt_token_ids"], each["choices"][0]["token_ids"]
     body["prompt_routed_experts"]["start"] = 2**28
-    body["choices"][0]["routed_experts"]["start"] = 2**28 + 9
+    joined["choices"][0]["prompt_token_ids"] = [1]  # a row is far behind the prompt
     tracemalloc.start()
     try:
-        (routing,) = collect(body, prompt_start=None)
+        found = [collect(each, prompt_start=None)[0] for each in (body, joined)]
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-    assert (routing.prompt_len, routing.texts) == (2**28 + 9, None)
+    assert [(routing.prompt_len, routing.texts) for routing in found] == [(2**28 + 9, None), (1, None)]
 
 
 JSON = st.recursive(

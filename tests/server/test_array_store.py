@@ -393,6 +393,32 @@ def test_what_an_ended_process_left_belongs_to_one_that_runs(tmp_path: Path, clo
     assert store.sweep() == sizes(tmp_path) == FILE_BYTES
 
 
+def test_what_expires_before_what_another_process_left(tmp_path: Path, clock: Clock) -> None:
+    """Where a server begins again with a shorter lifetime: a folder would be full of arrays that have expired."""
+    other = ArrayStore(tmp_path, 1 << 20, lifetime_s=1000)
+    left = [other.put(ARRAY) for _ in range(2)]
+    other.close()
+    store = ArrayStore(tmp_path, 4 * FILE_BYTES, lifetime_s=10)
+    for _ in range(3):
+        stored = store.put(ARRAY), store.put(ARRAY)
+        clock.now = stored[1].expires + 1
+    store.delete(left[0].id)
+    assert store.sweep() == sizes(tmp_path) == FILE_BYTES
+    clock.now = left[1].expires + 1
+    assert store.sweep() == sizes(tmp_path) == 0
+
+
+def test_what_is_read_when_its_process_ends_goes_afterwards(tmp_path: Path, clock: Clock) -> None:
+    store, other = ArrayStore(tmp_path, 1 << 20), ArrayStore(tmp_path, 1 << 20)
+    store.put(ARRAY)
+    _, stored = other.put(ARRAY), other.put(ARRAY)
+    with store.read(stored.id):
+        other.delete(stored.id)
+        other.close()
+        assert store.sweep() == sizes(tmp_path) == 3 * FILE_BYTES
+    assert store.sweep() == sizes(tmp_path) == 2 * FILE_BYTES
+
+
 def test_the_end_of_a_process_whose_child_goes_on(tmp_path: Path) -> None:
     """The child has its files open."""
     store = ArrayStore(tmp_path / "store", 1 << 20, keeps=False)

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,29 @@ def test_files_are_completed_by_size_and_age(
     files.rotate()
     files.write([b"line\n"])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", PART]
+
+
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_a_server_that_begins_while_another_makes_or_completes_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writing: bool
+) -> None:
+    """Both look at it before one has it locked: no line is lost, and both go on."""
+    files, flock = RecordFiles(tmp_path, 1000), recording.fcntl.flock
+
+    def meanwhile(file: FileIO, operation: int) -> None:
+        monkeypatch.setattr(recording.fcntl, "flock", flock)
+        prepare(tmp_path) if is_writing else files.rotate(at_once=True)
+        flock(file, operation)
+
+    for line in ("one\n", "two\n"):
+        if is_writing:
+            monkeypatch.setattr(recording.fcntl, "flock", meanwhile)
+        files.write([line.encode()])
+        if not is_writing:
+            monkeypatch.setattr(recording.fcntl, "flock", meanwhile)
+            prepare(tmp_path)
+        files.rotate(at_once=True)
+    assert {*texts_in(tmp_path).values()} == {"one\n", "two\n"}
 
 
 def test_f2_what_a_killed_process_left_is_completed_less_half_a_line(tmp_path: Path) -> None:

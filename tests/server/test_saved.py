@@ -2,13 +2,15 @@
 
 import io
 import json
+import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from routed_experts.protocol.codec import decode, decode_weights, encode_weights
+from routed_experts.protocol.codec import decode, decode_weights, encode, encode_weights
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.expert_load import histogram
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
@@ -198,6 +200,34 @@ def test_f3_a_broken_line_is_not_searched_for_its_end() -> None:
         assert file.tell() <= most
 
 
+def test_many_values_on_one_line_take_no_more_than_on_lines() -> None:
+    """A server reads files for its page: a line that takes the square of its length would keep it busy for an hour."""
+    taken = []
+    for end in ("\n", " ", ""):
+        last = json.dumps({"layer_ids": [], "text": "x" * (4 << 20)})
+        file, begin = io.StringIO(f"[]{end}" * (1 << 14) + last), time.process_time()
+        assert list(page_lines([("file", file)], ModelInfo())) == []
+        taken.append(time.process_time() - begin)
+    assert max(taken) < 10 * taken[0], taken
+
+
+def test_choices_that_would_take_more_memory_than_there_is() -> None:
+    """Each has the rows of the prompt."""
+    rows = np.zeros((1 << 17, 1, TOP_K), np.int16)
+    choices = [{"index": index, "finish_reason": None} for index in range(1000)]
+    body = {"choices": choices, "prompt_routed_experts": encode(rows, fmt="object", dtype="int16", start=0)}
+    tracemalloc.start()
+    try:
+        (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
+        assert tracemalloc.get_traced_memory()[1] < 16 * rows.nbytes
+    finally:
+        tracemalloc.stop()
+    said = (
+        f"f, line 1: its rows take {1000 * rows.nbytes} bytes with the prompt of each choice; the page shows 536870912"
+    )
+    assert line["error"]["message"] == f"{said} at most"
+
+
 def test_what_the_page_shows() -> None:
     """A line for each choice; an error ends them. What one file says about its model applies to the next."""
     prompts = [Told(rows_of(9, 1), [rows_of(4, 2), rows_of(3, 3)], first_token=first) for first in (100, 500)]
@@ -238,6 +268,19 @@ def test_weights_and_what_the_page_cannot_show() -> None:
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
     (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
     assert line["error"]["message"] == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
+    far["choices"][0]["routed_experts"]["start"] = 1 << 16
+    tracemalloc.start()
+    try:
+        (text,) = page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo())
+        assert tracemalloc.get_traced_memory()[1] < 4 * len(text)
+    finally:
+        tracemalloc.stop()
+    assert json.loads(text)["tokens"] == [{"id": None, "text": None}] * ((1 << 16) + 4)
+    far["choices"][0]["routed_experts"]["start"] = 0
+    far["choices"][0]["finish_reason"] = None  # cut off, so that rows may be absent
+    far["prompt_routed_experts_histogram"] = histogram(rows_of(2), EXPERTS) | {"rows": 1 << 40}
+    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
+    assert line["error"]["message"] == f"f, line 1: a prompt of {1 << 40} tokens, but the page shows 1048576 at most"
     of_choice = {"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows_of(3), EXPERTS)}
     body = {"choices": [of_choice], "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS)}
     (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))

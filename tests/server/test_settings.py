@@ -46,6 +46,12 @@ def test_a_setting_is_a_key_and_a_flag(given: dict[str, Any]) -> None:
         assert args.additional_config == {"another": 1, **({WEIGHTS_KEY: True} if WEIGHTS_KEY in given else {})}
 
 
+def test_numbers_that_are_not_json() -> None:
+    flags = ["--routed-experts-store-seconds", ".5", "--routed-experts-store-bytes", "1_000"]
+    settings = serve.configure(serve.parse(["model", *flags]))
+    assert settings == Settings(routed_experts_store_seconds=0.5, routed_experts_store_bytes=1000)
+
+
 def test_every_setting_is_tried() -> None:
     assert {name for given in VALID for name in given} == set(KINDS)
 

@@ -36,7 +36,7 @@ class _Pull:
 
 
 class Pulls:
-    """State of requests until they end. Who came for some KV is remembered for a lease."""
+    """State of requests until they end. Which request came first for some KV is remembered for a lease."""
 
     def __init__(self, lease_s: float | None) -> None:
         self.lease_s = lease_s  # equal in both instances; None if unknown: then no rows come

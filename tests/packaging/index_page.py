@@ -1,4 +1,4 @@
-"""Makes the README the project's page on a package index: `python index_page.py FOLDER URL`.
+"""Makes the README the project's page on a package index: `python tests/packaging/index_page.py FOLDER URL`.
 
 FOLDER has the sources of a release, which are changed in place. URL is the repository's address, on a host with
 GitHub's paths (`/blob/TAG/`, `/raw/TAG/`). Relative links of the README become absolute, to the release's tag.
