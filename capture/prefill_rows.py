@@ -100,7 +100,7 @@ def decode(value: Any) -> PrefillRows | None:
     if not isinstance(shape, list) or len(shape) != 3 or any(type(size) is not int or size < 0 for size in shape):
         return None
     dtype, size = _DTYPES[name], math.prod(shape) * _DTYPES[name].itemsize
-    if len(data) != size or size > _limit(name) or max(shape) > MAX_BYTES:
+    if len(data) != size or size > _limit(name) or max(shape) > MAX_BYTES or not shape[1] or not shape[2]:
         return None
     decoded = PrefillRows(np.frombuffer(data, dtype).reshape(shape), name == WORDS, float(until))
     return decoded if decoded.ids.min(initial=0) >= UNKNOWN else None

@@ -53,7 +53,7 @@ def lack_weights(rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(N
     """Which of `rows` ([n, 3L, K], contiguous) at `places` have no weights, perhaps beside ids that are known: those
     handed over without. Looks at one weight of each row only."""
     first = rows.shape[1] // _PLANES * rows.shape[2]
-    words = rows.reshape(len(rows), -1)[places, first : first + _WEIGHT_WORDS]
+    words = rows.reshape(len(rows), rows.shape[1] * rows.shape[2])[places, first : first + _WEIGHT_WORDS]
     unknown: NDArray[np.bool_] = (words == UNKNOWN).all(axis=1)
     return unknown
 

@@ -335,7 +335,8 @@ class RowDistributor:
             state.next_row = max(request.num_tokens - 1, state.next_row)
 
     def _last_rows(self, state: RequestRows) -> PendingRows | None:
-        """Generated rows that a request which has ended was not sent."""
-        if state.last_rows is None and state.held:
-            state.last_rows = self.source.pending(state, state.first_held, [*state.held])
-        return state.last_rows or None
+        """Takes the generated rows that a request which has ended was not sent."""
+        rows, state.last_rows = state.last_rows, None  # which refer to it: no cycle keeps them until it is collected
+        if rows is None and state.held:
+            rows = self.source.pending(state, state.first_held, [*state.held])
+        return rows or None

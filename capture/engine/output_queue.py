@@ -13,8 +13,8 @@ _PART_BYTES = 8 << 20
 prompt of 32k tokens (Qwen3-30B-A3B) takes three or four steps."""
 
 _BACKLOG_SHARE = 16
-"""If more than this many parts wait, each message takes 1 / _BACKLOG_SHARE of the backlog, since long prefills add more
-than one part per step."""
+"""If more wait, since long prefills add more than one part per step, each message takes a quarter of the backlog up to
+three parts, so that prompts wait for few steps, or 1 / _BACKLOG_SHARE of it, if that is more."""
 
 
 @dataclass(eq=False)
@@ -114,7 +114,8 @@ class OutputQueue:
         entries = [entry for entry in self._entries.values() if entry.client == client]
         room = sum(entry.rows.nbytes for entry in entries) + sum(rows.nbytes for rows in self._last.values())
         if not is_alone or len(entries) > 1:
-            room = min(room, max(self.part_bytes, room // _BACKLOG_SHARE))
+            most = max(self.part_bytes, min(room // 4, 3 * self.part_bytes), room // _BACKLOG_SHARE)
+            room = min(room, most)
         outputs: list[EngineCoreOutput] = []
         while entries:
             first, *others = entries

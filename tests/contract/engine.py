@@ -555,6 +555,7 @@ class Client:
                 requests._prefilling,
                 queue._waiting,
                 queue._last,
+                capture.cache._readers,
             )
             assert not any(kept)
             assert not capture.prefill_rows.pulls

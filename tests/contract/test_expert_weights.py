@@ -148,6 +148,25 @@ def test_ids_that_came_alone_and_were_offloaded(is_async: bool, connectors: tupl
     assert decode.num_without_weights == 0
 
 
+@pytest.mark.parametrize("num_rows", [0, BLOCK])
+def test_weights_of_fewer_rows_than_what_is_pulled_follows(num_rows: int) -> None:
+    """All rows that came are before what is pulled: none is left, and the engine goes on."""
+    with store() as kept:
+        pair, prompt = Pairs(kept), tokens(100)
+        pair.decode.answer("computed before", prompt[: 2 * BLOCK], weights=True)
+        params = pair.export_rows(prompt, weights=True)
+        value = params[prefill_rows.PARAM]
+        few = {"data": value["data"][: num_rows * 3 * L * K * 2], "shape": [num_rows, 3 * L, K]}
+        leg = pair.add(prompt, {**params, prefill_rows.PARAM: {**value, **few}}, weights=True)
+        pair.decode.run()
+        assert kept.num_loaded == 1
+        assert leg.missing == [*range(2 * BLOCK, 99)]
+        again = pair.add(prompt, None, weights=True)
+        pair.decode.run()
+        assert again.missing == []
+        pair.decode.finish(missing=None)
+
+
 def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some() -> None:
     with store() as kept:
         pair, prompt = Pairs(kept), tokens(100)

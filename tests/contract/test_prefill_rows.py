@@ -310,6 +310,7 @@ def test_the_engine_takes_nothing_else() -> None:
     assert prefill_rows.decode(GOOD) is not None
     wrong = [{**GOOD, key: value} for key, values in WRONG.items() for value in values]
     wrong += [None, [], {}, {key: value for key, value in GOOD.items() if key != "until"}]
+    wrong += [{**GOOD, "data": b"", "shape": [100, 0, 0]}]  # as the host cache's before the first step
     assert [each for each in wrong if prefill_rows.decode(each) is not None] == []
 
 
@@ -437,3 +438,11 @@ def test_what_moriio_reads_is_checked() -> None:
         assert raised.value.param == f"kv_transfer_params.{name}"
         assert str(raised.value).startswith(f"{raised.value.param} must be ")
     transfer_params.check({"do_remote_prefill": True, "transfer_id": "tx", "remote_notify_port": "61005"}, config)
+    for blocks in ([1, 2], [[1, 2], [3]], []):  # of versions before and with several KV cache groups; to be written
+        transfer_params.check({"do_remote_prefill": True, "remote_block_ids": blocks, "tp_size": 0}, config)
+    with pytest.raises(transfer_params.TransferParamsError, match="remote_block_ids must be a list"):
+        transfer_params.check({"remote_block_ids": [1, "2"]}, config)
+    with pytest.raises(transfer_params.TransferParamsError, match="for each KV cache group"):
+        transfer_params.check(
+            {"remote_block_ids": [1, 2]}, KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+        )

@@ -81,6 +81,19 @@ def test_no_prompt_waits_for_ever_behind_others() -> None:
     assert len(client.stats) < len(client.messages) / 4  # about once a second
 
 
+def test_prompts_that_come_a_little_faster_than_parts_wait_for_few_steps() -> None:
+    core = engine(chunk=512)
+    core.capture.output_queue.part_bytes = 15 * L * K * 2
+    client = Client(core)
+    client.add("running", tokens(5), max_tokens=200)
+    client.steps(2)
+    for turn in range(60):
+        client.add(f"r{turn}", tokens(20, seed=turn), max_tokens=1)
+        client.step()
+        assert turn < 8 or client.received[f"r{turn - 8}"].tokens
+    client.finish()
+
+
 def test_each_api_process_gets_what_is_its_own() -> None:
     """And the first of them the numbers of all."""
     core = engine(chunk=512)

@@ -47,22 +47,30 @@ _BLOCKS: Type = (
     lambda value: _is_list(value, lambda group: _is_list(group, _is_int)),
     "must be a list of block ids for each KV cache group",
 )
+_ANY_BLOCKS: Type = (
+    lambda value: _is_list(value, lambda item: _is_int(item) or _is_list(item, _is_int)),
+    "must be a list of block ids, or of lists of them",
+)
 _DIGITS: Type = (
     lambda value: _is_int(value) or (isinstance(value, str) and bool(_FEW_DIGITS.fullmatch(value))),
     "must be an integer that is not negative",
 )
 
-_FIELDS: Mapping[str, Type] = {
+_FIELDS: dict[str, Type] = {
     **dict.fromkeys(("do_remote_prefill", "do_remote_decode"), _FLAG),
     **dict.fromkeys(("remote_engine_id", "remote_request_id", "transfer_id"), _TEXT),
     **dict.fromkeys(("remote_host", "remote_bootstrap_addr"), _TEXT),
-    **dict.fromkeys(("remote_port", "tp_size", "dcp_size", "pp_size", "remote_block_size"), _SIZE),
     **dict.fromkeys(("remote_handshake_port", "remote_notify_port", "remote_dp_rank"), _DIGITS),
-    **dict.fromkeys(("remote_dp_size", "remote_dp_size_local", "remote_tp_size"), _DIGITS),
+    **dict.fromkeys(("remote_dp_size", "remote_dp_size_local", "remote_tp_size", "tp_size"), _DIGITS),
+    "remote_block_ids": _ANY_BLOCKS,
+}
+_NIXL_FIELDS: dict[str, Type] = {
+    **dict.fromkeys(("remote_port", "tp_size", "dcp_size", "pp_size", "remote_block_size"), _SIZE),
     "remote_num_tokens": _COUNT,
     "remote_blocks_expiry_time": _TIME,
     "remote_block_ids": _BLOCKS,
 }
+"""Of connectors whose lease is known. MoRIIO has a `tp_size` of 0 too, and in older versions flat block ids."""
 _OBJECTS = ("remote_prefiller", "remote_decoder", "remote_kv_source")
 """Objects that tiers of OffloadingConnector read."""
 _IN_OBJECTS: Mapping[str, Type] = {"kv_request_id": _TEXT, "remote_host": _TEXT, "remote_port": _DIGITS}
@@ -83,7 +91,7 @@ def check(params: Any, config: KVTransferConfig | None) -> None:
     if config is None:
         return
     if num_transfers(config):
-        _check_types(params, _FIELDS)
+        _check_types(params, _FIELDS | _NIXL_FIELDS if takes_prefill_rows(config) else _FIELDS)
     if params.get("do_remote_prefill"):
         _check_pull(params, config)
     for name in _OBJECTS:
