@@ -185,7 +185,8 @@ def test_every_connector_of_vllm_has_been_looked_at() -> None:
 
 
 def test_every_refusal_is_tried() -> None:
-    assert {refusal.name for refusal in REFUSALS} == {case[0] for case in REFUSED}
+    gone = set() if hasattr(envs, OLDER_RAY) else {"Ray with compiled graphs"}
+    assert {refusal.name for refusal in REFUSALS} - gone == {case[0] for case in REFUSED}
 
 
 def test_refusals_say_what_to_change() -> None:
