@@ -19,6 +19,7 @@ from routed_experts.protocol.collect import collect
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, rows_of, serving
 from tests.e2e.harness import CHAT, COMPLETIONS, Server, prompt_of, read_events
+from tests.server.known import as_json
 
 GENERATE = "/inference/v1/generate"
 FLAG = "--enable-return-routed-expert-weights"
@@ -43,15 +44,6 @@ def plain(tiny_model: Path) -> Iterator[Server]:
 def post(server: Server, path: str, accept: str = "application/json", **body: Any) -> httpx.Response:
     with server.client() as client:
         return client.post(path, json={"model": "tiny", **body}, headers={"Accept": accept})
-
-
-def as_json(value: Any) -> Any:
-    """MessagePack as JSON has it: bytes in base64."""
-    if isinstance(value, dict):
-        return {name: as_json(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [as_json(item) for item in value]
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 # ---- the reference ----

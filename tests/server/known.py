@@ -1,6 +1,7 @@
 """Rows that say which position they belong to, on outputs of the engine; and whether other tasks get their turn."""
 
 import asyncio
+import base64
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -34,6 +35,15 @@ def choice(tokens: int, buffer: RowBuffer | None, index: int = 0, finish: str | 
 def output(prompt_len: int, *choices: CompletionOutput) -> RequestOutput:
     finished = all(each.finish_reason is not None for each in choices)
     return RequestOutput("r", None, list(range(prompt_len)), None, list(choices), finished=finished)
+
+
+def as_json(value: Any) -> Any:
+    """MessagePack as JSON has it: bytes in base64."""
+    if isinstance(value, dict):
+        return {name: as_json(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [as_json(item) for item in value]
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 def positions(array: dict[str, Any]) -> list[int]:

@@ -1,7 +1,6 @@
 """Whole responses: rows from hand-made final outputs to the bytes of the HTTP response, and which form it has."""
 
 import asyncio
-import base64
 import itertools
 import random
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.response import MSGPACK, CollectedRows, RoutedResponse, respond, wants_msgpack
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import RequestOutput
-from tests.server.known import K, L, buffer_of, choice, output, positions, rows_of
+from tests.server.known import K, L, as_json, buffer_of, choice, output, positions, rows_of
 
 EXPERTS = 64
 
@@ -56,14 +55,6 @@ def body_of(answer: RoutedResponse) -> dict[str, Any]:
     body = orjson.loads(asyncio.run(answer.prepare(packed=False)))
     assert as_json(msgspec.msgpack.decode(asyncio.run(answer.prepare(packed=True)))) == body
     return body
-
-
-def as_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: as_json(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [as_json(item) for item in value]
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else value
 
 
 def placed(*outputs: RequestOutput, **options: Any) -> tuple[list[int] | None, list[list[int]]]:
