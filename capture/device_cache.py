@@ -18,6 +18,7 @@ class DeviceCache:
     def __init__(
         self, num_layers: int, max_tokens: int, top_k: int, device: torch.device, with_weights: bool = False
     ) -> None:
+        self.num_layers, self.max_tokens, self.top_k = num_layers, max_tokens, top_k
         shape = (2 if with_weights else 1, num_layers, max_tokens, top_k)
         # [1, L, N, K], with weights [2, L, N, K]. One allocation, which one kernel resets.
         self.planes = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
@@ -25,25 +26,10 @@ class DeviceCache:
         # [L, N, K], of which -1 in all bits is NaN.
         self.weights = self.planes[1].view(torch.float32) if with_weights else None
 
-    @property
-    def num_layers(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def max_tokens(self) -> int:
-        return self.ids.shape[1]
-
-    @property
-    def top_k(self) -> int:
-        return self.ids.shape[2]
-
-    def view(self, layer: int) -> torch.Tensor:
-        """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder)."""
-        return self.ids[layer]
-
-    def weights_view(self, layer: int) -> torch.Tensor | None:
-        """The `[N, K]` float32 view of the weights of the same layer; None if they are not captured."""
-        return None if self.weights is None else self.weights[layer]
+    def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder), and the
+        float32 view of its weights, if they are captured."""
+        return self.ids[layer], None if self.weights is None else self.weights[layer]
 
     def reset_rows(self, num_tokens: int) -> None:
         """Puts -1 back into the first `num_tokens` rows of every layer. Enqueues one kernel on the current stream,

@@ -128,11 +128,12 @@ class HostCache:
         other: "HostCache",
         sources: NDArray[np.int64],
         slots: NDArray[np.int64],
-        cause: Cause = Cause.FAULT,
+        cause: Cause | NDArray[np.uint8] = Cause.FAULT,
     ) -> None:
         """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape.
-        `cause` is why some of `sources` are not written."""
+        `cause` is why `sources` are not written: all of them, or [n] each."""
         inside = within(slots, self._written.size)
+        causes = np.broadcast_to(np.uint8(cause), slots.shape)[inside]
         slots, sources = slots[inside], sources[inside]
         written = other.are_written(sources)
         self._before_write(slots)
@@ -140,7 +141,7 @@ class HostCache:
             self._allocate(other.row_shape)
             self._by_slot[slots[written]] = other._by_slot[sources[written]]
         self._written_by_slot[slots] = written
-        self._causes.reshape(-1)[slots] = cause
+        self._causes.reshape(-1)[slots] = causes
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids.
@@ -148,15 +149,11 @@ class HostCache:
         As there, all sources are read before any destination is written. Rows are moved only where a source has some:
         copies of other groups' blocks, such as Mamba states, bring none.
         """
-        blocks = np.array(pairs, dtype=np.int64)
-        sources, destinations = blocks[within(blocks[:, 1], len(self._rows))].T
-        self._before_write(destinations * self.block_size)
-        inside = within(sources, len(self._rows))
-        written = self._written[np.where(inside, sources, 0)] & inside[:, None]
-        has_rows = written.any(axis=1)
-        self._rows[destinations[has_rows]] = self._rows[sources[has_rows]]
-        self._written[destinations] = written
-        self._causes[destinations] = self._causes[np.where(inside, sources, 0)]
+        blocks = np.array(pairs, dtype=np.int64).T[:, :, None]
+        sources, slots = (blocks * self.block_size + np.arange(self.block_size)).reshape(2, -1)
+        self.copy_from(
+            self, sources, slots, self._causes.reshape(-1)[np.where(within(sources, self._written.size), sources, 0)]
+        )
 
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
         """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written.

@@ -108,7 +108,7 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
         own_tokens = local_token_slice(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
         # Where all ranks route all tokens, one of them is enough for the join.
         sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, owns_topk_buffer(runner))
-        weights = capturer.cache.weights_view(row)
+        view, weights = capturer.cache.views(row)
         is_direct = can_write_directly(runner, dp_size)
         if weights is not None and (is_direct or (owns_topk_buffer(runner) and own_tokens is None)):
             check_weights_are_kept(runner)
@@ -118,7 +118,7 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
             experts = _monolithic_experts(runner)
             runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
         elif is_direct:
-            write_directly(runner.router, capturer.cache.view(row), weights)
+            write_directly(runner.router, view, weights)
         elif weights is not None:
             capture_choice(runner.router, sink)
         else:

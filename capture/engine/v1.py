@@ -46,7 +46,7 @@ class V1Adapter:
             slots, offsets = v2_batch(self._runner, self._kv_group)
         else:
             slots, offsets = v1_batch(self._runner, self._kv_group)
-        self._pending = self._capturer.submit(slots, offsets, self._stage.upstream)
+        self._pending = self._capturer.pipeline.submit(slots, offsets, self._stage.upstream)
 
     def post_sample(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput

@@ -11,7 +11,6 @@ from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from routed_experts.capture.seams import Seam
@@ -89,11 +88,6 @@ class _Resetting(Scheduler):
 
 ConnectedScheduler: type[Scheduler] = _Calling if not HAS_AUX_OUTPUTS else _Resetting if _REFUSES_RESETS else Scheduler
 """vLLM's scheduler, or what makes an older one call `aux_output_connector`."""
-
-
-def step_rows(output: ModelRunnerOutput) -> Any:
-    """What a worker attached to its output; until 0.31 the class has no field for it, but takes the attribute."""
-    return getattr(output, "aux_output_connector_output", None)
 
 
 def v2_batch(runner: Any, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
