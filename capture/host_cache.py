@@ -8,7 +8,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import ids_of, lack_weights
+from routed_experts.capture.rows import ids_of, missing_weights
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
@@ -37,10 +37,8 @@ class Reader(Protocol):
 
 
 class HostCache:
-    """One row for each KV slot, so that a row is valid exactly as long as the KV of its token.
-
-    Eviction, preemption and reuse need no code: new rows overwrite old ones as new KV overwrites old KV. Memory is
-    bounded by KV slots x L x K x 2 bytes, and reserved by the operating system only as it is written.
+    """One row for each KV slot, so that a row is valid exactly as long as the KV of its token: new rows overwrite old
+    ones as new KV overwrites old KV. Memory is reserved by the operating system only as it is written.
 
     Slots outside the KV cache, such as the -1 that vLLM gives to padding, are never written and have no rows.
     """
@@ -116,11 +114,11 @@ class HostCache:
         written &= self._written_by_slot[np.where(written, slots, 0)]
         return written
 
-    def lack_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def missing_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`); none where no row has any."""
         written = self.are_written(slots) & self.has_weights
         if written.any():
-            written[written] = lack_weights(self._rows.reshape(-1, *self.row_shape), slots[written])
+            written[written] = missing_weights(self._rows.reshape(-1, *self.row_shape), slots[written])
         return written
 
     def copy_from(
@@ -144,11 +142,8 @@ class HostCache:
         self._causes.reshape(-1)[slots] = causes
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids.
-
-        As there, all sources are read before any destination is written. Rows are moved only where a source has some:
-        copies of other groups' blocks, such as Mamba states, bring none.
-        """
+        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids: as there, all sources are
+        read before any destination is written. Copies of other groups' blocks, such as Mamba states, bring no rows."""
         blocks = np.array(pairs, dtype=np.int64).T[:, :, None]
         sources, slots = (blocks * self.block_size + np.arange(self.block_size)).reshape(2, -1)
         self.copy_from(
@@ -156,11 +151,9 @@ class HostCache:
         )
 
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
-        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written.
-
-        One copy, during which other threads run: this may be a long prompt. Raises if the block table (from position 0
-        on) ends too early, so that rows behind would be given wrong positions, or names a block that there is none of.
-        """
+        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written. One
+        copy, during which other threads run. Raises if the block table (from position 0 on) ends too early, or names a
+        block that there is none of."""
         size, end = self.block_size, first + len(out)
         if len(block_ids) * size < end:
             raise ValueError(f"a block table of {len(block_ids)} blocks does not reach position {end}")

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ _SAMPLED_ROWS = 512
 _KEPT_SHARE = 0.9  # of the samples before, with each new one: the load is that of the last ten seconds or so
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """The numbers of one engine. Counters are cumulative, so a lost report does no harm."""
 
@@ -76,25 +76,19 @@ class StatsRecorder:
     """Counts what an engine captures, and says when to report it."""
 
     def __init__(self, engine: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine = engine
+        self.totals = EngineStats(engine)
         self._clock = clock
         self._load = ExpertLoad()
-        self._rows_captured = self._rows_forgotten = 0
-        self._copy_wait_s = 0.0
         self._next_sample = self._next_report = clock()
         self._was_idle = True
 
     def count_step(self, rows: Rows, copy_wait_s: float) -> None:
         """Counts a step that has arrived with `rows` ([n, L, K]), for which its output waited so many seconds."""
-        self._rows_captured += len(rows)
-        self._copy_wait_s += copy_wait_s
+        self.totals.rows_captured += len(rows)
+        self.totals.copy_wait_s += copy_wait_s
         if len(rows) and self._clock() >= self._next_sample:
             self._next_sample = self._clock() + INTERVAL_S
             self._load.sample(rows)
-
-    def count_forgotten(self, num_rows: int) -> None:
-        """Counts discarded rows."""
-        self._rows_forgotten += num_rows
 
     def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:
         """The numbers after a step, if they are due: once in an interval, and when the engine gets something to do or
@@ -104,13 +98,5 @@ class StatsRecorder:
             return None
         self._was_idle = is_idle
         self._next_report = now + INTERVAL_S
-        return EngineStats(
-            self._engine,
-            self._rows_captured,
-            self._copy_wait_s,
-            requests_tracked,
-            host_cache_bytes(),
-            self._load.busiest(),
-            self._load.routed(),
-            self._rows_forgotten,
-        )
+        gauges = {"requests_tracked": requests_tracked, "host_cache_bytes": host_cache_bytes()}
+        return replace(self.totals, **gauges, busiest=self._load.busiest(), routed=self._load.routed())

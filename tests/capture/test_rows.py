@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from routed_experts.capture.rows import ids_of, joined, lack_weights, row_shape, weights_of
+from routed_experts.capture.rows import ids_of, joined, missing_weights, row_shape, weights_of
 from tests.capture.test_capturer import ODD
 
 L, K = 3, 5
@@ -24,4 +24,4 @@ def test_rows_that_are_not_known() -> None:
     rows = np.full((2, 3 * L, K), -1, dtype=np.int16)
     assert (ids_of(rows) == -1).all()
     assert np.isnan(weights_of(rows)).all()
-    assert lack_weights(rows).all()
+    assert missing_weights(rows).all()

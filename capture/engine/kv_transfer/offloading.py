@@ -66,9 +66,9 @@ def keeps_rows(connector: Any) -> bool:
 class OffloadedRows:
     """Follows the loads and stores of an `OffloadingConnector` on the scheduler's side.
 
-    Chunks are reached only through the manager's `lookup`, `prepare_load` and `prepare_store`. vLLM has no events for
-    these calls, so the methods are replaced on the instance. Rows are copied with their KV, in the same order, so they
-    always belong to the same computation. Stores that end after a reset write to chunks to which no key leads.
+    Chunks are reached only through the manager's `lookup`, `prepare_load` and `prepare_store`, which are replaced on
+    the instance, as vLLM has no events. Rows are copied with their KV, in the same order, so they always belong to the
+    same computation. Stores that end after a reset write to chunks to which no key leads.
 
     A chunk can be loaded only after its store has completed. The connector learns of that after the output of the step
     that stored it has arrived, when its rows are already kept. So a lookup knows whether a chunk has rows.
