@@ -46,30 +46,26 @@ class ExpertLoad:
     """How often each expert was chosen, as a moving average of samples."""
 
     def __init__(self) -> None:
-        self._counts: NDArray[np.float64] | None = None  # [L, experts seen so far]
+        self._counts: NDArray[np.float64] = np.zeros((0, 0))  # [L, experts seen so far]
 
     def sample(self, rows: Rows) -> None:
         """Counts some of a step's `rows` ([n, L, K]), evenly spread over them."""
         some = rows[:: -(-len(rows) // _SAMPLED_ROWS)].astype(np.int64)
-        num_layers, width = some.shape[1], int(some.max()) + 1
-        if width == 0:
+        if some.max() < 0:
             return  # none of them is known
-        if self._counts is None:
-            self._counts = np.zeros((num_layers, width))
-        elif width > self._counts.shape[1]:
-            self._counts = np.pad(self._counts, ((0, 0), (0, width - self._counts.shape[1])))
-        width = self._counts.shape[1]
+        before, num_layers = self._counts, some.shape[1]
+        width = max(int(some.max()) + 1, before.shape[1])
         flat = (some + np.arange(num_layers)[:, None] * width)[some >= 0]
-        self._counts *= _KEPT_SHARE
-        self._counts += np.bincount(flat, minlength=num_layers * width).reshape(num_layers, width)
+        self._counts = np.bincount(flat, minlength=num_layers * width).reshape(num_layers, width).astype(np.float64)
+        self._counts[: len(before), : before.shape[1]] += _KEPT_SHARE * before
 
     def busiest(self) -> list[float]:
         """[L], how often the busiest expert of each layer was chosen."""
-        return [] if self._counts is None else self._counts.max(axis=1).tolist()
+        return [float(count) for count in self._counts.max(axis=1, initial=0)]
 
     def routed(self) -> list[float]:
         """[L], how often all experts of each layer were chosen."""
-        return [] if self._counts is None else self._counts.sum(axis=1).tolist()
+        return [float(count) for count in self._counts.sum(axis=1)]
 
 
 class StatsRecorder:

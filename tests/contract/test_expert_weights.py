@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from routed_experts.capture import prefill_rows
-from routed_experts.capture.rows import captures_weights, ids_of, joined, missing_weights, weights_of
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT
+from routed_experts.capture.rows import captures_weights, joined
 from routed_experts.server.outputs import prefill_param
 from tests.contract import engine as engines
 from tests.contract.engine import BLOCK, Client, K, L, engine, tokens, weights_for
@@ -195,15 +194,6 @@ def test_odd_values_over_http() -> None:
     forged = prefill_param.PrefillRowsParam({**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]})
     with pytest.raises(prefill_param.PrefillRowsError):
         forged.parse((3, L * K // 3), 300)
-
-
-def test_rows_whose_ids_came_alone() -> None:
-    ids = np.zeros((3, L, K), dtype=np.int16)
-    rows = joined(ids, np.full(ids.shape, UNKNOWN_WEIGHT))
-    rows[1] = joined(ids[:1], weights_for(ids[:1]))[0]
-    assert missing_weights(rows).tolist() == [True, False, True]
-    assert (weights_of(rows[:1]).view(np.int32) == -1).all()
-    assert (ids_of(rows) == 0).all()
 
 
 def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:

@@ -34,7 +34,7 @@ from routed_experts.capture.seams import cpu_kernels
 from tests.contract.served import worker_in_this_process
 
 with_routers = pytest.mark.skipif(
-    cpu_kernels.SEAMS[0].is_needed(), reason="vLLM 0.29 and older: kernels for CPUs choose experts without a router"
+    cpu_kernels.is_needed(), reason="vLLM 0.29 and older: kernels for CPUs choose experts without a router"
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build")

@@ -4,6 +4,7 @@ recompute instead."""
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -140,18 +141,18 @@ class ExternalKVTracker:
             OffloadedRows(child.scheduler, *about) if keeps_rows(child) else None
             for child in (self._connector._connectors if self._is_multi else [self._connector])
         ]
-        self._asked: tuple[str, int] = "", 0
-        self._is_async = False  # whether the connector would load beside steps, when last asked
+        # The last request that the connector was asked for, its tokens in the prefix cache, and whether it would load
+        # beside steps.
+        self._asked = "", 0, False
         self._loads: list[KVLoad | OffloadLoad] = []
         self._reads_back = reads_back(config)
         self.pulls = Pulls(lease_of(config))
         # As of the next step: blocks with unknown rows, and, if weights are captured, these with blocks whose rows came
         # without weights, which only requests that ask for weights cannot use.
         self._blocks_without: list[set[int]] = [set() for _ in range(1 + cache.has_weights)]
-        self._get_num_new_matched_tokens = self._connector.get_num_new_matched_tokens
-        self._update_state_after_alloc = self._connector.update_state_after_alloc
-        self._connector.get_num_new_matched_tokens = self._ask
-        self._connector.update_state_after_alloc = self._load
+        connector = self._connector
+        connector.get_num_new_matched_tokens = partial(self._ask, connector.get_num_new_matched_tokens)
+        connector.update_state_after_alloc = partial(self._load, connector.update_state_after_alloc)
         logger.info(describe(config, on_load(), [rows is not None for rows in self._offloaded]))
 
     @property
@@ -220,13 +221,12 @@ class ExternalKVTracker:
 
     # ---- in place of the connector's methods ----
 
-    def _ask(self, request: Request, num_local: int) -> tuple[int | None, bool]:
+    def _ask(self, theirs: Any, request: Request, num_local: int) -> tuple[int | None, bool]:
         """Accepts a connector's offer as a whole or not at all: connectors fail if only a part of it is loaded."""
         if self.pulls.must_wait(request.request_id):
             return None, False
-        self._asked = request.request_id, num_local
-        count, is_async = self._get_num_new_matched_tokens(request, num_local)
-        self._is_async = is_async
+        count, is_async = theirs(request, num_local)
+        self._asked = request.request_id, num_local, is_async
         if not count:
             return count, is_async
         if count < 0:
@@ -272,8 +272,8 @@ class ExternalKVTracker:
     def _kind(self, child: int | None) -> Kind:
         return Kind.STORE if child is None else self._used[child].kind
 
-    def _load(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
-        self._update_state_after_alloc(request, blocks, count)
+    def _load(self, theirs: Any, request: Request, blocks: KVCacheBlocks, count: int) -> None:
+        theirs(request, blocks, count)
         if not count:
             self.pulls.forget(request.request_id)  # KV is pulled once, or not at all
             return
@@ -286,7 +286,7 @@ class ExternalKVTracker:
 
     def _decided(self, request: Request, table: NDArray[np.int64], count: int) -> Iterator[KVLoad | OffloadLoad]:
         """The loads of `count` tokens into the blocks of `table`."""
-        asked, num_local = self._asked
+        asked, num_local, is_async = self._asked
         child, capacity = self._child(request), len(table) * self._block_size
         if asked != request.request_id or child is None or num_local + count > capacity:
             # The start of the load is unknown, so all rows of the request's blocks become unknown.
@@ -297,7 +297,7 @@ class ExternalKVTracker:
         is_transfer = self._kind(child) is Kind.TRANSFER
         if not self.writes_behind_hit:  # running requests that asked for these rows lose them, whatever the policy
             overwrites = Cause.KV_TRANSFER if is_transfer else Cause.KV_STORE
-            yield KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=self._is_async)
+            yield KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=is_async)
         slots, offloaded = self._slots(table, num_local, num_local + count), self._offloaded[child]
         if offloaded is not None:
             yield offloaded.pop_load(request.request_id, slots, num_local)
