@@ -7,7 +7,7 @@ from typing import Any
 from routed_experts.capture.engine.classes import scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import UnsupportedConfig
-from routed_experts.capture.seams.arguments import say_that_it_returns, withdraw
+from routed_experts.capture.seams.arguments import clear_flag, set_flag_on_engine
 from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.api_processes import close_port_after_the_last
@@ -48,7 +48,7 @@ def take_over(args: Any) -> None:
     args.scheduler_cls = scheduler_name(args.scheduler_cls)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
-    withdraw(args)
+    clear_flag(args)
     _follow_engines()
     close_port_after_the_last()
 
@@ -74,7 +74,7 @@ def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     init(engine, *args, **kwargs)
     if asks_for_every_request(engine.vllm_config):
         EveryRequest.install(engine)
-        say_that_it_returns(engine)
+        set_flag_on_engine(engine)
 
 
 def _beam_search(search: Any, llm: Any, *args: Any, **kwargs: Any) -> Any:

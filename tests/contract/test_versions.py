@@ -12,6 +12,9 @@ import pytest
 import vllm
 from fastapi import FastAPI
 from packaging.version import Version
+from vllm.config import SpeculativeConfig
+from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.config import check_engine_config
@@ -22,7 +25,7 @@ from routed_experts.capture.engine.versions import (
     UnsupportedConfig,
     check_vllm_version,
 )
-from routed_experts.capture.seams import Seam, cpu_kernels, engine, http
+from routed_experts.capture.seams import cpu_kernels, engine, http
 from routed_experts.capture.seams.required import REQUIRED
 from routed_experts.server import PLUGIN_NAME
 from routed_experts.server.http import entry_point
@@ -32,7 +35,41 @@ from tests import next_vllm
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
 CODE = ("capture", "server", "protocol", "bench", "tests")
-SEAMS = (*engine.SEAMS, *cpu_kernels.SEAMS, *http.SEAMS)
+
+Seam = tuple[str, str, Callable[[], bool]]
+"""What older versions do not have, the first version that has it, and whether the installed one lacks it."""
+SEAMS: tuple[Seam, ...] = (
+    ("output of preempted steps is marked", "0.27.1", lambda: not engine.KNOWS_STALE_STEPS),
+    ("VLLMClientError", "0.27.1", lambda: http.VLLMClientError == ()),
+    ("MegaMoE layers offer a capture of their own", "0.28.0", lambda: engine.RoutedExpertsCaptureSource == ()),
+    (
+        *("adaptive draft verification", "0.28.0"),
+        lambda: not hasattr(SpeculativeConfig, "enable_adaptive_verification"),
+    ),
+    ("fields after generate's own routed_experts", "0.28.0", lambda: http._IS_LAST),
+    (http._NEW_ERRORS, "0.28.0", lambda: http._first("create_error_response", http._NEW_ERRORS) is None),
+    (http._NEW_ENGINE, "0.29.0", lambda: http._first("ErrorResponse", http._NEW_ENGINE) is None),
+    (
+        *("responses of generate without the outputs before", "0.29.0"),
+        lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
+    ),
+    ("CPU kernels route with a router", "0.30.0", cpu_kernels.is_needed),
+    ("SSE keep-alive", "0.30.0", lambda: http._keep_alive is None),
+    ("--enable-scale-out", "0.30.0", lambda: not http.HAS_SCALE_OUT_FLAG),
+    ("an auxiliary output connector", "0.31.0", lambda: not engine.HAS_AUX_OUTPUTS),
+    ("bounded replay", "0.31.0", lambda: not hasattr(KVCacheSpec, "prefix_replay_tokens")),
+    ("configure_logging_from_args", "0.31.0", lambda: http._configure_logging is None),
+    (
+        *("resets of running requests beside a connector", "0.32.0"),
+        lambda: not engine.HAS_AUX_OUTPUTS or engine._REFUSES_RESETS,
+    ),
+    ("a sink for the choice of monolithic kernels", "0.32.0", lambda: not engine.HAS_SINK),
+    ("RetryableRequestError", "0.32.0", lambda: http._retryable is None),
+    ("GenerateTokensResponse", "0.32.0", lambda: http._tokens_response is None),
+    ("generate streams several choices", "0.32.0", lambda: not http.STREAMS_CHOICES),
+    ("routes of plugins replace vLLM's", "0.32.0", lambda: not http._REPLACES_ROUTES),
+    (http._NEW_STARTUP, "0.33.0", lambda: http._first("cli_env_setup", http._NEW_STARTUP) is None),
+)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -57,17 +94,12 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
 # ---- seams ----
 
 
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.what)
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam[0])
 def test_a_seam_is_needed_until_its_version(seam: Seam) -> None:
-    """Also on other versions, by `make test-vllm`. Where the installed version has the feature, but should not yet,
-    `until` is wrong."""
-    assert seam.is_needed() == (Version(vllm.__version__.split("+")[0]) < Version(seam.until))
-
-
-@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.what)
-def test_the_oldest_supported_version_needs_every_seam(seam: Seam) -> None:
-    """If not, delete the seam."""
-    assert min(map(Version, KNOWN)) < Version(seam.until)
+    """Also on other versions, by `make test-vllm`. The oldest supported version needs every seam: if not, delete it."""
+    _, until, is_needed = seam
+    assert is_needed() == (Version(vllm.__version__.split("+")[0]) < Version(until))
+    assert min(map(Version, KNOWN)) < Version(until)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
