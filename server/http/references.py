@@ -14,9 +14,6 @@ from routed_experts.protocol.codec import Rows
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
-from routed_experts.server.vllm_api import get_logger
-
-logger = get_logger(__name__)
 
 _ROWS = "routed_experts/rows"
 ROWS_PATH = f"/v1/{_ROWS}"
@@ -104,8 +101,8 @@ class ReferenceMaker(Delivery):
             for each, reference in references.items():
                 encoders[each].count(reference["shape"][0], reference["missing"])
             made.append(references)
-        if failure is not None and self.store.is_time_to_warn():
-            logger.warning("Routed experts come inline: %s", failure)
+        if failure is not None:
+            self.store.warn("Routed experts come inline: %s", failure)
         return made, failure
 
     def _refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:
@@ -113,17 +110,8 @@ class ReferenceMaker(Delivery):
         stored = self.store.put(array)
         self.unsent_ids.append(stored.id)
         count_stored(succeeded=True)
-        num_layers, num_rows, top_k = array.shape
-        reference = {
-            "id": stored.id,
-            "url": f"{_ROWS}/{stored.id}",  # relative to the API's base
-            "shape": [num_rows, num_layers, top_k],
-            "dtype": encoder.dtype,
-            "start": start,
-            "missing": missing,
-            "bytes": array.nbytes,
-            "expires": stored.expires,
-        }
+        # The URL is relative to the API's base.
+        reference = stored.reference(array, start, missing, url=f"{_ROWS}/{stored.id}")
         return {**reference, "path": str(stored.path)} if self.store.tells_paths else reference
 
 

@@ -137,8 +137,7 @@ class ArrayBuffer(RowBuffer):
             stored = _stored(self._store, array, first)
             return stored, None if weights is None else _stored(self._store, weights, first)
         except StoreError as error:
-            if self._store.is_time_to_warn():
-                logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
+            self._store.warn("Request %r has arrays instead of references: %s", self._request_id, error)
             if stored is not None:
                 with suppress(StoreError, LookupError):
                     self._store.delete(stored.reference["id"])
@@ -149,9 +148,7 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
     """Stores `array` ([n, H, K])."""
     layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
     stored, missing = store.put(layers_first), 0 if array.dtype.kind == "u" else count_missing(array)
-    about = {"shape": [*array.shape], "dtype": array.dtype.name, "start": start, "missing": missing}
-    about |= {"bytes": array.nbytes, "expires": stored.expires, "path": str(stored.path)}
-    return ArrayReference({"id": stored.id, **about})
+    return ArrayReference({**stored.reference(layers_first, start, missing), "path": str(stored.path)})
 
 
 class ArrayCollector(RequestOutputCollector):
