@@ -4,7 +4,7 @@ import asyncio
 import re
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from itertools import chain
@@ -239,12 +239,13 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     except LostRowsError as error:
         failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)
+    parts = iter([body]) if isinstance(body, bytes) else body
     if isinstance(body, bytes):
-        headers, body = {**headers, "content-length": str(len(body))}, [body]
-    return StreamingResponse(_in_turns(answer, body), 200, headers, MSGPACK if packed else _JSON)
+        headers = {**headers, "content-length": str(len(body))}
+    return StreamingResponse(_in_turns(answer, parts), 200, headers, MSGPACK if packed else _JSON)
 
 
-async def _in_turns(answer: RoutedResponse, parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Other tasks run between two parts. Stored arrays are kept only if the client is there now."""
     try:
         answer.delivery.mark_sent()
