@@ -36,9 +36,6 @@ from routed_experts.server.vllm_api import RequestOutput, get_logger
 
 logger = get_logger(__name__)
 
-_AT_ONCE_LIST_BYTES = 192 << 10
-"""As `AT_ONCE_BYTES`, of rows that are sent as nested lists."""
-
 
 @dataclass
 class CollectedRows:
@@ -131,13 +128,12 @@ class RoutedResponse:
     @property
     def is_small(self) -> bool:
         """Whether the response can be made at once."""
-        return self.nbytes <= (_AT_ONCE_LIST_BYTES if self.encoder.fmt == "list" else AT_ONCE_BYTES)
+        return self.nbytes <= AT_ONCE_BYTES
 
     async def prepare(self, packed: bool) -> bytes | Iterator[bytes]:
         """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the arrays if the request
         asks for references; if the store cannot take them, they must fit inline."""
-        num_arrays = (len(self.rows.choices) + len(self.rows.prompts)) * len(self.encoder.named_encoders())
-        return await self.delivery.run(num_arrays, self.nbytes, self.encode, packed)
+        return await self.delivery.run(self.nbytes, self.encode, packed)
 
     def encode(self, packed: bool) -> bytes | Iterator[bytes]:
         """As `prepare`, in this thread."""

@@ -217,12 +217,10 @@ class SSERewriter:
                 counted["prompt_routed_experts_histogram"] = state.prompt.counted
             values |= await run_in_threadpool(self._histograms, counted)
         if self.options.by_reference:
-            names, run = [*arrays], self.delivery.run
             num_bytes = sum(part.nbytes for _, parts in arrays.values() for part in parts)
-            num_arrays, refer = len(arrays) * len(self.encoder.named_encoders()), self.delivery.references
             asked = [(name, *array) for name, array in arrays.items()]
-            made, _ = await run(num_arrays, num_bytes, refer, self.encoder, asked)
-            for name, references in zip(names, made, strict=True):
+            made, _ = await self.delivery.run(num_bytes, self.delivery.references, self.encoder, asked)
+            for name, references in zip([*arrays], made, strict=True):
                 values |= references
                 if references:
                     del arrays[name]

@@ -320,13 +320,9 @@ def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_pat
         assert len(stored_in(tmp_path / "store")) == 2
 
 
-def never() -> bool:
-    return False
-
-
 def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
     store, goes_on = ArrayStore(tmp_path / "store", 1 << 20), Event()
-    maker, encoder = ReferenceMaker(store, never), Encoder("object", "int16", (L, K), 1 << 15)
+    maker, encoder = ReferenceMaker(store, lambda: False), Encoder("object", "int16", (L, K), 1 << 15)
 
     def prepare() -> None:
         maker.references(encoder, [("routed_experts", 0, [])])
@@ -334,7 +330,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
         maker.references(encoder, [("routed_experts", 0, [])])
 
     async def leave() -> None:
-        task = asyncio.create_task(maker.run(1, 1, prepare))
+        task = asyncio.create_task(maker.run(1, prepare))
         while not maker.unsent_ids:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -346,31 +342,6 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
     store.writer.submit(lambda: None).result(60)
     assert len(maker.unsent_ids) == 2
     wait_until_empty(tmp_path / "store")
-
-
-def test_few_rows_in_memory_are_stored_within_the_event_loop(tmp_path: Path) -> None:
-    folder = default_folder(f"test-{os.getpid()}")
-    in_memory, on_disk = (
-        ReferenceMaker(ArrayStore(path, 1 << 23, keeps=False), never) for path in (folder, tmp_path / "store")
-    )
-
-    def is_here(maker: ReferenceMaker, num_bytes: int, num_arrays: int = 16) -> bool:
-        return asyncio.run(maker.run(num_arrays, num_bytes, get_ident)) == get_ident()
-
-    try:
-        assert not is_here(in_memory, 1)  # the folder has to be made
-        for maker in (in_memory, on_disk):
-            maker.store.put(np.zeros(1 << 20, np.uint8))
-        assert is_here(in_memory, 1 << 19)
-        assert not is_here(in_memory, (1 << 19) + 1)
-        assert not is_here(in_memory, 1, num_arrays=17)
-        assert not is_here(on_disk, 1)
-        in_memory.store.put(np.zeros(27 << 18, np.uint8))
-        assert is_here(in_memory, 1)
-        assert not is_here(in_memory, 1 << 16)  # may not fit
-    finally:
-        for maker in (in_memory, on_disk):
-            maker.store.close()
 
 
 def stored_in(folder: Path) -> list[Path]:
