@@ -124,7 +124,7 @@ class ReferenceMaker(Delivery):
             "bytes": array.nbytes,
             "expires": stored.expires,
         }
-        return {**reference, "path": str(stored.path)} if self.store.tells_paths else reference
+        return {**reference, "path": str(stored.path)} if self.store.include_paths else reference
 
 
 def has_left(request: Request) -> bool:

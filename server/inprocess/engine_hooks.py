@@ -12,7 +12,7 @@ from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.api_processes import close_port_after_the_last
 from routed_experts.server.inprocess.patching import replace_once
-from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
+from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, InProcessCapture, asks_for_every_request
 from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.settings import Settings, SettingsError
 from routed_experts.server.vllm_api import (
@@ -73,7 +73,7 @@ def _follow_engines() -> None:
 def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     init(engine, *args, **kwargs)
     if asks_for_every_request(engine.vllm_config):
-        EveryRequest.install(engine)
+        InProcessCapture.install(engine)
         say_that_it_returns(engine)
 
 

@@ -75,7 +75,7 @@ class ArrayStore:
         self.is_in_memory = folders.MEMORY in folder.resolve().parents  # nobody who reads a file waits for a disk
         self.max_bytes = None if max_bytes is None else max_bytes // count  # of this process
         self.used_bytes = 0  # also of files that are being written, or are gone and still read
-        self.tells_paths = False  # whether references name the files
+        self.include_paths = False  # whether references name the files
         self._keeps, self._rank, self._count = keeps, rank, count
         self._name = ""  # of the subfolder
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
@@ -290,7 +290,7 @@ def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1)
     folder = settings.routed_experts_store
     about = settings.routed_experts_store_bytes, settings.routed_experts_store_seconds, folder is not None
     store = ArrayStore(default if folder is None else Path(folder), *about, rank, count)
-    store.tells_paths = settings.routed_experts_store_paths
+    store.include_paths = settings.routed_experts_store_paths
     return store
 
 

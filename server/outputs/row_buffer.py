@@ -214,8 +214,8 @@ class BufferedRequestState(RequestState):
 _new_completion_output = RequestState._new_completion_output
 
 
-class AllRequests(Protocol):
-    """Opts in every request; see `arrays.EveryRequest`."""
+class InProcessArrays(Protocol):
+    """Opts in every request; see `arrays.InProcessCapture`."""
 
     is_on: bool
 
@@ -242,7 +242,7 @@ class RowBuffers:
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
-        self.every_request: AllRequests | None = None  # None if requests opt in one by one
+        self.every_request: InProcessArrays | None = None  # None if requests opt in one by one
         self.recorder = NoRecorder()
         self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor

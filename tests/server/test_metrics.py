@@ -139,7 +139,7 @@ def test_numbers_of_engines_are_added_up() -> None:
 def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = CollectorRegistry()  # servers of other tests in this process count theirs
     monkeypatch.setattr(
-        "routed_experts.server.http.metrics.FEEDS_OPEN", Gauge("feeds_open", "", ["model_name"], registry=registry)
+        "routed_experts.server.http.metrics.BUFFERS_OPEN", Gauge("buffers_open", "", ["model_name"], registry=registry)
     )
 
     async def run() -> tuple[float | None, float | None]:
@@ -147,11 +147,11 @@ def test_open_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
         frontend.step(output("a", 1, first=0, rows=3))
         watch = asyncio.create_task(watch_buffers(frontend.buffers, 0.01))
         await asyncio.sleep(0.05)
-        opened = registry.get_sample_value("feeds_open", {"model_name": MODEL})
+        opened = registry.get_sample_value("buffers_open", {"model_name": MODEL})
         frontend.processor.abort_requests(["a"], internal=True)
         await asyncio.sleep(0.05)
         watch.cancel()
-        return opened, registry.get_sample_value("feeds_open", {"model_name": MODEL})
+        return opened, registry.get_sample_value("buffers_open", {"model_name": MODEL})
 
     assert asyncio.run(run()) == (1, 0)
 
@@ -183,7 +183,7 @@ encoder = Encoder("object", "int16", (1, 1), 8)
 encoder.count(10, 1)
 encoder.counts.num_bytes = 100
 metrics.count_response(encoder, 0, Counter())
-metrics.FEEDS_OPEN.labels("m").set(2)
+metrics.BUFFERS_OPEN.labels("m").set(2)
 if {first}:
     metrics.EngineMetrics("m", [1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))
 print("ready", flush=True)
@@ -212,7 +212,7 @@ def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
         for process in processes:
             process.communicate(b"\n")
     for line in (
-        'feeds_open{model_name="m"} 4.0',
+        'buffers_open{model_name="m"} 4.0',
         'rows_returned_total{model_name="m"} 20.0',
         'sent_bytes_total{model_name="m"} 200.0',
         'rows_missing_total{model_name="m",reason="not_captured"} 2.0',
