@@ -37,6 +37,9 @@ from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 MSGPACK = "application/msgpack"
 ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
 _EXTRA_BODY = "extra_body"
+_MESSAGE_INTEGERS = {"top_k", "stream_interval"}
+"""Integers that vLLM sends to its engine unchecked, with at most so many bits:"""
+_MESSAGE_BITS = 63
 
 
 class PackedRoute(APIRoute):
@@ -147,11 +150,6 @@ class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
     """A request with token ids that may ask for routing."""
 
 
-_MESSAGE_INTEGERS = {"top_k", "stream_interval"}
-"""Integers that vLLM sends to its engine unchecked."""
-_MESSAGE_BITS = 63
-
-
 def field_of(request: Any, name: str) -> Any:
     """A field of vLLM's request model; None if the model lacks it. Pydantic keeps unknown fields of a client as
     attributes too, so `getattr` alone would return them."""
@@ -175,7 +173,7 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
     if body is None:
         return None
     _check_places(body)
-    return _parse(body, raw_request)
+    return _parse(body, raw_request, {})
 
 
 async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
@@ -183,7 +181,9 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
     body = await _body(raw_request)
     if body is None:
         return None
-    options = _parse(body, raw_request, _vllms_default(raw_request))
+    # `vllm serve --enable-return-routed-experts` opts in every request of this endpoint.
+    vllms_default = {OPT_IN: True} if raw_request.app.state.routed_experts.generate_returns_rows else {}
+    options = _parse(body, raw_request, vllms_default)
     params = _check_places(body, PROMPT_START)
     if options is None:
         return None
@@ -244,18 +244,10 @@ def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
     return params
 
 
-def _vllms_default(raw_request: Request) -> dict[str, Any]:
-    """`vllm serve --enable-return-routed-experts` opts in every request of this endpoint."""
-    return {OPT_IN: True} if raw_request.app.state.routed_experts.generate_returns_rows else {}
-
-
-def _parse(
-    body: Mapping[str, Any], raw_request: Request, defaults: Mapping[str, Any] | None = None
-) -> RoutingOptions | None:
+def _parse(body: Mapping[str, Any], raw_request: Request, vllms_default: Mapping[str, Any]) -> RoutingOptions | None:
     settings: Settings = raw_request.app.state.routed_experts.settings
-    defaults = {**(defaults or {}), **settings.routed_experts_default}
     try:
-        return parse_options(body, defaults)
+        return parse_options(body, {**vllms_default, **settings.routed_experts_default})
     except FieldError as error:
         raise VLLMValidationError(str(error), parameter=error.param) from None
 

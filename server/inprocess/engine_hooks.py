@@ -49,25 +49,19 @@ def take_over(args: Any) -> None:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     withdraw(args)
-    _follow_engines()
     close_port_after_the_last()
+    # Engines that are created from now on return arrays, as vLLM's own capture does. Both classes make their output
+    # processor themselves, so it cannot be given to them; beam search drops what its requests return. Needed until
+    # vLLM tells plugins of new engines.
+    replace_once(LLMEngine, "__init__", _made)
+    replace_once(AsyncLLM, "__init__", _made)
+    replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)
+    replace_once(BeamSearchOnlineMixin, "beam_search", _beam_search_online)
 
 
 @cache
 def _announce() -> None:
     logger.info("routed-experts-server %s captures the routed experts. %s", VERSION, GO_BACK)
-
-
-def _follow_engines() -> None:
-    """Makes engines that are created from now on return arrays, as vLLM's own capture does.
-
-    Both classes make their output processor themselves, so it cannot be given to them; beam search drops what its
-    requests return. Needed until vLLM tells plugins of new engines.
-    """
-    replace_once(LLMEngine, "__init__", _made)
-    replace_once(AsyncLLM, "__init__", _made)
-    replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)
-    replace_once(BeamSearchOnlineMixin, "beam_search", _beam_search_online)
 
 
 def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
