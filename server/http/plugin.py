@@ -33,7 +33,7 @@ from routed_experts.server.outputs.array_store import ArrayStore, store_with
 from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
-from routed_experts.server.page.routes import page_router, wants_key
+from routed_experts.server.page.routes import api_keys, page_router
 from routed_experts.server.settings import Settings, SettingsError
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger, rank_of_process
 
@@ -154,7 +154,7 @@ def address(args: Namespace) -> str:
 def what_to_do(args: Namespace, base: str, model: str, has_page: bool) -> str:
     """The page's address, and a curl command."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys(args) else ""
     to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base
     curl = f"curl -N {to}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
     open_page = f"  open   {base}{PAGE_PATH}\n" if has_page and not args.uds else ""  # no browser opens a socket

@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from io import FileIO
-from itertools import chain, count, islice
+from itertools import chain, count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from random import Random
@@ -56,7 +56,6 @@ _RUNNING_BYTES = 512 << 20
 """Limit of the rows that are held for running requests."""
 _QUEUE_BYTES = 128 << 20
 """Limit of the rows that wait to be written; a single larger request may wait alone."""
-_PARTS = 32  # of up to 64 KiB, written at once
 _IDLE_S = 5.0
 _CLOSE_S = 5.0
 """How long a server that stops waits for what is not written yet."""
@@ -128,13 +127,13 @@ class RecordFiles:
         """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
-        limit, parts = self._room - sum(self._sizes.values()), iter(parts)
+        limit = self._room - sum(self._sizes.values())
         try:
-            while some := [*islice(parts, _PARTS)]:
-                end += sum(map(len, some))
+            for part in parts:
+                end += len(part)
                 if end > limit:
                     raise FullError
-                write_all(file, some)
+                write_all(file, [part])
         except BaseException:
             self._undo(file, begin)
             raise
@@ -415,7 +414,7 @@ class Recorder(NoRecorder):
         return chain(line, [b"\n"])
 
 
-def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) -> Recorder:
+def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) -> None:
     """Starts to record what the engine is asked, until it is shut down."""
     prepare(folder)
     engine = captured.engine
@@ -435,11 +434,6 @@ def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) 
 
     engine.shutdown = close_and_shut_down
     what = "with the token ids of prompts and answers" if settings.routed_experts_record_tokens else "without token ids"
-    logger.info(
-        "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more.",
-        100 * settings.routed_experts_record_share,
-        folder,
-        what,
-        room * num_processes,
-    )
-    return recorder
+    share, bound = 100 * settings.routed_experts_record_share, room * num_processes
+    text = "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more."
+    logger.info(text, share, folder, what, bound)

@@ -50,19 +50,17 @@ class PackedRoute(APIRoute):
 
         async def unpacking(raw_request: Request) -> Response:
             media_type = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            return await handle(_PackedRequest.of(raw_request) if media_type == MSGPACK else raw_request)
+            if media_type == MSGPACK:
+                headers = [pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"]
+                headers.append((b"content-type", b"application/json"))
+                raw_request = _PackedRequest({**raw_request.scope, "headers": headers}, raw_request.receive)
+            return await handle(raw_request)
 
         return unpacking
 
 
 class _PackedRequest(Request):
     """A request in MessagePack that FastAPI and vLLM read as JSON."""
-
-    @classmethod
-    def of(cls, raw_request: Request) -> "_PackedRequest":
-        headers = [pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"]
-        headers.append((b"content-type", b"application/json"))
-        return cls({**raw_request.scope, "headers": headers}, raw_request.receive)
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):

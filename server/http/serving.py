@@ -141,12 +141,9 @@ class RoutedServing:
         rows = (request.kv_transfer_params or {}).get(PARAM)
         if self.captured is None or not isinstance(rows, PrefillRowsParam):
             return
-        about = self.captured.shape, self.captured.num_experts, self.captured.info.weights
+        captured = self.captured
         try:
-            if rows.is_large:
-                await run_in_threadpool(rows.parse, *about)
-            else:
-                rows.parse(*about)
+            await run_in_threadpool(rows.parse, captured.shape, captured.num_experts, captured.info.weights)
         except PrefillRowsError as error:
             _reject(str(error), FIELD)
         count, *_ = rows.shape or [0]
