@@ -20,10 +20,10 @@ from routed_experts.capture.engine.versions import SUPPORTED_VLLM
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.models import RoutedExpertsInfo, RoutedExpertsReference, RoutingFields, parse_options
 from routed_experts.server.cli import serve
-from routed_experts.server.http import openapi as spec_file
 from routed_experts.server.http.request import RoutedChatRequest, RoutedCompletionRequest, RoutedGenerateRequest
 from routed_experts.server.http.routes import generate_router, router
 from routed_experts.server.vllm_api import VLLM_VERSION
+from tests import openapi as spec_file
 from tests.documentation import ROOT
 
 FILE, PAGE = ROOT / "openapi.yaml", ROOT / "docs/http.md"
