@@ -4,7 +4,6 @@ A recorded request that does not ask for rows is opted in on its way to the engi
 One that asks is recorded with the rows that it asks for. A thread writes finished requests.
 """
 
-import fcntl
 import mmap
 import os
 import stat
@@ -32,7 +31,7 @@ from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
-from routed_experts.server.outputs.folders import open_private, private_folder, write_all
+from routed_experts.server.outputs.folders import open_private, private_folder, try_lock, write_all
 from routed_experts.server.outputs.row_buffer import NoRecorder, RecordedRows, RowBuffer
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
@@ -81,26 +80,16 @@ def prepare(folder: Path) -> None:
         except OSError:  # a link or a folder: no server made it
             continue
         with file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe
-                continue
-            try:
-                if not _lock(file, path):  # another server writes it, or has completed it
-                    continue
-            except OSError:  # a file system without locks
+            is_left = False
+            with suppress(OSError):  # a file system without locks
+                is_left = stat.S_ISREG(os.fstat(file.fileno()).st_mode) and try_lock(file, path)
+            if not is_left:  # a pipe; or another server writes it, or has completed it
                 continue
             if size := os.fstat(file.fileno()).st_size:
                 with mmap.mmap(file.fileno(), 0) as content:
                     size = content.rfind(b"\n") + 1
                 file.truncate(size)
             _complete(path, size)
-
-
-def _lock(file: FileIO, path: Path) -> bool:
-    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot be locked."""
-    with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    return False
 
 
 def _complete(path: Path, size: int) -> None:
@@ -147,7 +136,7 @@ class RecordFiles:
             file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
             is_mine = True
             with suppress(OSError):  # a file system without locks
-                is_mine = _lock(file, self._path)  # else a server that begins has just removed it
+                is_mine = try_lock(file, self._path)  # else a server that begins has just removed it
             if not is_mine:
                 file.close()
         self._file = file
