@@ -4,6 +4,7 @@ Every answer is checked against the oracle, and no server may hold state when it
 """
 
 import importlib.util
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.fetch import fetch
 from routed_experts.server.http.selftest import SelfTestError
-from tests.command_lines import shell_words
 from tests.contract.served import serving_quickly, serving_weights
 from tests.e2e.harness import (
     ASK,
@@ -213,7 +213,9 @@ def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> 
 def two_nodes(model: Path, folder: Path, commands: str, *more: str, module: str = OURS) -> Iterator[Server]:
     """A server of which another node is a part, as the documentation's two commands start them; both on this host."""
     values = {"FIRST": "127.0.0.1", "13345": str(free_port()), "13346": str(free_port())}
-    first, second = ([values.get(word, word) for word in words[3:]] for words in shell_words(commands))
+    first, second = (
+        [values.get(word, word) for word in words[3:]] for words in map(shlex.split, commands.splitlines())
+    )
     env = {"VLLM_HOST_IP": "127.0.0.1"}
     with (
         headless(model, folder / "second", *TINY_KV, *second, env=env, module=module) as node,
