@@ -459,8 +459,10 @@ def _places(
 ) -> list[tuple[int, int]]:
     """For each sequence, how many of its tokens are in the batch, and the column of the first."""
     length = arguments.integer("length", length)
-    if not isinstance(padding, str) or padding not in ("left", "right"):
-        padding = arguments.integer("padding", padding, instead="'left', 'right' or ")
+    if isinstance(padding, str):
+        arguments.one_of("padding, if it is no column,", padding, ("left", "right"))
+    else:
+        padding = arguments.integer("padding, if it is no side,", padding)
     if not routings:
         raise RoutingError("no answers")
     counts = [routing.end + 1 for routing in routings]

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.codec import MAX_EXPERTS, UNKNOWN, CodecError, count_missing
+from routed_experts.protocol.codec import MAX_EXPERTS, UNKNOWN, CodecError
 
 _SLICE = 4096
 """Rows counted at once. Counting widens each id to eight bytes."""
@@ -63,19 +63,6 @@ def sum_weights(rows: NDArray[np.integer[Any]], weights: NDArray[np.float32], nu
     flat = (rows + (np.arange(layers) * num_experts)[:, None])[known]
     sums = np.bincount(flat, weights=weights[known], minlength=layers * num_experts)
     return sums.astype(np.float64).reshape(layers, num_experts)
-
-
-def histogram(rows: NDArray[np.integer[Any]], num_experts: int) -> Histogram:
-    """The histogram of `rows` ([n, L, K]) in its wire form.
-
-    Raises:
-        CodecError: an id is not an expert's.
-    """
-    return {
-        "counts": count_experts(rows, num_experts).tolist(),
-        "rows": len(rows),
-        "missing": count_missing(rows),
-    }
 
 
 def _checked(rows: Any, num_experts: Any) -> tuple[NDArray[np.integer[Any]], int]:

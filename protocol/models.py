@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 try:
     from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
@@ -281,28 +281,28 @@ def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int,
     return fields.routed_experts_prompt_start, PROMPT_START
 
 
+Shape = Annotated[list[int], Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)]
+Start = Annotated[int, Field(description="absolute position of the first row", ge=0)]
+
+
 class RoutedExpertsArray(BaseModel):
     """The `object` form of one array of rows: `np.frombuffer(base64.b64decode(data), dtype).reshape(shape)`. Arrays of
     weights have the same fields; they are `float32`, with NaN in unknown rows."""
 
     data: str = Field(description="base64 of the little-endian array, C order")
-    shape: list[int] = Field(
-        description="[rows, layers, experts per token]",
-        min_length=3,
-        max_length=3,
-    )
+    shape: Shape
     dtype: Literal["int16", "uint8", "int32"]
-    start: int = Field(description="absolute position of the first row", ge=0)
+    start: Start
     missing: int = Field(description="number of unknown rows; they are filled with -1", ge=0)
 
 
 class RoutedExpertWeightsArray(BaseModel):
     """The `object` form of the weights beside an array of rows."""
 
-    data: str = Field(description="base64 (standard alphabet) of the little-endian array, C order")
-    shape: list[int] = Field(description="that of the array of ids", min_length=3, max_length=3)
+    data: str = Field(description="base64 of the little-endian array, C order")
+    shape: Shape
     dtype: Literal["float32"]
-    start: int = Field(description="absolute position of the first row", ge=0)
+    start: Start
     missing: int = Field(description="number of rows with unknown weights; they are NaN", ge=0)
 
 
@@ -328,9 +328,9 @@ class RoutedExpertsReference(BaseModel):
     url: str = Field(
         description="`GET` returns the little-endian array [layers, rows, experts per token]; relative to `/v1`"
     )
-    shape: list[int] = Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)
+    shape: Shape
     dtype: Literal["int16", "uint8", "int32", "float32"]
-    start: int = Field(description="absolute position of the first row", ge=0)
+    start: Start
     missing: int = Field(description="number of unknown rows", ge=0)
     bytes: int = Field(description="size of the array", ge=0)
     expires: int = Field(description="Unix time in seconds after which the array is gone")

@@ -186,28 +186,6 @@ def check_shown(answer: SavedAnswer, routing: Routing) -> None:
         raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
 
 
-def drop_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
-    """The rows of each choice. Those of a prompt come with the first of its choices only."""
-    prompts: list[Routing] = []
-    for routing in routings:
-        prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
-        if prompt_len and any(_have_same_prompt(routing, before) for before in prompts):
-            weights = None if routing.weights is None else routing.weights[prompt_len:]
-            routing = replace(routing, rows=routing.generated_rows, weights=weights, start=routing.start + prompt_len)
-        elif prompt_len:
-            prompts.append(routing)
-        yield routing
-
-
-def _have_same_prompt(one: Routing, other: Routing) -> bool:
-    """Whether it is certain: of one length, with the same rows and, as far as they are known, token ids."""
-    return (
-        None is not one.prompt_len == other.prompt_len
-        and one.prompt_token_ids == other.prompt_token_ids
-        and np.array_equal(one.prompt_rows, other.prompt_rows)
-    )
-
-
 def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
     """`routing` without the dense layers that `routed_experts_layers: "all"` adds."""
     rows, ids = routing.rows, info.layer_ids

@@ -25,7 +25,7 @@ from routed_experts.protocol.batch import (
 )
 from routed_experts.protocol.codec import UNKNOWN_WEIGHT
 from routed_experts.protocol.collect import Routing, RoutingError
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of, weights_of
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, histogram, rows_of, weights_of
 
 
 def routing_of(p: int, g: int, start: int = 0, seed: int = 1, **more: Any) -> Routing:
@@ -126,7 +126,7 @@ class TestTurns:
         assert np.array_equal(joined.weights, weights_of(self.ROWS[starts[0] :]))
         assert (joined.start, joined.end, joined.prompt_len) == (starts[0], 29, 22)
         assert join_turns(turns[:1]) is turns[0]
-        counted = replace(turns[-1], histogram=expert_load.histogram(turns[-1].rows, EXPERTS))
+        counted = replace(turns[-1], histogram=histogram(turns[-1].rows, EXPERTS))
         assert join_turns([join_turns(turns[:-1]), counted]).histogram is None, "of the last turn alone"
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
 

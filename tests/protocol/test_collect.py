@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from routed_experts.protocol import expert_load
 from routed_experts.protocol.codec import Format, encode
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream, weights_of
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, sse, stream, weights_of
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 RAW: dict[str, Any] = {"num_layers": LAYERS, "top_k": TOP_K}
@@ -354,10 +353,10 @@ def test_the_caller_says_where_the_prompt_ends(fmt: Format) -> None:
 
 def counted(body: dict[str, Any], prompts: list[Told], rows: bool) -> dict[str, Any]:
     """`body` with the histograms of its rows, which go if not `rows`."""
-    histograms = [expert_load.histogram(each.prompt[each.start :], EXPERTS) for each in prompts]
+    histograms = [histogram(each.prompt[each.start :], EXPERTS) for each in prompts]
     body["prompt_routed_experts_histogram"] = histograms if len(prompts) > 1 else histograms[0]
     for choice, own in zip(body["choices"], [own for each in prompts for own in each.choices], strict=True):
-        choice["routed_experts_histogram"] = expert_load.histogram(own, EXPERTS)
+        choice["routed_experts_histogram"] = histogram(own, EXPERTS)
         None if rows else choice.pop("routed_experts")
     None if rows else body.pop("prompt_routed_experts")
     return body
@@ -374,8 +373,8 @@ def test_histograms(rows: bool) -> None:
     for response, told_of in ((body, prompts), (of_one, prompts[:1]), (iter(chunks), prompts[:1])):
         expected = [(each, own) for each in told_of for own in each.choices]
         for routing, (each, own) in zip(collect(response, prompt_start=3, n=2), expected, strict=True):
-            assert routing.prompt_histogram == expert_load.histogram(each.prompt[3:], EXPERTS)
-            assert routing.histogram == expert_load.histogram(own, EXPERTS)
+            assert routing.prompt_histogram == histogram(each.prompt[3:], EXPERTS)
+            assert routing.histogram == histogram(own, EXPERTS)
             assert (routing.prompt_len, routing.end) == (len(each.prompt), len(each.prompt) + len(own))
             assert len(routing.rows) == (routing.end - 3 if rows else 0)
 

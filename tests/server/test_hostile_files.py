@@ -18,8 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from routed_experts.protocol.expert_load import histogram
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
 from tests.server.hostile_files import commands
 
 SECONDS = 10
