@@ -112,15 +112,6 @@ def refused(message: str, response: Any, **options: Any) -> None:
         collect(response, **options)
 
 
-def test_an_id_that_int16_cannot_hold() -> None:
-    body = answer(told())
-    data = np.full((5, 1, 1), 40_000, dtype="<u2").tobytes()
-    array = {"data": data, "shape": [5, 1, 1], "dtype": "uint16", "start": 9, "missing": 0}
-    body["choices"][0]["routed_experts"] = array
-    del body["prompt_routed_experts"]
-    refused("not an expert id: 40000", body)
-
-
 PROMPTS = (told(9, 6, n=2), told(4, 3, n=2, first_token=500))
 
 
@@ -399,18 +390,6 @@ def test_histograms_that_do_not_fit() -> None:
     refused("with choice 0 and with choice 1: it comes once", iter(chunks), n=2)
 
 
-def test_log_probabilities() -> None:
-    """Of completions, with those of the prompt where the request asks for `echo`, and of chats."""
-    chunks, values = stream(told()), [-0.5 - at for at in range(6)]
-    for chunk, value in zip((each for each in chunks if each["choices"][0].get("token_ids")), values, strict=True):
-        chunk["choices"][0]["logprobs"] = {"content": [{"logprob": value}]}
-    body = answer(told())
-    body["choices"][0]["logprobs"] = {"token_logprobs": [None, *values]}
-    assert collect(iter(chunks))[0].logprobs.tolist() == values
-    assert np.array_equal(collect(body)[0].logprobs, [np.nan, *values], equal_nan=True)
-    assert collect(answer(told()))[0].logprobs is None
-
-
 @pytest.mark.parametrize("layout", ["split", "joined"])
 def test_c1_prompt_rows_that_a_gateway_dropped(layout: str) -> None:
     """C1: a request without a prompt start is answered from the first row on, whatever the layout."""
@@ -455,14 +434,22 @@ def test_f4_lines_of_a_batch() -> None:
     refused("no choices: it is no response of an endpoint", {**line, "response": {"status_code": 400, "body": {}}})
 
 
-def test_texts() -> None:
-    """Of log-probabilities, with those of the prompt where the request asks for `echo`."""
-    own, of_prompt = [*"abcdef"], [*"ABCDEFGHI"]
-    body = answer(told())
-    for name, texts in (("own", own), ("echo", [*of_prompt, *own])):
-        body["choices"][0]["logprobs"] = {"tokens": texts, "token_logprobs": [None] * len(texts)}
-        expected = (*(of_prompt if name == "echo" else [None] * 9), *own)
-        assert collect(body)[0].texts == expected
+def test_log_probabilities_and_texts() -> None:
+    """Of completions, with those of the prompt where the request asks for `echo`, and of chats."""
+    own, of_prompt, values = [*"abcdef"], [*"ABCDEFGHI"], [-0.5 - at for at in range(6)]
+    body, chunks = answer(told()), stream(told())
+    for texts, numbers, expected in (
+        (own, values, [None] * 9 + own),
+        ([*of_prompt, *own], [None] * 9 + values, [*of_prompt, *own]),
+    ):
+        body["choices"][0]["logprobs"] = {"tokens": texts, "token_logprobs": numbers}
+        (routing,) = collect(body)
+        assert routing.texts == tuple(expected)
+        assert np.array_equal(routing.logprobs, np.array(numbers, float), equal_nan=True)
+    for chunk, value in zip((each for each in chunks if each["choices"][0].get("token_ids")), values, strict=True):
+        chunk["choices"][0]["logprobs"] = {"content": [{"logprob": value}]}
+    assert collect(iter(chunks))[0].logprobs.tolist() == values
+    assert collect(answer(told()))[0].logprobs is None
     body["choices"][0]["logprobs"] = {"tokens": own[1:]}
     assert collect(body)[0].texts is None, "the places of these are unknown"
     assert collect(iter(stream(told())))[0].texts is None, "with stop strings, chunks have the texts of other tokens"
