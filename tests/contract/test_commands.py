@@ -25,7 +25,7 @@ IMAGES = ("routed-experts", "routed-experts:cpu")
 _NOT_OURS = """
 --build --build-arg --wait --gpus --ipc --time --tmpfs --read-only --shm-size --stop-timeout --foreground --head
 --address --extra-index-url --no-deps --require-hashes --decoder-ports --prefiller-ports --isolated --no-sync --with
---router_replay_mode --use-rollout-routing-replay --init-expert-location --moe-cache-profile
+--network --no-healthcheck --router_replay_mode --use-rollout-routing-replay --init-expert-location --moe-cache-profile
 """
 NOT_OURS = set(_NOT_OURS.split())
 """Flags of docker, timeout, pip, uv, Ray, trainers and other engines."""
