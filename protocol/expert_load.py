@@ -78,25 +78,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of L layers with E experts.
+    """The load of L layers with E experts."""
 
-    Attributes:
-        counts: [L, E] how often each expert was chosen.
-        load: [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted.
-        entropy: [L] of the shares, in bits.
-        balance: [L] the entropy divided by its maximum for that number of choices: 1 if all experts share evenly.
-        imbalance: [L] the load of the busiest expert.
-        busiest: [L] its id.
-        unused: [L] experts that were never chosen.
-    """
-
-    counts: NDArray[np.int64]
-    load: Floats
-    entropy: Floats
-    balance: Floats
-    imbalance: Floats
-    busiest: NDArray[np.intp]
-    unused: NDArray[np.intp]
+    counts: NDArray[np.int64]  # [L, E] how often each expert was chosen
+    load: Floats  # [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted
+    entropy: Floats  # [L] of the shares, in bits
+    balance: Floats  # [L] the entropy divided by its maximum for that number of choices: 1 if all share evenly
+    imbalance: Floats  # [L] the load of the busiest expert
+    busiest: NDArray[np.intp]  # [L] its id
+    unused: NDArray[np.intp]  # [L] experts that were never chosen
 
 
 def expert_load(counts: ArrayLike) -> ExpertLoad:

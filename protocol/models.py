@@ -109,34 +109,22 @@ class RoutingFields(BaseModel):
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """The checked routing options of a request.
-
-    Attributes:
-        rows: whether to return rows.
-        histogram: whether to return histograms.
-        weights: whether to return the routers' weights too.
-        by_reference: whether to return references instead of arrays.
-        refers_by_default: whether only the server-wide default asks for references.
-        at_end: whether a stream has rows at the end of each choice only, as it does with references.
-        prompt_start_param: the name that the client used for the prompt start.
-        explicit_fields: names of the fields that the request or the server-wide default sets.
-        by_default: whether only the server-wide default asks for routing.
-    """
+    """The checked routing options of a request: what to return, from which prompt row on, and in which form."""
 
     rows: bool = True
     histogram: bool = False
-    weights: bool = False
+    weights: bool = False  # of the routers, beside the rows
     prompt_start: int = 0
-    prompt_start_param: str = PROMPT_START
+    prompt_start_param: str = PROMPT_START  # the name that the client used
     format: RequestFormat = "object"
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
     by_reference: bool = False
-    at_end: bool = False
-    explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)
-    by_default: bool = field(default=False, compare=False)
-    refers_by_default: bool = field(default=False, compare=False)
+    at_end: bool = False  # rows of a stream come at the end of each choice, as references do
+    explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)  # by the request or the default
+    by_default: bool = field(default=False, compare=False)  # only the server-wide default asks for routing
+    refers_by_default: bool = field(default=False, compare=False)  # only the default asks for references
 
     @property
     def asks_for_inline(self) -> bool:
