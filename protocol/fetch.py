@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.codec import NPY_HEADERS, NUMPY_DTYPES
+from routed_experts.protocol.codec import NUMPY_DTYPES, read_npy_header
 
 Range = tuple[int, int]
 """First index, and the index after the last."""
@@ -139,11 +139,12 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
         return None
     num_rows, num_layers, top_k = reference["shape"]
     try:
-        with NPY_HEADERS:
-            array: NDArray[Any] = np.load(reference["path"], mmap_mode="r", allow_pickle=False)
+        with open(reference["path"], "rb") as file:
+            if read_npy_header(file) != ((num_layers, num_rows, top_k), dtype, "C"):
+                return None
+            return np.memmap(file, dtype, "r", file.tell(), (num_layers, num_rows, top_k))
     except (OSError, ValueError):
         return None
-    return array if (array.shape, array.dtype) == ((num_layers, num_rows, top_k), dtype) else None
 
 
 def _read_into(request: urllib.request.Request, array: NDArray[Any], timeout_s: float) -> None:
