@@ -24,7 +24,6 @@ import json
 import operator
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from reprlib import repr as shown
 from typing import Any, TypedDict, Unpack
 
@@ -208,7 +207,6 @@ class Collector:
         self._prompts_have_rows = False
         self._choices: dict[int, _Choice] = {}
         self._prompt_token_ids: tuple[int, ...] | None = None
-        self._prompt_texts: list[str | None] = []
         self._events: EventReader | None = None  # of a stream of lines
 
     def take(self, item: Any) -> None:
@@ -263,13 +261,13 @@ class Collector:
             raise RoutingError(f"the server answered with an error: {_get_message(error)}")
         choices = _listed(_get(chunk, "choices"), "choices")
         self._prompt_token_ids = _ids(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
-        if (page := _get(chunk, "routed_experts_page")) is not None:  # our page saves the texts of the prompt
-            self._prompt_texts = _texts(_get(page, "prompt_tokens"))
         for choice in choices:
             self._take_choice(choice)
         if (counted := _get(chunk, "prompt_routed_experts_histogram")) is not None:
             histograms = counted if isinstance(counted, list) else [counted]
-            for prompt, histogram in zip(self._prompts_of(choices, len(histograms)), histograms, strict=True):
+            for prompt, histogram in zip(
+                self._prompts_of(choices, len(histograms), "histogram"), histograms, strict=True
+            ):
                 prompt.histogram = _histogram(histogram)
         prompts, weights = _get(chunk, "prompt_routed_experts"), _get(chunk, "prompt_routed_expert_weights")
         if prompts is None:
@@ -279,20 +277,21 @@ class Collector:
         weighed = [None] * len(arrays) if weights is None else _arrays_of_prompts(weights)
         if len(weighed) != len(arrays):
             raise RoutingError(f"rows of {len(arrays)} prompts, but weights of {len(weighed)}")
-        for prompt, array, weight in zip(self._prompts_of(choices, len(arrays)), arrays, weighed, strict=True):
+        for prompt, array, weight in zip(self._prompts_of(choices, len(arrays), "rows"), arrays, weighed, strict=True):
             self._add(prompt, array, weight)
 
-    def _prompts_of(self, choices: Sequence[Any], count: int) -> list["_Part"]:
+    def _prompts_of(self, choices: Sequence[Any], count: int, what: str) -> list["_Part"]:
         """The prompts that a chunk has, each with the first of its choices there."""
         n = len(choices) if count == 1 else self._asked.get("n")
         if not choices or n is None or len(choices) != count * n:
             raise RoutingError(f"{len(choices)} choices for {count} prompts: {_GIVE_N}")
         found = []
         for carrier in map(_index, choices[::n]):
-            prompt = self._prompts.setdefault(self._place(carrier), _Part(f"the prompt of choice {carrier}", carrier))
-            if prompt.carrier != carrier:
+            prompt = self._prompts.setdefault(self._place(carrier), _Part(f"the prompt of choice {carrier}"))
+            before = prompt.carriers.setdefault(what, carrier)
+            if before != carrier:
                 why = "it comes once" if "n" in self._asked else _GIVE_N
-                raise RoutingError(f"a prompt came with choice {prompt.carrier} and with choice {carrier}: {why}")
+                raise RoutingError(f"a prompt's {what} came with choice {before} and with choice {carrier}: {why}")
             found.append(prompt)
         return found
 
@@ -302,7 +301,7 @@ class Collector:
 
     def _take_choice(self, choice: Any) -> None:
         index = _index(choice)
-        state = self._choices.setdefault(index, _Choice(f"choice {index}", index))
+        state = self._choices.setdefault(index, _Choice(f"choice {index}"))
         state.prompt_token_ids = _ids(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
         token_ids = _ids(_get(choice, "token_ids"))
         if token_ids is not None:
@@ -367,8 +366,8 @@ class Collector:
         texts: tuple[str | None, ...] = ()
         end = max(prompt_len or 0, start + len(rows))
         # A file may say that a response is longer than any is: its tokens have no texts, and take no memory.
-        if (choice.texts or self._prompt_texts) and end * len(self._choices) <= _MOST_TEXTS:
-            texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
+        if choice.texts and end * len(self._choices) <= _MOST_TEXTS:
+            texts = choice.texts_of_all(prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
             start=start,
@@ -389,7 +388,7 @@ class Collector:
         """The prompt of a choice; an empty one if no prompt's rows or histogram came."""
         choice, place = self._choices[index], self._place(index)
         first = self._choices.get(place * self._asked.get("n", 1), choice)
-        prompt = self._prompts.get(place) or _Part("", index)
+        prompt = self._prompts.get(place) or _Part("")
         # Prompts of equal length differ in their token ids only.
         is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
         if self._prompts_have_rows and (is_other or not prompt.arrays):
@@ -402,12 +401,12 @@ class _Part:
     """Rows of a prompt, or those that were generated: arrays that follow each other without gap or overlap."""
 
     name: str
-    carrier: int  # index of the choice that they came with
     start: int | None = None  # of the first row, once an array says it
     length: int = 0  # rows of all arrays
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
     weights: list[NDArray[np.float32] | None] = field(default_factory=list)  # of the arrays
     histogram: Histogram | None = None
+    carriers: dict[str, int] = field(default_factory=dict)  # indices of the choices that a prompt came with
 
     @property
     def num_bytes(self) -> int:
@@ -447,17 +446,14 @@ class _Choice(_Part):
     logprobs: list[float | None] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)  # of tokens, in the order of the chunks
 
-    def texts_of_all(
-        self, prompt: Sequence[str | None], prompt_len: int | None, num_tokens: int
-    ) -> tuple[str | None, ...]:
-        """The texts of the prompt's tokens and of those generated; with `echo`, log-probabilities have both."""
-        if prompt_len is None:
-            return next((tuple(texts) for texts in (self.texts, prompt) if len(texts) == num_tokens), ())
-        num_generated = num_tokens - prompt_len if self.token_ids is None else len(self.token_ids)
-        if len(self.texts) == prompt_len + num_generated:
-            return tuple(self.texts)
-        parts = ((prompt, prompt_len), (self.texts, num_generated))
-        return tuple(chain.from_iterable(texts if len(texts) == size else [None] * size for texts, size in parts))
+    def texts_of_all(self, prompt_len: int | None, num_tokens: int) -> tuple[str | None, ...]:
+        """The texts of all tokens; none where the places of those that came are unknown."""
+        if prompt_len is not None and self.token_ids is not None:
+            num_tokens = prompt_len + len(self.token_ids)
+        num_absent = num_tokens - len(self.texts)
+        if num_absent not in (0, prompt_len):  # with `echo`, log-probabilities have the prompt's texts too
+            return ()
+        return (*[None] * num_absent, *self.texts)
 
 
 def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
@@ -530,11 +526,7 @@ def _logprobs(value: Any) -> tuple[list[float | None], list[str | None]]:
         numbers, texts = ([_get(token, name) for token in tokens] for name in ("logprob", "token"))
     if not all(one is None or is_number(one) for one in numbers):
         raise RoutingError("not log-probabilities")
-    return list(numbers), _texts(texts)
-
-
-def _texts(value: Any) -> list[str | None]:
-    return [one if isinstance(one, str) else None for one in _listed(value, "texts")]
+    return list(numbers), [one if isinstance(one, str) else None for one in texts]
 
 
 def without_envelope(chunk: Any) -> Any:
