@@ -262,8 +262,13 @@ def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
     found = scaled(np.ones((3, 2, TOP_K), np.float32), {"weights_scale": [2.5, 1.0]})
     assert found.dtype == np.float32
     assert found.tolist() == [[[2.5] * TOP_K, [1.0] * TOP_K]] * 3
-    with pytest.raises(ValueError, match="2 layers"):
-        scaled(weights, {"weights_scale": [1.0]})
+    for wrong, message in (
+        (lambda: scaled(weights, {"weights_scale": [1.0]}), "2 layers"),
+        (lambda: spread_layers(weights, [1, 4], 4), "decoder layer 4 of layer_ids is missing in num_hidden_layers=4"),
+        (lambda: spread_layers(weights, [1, 2, 3], 6), "rows of 2 layers, but 3 layer_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
 
 
 def test_truncated_sequences() -> None:
