@@ -173,12 +173,6 @@ def test_view_needs_a_free_port(capsys: pytest.CaptureFixture[str], saved: Path,
     assert "--port" in sentence
 
 
-def test_each_view_takes_a_free_port() -> None:
-    port = view.parse(["answers.jsonl"]).port
-    with view.ViewServer([], port) as one, view.ViewServer([], port) as other:
-        assert one.url != other.url
-
-
 def test_view_reads_folders(tmp_path: Path, saved: Path) -> None:
     for path in ("code/b.jsonl", "code/deep/a.json", "code/notes.txt", "empty/x.txt"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
