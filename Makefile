@@ -79,8 +79,8 @@ serve: setup
 	@echo "Starting the server on port $(PORT); the first answer takes about half a minute."
 	$(BIN)/routed-experts serve $(ARGS) --port $(PORT)
 
-# Each process of pytest has servers of its own. Tests marked `slow` run only with -m slow.
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+# Several processes of pytest share the cores: none computes in threads. Tests marked `slow` run only with -m slow.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
 
 test-fast: setup
 	$(PYTEST) -m "not (e2e or release or slow)" $(ARGS)
