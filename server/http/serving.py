@@ -282,9 +282,7 @@ class RoutedServing:
 class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
     """`POST /v1/completions`."""
 
-    async def create_completion(
-        self, request: CompletionRequest, raw_request: Any = None
-    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
+    async def create_completion(self, request: CompletionRequest, raw_request: Any = None) -> Any:
         self.begin(request, raw_request)
         return await super().create_completion(request, raw_request)
 
@@ -326,9 +324,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
 class RoutedServingChat(RoutedServing, OpenAIServingChat):
     """`POST /v1/chat/completions`."""
 
-    async def create_chat_completion(
-        self, request: ChatCompletionRequest, raw_request: Any = None
-    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
         self.begin(request, raw_request)
         return await super().create_chat_completion(request, raw_request)
 
