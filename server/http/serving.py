@@ -191,7 +191,6 @@ class RoutedServing:
         return options
 
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
-        """How the arrays of a request reach the client."""
         if not options.by_reference or self.server.store is None:
             return Delivery()
         return ReferenceMaker(self.server.store, request._has_left)
@@ -217,7 +216,6 @@ class RoutedServing:
             )
 
     def encoder(self, options: RoutingOptions) -> Encoder:
-        """The encoder for a request with `options`."""
         assert self.captured is not None
         dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
         layers = self.captured.layers if options.layers == "all" else None
@@ -254,7 +252,6 @@ class RoutedServing:
         return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
     def rows_of(self, request: Any, options: RoutingOptions) -> CollectedRows:
-        """What collects the rows of an unstreamed response."""
         assert self.captured is not None
         return CollectedRows(options, self.captured.row_shape(options.weights))
 
