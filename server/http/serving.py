@@ -247,11 +247,11 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return await make(request, results, *args)
-        rows = self.rows_of(request, options)
+        rows = self.rows_of(options)
         response = await make(request, rows.collect_from(results), *args)
         return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
-    def rows_of(self, request: Any, options: RoutingOptions) -> CollectedRows:
+    def rows_of(self, options: RoutingOptions) -> CollectedRows:
         assert self.captured is not None
         return CollectedRows(options, self.captured.row_shape(options.weights))
 
@@ -266,14 +266,11 @@ class RoutedServing:
         encoder, delivery = self.encoder(rows.options), self.delivery(request, rows.options)
         return RoutedResponse(response, rows, encoder, is_list, delivery, self._max_bytes)
 
-    def _error_event(self, error: Exception) -> str:
-        said = isinstance(error, LostRowsError | StreamLimitError)
-        event: str = self.create_streaming_error_response(  # type: ignore[attr-defined]
-            str(error) if said else "The server failed to encode the routing of this response.",
-            err_type="InternalServerError",
-            status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
-        )
-        return event
+    def _error_event(self, error: Exception) -> Any:
+        is_told = isinstance(error, LostRowsError | StreamLimitError)
+        text = str(error) if is_told else "The server failed to encode the routing of this response."
+        about = {"err_type": "InternalServerError", "status_code": HTTPStatus.INTERNAL_SERVER_ERROR}
+        return self.create_streaming_error_response(text, **about)  # type: ignore[attr-defined]
 
 
 class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
@@ -310,7 +307,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         make = super().request_output_to_completion_response
         if options is None:
             return make(final_res_batch, request, *args, **kwargs)
-        rows = self.rows_of(request, options)
+        rows = self.rows_of(options)
         for output in final_res_batch:
             rows.collect(output)
         prompt = request.prompt
