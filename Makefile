@@ -111,14 +111,14 @@ check: setup
 	$(BIN)/ruff check $(CODE)
 	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/__init__.py $(VENV)/src/routed_experts/
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
-	$(BIN)/python -m routed_experts.server.http.openapi --check openapi.yaml
+	$(BIN)/python -m tests.openapi --check openapi.yaml
 
 format: setup
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
 spec: setup
-	$(BIN)/python -m routed_experts.server.http.openapi openapi.yaml
+	$(BIN)/python -m tests.openapi openapi.yaml
 
 bench: setup
 	$(BIN)/python -m bench.scheduler $(ARGS)

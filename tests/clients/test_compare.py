@@ -65,16 +65,18 @@ def compared(tiny_model: Path, tmp_path: Path) -> Compare:
 
 
 def test_the_same_experts(compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
-    run = compared(answer_of(rows), answer_of(rows, start=13))
+    every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)  # the checkpoint says where MoE layers are
+    answers = (answer_of(rows), answer_of(rows, start=13), answer_of(every), answer_of(rows, fmt="raw", dtype="int32"))
+    run = compared(*answers, flags="--rows-dtype int32")
     assert run.status == 0
-    count = (P + G - 1) + (P + G - 1 - 13)
+    count = 3 * (P + G - 1) + (P + G - 1 - 13)
     assert (run.total["rows"], run.total["equal_rows"], run.total["differing_slots"]) == (L * count, L * count, 0)
     layers = [(layer["layer_id"], layer["rows"]) for layer in run.findings["layers"]]
     assert layers == [(at, count) for at in range(1, 6)]
-    assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (2, 0, "float32")
+    assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (4, 0, "float32")
     out, err = capsys.readouterr()
     assert "decoder layer" in out.splitlines()[0]
-    assert "2 responses; 0 unknown rows" in out
+    assert "4 responses; 0 unknown rows" in out
     assert err == "", "a progress bar where there is no terminal"
 
 
@@ -248,13 +250,6 @@ def test_responses_that_are_no_pairs(rows: np.ndarray, tmp_path: Path, capsys: p
     assert f"{G - 1} log-probabilities of {G} generated tokens" in capsys.readouterr().err
     assert main(["compare", str(file), "--url", f"localhost:{free_port()}"]) == 2
     assert "compare it with --answers" in capsys.readouterr().err
-
-
-def test_every_decoder_layer_and_raw_rows(compared: Compare, rows: np.ndarray) -> None:
-    """Zeros in the dense layer, as vLLM's own rows have them; the checkpoint says where the MoE layers are."""
-    every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
-    run = compared(answer_of(every), answer_of(rows, fmt="raw", dtype="int32"), flags="--rows-dtype int32")
-    assert (run.status, run.findings["answers"], run.total["differing_slots"]) == (0, 2, 0)
 
 
 def test_addresses_as_people_write_them() -> None:

@@ -125,7 +125,7 @@ class Server:
 
     def state_left(self) -> dict[str, float]:
         """How much of requests' state the server says that it holds."""
-        return {name: self.metric(f"routed_experts_{name}") for name in ("requests_tracked", "feeds_open")}
+        return {name: self.metric(f"routed_experts_{name}") for name in ("requests_tracked", "buffers_open")}
 
     def errors(self) -> list[str]:
         return [line for line in self.log.read_text().splitlines() if " ERROR " in line]
