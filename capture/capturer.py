@@ -3,12 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from routed_experts.capture.device_cache import DeviceCache
-from routed_experts.capture.pipeline import PendingRows, Pipeline
+from routed_experts.capture.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,7 @@ class Capturer:
         `own_tokens` picks this rank's rows where the router sees those of other ranks as well, or a part of them. It
         `may_defer` if the tensors stay unmodified while they are referenced.
         """
-        view, weights_view = self.cache.view(layer), self.cache.weights_view(layer)
-        top_k = self.cache.top_k
+        (view, weights_view), top_k = self.cache.views(layer), self.cache.top_k
 
         def store(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
             if weights_view is None:
@@ -112,17 +109,6 @@ class Capturer:
                 continue
             for layer, kept in held.items():  # the others are stored, or written directly
                 plane[layer, : len(kept[index])].copy_(kept[index])
-
-    def reset_rows(self, num_tokens: int) -> None:
-        """Call before the forward pass of a step of `num_tokens` tokens, on the stream that it runs on."""
-        if num_tokens:
-            self.cache.reset_rows(num_tokens)
-
-    def submit(
-        self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None
-    ) -> PendingRows:
-        """Takes the step that has just been launched; see `Pipeline.submit`."""
-        return self.pipeline.submit(slots, offsets, upstream)
 
     def downstream(self, num_tokens: int, upstream: torch.Tensor | None) -> torch.Tensor:
         """[num_tokens, layers so far, K] int32 (2K with weights) for the next stage: `upstream`'s rows, then its own.

@@ -6,18 +6,13 @@ from routed_experts.protocol.codec import UNKNOWN
 
 
 class DeviceCache:
-    """One contiguous `[N, K]` int32 view for each MoE layer, always written from row 0.
-
-    Its addresses never change, so a CUDA graph that was captured with it writes to it at every replay. int32 is what
-    vLLM's top-k kernels write; the narrowing to int16 happens when a step's rows are packed.
-
-    Before each step the rows that it will fill are put back to -1, so that a layer that does not write in that step (a
-    kernel that goes around the router, for some batch sizes only) leaves -1 behind and not the ids of another step.
-    """
+    """One contiguous `[N, K]` int32 view for each MoE layer, always written from row 0, as vLLM's top-k kernels write
+    them, at addresses that never change: a CUDA graph writes to them at every replay."""
 
     def __init__(
         self, num_layers: int, max_tokens: int, top_k: int, device: torch.device, with_weights: bool = False
     ) -> None:
+        self.num_layers, self.max_tokens, self.top_k = num_layers, max_tokens, top_k
         shape = (2 if with_weights else 1, num_layers, max_tokens, top_k)
         # [1, L, N, K], with weights [2, L, N, K]. One allocation, which one kernel resets.
         self.planes = torch.full(shape, UNKNOWN, dtype=torch.int32, device=device)
@@ -25,27 +20,12 @@ class DeviceCache:
         # [L, N, K], of which -1 in all bits is NaN.
         self.weights = self.planes[1].view(torch.float32) if with_weights else None
 
-    @property
-    def num_layers(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def max_tokens(self) -> int:
-        return self.ids.shape[1]
-
-    @property
-    def top_k(self) -> int:
-        return self.ids.shape[2]
-
-    def view(self, layer: int) -> torch.Tensor:
-        """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder)."""
-        return self.ids[layer]
-
-    def weights_view(self, layer: int) -> torch.Tensor | None:
-        """The `[N, K]` float32 view of the weights of the same layer; None if they are not captured."""
-        return None if self.weights is None else self.weights[layer]
+    def views(self, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The `[N, K]` int32 view of the layer at index `layer` of a row (not its index in the decoder), and the
+        float32 view of its weights, if they are captured."""
+        return self.ids[layer], None if self.weights is None else self.weights[layer]
 
     def reset_rows(self, num_tokens: int) -> None:
-        """Puts -1 back into the first `num_tokens` rows of every layer. Enqueues one kernel on the current stream,
-        which is the one that the last step was packed on and the next one will run on; the host does not wait."""
+        """Puts -1 back into the first `num_tokens` rows of every layer, so that a layer that does not write in the next
+        step leaves no ids of another step. Enqueues one kernel on the stream of both; the host does not wait."""
         self.planes[:, :, :num_tokens].fill_(UNKNOWN)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from routed_experts.protocol.codec import Rows
 
 ENVELOPE_ID = "routed_experts"
-"""Request id of the envelope; vLLM ignores outputs with unknown request ids. `routed_experts` has what `pack` gave, and
+"""Request id of the envelope, which vLLM does not know and ignores. `routed_experts` has what `pack` gave, and
 `kv_transfer_params` may have CAUSES and STATS."""
 
 CAUSES, STATS = "causes", "stats"
@@ -60,10 +60,7 @@ class SingleRows(NamedTuple):
 
 def pack(outputs: Sequence[Output], singles: Sequence[SingleRows] = ()) -> NDArray[np.int16] | None:
     """The rows of a message in one array, for its envelope: `singles`, and the `PlacedRows` on `outputs`, which are
-    taken off. None if there are none.
-
-    At hundreds of requests with a row each, an array costs much more to encode and decode than its contents. Large
-    arrays stay on their outputs, and are not copied.
+    taken off. None if there are none. Large arrays stay on their outputs, and are not copied.
 
     An int32 is the number of entries. In a table of int32 follow for each of them the index of its output, the position
     of its first row, and the shape of its rows; then come all rows.
@@ -120,9 +117,8 @@ class Unpacker:
         return envelope.kv_transfer_params or {}
 
     def rows(self, outputs: Sequence[AnyOutput]) -> Iterator[tuple[AnyOutput, int, Rows]]:
-        """Takes the rows off the slice's outputs. Gives each output that has some, the position of its first row, and
-        its rows. Packed rows are views of the message, so that whoever keeps one keeps the message. Rows without an
-        envelope have no position and are dropped."""
+        """Takes the rows off the slice's outputs: each output that has some, the position of its first row, and its
+        rows. Packed ones are views of the message. Rows without an envelope have no position and are dropped."""
         first, self._num_outputs = self._num_outputs, self._num_outputs + len(outputs)
         for index, output in enumerate(outputs, first):
             alone, output.routed_experts = output.routed_experts, None

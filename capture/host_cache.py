@@ -8,7 +8,7 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import ids_of, lack_weights
+from routed_experts.capture.rows import ids_of, missing_weights
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 
@@ -37,10 +37,8 @@ class Reader(Protocol):
 
 
 class HostCache:
-    """One row for each KV slot, so that a row is valid exactly as long as the KV of its token.
-
-    Eviction, preemption and reuse need no code: new rows overwrite old ones as new KV overwrites old KV. Memory is
-    bounded by KV slots x L x K x 2 bytes, and reserved by the operating system only as it is written.
+    """One row for each KV slot, so that a row is valid exactly as long as the KV of its token: new rows overwrite old
+    ones as new KV overwrites old KV. Memory is reserved by the operating system only as it is written.
 
     Slots outside the KV cache, such as the -1 that vLLM gives to padding, are never written and have no rows.
     """
@@ -116,11 +114,11 @@ class HostCache:
         written &= self._written_by_slot[np.where(written, slots, 0)]
         return written
 
-    def lack_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def missing_weights(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of `slots` ([n]) have rows [3L, K] without weights (`rows.py`); none where no row has any."""
         written = self.are_written(slots) & self.has_weights
         if written.any():
-            written[written] = lack_weights(self._rows.reshape(-1, *self.row_shape), slots[written])
+            written[written] = missing_weights(self._rows.reshape(-1, *self.row_shape), slots[written])
         return written
 
     def copy_from(
@@ -128,11 +126,12 @@ class HostCache:
         other: "HostCache",
         sources: NDArray[np.int64],
         slots: NDArray[np.int64],
-        cause: Cause = Cause.FAULT,
+        cause: Cause | NDArray[np.uint8] = Cause.FAULT,
     ) -> None:
         """Makes `slots` ([n]) what `sources` ([n]) of `other` are, written or not. Both have the same row shape.
-        `cause` is why some of `sources` are not written."""
+        `cause` is why `sources` are not written: all of them, or [n] each."""
         inside = within(slots, self._written.size)
+        causes = np.broadcast_to(np.uint8(cause), slots.shape)[inside]
         slots, sources = slots[inside], sources[inside]
         written = other.are_written(sources)
         self._before_write(slots)
@@ -140,30 +139,21 @@ class HostCache:
             self._allocate(other.row_shape)
             self._by_slot[slots[written]] = other._by_slot[sources[written]]
         self._written_by_slot[slots] = written
-        self._causes.reshape(-1)[slots] = cause
+        self._causes.reshape(-1)[slots] = causes
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids.
-
-        As there, all sources are read before any destination is written. Rows are moved only where a source has some:
-        copies of other groups' blocks, such as Mamba states, bring none.
-        """
-        blocks = np.array(pairs, dtype=np.int64)
-        sources, destinations = blocks[within(blocks[:, 1], len(self._rows))].T
-        self._before_write(destinations * self.block_size)
-        inside = within(sources, len(self._rows))
-        written = self._written[np.where(inside, sources, 0)] & inside[:, None]
-        has_rows = written.any(axis=1)
-        self._rows[destinations[has_rows]] = self._rows[sources[has_rows]]
-        self._written[destinations] = written
-        self._causes[destinations] = self._causes[np.where(inside, sources, 0)]
+        """Follows vLLM's copies of whole KV blocks, given as (source, destination) block ids: as there, all sources are
+        read before any destination is written. Copies of other groups' blocks, such as Mamba states, bring no rows."""
+        blocks = np.array(pairs, dtype=np.int64).T[:, :, None]
+        sources, slots = (blocks * self.block_size + np.arange(self.block_size)).reshape(2, -1)
+        self.copy_from(
+            self, sources, slots, self._causes.reshape(-1)[np.where(within(sources, self._written.size), sources, 0)]
+        )
 
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
-        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written.
-
-        One copy, during which other threads run: this may be a long prompt. Raises if the block table (from position 0
-        on) ends too early, so that rows behind would be given wrong positions, or names a block that there is none of.
-        """
+        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written. One
+        copy, during which other threads run. Raises if the block table (from position 0 on) ends too early, or names a
+        block that there is none of."""
         size, end = self.block_size, first + len(out)
         if len(block_ids) * size < end:
             raise ValueError(f"a block table of {len(block_ids)} blocks does not reach position {end}")

@@ -12,11 +12,8 @@ OPT_IN_ARG = "routed_experts.opt_in"
 
 @dataclass(frozen=True, slots=True)
 class OptIn:
-    """Opts a request in: its rows are to be sent. All requests of one prompt (`n` > 1) carry the same one.
-
-    The prompt's rows come once, on outputs of their own (`prompt_output_id`), before the first tokens of any of the
-    prompt's requests.
-    """
+    """Opts a request in: its rows are to be sent. All requests of one prompt (`n` > 1) carry the same one, and its rows
+    come once, before the first tokens of any of them (`prompt_output_id`)."""
 
     prompt_start: int  # position of the first prompt row to send
     prompt_id: bytes  # 16 random bytes, which tell prompts apart

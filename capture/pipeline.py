@@ -5,6 +5,7 @@ stream of their own into pinned memory, and read when the step's output is mater
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,34 +29,24 @@ class StepRows:
     waited_s: float = 0.0  # seconds that the step's output waited for them
 
 
+Copy = Callable[[], NDArray[np.int16]]
+"""Blocks until the words of a step are on the host; the array belongs to the caller."""
+
+
 class CpuCopier:
     """Moves the packed words of one step to the host. Here the device is the host: each step packs into memory of its
     own, and nothing is left to copy."""
 
     device_bytes = pinned_bytes = 0  # what it keeps allocated
 
-    def __init__(self) -> None:
-        self._packed = torch.empty(0, dtype=torch.int16)
-
     def staging(self, num_words: int) -> torch.Tensor:
         """The flat int16 buffer ([num_words]) on the device to pack this step into."""
         self._packed = torch.empty(num_words, dtype=torch.int16)
         return self._packed
 
-    def start(self) -> "CpuCopy":
+    def start(self) -> Copy:
         """Begins the copy of the words packed last."""
-        return CpuCopy(self._packed)
-
-
-@dataclass
-class CpuCopy:
-    """A copy under way."""
-
-    words: torch.Tensor
-
-    def wait(self) -> NDArray[np.int16]:
-        """Blocks until the words are on the host; the array belongs to the caller."""
-        return self.words.numpy()
+        return self._packed.numpy
 
 
 class CudaCopier:
@@ -71,8 +62,7 @@ class CudaCopier:
         self._ring = [torch.empty(max_words, dtype=torch.int16, pin_memory=True) for _ in range(depth)]
         self.device_bytes = self._device_words.nbytes
         self.pinned_bytes = sum(words.nbytes for words in self._ring)
-        self._generations = [0] * depth
-        self._next = 0
+        self._num_started = 0
         self._stream = torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
 
@@ -82,60 +72,47 @@ class CudaCopier:
         self._packed = self._device_words[:num_words]
         return self._packed
 
-    def start(self) -> "CudaCopy":
-        index = self._next
-        self._next = (index + 1) % len(self._ring)
-        self._generations[index] += 1
-        words = self._ring[index][: len(self._packed)]
+    def start(self) -> Copy:
+        number = self._num_started
+        self._num_started += 1
+        words = self._ring[number % len(self._ring)][: len(self._packed)]
         packed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         packed.record()
-        self._copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._copied = copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(packed)
             words.copy_(self._packed, non_blocking=True)
-            self._copied.record()
-        return CudaCopy(self, index, self._generations[index], words, self._copied)
+            copied.record()
 
-    def is_current(self, index: int, generation: int) -> bool:
-        """Whether ring buffer `index` still holds the step that took it as its `generation`th."""
-        return self._generations[index] == generation
+        def wait() -> NDArray[np.int16]:
+            copied.synchronize()
+            copy: NDArray[np.int16] = words.numpy().copy()
+            if self._num_started > number + len(self._ring):
+                raise RuntimeError("rows of a step were read after its staging buffer had been used for a later step")
+            return copy
 
-
-@dataclass
-class CudaCopy:
-    copier: CudaCopier
-    index: int
-    generation: int
-    words: torch.Tensor
-    done: torch.cuda.Event
-
-    def wait(self) -> NDArray[np.int16]:
-        self.done.synchronize()
-        words: NDArray[np.int16] = self.words.numpy().copy()
-        if not self.copier.is_current(self.index, self.generation):
-            raise RuntimeError("rows of a step were read after its staging buffer had been used for a later step")
-        return words
+        return wait
 
 
 @dataclass
 class PendingRows:
     """The rows of a step whose output has not been materialised yet."""
 
-    copy: CpuCopy | CudaCopy
+    copy: Copy
     offsets: NDArray[np.int64]
     row_shape: tuple[int, int]
 
     def result(self) -> StepRows:
         """Blocks until the rows are on the host."""
         began = time.perf_counter()
-        words = self.copy.wait()
+        words = self.copy()
         waited_s = time.perf_counter() - began
         n = int(self.offsets[-1])
         return StepRows(
-            rows=words[n * _SLOT_WORDS :].reshape(n, *self.row_shape),
-            slots=words[: n * _SLOT_WORDS].view(np.int64),
-            offsets=self.offsets,
-            waited_s=waited_s,
+            words[n * _SLOT_WORDS :].reshape(n, *self.row_shape),
+            words[: n * _SLOT_WORDS].view(np.int64),
+            self.offsets,
+            waited_s,
         )
 
 
@@ -151,16 +128,8 @@ class Pipeline:
         self._copier: CpuCopier | CudaCopier = CpuCopier()
         if device.type == "cuda":
             self._copier = CudaCopier(cache.max_tokens * self._words_per_token, max_steps_in_flight + 1, device)
-
-    @property
-    def device_bytes(self) -> int:
-        """Memory taken on the device: the device cache, and one packed step."""
-        return self._cache.planes.nbytes + self._copier.device_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Pinned memory taken on the host."""
-        return self._copier.pinned_bytes
+        self.device_bytes = cache.planes.nbytes + self._copier.device_bytes  # the device cache, and one packed step
+        self.pinned_bytes = self._copier.pinned_bytes  # on the host
 
     def submit(
         self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None

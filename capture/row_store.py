@@ -7,12 +7,8 @@ from routed_experts.capture.host_cache import Cause, HostCache, within
 
 
 class RowStore:
-    """A place for rows for each place for KV.
-
-    Chunks of KV are copied out of the KV cache and back into it, and so are their rows. Evicted chunks need no cleanup:
-    the next chunk overwrites them. Memory is bounded by the KV that may be kept, and reserved by the operating system
-    only as it is written.
-    """
+    """A place for rows for each place for KV: chunks of KV are copied out of the KV cache and back into it, and so are
+    their rows. Evicted chunks need no cleanup: the next chunk overwrites them."""
 
     def __init__(self, num_chunks: int, chunk_tokens: int, has_weights: bool = False) -> None:
         self.chunk_tokens = chunk_tokens
@@ -34,7 +30,7 @@ class RowStore:
     def have_rows(self, places: NDArray[np.int64], with_weights: bool = False) -> NDArray[np.bool_]:
         """Which of `places` ([n], chunk x its tokens + token; or -1) have rows, with their weights."""
         have = self._rows.are_written(places)
-        return have & ~self._rows.lack_weights(places) if with_weights else have
+        return have & ~self._rows.missing_weights(places) if with_weights else have
 
     def keep(self, cache: HostCache, slots: NDArray[np.int64], chunks: NDArray[np.int64]) -> None:
         """Copies the rows of `slots` ([n x tokens of a chunk]) to `chunks` ([n]), those that exist."""

@@ -49,7 +49,7 @@ def weights_of(rows: Rows) -> NDArray[np.float32]:
     return words.reshape(num_rows, num_layers, _WEIGHT_WORDS * top_k).view("<f4")
 
 
-def lack_weights(rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.bool_]:
+def missing_weights(rows: NDArray[Any], places: NDArray[np.int64] | slice = slice(None)) -> NDArray[np.bool_]:
     """Which of `rows` ([n, 3L, K], contiguous) at `places` have no weights, perhaps beside ids that are known: those
     handed over without. Looks at one weight of each row only."""
     first = rows.shape[1] // _PLANES * rows.shape[2]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ _SAMPLED_ROWS = 512
 _KEPT_SHARE = 0.9  # of the samples before, with each new one: the load is that of the last ten seconds or so
 
 
-@dataclass(frozen=True)
+@dataclass
 class EngineStats:
     """The numbers of one engine. Counters are cumulative, so a lost report does no harm."""
 
@@ -46,55 +46,45 @@ class ExpertLoad:
     """How often each expert was chosen, as a moving average of samples."""
 
     def __init__(self) -> None:
-        self._counts: NDArray[np.float64] | None = None  # [L, experts seen so far]
+        self._counts: NDArray[np.float64] = np.zeros((0, 0))  # [L, experts seen so far]
 
     def sample(self, rows: Rows) -> None:
         """Counts some of a step's `rows` ([n, L, K]), evenly spread over them."""
         some = rows[:: -(-len(rows) // _SAMPLED_ROWS)].astype(np.int64)
-        num_layers, width = some.shape[1], int(some.max()) + 1
-        if width == 0:
+        if some.max() < 0:
             return  # none of them is known
-        if self._counts is None:
-            self._counts = np.zeros((num_layers, width))
-        elif width > self._counts.shape[1]:
-            self._counts = np.pad(self._counts, ((0, 0), (0, width - self._counts.shape[1])))
-        width = self._counts.shape[1]
+        before, num_layers = self._counts, some.shape[1]
+        width = max(int(some.max()) + 1, before.shape[1])
         flat = (some + np.arange(num_layers)[:, None] * width)[some >= 0]
-        self._counts *= _KEPT_SHARE
-        self._counts += np.bincount(flat, minlength=num_layers * width).reshape(num_layers, width)
+        self._counts = np.bincount(flat, minlength=num_layers * width).reshape(num_layers, width).astype(np.float64)
+        self._counts[: len(before), : before.shape[1]] += _KEPT_SHARE * before
 
     def busiest(self) -> list[float]:
         """[L], how often the busiest expert of each layer was chosen."""
-        return [] if self._counts is None else self._counts.max(axis=1).tolist()
+        return [float(count) for count in self._counts.max(axis=1, initial=0)]
 
     def routed(self) -> list[float]:
         """[L], how often all experts of each layer were chosen."""
-        return [] if self._counts is None else self._counts.sum(axis=1).tolist()
+        return [float(count) for count in self._counts.sum(axis=1)]
 
 
 class StatsRecorder:
     """Counts what an engine captures, and says when to report it."""
 
     def __init__(self, engine: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine = engine
+        self.totals = EngineStats(engine)
         self._clock = clock
         self._load = ExpertLoad()
-        self._rows_captured = self._rows_forgotten = 0
-        self._copy_wait_s = 0.0
         self._next_sample = self._next_report = clock()
         self._was_idle = True
 
     def count_step(self, rows: Rows, copy_wait_s: float) -> None:
         """Counts a step that has arrived with `rows` ([n, L, K]), for which its output waited so many seconds."""
-        self._rows_captured += len(rows)
-        self._copy_wait_s += copy_wait_s
+        self.totals.rows_captured += len(rows)
+        self.totals.copy_wait_s += copy_wait_s
         if len(rows) and self._clock() >= self._next_sample:
             self._next_sample = self._clock() + INTERVAL_S
             self._load.sample(rows)
-
-    def count_forgotten(self, num_rows: int) -> None:
-        """Counts discarded rows."""
-        self._rows_forgotten += num_rows
 
     def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:
         """The numbers after a step, if they are due: once in an interval, and when the engine gets something to do or
@@ -104,13 +94,5 @@ class StatsRecorder:
             return None
         self._was_idle = is_idle
         self._next_report = now + INTERVAL_S
-        return EngineStats(
-            self._engine,
-            self._rows_captured,
-            self._copy_wait_s,
-            requests_tracked,
-            host_cache_bytes(),
-            self._load.busiest(),
-            self._load.routed(),
-            self._rows_forgotten,
-        )
+        gauges = {"requests_tracked": requests_tracked, "host_cache_bytes": host_cache_bytes()}
+        return replace(self.totals, **gauges, busiest=self._load.busiest(), routed=self._load.routed())

@@ -97,18 +97,15 @@ def check_weights(layers: MoELayers, is_eager: bool) -> None:
 
 
 def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> None:
-    """Makes every layer write its logical expert ids into its view of the device cache, and their weights if captured.
-
-    The routers do so before they map logical to physical ids (expert load balancing), inside the opaque MoE
-    operator, so it works under torch.compile and is recorded by graph capture.
-    """
+    """Makes every layer write its logical expert ids into its view of the device cache, and their weights if captured:
+    inside the opaque MoE operator, so that it works under torch.compile and is recorded by graph capture."""
     tp_rank = get_tp_group().rank_in_group if has_parts(layers.runners) else 0
     for row, runner in enumerate(layers.runners):
         sp_size = int(runner.moe_config.sp_size)
         own_tokens = local_token_slice(dp_rank, tp_rank, sp_size) if dp_size > 1 else None
         # Where all ranks route all tokens, one of them is enough for the join.
         sink = _ignore if sp_size == 1 and tp_rank > 0 else capturer.sink(row, own_tokens, owns_topk_buffer(runner))
-        weights = capturer.cache.weights_view(row)
+        view, weights = capturer.cache.views(row)
         is_direct = can_write_directly(runner, dp_size)
         if weights is not None and (is_direct or (owns_topk_buffer(runner) and own_tokens is None)):
             check_weights_are_kept(runner)
@@ -118,7 +115,7 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
             experts = _monolithic_experts(runner)
             runner.routed_experts.routing_sink = RoutedExpertsSink(experts.moe_config, sink)
         elif is_direct:
-            write_directly(runner.router, capturer.cache.view(row), weights)
+            write_directly(runner.router, view, weights)
         elif weights is not None:
             capture_choice(runner.router, sink)
         else:
@@ -127,11 +124,8 @@ def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> N
 
 @contextmanager
 def storing_after_forward(model: torch.nn.Module, capturer: Capturer) -> Iterator[None]:
-    """In CUDA graphs of a whole forward pass of `model`, stores the ids of all layers at the end of the graph.
-
-    Until then, no other kernel may overwrite a router's ids; writing directly to the device cache requires the same.
-    Eager forward passes and piecewise graphs store ids layer by layer.
-    """
+    """In CUDA graphs of a whole forward pass of `model`, stores the ids of all layers at the end of the graph; eager
+    forward passes and piecewise graphs store them layer by layer."""
 
     def hold(*_: Any) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -156,12 +150,8 @@ def _ignore(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
 
 
 def capture_choice(router: BaseRouter, sink: Sink) -> None:
-    """Gives `sink` the ids that a router chooses, and their weights.
-
-    On the instance, because vLLM's capture function gets the ids only. What this method returns are the logical ids,
-    and the weights as the experts' kernel gets them: only ids are changed on the way there.
-    """
-    compute = router._compute_routing
+    """Gives `sink` the logical ids that a router chooses, and their weights as the experts' kernel gets them."""
+    compute = router._compute_routing  # on the instance, because vLLM's capture function gets the ids only
 
     def compute_routing(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = compute(*args, **kwargs)
@@ -173,8 +163,8 @@ def capture_choice(router: BaseRouter, sink: Sink) -> None:
 
 
 def check_weights_are_kept(runner: MoERunner) -> None:
-    """Refuses a layer whose experts' kernel writes into its weights, in the first step that is not recorded: vLLM's
-    own, before it is ready. For layers whose weights are not copied before the kernel runs."""
+    """Refuses a layer whose experts' kernel writes into its weights before they are copied, in the first step that is
+    not recorded: vLLM's own, before it is ready."""
     experts = runner.routed_experts
     forward = experts.forward_modular
 
@@ -195,11 +185,8 @@ def check_weights_are_kept(runner: MoERunner) -> None:
 
 
 def owns_topk_buffer(runner: MoERunner) -> bool:
-    """Whether the layer's ids are a tensor that the MoE operator allocates, so that a reference keeps its memory.
-
-    So are its weights. Tensors from outside the operator, as in the Transformers backend, belong to the compiled graph
-    around it, which reuses their memory in the next layer despite references.
-    """
+    """Whether the layer's ids and weights are tensors that the MoE operator allocates, so that a reference keeps their
+    memory. The compiled graph around it reuses that of others, as in the Transformers backend, despite references."""
     return type(runner.router) in (FusedTopKRouter, FusedTopKBiasRouter, GroupedTopKRouter) and not runner.is_monolithic
 
 
@@ -248,13 +235,10 @@ def write_directly(router: FusedTopKRouter, view: torch.Tensor, weights_view: to
 
 
 def local_token_slice(dp_rank: int, sp_rank: int = 0, sp_size: int = 1) -> LocalTokenSlice:
-    """Returns a function that finds a data-parallel rank's tokens in a router's ids.
-
-    A router sees its own rank's tokens, or the gathered tokens of all ranks in rank order. With sequence-parallel MoE,
-    each tensor-parallel rank (`sp_rank` of `sp_size`) of a data-parallel rank has an equal part of its tokens, the last
-    part padded. With dual-batch overlap, a step consists of two or more microbatches, each with its own thread and
-    context, which pass through each layer in order.
-    """
+    """Returns a function that finds a data-parallel rank's tokens in a router's ids: those, or the gathered tokens of
+    all ranks in rank order. With sequence-parallel MoE, each tensor-parallel rank (`sp_rank` of `sp_size`) has an equal
+    part of them, the last part padded. With dual-batch overlap, the microbatches of a step, each with its own thread
+    and context, pass through each layer in order."""
     microbatches: list[int] = []  # token counts of the microbatches seen in this layer so far
 
     def first_token(count: int) -> int:

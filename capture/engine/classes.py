@@ -1,8 +1,5 @@
-"""Names the worker and scheduler classes for vLLM: ours, or a program's own with the capture mixed in.
-
-vLLM looks classes up by name in every process. `routed_experts.capture.engine.classes.package:module:Class` names the
-program's `package.module.Class` with the capture mixed in. The class is created at the first lookup.
-"""
+"""Names the worker and scheduler classes for vLLM, which looks them up by name in every process: ours, or a program's
+own with the capture mixed in, as `routed_experts.capture.engine.classes.package:module:Class`."""
 
 import inspect
 from functools import cache
@@ -23,24 +20,12 @@ def worker_name(given: Any) -> str:
     device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
     if device is None:
         raise UnsupportedConfig("Routed experts are captured on CUDA and on CPU only.")
-    if given in (None, "auto"):
-        return WORKERS[device]
-    if _is_ours(given):
-        return str(given)
-    from vllm.v1.worker.gpu_worker import Worker  # takes seconds; needed only for a program's own classes
-
-    return _mixed_name("worker_cls", given, Worker)
+    return _name("worker_cls", None if given == "auto" else given, WORKERS[device], "vllm.v1.worker.gpu_worker.Worker")
 
 
 def scheduler_name(given: Any) -> str:
     """As `worker_name`, for `scheduler_cls`."""
-    if given is None:
-        return SCHEDULER
-    if _is_ours(given):
-        return str(given)
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return _mixed_name("scheduler_cls", given, Scheduler)
+    return _name("scheduler_cls", given, SCHEDULER, "vllm.v1.core.sched.scheduler.Scheduler")
 
 
 def is_capturing(worker_cls: str) -> bool:
@@ -48,12 +33,15 @@ def is_capturing(worker_cls: str) -> bool:
     return worker_cls in WORKERS.values() or worker_cls.startswith(_PREFIX)
 
 
-def _is_ours(given: Any) -> bool:
-    return isinstance(given, str) and (given in (SCHEDULER, *WORKERS.values()) or given.startswith(_PREFIX))
-
-
-def _mixed_name(argument: str, given: Any, base: type) -> str:
-    cls = _class_named(given) if isinstance(given, str) else given
+def _name(argument: str, given: Any, default: str, base_name: str) -> str:
+    if given is None:
+        return default
+    cls = given
+    if isinstance(given, str):
+        if given in (SCHEDULER, *WORKERS.values()) or given.startswith(_PREFIX):
+            return given
+        cls = _class_named(given)
+    base = _class_named(base_name)  # whose import takes seconds
     if not inspect.isclass(cls) or not _can_be_named(cls):
         raise UnsupportedConfig(
             f"{argument} must be a class at the top of a module that every process can import, or its name, for the "

@@ -120,12 +120,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Prefill context parallelism spreads a prompt's tokens over ranks, and each routes its own: set "
         "--prefill-context-parallel-size to 1.",
     ),
-    # Read in vLLM 0.32, and not run: its CPU build asserts that there is none, and kernels on GPUs have it in 16 bits,
-    # on more ranks than KV heads or with latent attention. The ranks are tensor-parallel ranks and route all tokens, so
-    # rows are whole. The slots are not: in both runners the output rank's slot mapping has -1 for tokens whose KV is on
-    # another rank, and a block of the scheduler holds block_size * ranks tokens. With blocks of that size in the host
-    # cache, a token's slot would be block_table[request, position // size] * size + position % size, whatever the
-    # interleaving. A step's block tables and positions are on the device where both adapters read its slots.
+    # Rows are whole, slots are not: the output rank's slot mapping has -1 for tokens whose KV is on another rank.
     Refusal(
         "decode context parallelism",
         lambda c: c.parallel_config.decode_context_parallel_size > 1,
@@ -210,9 +205,8 @@ _FULL_ATTENTION = (FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec)
 
 
 def _keeps_every_token(spec: KVCacheSpec) -> bool:
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(type(inner) in _FULL_ATTENTION for inner in spec.kv_cache_specs.values())
-    return type(spec) in _FULL_ATTENTION
+    specs = spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
+    return all(type(each) in _FULL_ATTENTION for each in specs)
 
 
 def full_attention_group(kv_cache_config: KVCacheConfig) -> int:

@@ -69,7 +69,7 @@ class RowSource:
 
     def __init__(self, scheduler: Scheduler, kv_group: int, cache: HostCache) -> None:
         self.cache = cache
-        self.knows_causes = False  # whether KV may be loaded without rows
+        self._knows_causes = scheduler.connector is not None  # whether KV may be loaded without rows
         self._scheduler = scheduler
         self._kv_group = kv_group
         self._unknown: list[tuple[int, UnknownRows]] = []  # to be reported, and to which API process
@@ -99,7 +99,7 @@ class RowSource:
 
     def _report_unknown(self, state: RequestRows, blocks: NDArray[np.int64], first: int, rows: Rows) -> None:
         """Reports why some of `rows`, which were read from position `first` on, are unknown."""
-        if not self.knows_causes:
+        if not self._knows_causes:
             logger.error("Request %r: some of its rows are not known and are sent as -1.", state.request_id)
             return
         causes = self.cache.causes(blocks, np.flatnonzero(rows[:, 0, 0] == UNKNOWN) + first)
@@ -127,8 +127,8 @@ def _unknown(count: int, like: Rows) -> Rows:
 class RowDistributor:
     """Sends requests with the opt-in their rows, each row once.
 
-    A request is sent its prompt's rows with its first token. Before that it is *open*, which means that its outputs are
-    looked at one by one. After that it is
+    Before its first token, with which it is sent its prompt's rows, a request is *open*: its outputs are looked at one
+    by one. After that it is
 
     - a *stream*: its steps bring one row each, as a rule, and the rows of all streams are taken at once; or
     - *closed*, if it needs its rows when it ends: they stay in the host cache until then. If its blocks are about to be

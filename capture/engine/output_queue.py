@@ -39,10 +39,8 @@ class _Entry:
 
 
 class OutputQueue:
-    """Sends each prompt's rows once, before any token of its requests, and a request's last rows before its end.
-
-    Outputs wait for these rows where they do not fit a message. Other requests do not wait.
-    """
+    """Sends each prompt's rows once, before any token of its requests, and a request's last rows before its end. Their
+    outputs wait where these do not fit a message; other requests do not."""
 
     def __init__(self) -> None:
         self.part_bytes = _PART_BYTES

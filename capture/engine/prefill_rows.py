@@ -98,10 +98,6 @@ class PrefillRowsExchange:
             shape = ids_shape(shape)
         return rows if rows.rows.shape[1:] == shape else rows._replace(rows=rows.rows[:0])
 
-    def forget(self, request: Request) -> None:
-        """Called when a request ends."""
-        self.pulls.forget(request.request_id)
-
     def fail_late_pulls(self, output: KVConnectorOutput) -> None:
         """Marks pulls that ended too late as failed, before vLLM processes the step's output."""
         late = {request_id for request_id in output.finished_recving or () if self.pulls.end(request_id)}

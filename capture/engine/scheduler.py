@@ -16,7 +16,6 @@ from vllm.v1.request import Request, RequestStatus
 
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.distributor import RowDistributor, RowSource, Step
-from routed_experts.capture.engine.kv_transfer.connectors import describe, on_load
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, LocalHit, NoExternalKV
 from routed_experts.capture.engine.prefill_rows import PrefillRowsExchange, opt_in_of
 from routed_experts.capture.engine.slot import ConnectorSlot
@@ -31,8 +30,7 @@ logger = init_logger(f"vllm.routed_experts.{__name__}")  # a child of vLLM's log
 
 
 class SchedulerConnector(ConnectorSlot):
-    """The object in vLLM's `scheduler.aux_output_connector`. The rows of every request are written into the host cache,
-    because a later request may hit them as a prefix."""
+    """In vLLM's `scheduler.aux_output_connector`. Keeps the rows of every request: a later one may hit them."""
 
     def __init__(self, scheduler: Scheduler, config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         kv_group = full_attention_group(kv_cache_config)
@@ -47,25 +45,13 @@ class SchedulerConnector(ConnectorSlot):
         self._num_steps = 0
         self.external_kv: ExternalKVTracker | NoExternalKV = NoExternalKV()
         if config.kv_transfer_config is not None:
-            policy = on_load()
             self.external_kv = tracker = ExternalKVTracker(
-                scheduler.connector,
-                config.kv_transfer_config,
-                scheduler.kv_cache_manager,
-                kv_group,
-                block_size,
-                self.requests.tracked,
-                policy,
-                self._on_unexpected,
-                self.cache.has_weights,
+                scheduler, config.kv_transfer_config, kv_group, self.cache, self.requests.tracked, self._on_unexpected
             )
-            source.knows_causes = True
             self.prefill_rows.pulls = tracker.pulls
-            logger.info(describe(config.kv_transfer_config, policy, tracker.keep_rows))
 
     def _on_unexpected(self, what: str, num_rows: int) -> None:
-        """Counts rows that are unknown because the connector did something unexpected, and logs the first time."""
-        self._stats.count_forgotten(num_rows)
+        self._stats.totals.rows_forgotten += num_rows
         logger.warning_once(
             "The KV connector %s. The rows of this KV are not known and are sent as -1. Please report this message.",
             what,
@@ -77,20 +63,18 @@ class SchedulerConnector(ConnectorSlot):
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
         if request.is_finished():
             self.requests.finish(request)
-            self.prefill_rows.forget(request)
+            self.prefill_rows.pulls.forget(request.request_id)
         else:
             self.requests.prefill_again(request)
 
     def reset(self, *more: Any, **options: Any) -> None:
-        """Called when the prefix cache was reset, as it is when weights change and before the engine sleeps. No earlier
-        block can be hit afterwards, so no stale row can be read from the host cache."""
+        """Called when the prefix cache was reset, as when weights change: no earlier row is hit then."""
         self.requests.weights_may_differ()
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request], *more: Any, **options: Any
     ) -> int:
-        """Called when a step has been scheduled, before its requests are advanced. The step's number, which comes back
-        with its output."""
+        """Called when a step has been scheduled, before its requests are advanced. Its number comes with its output."""
         step = Step(scheduler_output, self.requests.schedule(scheduler_output, requests))
         step.loads = self.external_kv.pop_loads(scheduler_output, requests)
         step.stores = self.external_kv.pop_stores(scheduler_output)
@@ -101,13 +85,14 @@ class SchedulerConnector(ConnectorSlot):
     # ---- a step's output ----
 
     def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Step:
-        """Takes the rows of a step's output, before vLLM passes the output to requests. Rows move as their KV did.
-        Raises if the step ran without them."""
+        """Takes the rows of a step's output, before vLLM passes it to requests. Rows move as their KV did."""
         step = self._steps.pop(scheduler_output.aux_output_connector_metadata)
         arrived = detach(output)
         if arrived is None and scheduler_output.total_num_scheduled_tokens:
             raise RuntimeError("a step ran, but the worker sent no rows with its output")
-        self._store(step, before_step=True)
+        for store in step.stores:
+            if store.runs_before_step:
+                store.apply(self.cache)
         if step.loads and not self.external_kv.writes_behind_hit:
             self.requests.before_overwrite()
         for load in step.loads:
@@ -121,19 +106,22 @@ class SchedulerConnector(ConnectorSlot):
             for load in step.loads:
                 if load.ends_late:
                     load.apply(self.cache)  # again
-        self._store(step, before_step=False)
+        for store in step.stores:
+            if not store.runs_before_step:
+                store.apply(self.cache)
         return step
 
-    def _store(self, step: Step, before_step: bool) -> None:
-        for store in step.stores:
-            if store.runs_before_step == before_step:
-                store.apply(self.cache)
-
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
-        """Adds to a step's messages to the API processes the rows that became known with it, causes of unknown rows,
-        and counters. `is_idle`: whether no request is left."""
+        """Adds rows, causes of unknown rows and counters to messages. `is_idle`: whether no request is left."""
         singles = self.requests.distribute(step, messages)
-        notes = self._notes(is_idle)
+        notes: dict[int, dict[str, Any]] = {}
+        for client, unknown in self.requests.source.pop_unknown():
+            notes.setdefault(client, {}).setdefault(CAUSES, []).append(unknown)
+        stats = self._stats.report(
+            is_idle, len(self.requests.tracked), lambda: self.external_kv.kept_bytes + self.cache.used_bytes
+        )
+        if stats is not None:  # for one process, because metrics are summed over processes
+            notes.setdefault(0, {})[STATS] = stats.encode()
         for client in notes.keys() - messages.keys():
             messages[client] = EngineCoreOutputs()
         for client, message in messages.items():
@@ -141,20 +129,6 @@ class SchedulerConnector(ConnectorSlot):
             if rows is not None or client in notes:
                 envelope = EngineCoreOutput(ENVELOPE_ID, [], routed_experts=rows, kv_transfer_params=notes.get(client))
                 message.outputs.insert(0, envelope)
-
-    def _notes(self, is_idle: bool) -> dict[int, dict[str, Any]]:
-        """Why rows are unknown; and for the first API process the engine's counters, if due. Only one process gets
-        these, because metrics are summed over processes."""
-        notes: dict[int, dict[str, Any]] = {}
-        for client, unknown in self.requests.source.pop_unknown():
-            notes.setdefault(client, {}).setdefault(CAUSES, []).append(unknown)
-        stats = self._stats.report(is_idle, len(self.requests.tracked), self._used_bytes)
-        if stats is not None:
-            notes.setdefault(0, {})[STATS] = stats.encode()
-        return notes
-
-    def _used_bytes(self) -> int:
-        return self.external_kv.kept_bytes + self.cache.used_bytes
 
 
 class SchedulerCapture(ConnectedScheduler):
@@ -226,7 +200,6 @@ class CaptureAsyncScheduler(SchedulerCapture, AsyncScheduler):
 
 
 def make_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Scheduler:
-    """`scheduler_cls`, as a function: vLLM decides on asynchronous scheduling after it knows the class, and silently
-    disables it for a class that does not match."""
+    """`scheduler_cls`; a function, as vLLM disables asynchronous scheduling for a class that does not match."""
     is_async = vllm_config.scheduler_config.async_scheduling
     return (CaptureAsyncScheduler if is_async else CaptureScheduler)(vllm_config, *args, **kwargs)

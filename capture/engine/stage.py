@@ -36,27 +36,23 @@ def is_output_rank(parallel: ParallelConfig) -> bool:
     return bool(get_pp_group().is_last_rank and (get_tp_group().is_first_rank or has_scheduler))
 
 
-def join_parts(ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
-    """Merges the `ids` ([layers, n, K]) of all tensor-parallel ranks: each rank fills its -1 from the others.
+def join_cache(cache: DeviceCache, num_tokens: int) -> None:
+    """Merges the first rows of all tensor-parallel ranks' device caches: each rank fills its -1 from the others.
 
     All ranks of a group must call it; enqueued on the current stream. Ids that no rank wrote stay -1. The bits of their
-    weights (int32, same shape) are added, with 0 from every rank but the one that has them: a maximum would prefer
-    another rank's -1 to the bits of a negative number.
+    weights are added, with 0 from every rank but the one that has them: a maximum would prefer another rank's -1 to the
+    bits of a negative number.
     """
+    planes, group = cache.planes[:, :, :num_tokens], get_tp_group().device_group
+    ids, weights = planes[0], planes[1] if cache.weights is not None else None
     if weights is not None:
         bits = torch.where(ids >= 0, weights, 0)
-        torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.SUM, get_tp_group().device_group)
+        torch.distributed.all_reduce(bits, torch.distributed.ReduceOp.SUM, group)
     whole = ids.contiguous()
-    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, get_tp_group().device_group)
+    torch.distributed.all_reduce(whole, torch.distributed.ReduceOp.MAX, group)
     ids.copy_(whole)
     if weights is not None:
         weights.copy_(torch.where(ids >= 0, bits, UNKNOWN))
-
-
-def join_cache(cache: DeviceCache, num_tokens: int) -> None:
-    """`join_parts` of the first rows of a device cache."""
-    planes = cache.planes[:, :, :num_tokens]
-    join_parts(planes[0], planes[1] if cache.weights is not None else None)
 
 
 class PipelineStage:

@@ -3,10 +3,7 @@
 These runners have no hook for a connector, so the worker calls this adapter around its steps.
 """
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import AsyncModelRunnerOutput, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -16,14 +13,6 @@ from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.pipeline import PendingRows
 from routed_experts.capture.seams.engine import v2_batch
-
-
-def v1_batch(runner: GPUModelRunner, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
-    """KV slots of a step's tokens (on the device), and the offset of each request's tokens."""
-    batch = runner.input_batch
-    # The runner's own: of drafts that the GPU has found, it may run fewer than the scheduler has counted.
-    offsets = runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
-    return batch.block_table[kv_group].slot_mapping.gpu, offsets
 
 
 class V1Adapter:
@@ -45,8 +34,11 @@ class V1Adapter:
         if self._runner_is_v2:
             slots, offsets = v2_batch(self._runner, self._kv_group)
         else:
-            slots, offsets = v1_batch(self._runner, self._kv_group)
-        self._pending = self._capturer.submit(slots, offsets, self._stage.upstream)
+            batch = self._runner.input_batch
+            slots = batch.block_table[self._kv_group].slot_mapping.gpu
+            # The runner's own: of drafts that the GPU has found, it may run fewer than the scheduler has counted.
+            offsets = self._runner.query_start_loc.np[: batch.num_reqs + 1].astype(np.int64)
+        self._pending = self._capturer.pipeline.submit(slots, offsets, self._stage.upstream)
 
     def post_sample(
         self, output: ModelRunnerOutput | AsyncModelRunnerOutput

@@ -9,8 +9,8 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
-from routed_experts.capture.engine.transport import AuxOutputs, as_aux_outputs
-from routed_experts.capture.pipeline import PendingRows
+from routed_experts.capture.engine.transport import STEP
+from routed_experts.capture.pipeline import PendingRows, StepRows
 
 
 class V2Adapter(ConnectorSlot):
@@ -32,7 +32,7 @@ class V2Adapter(ConnectorSlot):
             return None
         offsets = input_batch.query_start_loc_np[: input_batch.num_reqs + 1].astype(np.int64)
         slots = self._runner.block_tables.slot_mappings[self._kv_group]
-        return V2Pending(self._capturer.submit(slots, offsets, self._stage.upstream))
+        return V2Pending(self._capturer.pipeline.submit(slots, offsets, self._stage.upstream))
 
     def close(self, *more: Any, **options: Any) -> None:
         """Called when the worker shuts down. The buffers go with the capturer."""
@@ -48,6 +48,6 @@ class V2Pending(ConnectorSlot):
         """Called on the runner's copy stream. Nothing to do: rows are copied on another stream, and the scheduler
         drops those of rejected tokens."""
 
-    def process_output(self, *more: Any, **options: Any) -> AuxOutputs:
+    def process_output(self, *more: Any, **options: Any) -> dict[str, StepRows]:
         """Called when the step's output is materialised."""
-        return as_aux_outputs(self._rows.result())
+        return {STEP: self._rows.result()}

@@ -88,7 +88,7 @@ class WorkerCapture(Worker):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | AsyncModelRunnerOutput | None:
         # On all ranks: each tensor-parallel rank sends a part of a pipeline stage's output to the next stage.
-        self._capturer.reset_rows(scheduler_output.total_num_scheduled_tokens)
+        self._capturer.cache.reset_rows(scheduler_output.total_num_scheduled_tokens)
         output = super().execute_model(scheduler_output)
         if self._v1 is not None:
             self._v1.post_forward(scheduler_output)

@@ -12,7 +12,7 @@ def asks(args: Any) -> bool:
     return bool(getattr(getattr(args, "aux_output_config", args), "enable_return_routed_experts", False))
 
 
-def withdraw(args: Any) -> None:
+def clear_flag(args: Any) -> None:
     """Makes engine arguments no longer ask vLLM, because this capture takes its place."""
     if hasattr(args, "aux_output_config"):
         args.aux_output_config = replace(args.aux_output_config, enable_return_routed_experts=False)
@@ -20,7 +20,7 @@ def withdraw(args: Any) -> None:
         args.enable_return_routed_experts = False
 
 
-def say_that_it_returns(engine: Any) -> None:
+def set_flag_on_engine(engine: Any) -> None:
     """Sets the flag that a finished engine returns routed experts, where a program looks it up.
 
     Until 0.31 that is the engine's `model_config`. In a copy: its `vllm_config` may be that of the scheduler and the

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from routed_experts.capture.seams import Seam
-
 _MODULES = (
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe",
     "vllm.model_executor.layers.fused_moe.cpu_fused_moe",
@@ -22,14 +20,12 @@ def _functions() -> list[Any]:
     return [sys.modules[name] for name in _MODULES if hasattr(sys.modules.get(name), "select_experts")]
 
 
-def _is_needed() -> bool:
+def is_needed() -> bool:
+    """Whether the installed version has such kernels."""
     for name in _MODULES:
         with suppress(ImportError):
             import_module(name)
     return bool(_functions())
-
-
-SEAMS = (Seam("CPU kernels route with a router", "0.30.0", _is_needed),)
 
 
 def routes_itself(runner: Any) -> bool:

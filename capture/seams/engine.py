@@ -11,10 +11,7 @@ from vllm.model_executor.layers.fused_moe import routed_experts_capturer
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import KVCacheSpec
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
-
-from routed_experts.capture.seams import Seam
 
 HAS_AUX_OUTPUTS = "aux_output_connector_metadata" in {field.name for field in fields(SchedulerOutput)}
 """Whether schedulers and model runners call an auxiliary output connector."""
@@ -30,18 +27,6 @@ _REFUSES_RESETS = "PauseState" in Scheduler.reset_prefix_cache.__code__.co_names
 RoutedExpertsSink: Any = getattr(routed_experts_capturer, "RoutedExpertsSink", None)
 RoutedExpertsCaptureSource: Any = getattr(routed_experts_capturer, "RoutedExpertsCaptureSource", ())
 """As the second argument of `isinstance`: nothing is one, where there is none."""
-
-SEAMS = (
-    Seam("output of preempted steps is marked", "0.27.1", lambda: not KNOWS_STALE_STEPS),
-    Seam("MegaMoE layers offer a capture of their own", "0.28.0", lambda: RoutedExpertsCaptureSource == ()),
-    Seam(
-        "adaptive draft verification", "0.28.0", lambda: not hasattr(SpeculativeConfig, "enable_adaptive_verification")
-    ),
-    Seam("an auxiliary output connector", "0.31.0", lambda: not HAS_AUX_OUTPUTS),
-    Seam("bounded replay", "0.31.0", lambda: not hasattr(KVCacheSpec, "prefix_replay_tokens")),
-    Seam("resets of running requests beside a connector", "0.32.0", lambda: not HAS_AUX_OUTPUTS or _REFUSES_RESETS),
-    Seam("a sink for the choice of monolithic kernels", "0.32.0", lambda: not HAS_SINK),
-)
 
 
 class _Calling(Scheduler):
@@ -91,13 +76,8 @@ ConnectedScheduler: type[Scheduler] = _Calling if not HAS_AUX_OUTPUTS else _Rese
 """vLLM's scheduler, or what makes an older one call `aux_output_connector`."""
 
 
-def step_rows(output: ModelRunnerOutput) -> Any:
-    """What a worker attached to its output; until 0.31 the class has no field for it, but takes the attribute."""
-    return getattr(output, "aux_output_connector_output", None)
-
-
 def v2_batch(runner: Any, kv_group: int) -> tuple[Any, NDArray[np.int64]]:
-    """Until 0.31, on the V2 model runner, which calls no connector: the step's slots and requests, as `v1_batch`."""
+    """Until 0.31, on the V2 model runner, which calls no connector: a step's slots, and where each request's begin."""
     batch = runner.execute_model_state.input_batch
     offsets = batch.query_start_loc_np[: batch.num_reqs + 1].astype(np.int64)
     return runner.block_tables.slot_mappings[kv_group], offsets

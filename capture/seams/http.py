@@ -7,10 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.sampling_params import RequestOutputKind
-
-from routed_experts.capture.seams import Seam
 
 
 def _first(name: str, *places: str) -> Any:
@@ -53,26 +50,6 @@ HAS_SCALE_OUT_FLAG = "enable_scale_out" in _register_scale_out.__code__.co_const
 STREAMS_CHOICES = _tokens_response is not None
 """Whether generate can stream several choices: before, it fails where a choice's first token comes after another's."""
 _REPLACES_ROUTES = _attach_plugins is not None and "openapi_schema" in _attach_plugins.__code__.co_names
-
-SEAMS = (
-    Seam("fields after generate's own routed_experts", "0.28.0", lambda: _IS_LAST),
-    Seam("VLLMClientError", "0.27.1", lambda: VLLMClientError == ()),
-    Seam(_NEW_ERRORS, "0.28.0", lambda: _first("create_error_response", _NEW_ERRORS) is None),
-    Seam(_NEW_ENGINE, "0.29.0", lambda: _first("ErrorResponse", _NEW_ENGINE) is None),
-    Seam(
-        "responses of generate without the outputs before",
-        "0.29.0",
-        lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
-    ),
-    Seam("SSE keep-alive", "0.30.0", lambda: _keep_alive is None),
-    Seam("--enable-scale-out", "0.30.0", lambda: not HAS_SCALE_OUT_FLAG),
-    Seam("configure_logging_from_args", "0.31.0", lambda: _configure_logging is None),
-    Seam("RetryableRequestError", "0.32.0", lambda: _retryable is None),
-    Seam("GenerateTokensResponse", "0.32.0", lambda: _tokens_response is None),
-    Seam("generate streams several choices", "0.32.0", lambda: not STREAMS_CHOICES),
-    Seam("routes of plugins replace vLLM's", "0.32.0", lambda: not _REPLACES_ROUTES),
-    Seam(_NEW_STARTUP, "0.33.0", lambda: _first("cli_env_setup", _NEW_STARTUP) is None),
-)
 
 
 class _Retryable(_generation_error):  # type: ignore[misc,valid-type]

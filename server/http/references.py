@@ -106,7 +106,7 @@ class ReferenceMaker(Delivery):
         count_stored(succeeded=True)
         # The URL is relative to the API's base.
         reference = stored.reference(array, start, missing, url=f"{_ROWS}/{stored.id}")
-        return {**reference, "path": str(stored.path)} if self.store.tells_paths else reference
+        return {**reference, "path": str(stored.path)} if self.store.include_paths else reference
 
 
 def has_left(request: Request) -> bool:

@@ -79,13 +79,13 @@ class ArrayStore:
         keeps: bool = True,  # whether arrays outlive the process
         rank: int = 0,  # of this process among `count`
         count: int = 1,
-        tells_paths: bool = False,  # whether references name the files
+        include_paths: bool = False,  # whether references name the files
     ) -> None:
         self.folder, self.lifetime_s = folder, lifetime_s
         self.is_in_memory = folders.MEMORY in folder.resolve().parents  # nobody who reads a file waits for a disk
         self.max_bytes = None if max_bytes is None else max_bytes // count  # of this process
         self.used_bytes = 0  # also of files that are being written, or are gone and still read
-        self.tells_paths = tells_paths
+        self.include_paths = include_paths
         self._keeps, self._share = keeps, (rank, count)
         self._name = ""  # of the subfolder
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
@@ -298,9 +298,9 @@ class ArrayStore:
 
 def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1) -> ArrayStore:
     """Creates the store; `default` is the folder if the settings name none."""
-    folder, tells_paths = settings.routed_experts_store, settings.routed_experts_store_paths
+    folder, include_paths = settings.routed_experts_store, settings.routed_experts_store_paths
     about = settings.routed_experts_store_bytes, settings.routed_experts_store_seconds, folder is not None
-    return ArrayStore(default if folder is None else Path(folder), *about, rank, count, tells_paths)
+    return ArrayStore(default if folder is None else Path(folder), *about, rank, count, include_paths)
 
 
 def _blocks(size: int) -> int:

@@ -163,7 +163,7 @@ class ArrayCollector(RequestOutputCollector):
     vLLM merges the outputs of a slow reader before that, while they still carry the buffer of their choice.
     """
 
-    arrays: "EveryRequest"
+    arrays: "InProcessCapture"
     _filling: asyncio.Future[Any] | None = None
     """The output whose arrays a thread stores, so that other requests go on meanwhile."""
 
@@ -198,7 +198,7 @@ class ArrayCollector(RequestOutputCollector):
         return filling.result()
 
 
-class EveryRequest:
+class InProcessCapture:
     """Opts in every request of an engine, and puts arrays on the outputs."""
 
     def __init__(self, engine: LLMEngine | AsyncLLM) -> None:
@@ -218,7 +218,7 @@ class EveryRequest:
             self.form.learn(engine.collective_rpc("routed_experts_info")[0])
 
     @classmethod
-    def install(cls, engine: LLMEngine | AsyncLLM) -> "EveryRequest":
+    def install(cls, engine: LLMEngine | AsyncLLM) -> "InProcessCapture":
         """Replaces `add_request` of the engine's output processor. Each request passes it on its way to the engine, and
         it creates the state that builds the outputs."""
         processor = engine.output_processor

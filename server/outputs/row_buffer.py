@@ -242,7 +242,7 @@ class RowBuffers:
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
-        self.every_request: Any = None  # the `arrays.EveryRequest`; None if requests opt in one by one
+        self.every_request: Any = None  # the `arrays.InProcessCapture`; None if requests opt in one by one
         self.recorder = NoRecorder()
         self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor

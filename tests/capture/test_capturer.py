@@ -41,7 +41,7 @@ def run(one: Capturer, tokens: int, first_layer: int = 0, skipping: int | None =
 
 
 def submit(one: Capturer, tokens: int, upstream: torch.Tensor | None = None) -> StepRows:
-    return one.submit(torch.arange(100, 100 + tokens), np.array([0, 2, tokens]), upstream).result()
+    return one.pipeline.submit(torch.arange(100, 100 + tokens), np.array([0, 2, tokens]), upstream).result()
 
 
 def check(step: StepRows, layers: range, weights: bool, unknown: int | None = None) -> None:
@@ -72,7 +72,7 @@ def test_the_device_cache() -> None:
     cache = capturer().cache
     assert (cache.num_layers, cache.max_tokens, cache.top_k, cache.ids.dtype) == (2, 9, K, torch.int32)
     assert (cache.ids == -1).all(), "a layer that never writes must not look like expert 0"
-    views = [cache.view(layer) for layer in range(2)]
+    views = [cache.ids[layer] for layer in range(2)]
     for layer, view in enumerate(views):
         assert view.is_contiguous()
         view[:7] = layer
@@ -80,12 +80,12 @@ def test_the_device_cache() -> None:
     cache.reset_rows(6)
     assert (cache.ids[:, :6] == -1).all()
     assert cache.ids[:, 6].tolist() == [[0] * K, [1] * K]
-    assert [cache.view(layer).data_ptr() for layer in range(2)] == [view.data_ptr() for view in views]
+    assert [cache.ids[layer].data_ptr() for layer in range(2)] == [view.data_ptr() for view in views]
 
 
 def test_memory_without_weights_is_that_of_the_ids() -> None:
     one, with_weights = capturer(), capturer(weights=True)
-    assert one.cache.weights is one.cache.weights_view(0) is None
+    assert one.cache.weights is one.cache.views(0)[1] is None
     assert one.cache.planes.nbytes == one.pipeline.device_bytes == 2 * 9 * K * 4
     assert with_weights.pipeline.device_bytes == 2 * one.pipeline.device_bytes
 
@@ -109,10 +109,10 @@ def test_rows_of_earlier_stages_come_first(layers: list[int], weights: bool) -> 
 def test_a_layer_that_skips_a_step_leaves_unknown_rows(skipping: int, weights: bool) -> None:
     """Padding tokens that it wrote in an earlier, smaller step do not come up in a larger one."""
     first = capturer(weights=weights)
-    first.reset_rows(2)
+    first.cache.reset_rows(2)
     run(first, 8)  # padded
     submit(first, 2)
-    first.reset_rows(6)
+    first.cache.reset_rows(6)
     run(first, 8, skipping=skipping)
     check(submit(first, 6), range(2), weights, unknown=skipping)
 
@@ -125,12 +125,12 @@ def test_deferred_stores(deferred: list[int], weights: bool) -> None:
     for layer in range(2):
         own = choice(layer, 9)
         first.sink(layer, may_defer=layer in deferred)(*own)
-        assert (first.cache.view(layer)[0, 0] == -1) == (layer in deferred)
+        assert (first.cache.ids[layer][0, 0] == -1) == (layer in deferred)
         for each in own if layer not in deferred else ():
             each.fill_(7)
     first.flush_stores()
     check(submit(first, 7), range(2), weights)
-    first.reset_rows(9)
+    first.cache.reset_rows(9)
     first.flush_stores()  # nothing is stored twice
     assert (first.cache.planes == -1).all()
     run(first, 5, may_defer=True)
@@ -151,7 +151,7 @@ def test_only_this_ranks_tokens_are_stored(deferring: bool, weights: bool) -> No
     chosen = choice(0, 7)
     first.sink(0, own_tokens, may_defer=True)(*chosen)
     assert asked == [7]
-    for view, each in zip([first.cache.view(0), first.cache.weights_view(0)], chosen, strict=True):
+    for view, each in zip(first.cache.views(0), chosen, strict=True):
         if view is not None:
             assert torch.equal(view[1:4].view(torch.int32), each[2:5, :K].view(torch.int32))
     first.flush_stores()

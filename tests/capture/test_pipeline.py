@@ -63,7 +63,7 @@ def test_the_size_of_a_pickled_step(cache: DeviceCache) -> None:
 
 
 def test_layers_that_wrote_nothing_are_unknown(cache: DeviceCache) -> None:
-    cache.view(0)[:] = 5
+    cache.ids[0][:] = 5
     step = Pipeline(cache, 1).submit(slots_of(0), offsets_of(2)).result()
     assert (step.rows[:, 0] == 5).all()
     assert (step.rows[:, 1:] == -1).all()

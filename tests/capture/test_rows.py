@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from routed_experts.capture.rows import ids_of, joined, lack_weights, row_shape, weights_of
+from routed_experts.capture.rows import ids_of, joined, missing_weights, row_shape, weights_of
 from tests.capture.test_capturer import ODD
 
 L, K = 3, 5
@@ -20,8 +20,11 @@ def test_ids_and_weights_of_rows(count: int) -> None:
     assert row_shape(L, K, with_weights=False) == (L, K)
 
 
-def test_rows_that_are_not_known() -> None:
-    rows = np.full((2, 3 * L, K), -1, dtype=np.int16)
+def test_rows_that_are_not_known_or_whose_ids_came_alone() -> None:
+    rows = np.full((3, 3 * L, K), -1, dtype=np.int16)
     assert (ids_of(rows) == -1).all()
     assert np.isnan(weights_of(rows)).all()
-    assert lack_weights(rows).all()
+    ids_of(rows)[1:] = 0
+    rows[2] = joined(np.zeros((1, L, K), np.int16), np.ones((1, L, K), np.float32))[0]
+    assert missing_weights(rows).tolist() == [True, True, False]
+    assert (weights_of(rows[1:2]).view(np.int32) == -1).all()

@@ -393,25 +393,16 @@ def _config(is_async: bool, drafts: int = 0) -> VllmConfig:
 
 def engine(
     is_async: bool = True,
-    chunk: int = 64,
+    chunk: int = 64,  # tokens of a step
     max_num_seqs: int = 16,
-    num_blocks: int | None = None,
-    drafts: int = 0,
-    stages: int = 1,
-    kv_transfer: KVTransferConfig | None = None,
+    num_blocks: int | None = None,  # KV blocks of 16 tokens that it may use; few make it preempt
+    drafts: int = 0,  # tokens that are drafted after each
+    stages: int = 1,  # of a pipeline: so many more steps are in flight
+    kv_transfer: KVTransferConfig | None = None,  # the worker's side of the connector has to be `executor`'s
     executor: type[ArithmeticExecutor] = ArithmeticExecutor,
-    weights: bool = False,
+    weights: bool = False,  # whether rows have weights
 ) -> Core:
-    """An engine with our scheduler.
-
-    Args:
-        chunk: tokens of a step.
-        num_blocks: KV blocks of 16 tokens that it may use; few make it preempt.
-        drafts: tokens that are drafted after each.
-        stages: of a pipeline: so many more steps are in flight.
-        kv_transfer: its KV connector, the worker's side of which `executor` has to be.
-        weights: whether rows have weights.
-    """
+    """An engine with our scheduler."""
     config = deepcopy(_config(is_async and not drafts, drafts))
     # vLLM's check allows it for drafts of other methods only, and not with a connector on a CPU.
     config.scheduler_config.async_scheduling = is_async
@@ -525,39 +516,26 @@ class Client:
 
     def finish(
         self,
-        but: str | Iterable[str] = (),
-        missing: int | None = 0,
-        forgets: bool = False,
-        ends: tuple[FinishReason, ...] = (FinishReason.LENGTH,),
+        but: str | Iterable[str] = (),  # requests that were aborted
+        missing: int | None = 0,  # how many rows came as unknown; None where that is looked at otherwise
+        forgets: bool = False,  # whether the engine gave rows up, as a connector did what is not expected of it
+        ends: tuple[FinishReason, ...] = (FinishReason.LENGTH,),  # of the other requests
     ) -> None:
-        """Steps until nothing is left to do. Rows are checked as they come; here that all of them came, and that
-        nothing is left in the engines.
-
-        Args:
-            but: requests that were aborted; the others must have ended as one of `ends`.
-            missing: how many rows came as unknown; None where that is looked at otherwise.
-            forgets: whether the engine said that it gave rows up, as a connector did what is not expected of it.
-        """
+        """Steps until nothing is left to do. Rows are checked as they come; here that all of them came, with their
+        weights, and that nothing is left in the engines."""
         self.run()
         for request_id in [but] if isinstance(but, str) else but:
             self.received.pop(request_id, None)
         assert all(request.finish in ends for request in self.received.values())
         assert missing in (None, self.missing())
+        assert self.num_without_weights == 0
         assert any(stats.rows_forgotten for stats in self.stats) == forgets
         for core in self.engines:
             capture = core.capture
             assert (len(capture.output_queue), len(capture._steps), len(capture.prefill_rows._to_export)) == (0, 0, 0)
             queue, requests = capture.output_queue, capture.requests
-            kept = (
-                requests.tracked,
-                requests._open,
-                requests._ended,
-                requests._prefilling,
-                queue._waiting,
-                queue._last,
-                capture.cache._readers,
-            )
-            assert not any(kept)
+            assert not any((requests.tracked, requests._open, requests._streams, requests._ended, requests._prefilling))
+            assert not any((queue._waiting, queue._last, capture.cache._readers))
             assert not capture.prefill_rows.pulls
 
     def missing(self) -> int:
@@ -624,19 +602,14 @@ def requests_at_random(
     client: Client,
     dice: random.Random,
     turns: int,
-    disturb: Callable[[], object],
-    ns: tuple[int, ...] = (),
-    length: int = 120,
-    chances: tuple[float, float] = (0.6, 0.2),
+    disturb: Callable[[], object],  # what else happens in each turn
+    ns: tuple[int, ...] = (),  # how many choices prompts have; none where each has one
+    length: int = 120,  # of the longest prompt
+    chances: tuple[float, float] = (0.6, 0.2),  # of a request, and of an abort, in each turn
 ) -> set[str]:
-    """Shared prefixes, with and without the opt-in, starts within prompts, aborts; gives those that were aborted.
-
-    Args:
-        disturb: what else happens in each turn.
-        ns: how many choices prompts have; none where each has one.
-        length: of the longest prompt.
-        chances: of a request, and of an abort, in each turn.
-    """
+    """Shared prefixes, with and without the opt-in, starts within prompts, weights where there are some, aborts; gives
+    those that were aborted."""
+    has_weights = client.engines[0].capture.cache.has_weights
     stems = [tokens(length, seed=100 + stem) for stem in range(3)]
     gone: set[str] = set()
     for turn in range(turns):
@@ -644,7 +617,8 @@ def requests_at_random(
             prompt = dice.choice(stems)[: dice.randrange(1, length)] + dice.choices(range(VOCAB), k=dice.randrange(3))
             start = dice.choice((None, 0, 0, dice.randrange(len(prompt) + 1)))
             n = dice.choice(ns) if ns else 1
-            client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30), at_end=turn % 3 == 0)
+            about = {"at_end": turn % 3 == 0, "weights": has_weights and turn % 2 == 0}
+            client.add(f"r{turn}", prompt, start, n=n, max_tokens=dice.randrange(1, 30), **about)
         if client.received and dice.random() < chances[1]:
             gone.add(one := dice.choice(list(client.received)))
             client.abort(one)

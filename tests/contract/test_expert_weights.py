@@ -1,33 +1,19 @@
 """Weights beside the ids through vLLM's scheduler: in every situation, of every request that asks, and of no other."""
 
-import random
-from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 
 from routed_experts.capture import prefill_rows
-from routed_experts.capture.rows import captures_weights, ids_of, joined, lack_weights, weights_of
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT
+from routed_experts.capture.rows import captures_weights, joined
 from routed_experts.server.outputs import prefill_param
 from tests.contract import engine as engines
-from tests.contract.engine import BLOCK, Client, K, L, engine, requests_at_random, tokens, weights_for
+from tests.contract.engine import BLOCK, Client, K, L, engine, tokens, weights_for
 from tests.contract.loads import PULL, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADS
 from tests.contract.offloading import engine_that_offloads
 from tests.contract.test_prefill_rows import REMOTE, Pair
-
-
-class Every(Client):
-    """Every second request asks for weights."""
-
-    def __init__(self, *about: Any, **more: Any) -> None:
-        super().__init__(*about, **more)
-        self._turns = count()
-
-    def add(self, *about: Any, **more: Any) -> list[str]:
-        return super().add(*about, **{"weights": next(self._turns) % 2 == 0} | more)
 
 
 def test_only_who_asks_is_sent_weights(is_async: bool) -> None:
@@ -39,18 +25,6 @@ def test_only_who_asks_is_sent_weights(is_async: bool) -> None:
     client.add("several", tokens(70), n=3, weights=True, max_tokens=20)
     client.finish()
     assert client.num_weights > 3 * 100
-    assert client.num_without_weights == 0
-
-
-@pytest.mark.parametrize("about", [{}, {"num_blocks": 14}, {"drafts": 3}, {"stages": 3}], ids=str)
-def test_at_random(is_async: bool, about: dict[str, Any]) -> None:
-    """Prefix hits, aborts, preemptions where there are few blocks, drafts that are rejected."""
-    core = engine(is_async, weights=True, **about)
-    client = Every(core)
-    gone = requests_at_random(client, random.Random(5), 60, lambda: None, ns=(1, 1, 3))
-    client.finish(but={name for name in client.received if name.partition("_")[2] in gone or name in gone})
-    assert client.num_weights > 100
-    assert client.num_without_weights == 0
 
 
 class Pairs(Pair):
@@ -145,7 +119,6 @@ def test_ids_that_came_alone_and_were_offloaded(is_async: bool, connectors: tupl
             assert core.model_executor.worker.num_loaded - before == 5 * num_loads
         decode.finish()
     assert decode.num_weights == 2 * (len(prompt) + 3)
-    assert decode.num_without_weights == 0
 
 
 @pytest.mark.parametrize("num_rows", [0, BLOCK])
@@ -221,15 +194,6 @@ def test_odd_values_over_http() -> None:
     forged = prefill_param.PrefillRowsParam({**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]})
     with pytest.raises(prefill_param.PrefillRowsError):
         forged.parse((3, L * K // 3), 300)
-
-
-def test_rows_whose_ids_came_alone() -> None:
-    ids = np.zeros((3, L, K), dtype=np.int16)
-    rows = joined(ids, np.full(ids.shape, UNKNOWN_WEIGHT))
-    rows[1] = joined(ids[:1], weights_for(ids[:1]))[0]
-    assert lack_weights(rows).tolist() == [True, False, True]
-    assert (weights_of(rows[:1]).view(np.int32) == -1).all()
-    assert (ids_of(rows) == 0).all()
 
 
 def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:

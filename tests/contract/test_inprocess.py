@@ -220,7 +220,7 @@ def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: P
     assert store.used_bytes == 0
 
 
-@pytest.mark.skipif(cpu_kernels.SEAMS[0].is_needed(), reason="vLLM 0.29 and older: does not check it")
+@pytest.mark.skipif(cpu_kernels.is_needed(), reason="vLLM 0.29 and older: does not check it")
 def test_a_start_behind_the_prompt_is_vllms_error(llm: LLM) -> None:
     with pytest.raises(VLLMValidationError, match="routed_experts_prompt_start must be between 0"):
         generate(llm, prompts_of(5), params(routed_experts_prompt_start=6))

@@ -21,19 +21,6 @@ def beside(request: pytest.FixtureRequest) -> bool:
     return request.param
 
 
-def test_rows_before_a_failed_load_are_read_again() -> None:
-    """The request's first step, whose output vLLM throws away, was to bring all of them."""
-    with store("missing") as kept:
-        client = computed_before(engine_with_store(is_async=False), prompt := tokens(6 * BLOCK))
-        kept.fails = 1
-        lost = client.answer("after", prompt).missing
-        assert kept.num_failed == 1
-        assert lost == list(range(len(lost)))  # of blocks that were loaded well
-        assert len(lost) % BLOCK == 0
-        assert len(lost) < 5 * BLOCK
-        client.finish(missing=len(lost))
-
-
 Warm = tuple[Client, Store]
 
 
@@ -102,8 +89,10 @@ def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str,
 
 
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
-@pytest.mark.parametrize("asked", [("another", 0), ("asks", 1 << 20)], ids=["of another", "behind its blocks"])
-def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int]) -> None:
+@pytest.mark.parametrize(
+    "asked", [("another", 0, False), ("asks", 1 << 20, False)], ids=["of another", "behind its blocks"]
+)
+def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, bool]) -> None:
     """Which of the request's blocks it fills is not known: none of them has rows, and the engine goes on."""
     client, kept = warm
     core = client.engines[0]
@@ -118,22 +107,6 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int]) ->
     assert kept.num_loaded == 1
     client.finish(missing=len(LOADED), forgets=True)
     assert not client.causes, "it is a fault"
-
-
-@pytest.mark.parametrize("steps", range(4, 8))
-def test_a_write_in_flight_does_not_come_after_a_load(steps: int) -> None:
-    """A request is aborted while its step runs, and another's KV is loaded into its last block.
-
-    vLLM fences the blocks of engines that say that they consume KV, so this one does not say so.
-    """
-    with store("missing") as kept:
-        core = engine_with_store(role="kv_producer", is_async=True, num_blocks=12, chunk=256)
-        client = computed_before(core, stem := tokens(9 * BLOCK + 1))
-        client.add("gone", tokens(2 * BLOCK + 8, seed=1), start=None, max_tokens=100)
-        client.steps(steps)
-        client.abort("gone")
-        assert client.answer("after", stem).missing == list(range(9 * BLOCK))
-        assert kept.num_loaded == 1
 
 
 def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:

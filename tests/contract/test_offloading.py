@@ -85,32 +85,6 @@ def test_chunks_without_rows(warm: Client, policy: str) -> None:
     assert warm.causes == Counter({Cause.KV_STORE: 2 * len(lost)})
 
 
-def test_a_text_that_was_computed_twice(warm: Client) -> None:
-    """What is loaded is of the first time, and so are its rows."""
-    warm.answer("computes again", PROMPT, kv_transfer_params={"max_load_tokens": 0})
-    assert num_loaded(warm) == 0
-    warm.engines[0].empty_prefix_cache()
-    warm.add("loads", PROMPT)
-    warm.finish()
-    assert num_loaded(warm) == 5
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
-@pytest.mark.parametrize("ends", ["abort", "reset"])
-def test_an_end_of_what_is_being_loaded(warm: Client, steps: int, ends: str) -> None:
-    """Others take the blocks of a request that is aborted, and the chunks that are let go, while the load goes on."""
-    warm.add("loads", PROMPT)
-    warm.steps(steps)
-    if ends == "abort":
-        warm.abort("loads")
-    else:
-        assert warm.engines[0].scheduler.reset_connector_cache()
-    for index in range(4):
-        warm.add(str(index), tokens(6 * BLOCK, seed=index + 1), max_tokens=20)
-        warm.add(f"again {index}", PROMPT)
-    warm.finish(but=["loads"] if ends == "abort" else ())
-
-
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 def test_a_reset_while_rows_are_kept(is_async: bool, steps: int) -> None:
     """As with new weights: nothing of before is there again."""

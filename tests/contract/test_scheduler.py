@@ -538,12 +538,13 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
     assert looks[0] == looks[1] > 0
 
 
+@pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
 @pytest.mark.parametrize(("seed", "drafts", "stages"), [*((seed, 0, 1) for seed in range(4)), (4, 3, 1), (5, 2, 3)])
-def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
+def test_at_random(is_async: bool, seed: int, drafts: int, stages: int, weights: bool) -> None:
     """Shared prefixes, `n`, starts within prompts, preemptions, aborts and resets; single choices may be aborted."""
     dice = random.Random(seed)
     sizes: dict[str, Any] = {"chunk": dice.choice((16, 48, 200)), "max_num_seqs": dice.choice((2, 5)), "num_blocks": 11}
-    core = engine(is_async, **sizes, drafts=drafts, stages=stages)
+    core = engine(is_async, **sizes, drafts=drafts, stages=stages, weights=weights)
     client = Client(core)
     preempted: set[str] = set()
 
@@ -554,6 +555,7 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
 
     aborted = requests_at_random(client, dice, 60, reset, ns=(1, 1, 2, 7))
     client.finish(but=aborted)
+    assert (client.num_weights > 100) == weights
     assert preempted
     assert seed % 2 == 0 or all(len(times) == 1 for times in client.prompts.values())
     if drafts:  # which are scheduled as if those in flight were right, and filled up with some that nobody made

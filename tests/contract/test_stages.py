@@ -50,7 +50,7 @@ class Stage:
         return None if self.is_last else IntermediateTensors({"hidden_states": torch.ones(N, HIDDEN)})
 
     def submit(self) -> Any:
-        return self.capturer.submit(torch.arange(N), np.array([0, N]), self.stage.upstream)
+        return self.capturer.pipeline.submit(torch.arange(N), np.array([0, N]), self.stage.upstream)
 
 
 @pytest.fixture(autouse=True)

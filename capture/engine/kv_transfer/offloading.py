@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,9 @@ def keeps_rows(connector: Any) -> bool:
 class OffloadedRows:
     """Follows the loads and stores of an `OffloadingConnector` on the scheduler's side.
 
-    Chunks are reached only through the manager's `lookup`, `prepare_load` and `prepare_store`. vLLM has no events for
-    these calls, so the methods are replaced on the instance. Rows are copied with their KV, in the same order, so they
-    always belong to the same computation. Stores that end after a reset write to chunks to which no key leads.
+    Chunks are reached only through the manager's `lookup`, `prepare_load` and `prepare_store`, which are replaced on
+    the instance, as vLLM has no events. Rows are copied with their KV, in the same order, so they always belong to the
+    same computation. Stores that end after a reset write to chunks to which no key leads.
 
     A chunk can be loaded only after its store has completed. The connector learns of that after the output of the step
     that stored it has arrived, when its rows are already kept. So a lookup knows whether a chunk has rows.
@@ -100,10 +101,10 @@ class OffloadedRows:
         self._chunks: dict[OffloadKey, int] = {}  # whose rows are in the store, or will be
         self._stores: list[tuple[LoadStoreSpec, list[OffloadKey]]] = []  # prepared for the step being scheduled
         self._loaded: tuple[str, list[OffloadKey]] = "", []  # request and keys of the load that was prepared last
-        self._lookup, manager.lookup = manager.lookup, self._look_up
-        self._prepare_load, manager.prepare_load = manager.prepare_load, self._load
-        self._prepare_store, manager.prepare_store = manager.prepare_store, self._store
-        self._reset_cache, manager.reset_cache = manager.reset_cache, self._reset
+        manager.lookup = partial(self._look_up, manager.lookup)
+        manager.prepare_load = partial(self._load, manager.prepare_load)
+        manager.prepare_store = partial(self._store, manager.prepare_store)
+        manager.reset_cache = partial(self._reset, manager.reset_cache)
 
     def pop_load(self, request_id: str, slots: NDArray[np.int64], first: int) -> OffloadLoad:
         """The load that was prepared last, into `slots` ([n]) of the positions from `first` on."""
@@ -146,10 +147,10 @@ class OffloadedRows:
         """Whether a chunk is of the KV cache group by whose slots rows are stored."""
         return get_offload_group_idx(key) == self._kv_group
 
-    def _look_up(self, key: OffloadKey, context: ReqContext) -> LookupResult:
+    def _look_up(self, theirs: Any, key: OffloadKey, context: ReqContext) -> LookupResult:
         """Reports a miss for chunks without what the request needs, rows or their weights: only the prefix before them
         is loaded."""
-        result = self._lookup(key, context)
+        result: LookupResult = theirs(key, context)
         if result is not LookupResult.HIT or not self._is_ours(key):
             return result
         end = context.get_offload_key_position(key)
@@ -158,18 +159,19 @@ class OffloadedRows:
         is_complete = self.store.is_complete(self._chunks.get(key, -1), self._needs_weights(context.req_id))
         return result if is_complete else LookupResult.MISS
 
-    def _load(self, keys: Collection[OffloadKey], context: ReqContext) -> LoadStoreSpec:
+    def _load(self, theirs: Any, keys: Collection[OffloadKey], context: ReqContext) -> LoadStoreSpec:
         self._loaded = context.req_id, [key for key in keys if self._is_ours(key)]
-        return self._prepare_load(keys, context)
+        spec: LoadStoreSpec = theirs(keys, context)
+        return spec
 
-    def _store(self, keys: Collection[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:
-        output = self._prepare_store(keys, context)
+    def _store(self, theirs: Any, keys: Collection[OffloadKey], context: ReqContext) -> PrepareStoreOutput | None:
+        output: PrepareStoreOutput | None = theirs(keys, context)
         if output is not None:
             for key in output.evicted_keys:
                 self._chunks.pop(key, None)
             self._stores.append((output.store_spec, output.keys_to_store))
         return output
 
-    def _reset(self) -> None:
+    def _reset(self, theirs: Any) -> None:
         self._chunks.clear()
-        self._reset_cache()
+        theirs()

@@ -4,16 +4,28 @@ recompute instead."""
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from vllm.config import KVTransferConfig
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from routed_experts.capture.engine.kv_transfer.connectors import MULTI, RECOMPUTE, Kind, lease_of, reads_back, used_by
+from routed_experts.capture.engine.kv_transfer.connectors import (
+    MULTI,
+    RECOMPUTE,
+    Kind,
+    describe,
+    lease_of,
+    on_load,
+    reads_back,
+    used_by,
+)
 from routed_experts.capture.engine.kv_transfer.offloading import (
     OffloadedRows,
     OffloadLoad,
@@ -25,8 +37,10 @@ from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.prefill_rows import PrefillRows
 from routed_experts.capture.request_rows import RequestRows
-from routed_experts.capture.rows import lack_weights
+from routed_experts.capture.rows import missing_weights
 from routed_experts.protocol.codec import UNKNOWN
+
+logger = init_logger(f"vllm.routed_experts.{__name__}")
 
 _PIECE_ROWS = 256
 
@@ -53,7 +67,7 @@ class KVLoad:
             ids = self.rows.ids
             known[: len(ids)] = ids.min(initial=0) > UNKNOWN or (ids != UNKNOWN).all(axis=(1, 2))
             if with_weights:
-                known[: len(ids)] &= ~lack_weights(self.rows.rows)
+                known[: len(ids)] &= ~missing_weights(self.rows.rows)
         return known
 
     def apply(self, cache: HostCache) -> None:
@@ -101,54 +115,45 @@ class ExternalKVTracker:
 
     def __init__(
         self,
-        connector: Any,
+        scheduler: Scheduler,
         config: KVTransferConfig,
-        kv_cache_manager: KVCacheManager,
         kv_group: int,
-        block_size: int,
+        cache: HostCache,
         tracked: Mapping[str, RequestRows],
-        policy: str,
         on_unexpected: OnUnexpected,
-        has_weights: bool = False,
     ) -> None:
-        self._connector = connector
+        self._connector: Any = scheduler.connector
         self._used = [child for child in used_by(config) if child is not None]
         self._is_multi = config.kv_connector == MULTI
         self.writes_behind_hit = all(child.writes_behind_hit for child in self._used)
-        self._kv_cache_manager = kv_cache_manager
+        self._kv_cache_manager = scheduler.kv_cache_manager
         self._kv_group = kv_group
-        self._block_size = block_size
+        self._block_size = cache.block_size
         self._tracked = tracked
         self._on_unexpected = on_unexpected
-        self._recompute = policy == RECOMPUTE
-        is_hybrid = len(kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
+        self._recompute = on_load() == RECOMPUTE
+        is_hybrid = len(self._kv_cache_manager.kv_cache_config.kv_cache_groups) > 1
         # Otherwise no request that asks for rows gets KV of a store without them: see `truncate_prefix_hit` and `_ask`.
         self._store_cause = Cause.COMPUTED_IF_ASKED if self._recompute and not is_hybrid else Cause.KV_STORE
         needs = (self._first_needed, self._needs_weights)
-        about = (kv_group, block_size, has_weights, *needs, self._store_cause, on_unexpected)
+        about = (kv_group, cache.block_size, cache.has_weights, *needs, self._store_cause, on_unexpected)
         self._offloaded = [
             OffloadedRows(child.scheduler, *about) if keeps_rows(child) else None
-            for child in (connector._connectors if self._is_multi else [connector])
+            for child in (self._connector._connectors if self._is_multi else [self._connector])
         ]
-        self._asked: tuple[str, int] = "", 0
-        self._is_async = False  # whether the connector would load beside steps, when last asked
+        # The last request that the connector was asked for, its tokens in the prefix cache, and whether it would load
+        # beside steps.
+        self._asked = "", 0, False
         self._loads: list[KVLoad | OffloadLoad] = []
         self._reads_back = reads_back(config)
         self.pulls = Pulls(lease_of(config))
-        # As of the next step: blocks with unknown rows, and these with blocks whose rows came without weights, which
-        # only requests that ask for weights cannot use.
-        self._blocks_without_rows: set[int] = set()
-        self._blocks_without_weights: set[int] = set()
-        self._has_weights = has_weights
-        self._get_num_new_matched_tokens = connector.get_num_new_matched_tokens
-        self._update_state_after_alloc = connector.update_state_after_alloc
-        connector.get_num_new_matched_tokens = self._ask
-        connector.update_state_after_alloc = self._load
-
-    @property
-    def keep_rows(self) -> list[bool]:
-        """For each connector, whether rows are kept with its KV."""
-        return [rows is not None for rows in self._offloaded]
+        # As of the next step: blocks with unknown rows, and, if weights are captured, these with blocks whose rows came
+        # without weights, which only requests that ask for weights cannot use.
+        self._blocks_without: list[set[int]] = [set() for _ in range(1 + cache.has_weights)]
+        connector = self._connector
+        connector.get_num_new_matched_tokens = partial(self._ask, connector.get_num_new_matched_tokens)
+        connector.update_state_after_alloc = partial(self._load, connector.update_state_after_alloc)
+        logger.info(describe(config, on_load(), [rows is not None for rows in self._offloaded]))
 
     @property
     def kept_bytes(self) -> int:
@@ -165,11 +170,10 @@ class ExternalKVTracker:
     def pop_loads(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[KVLoad | OffloadLoad]:
         """The loads of a scheduled step. Called before the step's requests are advanced."""
         loads, self._loads = self._loads, []
-        without = [blocks for blocks in (self._blocks_without_rows, self._blocks_without_weights) if blocks]
-        if without:
+        if any(self._blocks_without):
             late = {block for load in loads if load.ends_late for block in self._blocks(load.slots)}
             for source, destination in step.kv_cache_block_copies or ():
-                for blocks in without:
+                for blocks in self._blocks_without:
                     if source in blocks:
                         blocks.add(destination)
             for request_id, count in step.num_scheduled_tokens.items():
@@ -177,15 +181,14 @@ class ExternalKVTracker:
                 first, end = -(-start // self._block_size), -(-(start + count) // self._block_size)
                 if first < end:  # a block whose first slot is computed is computed as a whole
                     computed = {block.block_id for block in self._manager.req_to_blocks[request_id][first:end]}
-                    for blocks in without:
+                    for blocks in self._blocks_without:
                         blocks -= computed - late
         return loads
 
     def truncate_prefix_hit(self, request: Request, hit: LocalHit) -> LocalHit:
         """Truncates a prefix hit at the first block that lacks rows the request needs. Not for hybrid models."""
         blocks, _, boundary, diverged = hit
-        needs_weights = self._needs_weights(request.request_id)
-        without = self._blocks_without_weights if needs_weights else self._blocks_without_rows
+        without = self._blocks_without[self._needs_weights(request.request_id)]
         if not without or len(blocks.blocks) > 1:
             return hit
         first = self._first_needed(request.request_id) // self._block_size
@@ -213,18 +216,17 @@ class ExternalKVTracker:
         return sys.maxsize if state is None else state.first_needed
 
     def _needs_weights(self, request_id: str) -> bool:
-        state = self._asks(request_id) if self._has_weights else None
+        state = self._asks(request_id) if len(self._blocks_without) > 1 else None
         return state is not None and state.opt_in.weights
 
     # ---- in place of the connector's methods ----
 
-    def _ask(self, request: Request, num_local: int) -> tuple[int | None, bool]:
+    def _ask(self, theirs: Any, request: Request, num_local: int) -> tuple[int | None, bool]:
         """Accepts a connector's offer as a whole or not at all: connectors fail if only a part of it is loaded."""
         if self.pulls.must_wait(request.request_id):
             return None, False
-        self._asked = request.request_id, num_local
-        count, is_async = self._get_num_new_matched_tokens(request, num_local)
-        self._is_async = is_async
+        count, is_async = theirs(request, num_local)
+        self._asked = request.request_id, num_local, is_async
         if not count:
             return count, is_async
         if count < 0:
@@ -270,22 +272,21 @@ class ExternalKVTracker:
     def _kind(self, child: int | None) -> Kind:
         return Kind.STORE if child is None else self._used[child].kind
 
-    def _load(self, request: Request, blocks: KVCacheBlocks, count: int) -> None:
-        self._update_state_after_alloc(request, blocks, count)
+    def _load(self, theirs: Any, request: Request, blocks: KVCacheBlocks, count: int) -> None:
+        theirs(request, blocks, count)
         if not count:
             self.pulls.forget(request.request_id)  # KV is pulled once, or not at all
             return
         table = np.array([block.block_id for block in blocks.blocks[self._kv_group]], dtype=np.int64)
         for load in self._decided(request, table, count):
             self._loads.append(load)
-            for without, with_weights in ((self._blocks_without_rows, False), (self._blocks_without_weights, True)):
-                if self._has_weights or not with_weights:
-                    without.difference_update(self._blocks(load.slots))
-                    without.update(self._blocks(load.slots[~load.are_known(with_weights)]))
+            for with_weights, without in enumerate(self._blocks_without):
+                without.difference_update(self._blocks(load.slots))
+                without.update(self._blocks(load.slots[~load.are_known(bool(with_weights))]))
 
     def _decided(self, request: Request, table: NDArray[np.int64], count: int) -> Iterator[KVLoad | OffloadLoad]:
         """The loads of `count` tokens into the blocks of `table`."""
-        asked, num_local = self._asked
+        asked, num_local, is_async = self._asked
         child, capacity = self._child(request), len(table) * self._block_size
         if asked != request.request_id or child is None or num_local + count > capacity:
             # The start of the load is unknown, so all rows of the request's blocks become unknown.
@@ -296,7 +297,7 @@ class ExternalKVTracker:
         is_transfer = self._kind(child) is Kind.TRANSFER
         if not self.writes_behind_hit:  # running requests that asked for these rows lose them, whatever the policy
             overwrites = Cause.KV_TRANSFER if is_transfer else Cause.KV_STORE
-            yield KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=self._is_async)
+            yield KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=is_async)
         slots, offloaded = self._slots(table, num_local, num_local + count), self._offloaded[child]
         if offloaded is not None:
             yield offloaded.pop_load(request.request_id, slots, num_local)
