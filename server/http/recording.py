@@ -122,7 +122,7 @@ class RecordFiles:
                 end += len(part)
                 if end > limit:
                     raise FullError
-                write_all(file, [part])
+                write_all(file, part)
         except BaseException:
             self._undo(file, begin)
             raise

@@ -205,7 +205,8 @@ class ArrayStore:
         path = f"{self.folder}/{name}/{number}.npy"
         try:
             with FileIO(path, "x", opener=folders.open_private) as file:
-                folders.write_all(file, [header, array.reshape(-1).view(np.uint8).data])
+                folders.write_all(file, header)
+                folders.write_all(file, array.reshape(-1).view(np.uint8).data)
                 os.utime(file.fileno(), (expires, expires))
         except OSError:
             with suppress(OSError):

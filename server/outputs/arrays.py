@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from copy import copy
 from typing import Any
@@ -113,10 +113,6 @@ class ArrayBuffer(RowBuffer):
         self._kind = kind
         self._num_tokens = 0
 
-    def stores(self, choice: CompletionOutput) -> bool:
-        """Whether `arrays_of` stores arrays."""
-        return self._store is not None and choice.finish_reason is not None
-
     def arrays_of(self, choice: CompletionOutput) -> tuple[Array | ArrayReference | None, Any]:
         """The arrays for an output, and their weights: with `DELTA`, the rows that became known with its tokens;
         otherwise all rows of a finished choice. None before the end, and for a choice that ended without rows."""
@@ -165,34 +161,29 @@ class ArrayCollector(RequestOutputCollector):
 
     arrays: "InProcessCapture"
     _filling: asyncio.Future[Any] | None = None
-    """The output whose arrays a thread stores, so that other requests go on meanwhile."""
+    """The next output, whose arrays a thread stores, so that other requests go on meanwhile."""
 
     async def get(self) -> Any:
         if self._filling is None:
             await self.arrays.ready()
-            if (output := self._filled(await super().get())) is not None:
+            output = await super().get()
+            if (filling := self.arrays.fill_soon(output)) is None:
                 return output
-            assert self._filling is not None
+            self._filling = filling
         await asyncio.wait([self._filling])
-        return self._stored()
+        return self._filled()
 
     def get_nowait(self) -> Any:
-        if self._filling is not None:
-            return self._stored() if self._filling.done() else None
-        if not (self.arrays.is_ready() or isinstance(self.output, Exception)):
-            return None
-        output = super().get_nowait()
-        return None if output is None else self._filled(output)
+        if self._filling is None:
+            if not (self.arrays.is_ready() or isinstance(self.output, Exception)):
+                return None
+            output = super().get_nowait()
+            if output is None or (filling := self.arrays.fill_soon(output)) is None:
+                return output
+            self._filling = filling
+        return self._filled() if self._filling.done() else None
 
-    def _filled(self, output: Any) -> Any:
-        """`output` with its arrays; None if a thread stores them."""
-        self._filling = self.arrays.store(output)
-        if self._filling is not None:
-            return None
-        self.arrays.fill([output])
-        return output
-
-    def _stored(self) -> Any:
+    def _filled(self) -> Any:
         filling, self._filling = self._filling, None
         assert filling is not None
         return filling.result()
@@ -286,30 +277,23 @@ class InProcessCapture:
             self._store = store_with(self._settings, default_folder("programs"))
         return self._store if asked == "reference" else None
 
-    def store(self, output: Any) -> asyncio.Future[Any] | None:
-        """As `fill`, in the store's thread; gives `output` then. None if there is nothing to store."""
-        if self._store is None or not isinstance(output, RequestOutput):
-            return None
-        if not any(
-            isinstance(each.routed_experts, ArrayBuffer) and each.routed_experts.stores(each) for each in output.outputs
-        ):
-            return None
+    def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
+        """As `fill`: at once, or in the store's thread at the end of a choice, whose arrays may be stored. Gives
+        `output` then."""
+        has_ended = isinstance(output, RequestOutput) and any(each.finish_reason for each in output.outputs)
+        if self._store is not None and has_ended:
+            return asyncio.wrap_future(self._store.writer.submit(self.fill, output))
+        self.fill(output)
+        return None
 
-        def fill() -> RequestOutput:
-            self.fill([output])
-            return output
-
-        return asyncio.wrap_future(self._store.writer.submit(fill))
-
-    def fill(self, outputs: Iterable[Any]) -> None:
-        """Replaces the buffers on `outputs` by arrays."""
-        for output in outputs:
-            if isinstance(output, RequestOutput):
-                for choice in output.outputs:
-                    if isinstance(choice.routed_experts, ArrayBuffer):
-                        choice.routed_experts, weights = choice.routed_experts.arrays_of(choice)
-                        if self.form.has_weights:
-                            choice.routed_expert_weights = weights
+    def fill(self, output: Any) -> Any:
+        """`output` with arrays in place of buffers."""
+        for choice in output.outputs if isinstance(output, RequestOutput) else ():
+            if isinstance(choice.routed_experts, ArrayBuffer):
+                choice.routed_experts, weights = choice.routed_experts.arrays_of(choice)
+                if self.form.has_weights:
+                    choice.routed_expert_weights = weights
+        return output
 
 
 def _prompt_id(parent: Any) -> bytes | None:

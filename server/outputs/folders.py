@@ -11,7 +11,7 @@ import secrets
 import stat
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -44,15 +44,11 @@ def open_private(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
-def write_all(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
-    """Writes up to 1,024 parts to their ends: a system call may write less."""
-    left = [*parts]
+def write_all(file: FileIO, part: bytes | memoryview) -> None:
+    """Writes to the end of `part`: a system call may write less."""
+    left = memoryview(part)
     while left:
-        written = os.writev(file.fileno(), left)
-        while left and written >= len(left[0]):
-            written -= len(left.pop(0))
-        if written:
-            left[0] = left[0][written:]
+        left = left[os.write(file.fileno(), left) :]
 
 
 def new_subfolder(folder: Path, rank: int) -> tuple[str, FileIO]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, PrefillRows, decode, is_time, without_rows
+from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, is_time, without_rows
 from routed_experts.capture.rows import joined, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
@@ -45,8 +45,27 @@ class PrefillRowsParam:
     def parse(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
         """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server captures none."""
         value, self._value = self._value, None
-        self._rows = parse_prefill_rows(value, shape, num_experts, with_weights)
-        self.shape = self._rows["shape"]
+        if not isinstance(value, Mapping):
+            raise PrefillRowsError(f"{FIELD} must be an object with data (base64), dtype, shape and until")
+        if not is_time(value.get("until")):
+            raise PrefillRowsError(f"{FIELD}.until must be a Unix time in seconds")
+        given = {name: value.get(name) for name in ("dtype", "shape", "until")}
+        given["data"] = _bytes_of(value.get("data"), f"{FIELD}.data", MAX_BYTES)
+        rows = decode(given)
+        if rows is None or rows.has_weights or rows.rows.shape[1:] != shape:
+            raise PrefillRowsError(
+                f"{FIELD} must have shape [n, {shape[0]}, {shape[1]}], dtype uint8 or int16, and data of that size"
+            )
+        if rows.rows.max(initial=0) >= num_experts:
+            raise PrefillRowsError(f"{FIELD} has ids outside {UNKNOWN} to {num_experts - 1}")
+        if with_weights and value.get(WEIGHTS) is not None:
+            size = rows.rows.size * _WEIGHT_BYTES
+            raw = _bytes_of(value[WEIGHTS], f"{FIELD}.{WEIGHTS}", size)
+            if len(raw) != size:
+                raise PrefillRowsError(f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id")
+            words = joined(rows.rows, np.frombuffer(raw, dtype="<f4").reshape(rows.rows.shape))
+            given |= {"data": words.tobytes(), "dtype": WORDS, "shape": list(words.shape)}
+        self._rows, self.shape = given, given["shape"]
 
     def take(self) -> dict[str, Any] | None:
         """The rows for the engine on the first call, an empty array later."""
@@ -89,10 +108,8 @@ def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, An
     value = params[PARAM]
     if value["dtype"] == WORDS and (rows := decode(value)) is not None:
         ids = np.ascontiguousarray(rows.ids)
-        name, dtype = (
-            ("uint8", "u1") if ids.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max else ("int16", "<i2")
-        )
-        value = {**value, "data": ids.astype(dtype).tobytes(), "dtype": name, "shape": list(ids.shape)}
+        name = "uint8" if ids.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max else "int16"
+        value = {**value, "data": ids.astype(name).tobytes(), "dtype": name, "shape": list(ids.shape)}
         value[WEIGHTS] = weights_of(np.asarray(rows.rows, dtype=np.int16)).tobytes()
     if not packed:
         value = value | {name: pybase64.b64encode_as_string(value[name]) for name in ("data", WEIGHTS) if name in value}
@@ -111,35 +128,3 @@ def _bytes_of(value: Any, name: str, limit: int) -> bytes:
         return pybase64.b64decode(value, validate=True)
     except ValueError as error:
         raise PrefillRowsError(f"{name} is not base64: {error}") from None
-
-
-def parse_prefill_rows(
-    value: Any, shape: tuple[int, int], num_experts: int, with_weights: bool = False
-) -> dict[str, Any]:
-    """Decodes the rows in a request into the form for the engine; see `PrefillRowsParam.parse`."""
-    if not isinstance(value, Mapping):
-        raise PrefillRowsError(f"{FIELD} must be an object with data (base64), dtype, shape and until")
-    if not is_time(value.get("until")):
-        raise PrefillRowsError(f"{FIELD}.until must be a Unix time in seconds")
-    raw = _bytes_of(value.get("data"), f"{FIELD}.data", MAX_BYTES)
-    for_engine = {"data": raw, **{name: value.get(name) for name in ("dtype", "shape", "until")}}
-    rows = decode(for_engine)
-    if rows is None or rows.has_weights or rows.rows.shape[1:] != shape:
-        raise PrefillRowsError(
-            f"{FIELD} must have shape [n, {shape[0]}, {shape[1]}], dtype uint8 or int16, and data of that size"
-        )
-    if rows.rows.max(initial=0) >= num_experts:
-        raise PrefillRowsError(f"{FIELD} has ids outside {UNKNOWN} to {num_experts - 1}")
-    if not with_weights or value.get(WEIGHTS) is None:
-        return for_engine
-    return for_engine | _with_weights(rows, value[WEIGHTS])
-
-
-def _with_weights(rows: PrefillRows, text: Any) -> dict[str, Any]:
-    """The fields that weights add to, or change in, rows for the engine."""
-    size = rows.rows.size * _WEIGHT_BYTES
-    raw = _bytes_of(text, f"{FIELD}.{WEIGHTS}", size)
-    if len(raw) != size:
-        raise PrefillRowsError(f"{FIELD}.{WEIGHTS} must be base64 of {size} bytes, a float32 for each id")
-    words = joined(rows.rows, np.frombuffer(raw, dtype="<f4").reshape(rows.rows.shape))
-    return {"data": words.tobytes(), "dtype": WORDS, "shape": list(words.shape)}

@@ -329,7 +329,8 @@ class RowBuffers:
                 self._take_prompt(sender, start, rows)
         processed = self._process(engine_core_outputs, engine_core_timestamp, *args, **kwargs)
         if self.every_request is not None:  # LLMEngine returns its outputs
-            self.every_request.fill(processed.request_outputs)
+            for output in processed.request_outputs:
+                self.every_request.fill(output)
         return processed
 
     def _take_notes(self, notes: Mapping[str, Any]) -> None:

@@ -408,10 +408,9 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
 
 def test_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    read = prefill_param.parse_prefill_rows
-    monkeypatch.setattr(
-        prefill_param, "parse_prefill_rows", lambda *args: threads.append(current_thread().name) or read(*args)
-    )
+    param = prefill_param.PrefillRowsParam
+    parse = param.parse
+    monkeypatch.setattr(param, "parse", lambda *args: threads.append(current_thread().name) or parse(*args))
     body = {**ASK, "prompt": "in a thread" * 5, "max_tokens": 2}
     _, (answer,) = legs.answers(COMPLETIONS, body)
     assert not (answer.prompt_rows == -1).any()

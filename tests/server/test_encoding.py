@@ -118,19 +118,6 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     assert orjson.loads(f"{{{fields[:-1]}}}") == {"rows": encode(rows, fmt="object", dtype="int16", start=7)}
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_arrays_of_any_size_come_in_parts(fmt: Any) -> None:
-    for shape, count in (((48, 8), 2000), ((200, 200), 3)):
-        rows = np.ones((count, *shape), dtype=np.int16)
-        arrays = [rows[:0], *(rows[at : at + 1] for at in range(count))]
-        own = Encoder(fmt, "int16", shape, 8)
-        plain, packed = ([*own.parts(arrays, 0, packed=packed)] for packed in (False, True))
-        for parts in (plain, packed):
-            assert len(parts) > 3
-            assert max(map(len, parts)) < rows.nbytes
-        assert orjson.loads(b"".join(plain)) == encode(rows, fmt=fmt, dtype="int16", start=0)
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_histograms(shape: tuple[int, int, int]) -> None:
     rows = rows_of(1000, shape, unknown=True)
