@@ -69,7 +69,7 @@ def test_rows_go_with_the_hidden_states(version: int) -> None:
     assert last.execute_model(STEP, AsyncIntermediateTensors(dict(sent), comm_handles=[transfer])) is None
     assert last.seen == ["inputs prepared", "transfer waited for", "forward pass"]
     assert (last.intermediate_tensors.tensors["hidden_states"][:N] == 1).all()
-    rows = last.submit().result().rows
+    rows = last.submit()().rows
     assert [np.unique(rows[:, layer]).tolist() for layer in (0, 1)] == [[1], [2]]
 
 

@@ -13,7 +13,6 @@ import os
 import random
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,6 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from routed_experts.capture.engine.v1 import V1Adapter
-from routed_experts.capture.pipeline import PendingRows, StepRows
 from tests.e2e.harness import OPTIONS, Oracle, prompt_of
 from tests.e2e.offload_on_cpu import CopyingWorker, kv_transfer_config
 
@@ -37,26 +35,16 @@ _number = torch.zeros(BLOCKS, BLOCK, dtype=torch.int64)
 _seen: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
 
 
-@dataclass
-class Numbered(PendingRows):
-    """Rows that have their numbers."""
-
-    rows: StepRows
-
-    def result(self) -> StepRows:
-        return self.rows
-
-
 def post_forward(adapter: V1Adapter, scheduler_output: Any) -> None:
     """Numbers a step's computations, and remembers what each request's forward pass read."""
     _post_forward(adapter, scheduler_output)
     if adapter._pending is None:
         return
-    pending, step = adapter._pending, adapter._pending.result()
+    step = adapter._pending()
     numbers = np.fromiter(_numbers, dtype=np.int64, count=len(step.slots))
     step.rows[:, 0, -1], step.rows[:, 1, -1] = numbers & 0xFF, numbers >> 8
     _number.reshape(-1)[torch.from_numpy(step.slots)] = torch.from_numpy(numbers)
-    adapter._pending = Numbered(pending.copy, pending.offsets, pending.row_shape, step)
+    adapter._pending = lambda: step
     batch = adapter._runner.input_batch
     for index, request_id in enumerate(batch.req_ids):
         end = int(batch.num_computed_tokens_cpu[index]) + scheduler_output.num_scheduled_tokens[request_id]
