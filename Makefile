@@ -79,8 +79,8 @@ serve: setup
 	@echo "Starting the server on port $(PORT); the first answer takes about half a minute."
 	$(BIN)/routed-experts serve $(ARGS) --port $(PORT)
 
-# Each process of pytest has servers of its own. Tests marked `slow` run only with -m slow.
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
+# Several processes of pytest share the cores: none computes in threads. Tests marked `slow` run only with -m slow.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
 
 test-fast: setup
 	$(PYTEST) -m "not (e2e or release or slow)" $(ARGS)
@@ -111,14 +111,14 @@ check: setup
 	$(BIN)/ruff check $(CODE)
 	@mkdir -p $(VENV)/src/routed_experts && ln -sfn $(CURDIR)/server $(CURDIR)/capture $(CURDIR)/protocol $(CURDIR)/protocol/package/__init__.py $(VENV)/src/routed_experts/
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
-	$(BIN)/python -m routed_experts.server.http.openapi --check openapi.yaml
+	$(BIN)/python -m tests.openapi --check openapi.yaml
 
 format: setup
 	$(BIN)/ruff format $(CODE)
 	$(BIN)/ruff check --fix $(CODE)
 
 spec: setup
-	$(BIN)/python -m routed_experts.server.http.openapi openapi.yaml
+	$(BIN)/python -m tests.openapi openapi.yaml
 
 bench: setup
 	$(BIN)/python -m bench.scheduler $(ARGS)

@@ -19,7 +19,6 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from bench.gpu import WEIGHTS
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 
@@ -51,9 +50,7 @@ class Load:
         if variant == "ours":
             RowBuffers.install(engine.output_processor)
 
-    async def request(
-        self, prompt_len: int, new_tokens: int, routing: bool | str, seed: int | None = None
-    ) -> list[float]:
+    async def request(self, prompt_len: int, new_tokens: int, routing: bool, seed: int | None = None) -> list[float]:
         """Arrival times of the tokens of one request, in seconds; checks that its rows came if it asked for them.
 
         Args:
@@ -70,8 +67,7 @@ class Load:
             output_kind=RequestOutputKind.DELTA,
         )
         if routing and self._variant == "ours":
-            opt_in(params, prompt_start=0, weights=routing == WEIGHTS)
-        height = self._num_layers * (3 if routing == WEIGHTS else 1)
+            opt_in(params, prompt_start=0, weights=False)
         times: list[float] = []
         rows = 0
         async for output in self._engine.generate(prompt, params, str(self._next_id)):
@@ -80,7 +76,7 @@ class Load:
             carried = output.outputs[0].routed_experts
             if isinstance(carried, RowBuffer):
                 taken = carried.take(rows, prompt_len + len(times) - 1)
-                rows += sum(len(part) for part in taken if part.shape[1] == height)
+                rows += sum(len(part) for part in taken if part.shape[1] == self._num_layers)
             elif carried is not None:
                 rows += len(carried)
         expected = (
@@ -91,7 +87,7 @@ class Load:
         return times
 
     async def batch(
-        self, size: int, prompt_len: int, new_tokens: int, routing: bool | str, long: int, again: bool
+        self, size: int, prompt_len: int, new_tokens: int, routing: bool, long: int, again: bool
     ) -> dict[str, float]:
         """`size` requests at once, and with `long` one more with a prompt of that length among them; with `again`, the
         prompts of the batch before.

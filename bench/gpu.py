@@ -21,13 +21,9 @@ from tqdm import tqdm
 
 from bench.http_server import free_port
 from bench.shapes import ENGINE_SHAPES, kv_bytes
-from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.server.cli.console import say
 
 Run = dict[str, float]
-
-WEIGHTS = "weights"
-"""In place of True: requests ask for rows and their weights."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +62,8 @@ class Host:
         host.info = host._read(log)["info"]
         return host
 
-    def run(self, case: Case, routing: bool | str) -> Run:
-        """One load; `routing` says what requests ask for: nothing, rows, or rows with `WEIGHTS`."""
+    def run(self, case: Case, routing: bool) -> Run:
+        """One load; `routing` says whether its requests ask for rows."""
         assert self.process.stdin is not None
         body = {key: value for key, value in asdict(case).items() if key != "name"}
         self.process.stdin.write(json.dumps({**body, "routing": routing}) + "\n")
@@ -105,7 +101,7 @@ SLOTS = 98304
 SEQUENCE_PARALLEL = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
 """With vLLM's default backend for all-to-all, each tensor-parallel rank routes a part of the tokens."""
 
-OURS: list[tuple[str, bool | str]] = [("captured, not asked for", False), ("returned to every request", True)]
+OURS = [("captured, not asked for", False), ("returned to every request", True)]
 
 
 def at_once(*starts: Callable[[], Host]) -> list[Host]:
@@ -116,7 +112,7 @@ def at_once(*starts: Callable[[], Host]) -> list[Host]:
 
 def interleave(
     hosts: list[Host],
-    lines: list[tuple[str, Host, bool | str]],
+    lines: list[tuple[str, Host, bool]],
     cases: list[Case],
     repeats: int,
     results: dict[str, dict[str, list[Run]]],
@@ -179,11 +175,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(ENGINE_SHAPES), default="qwen3-30b-a3b")
     parser.add_argument("--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism")
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
-    parser.add_argument("--weights", action="store_true", help="capture the router's weights too, and return them")
     parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
     names = [case.name for case in CASES]
     parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE")
-    parser.add_argument("--noise", action="store_true", help="only two engines without capture against each other")
     parser.add_argument("--layers", type=int, default=None, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
     args = parser.parse_args()
@@ -201,26 +195,14 @@ def main() -> None:
     if args.offload:
         options |= {"kv_offloading_size": 16, "max_model_len": 4096}
 
-    def start(variant: str, log: str | None = None) -> Host:
+    def start(variant: str) -> Host:
         own: dict[str, Any] = {"data_parallel_rpc_port": free_port()} if args.sequence_parallel else {}
-        if args.weights and variant == "ours":
-            own["additional_config"] = {WEIGHTS_KEY: True}
-        return Host.start(variant, options | own, "cuda", logs / f"{log or variant}.log")
+        return Host.start(variant, options | own, "cuda", logs / f"{variant}.log")
 
     results: dict[str, Any] = {}
     save = logs / "results.json"
-    if args.noise:
-        off, other = at_once(partial(start, "off"), partial(start, "off", log="other"))
-        interleave(
-            [off, other], [("off", off, False), ("off, other engine", other, False)], cases, args.repeats, results, save
-        )
-        for host in (off, other):
-            host.stop()
-        print(table(results, {name: "off" for case in results.values() for name in case}))
-        return
     off, ours = at_once(partial(start, "off"), partial(start, "ours"))
-    asked = [*OURS, ("returned with weights", WEIGHTS)] if args.weights else OURS
-    lines = [("off", off, False), *((name, ours, routing) for name, routing in asked)]
+    lines = [("off", off, False), *((name, ours, routing) for name, routing in OURS)]
     interleave([off, ours], lines, cases, args.repeats, results, save)
     ours.stop()
     report(results, args, ours)

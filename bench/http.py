@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import tempfile
-import time
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -237,9 +236,8 @@ class Bench:
         for variant in started:
             gpu = self._gpus[len(self._servers) % self._args.gpus] if self._args.gpus > 1 else None
             log = self._out / f"{variant}.log"
-            which = "plain" if variant == "off" and self._args.plain else variant
             apart = self._gpus[:2] if self._args.prefill_decode else None
-            self._servers[variant] = start(which, self._model, flags, log, self._args.api_servers, gpu, apart)
+            self._servers[variant] = start(variant, self._model, flags, log, self._args.api_servers, gpu, apart)
         for variant in started:
             say(f"Starting the server of {variant}; its log is {self._servers[variant].log}.")
             self._servers[variant].wait_until_healthy()
@@ -261,16 +259,12 @@ class Bench:
     def _turns(self, case: Case, lines: list[Line]) -> None:
         """Every line of a case in turns, after a warm-up."""
         lines = [line for line in lines if line.mode in case.modes]
-        if self._late():
-            return
         short = replace(case, new_tokens=8, others=min(case.others, 10), long_at=0.1)
         for line in {(line.server, line.stream): line for line in lines}.values():
             self._once(short, line)
         with tqdm(total=self._args.repeats * len(lines), desc=case.name, unit=" runs", disable=None) as bar:
             for repeat in range(self._args.repeats):
                 for line in lines if repeat % 2 == 0 else lines[::-1]:
-                    if self._late():
-                        return
                     self._measure(case, line, repeat)
                     bar.update()
                 (self._out / "table.md").write_text(table(self._runs))
@@ -301,17 +295,10 @@ class Bench:
             print(f"{case.name}, {line.variant}: {fault}", file=sys.stderr, flush=True)
         return run
 
-    def _late(self) -> bool:
-        return time.monotonic() > float(self._args.until)
-
 
 def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the servers end too
-    if args.table:
-        runs = [json.loads(line) for path in args.table for line in path.read_text().splitlines()]
-        print(table(runs))
-        return
     every_case = GPU_CASES if args.device == "cuda" else CPU_CASES
     if args.without_engine is not None:
         every_case = GPU_CASES
@@ -345,7 +332,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--form", default="object", help="routed_experts_format")
     parser.add_argument("--dtype", default="int16", help="routed_experts_dtype")
     parser.add_argument("--msgpack", action="store_true", help="take unstreamed answers with routing as MessagePack")
-    parser.add_argument("--plain", action="store_true", help="off is vLLM's own command, with nothing of this package")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--api-servers", type=int, default=1, help="processes that answer HTTP, for each server")
     parser.add_argument("--clients", type=int, default=None, help="client processes: 4, on a CPU 2")
@@ -367,14 +353,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--serve", nargs=argparse.REMAINDER, default=[], help="more flags of vllm serve; the last option"
     )
-    parser.add_argument("--stop-after", type=float, default=np.inf, metavar="S", help="begin no run after S seconds")
     parser.add_argument(
         "--out", type=Path, default=None, help="folder for results.jsonl, table.md and the servers' logs"
     )
     parser.add_argument("--commit", default=None, help="what is measured, where git does not say")
-    parser.add_argument("--table", type=Path, nargs="+", help="only print the table of these results.jsonl")
     args = parser.parse_args()
-    args.until = time.monotonic() + args.stop_after
     args.clients = args.clients or (4 if args.device == "cuda" else 2)
     args.kv_cache_bytes = args.kv_cache_bytes or (9771050598 if args.device == "cuda" else 512 << 20)
     variants = ["off", "captured", "returned", "at_end", "reference", "recorded", "vllm"]

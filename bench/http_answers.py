@@ -172,7 +172,7 @@ class _Rows:
         if isinstance(array, dict) and (array["start"] != start or array["missing"]):
             raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
         shape = self._routing.layers, self._routing.top_k
-        if isinstance(array, dict) and "url" in array:  # fetched elsewhere; bench.fetch measures that
+        if isinstance(array, dict) and "url" in array:  # fetched elsewhere
             ids = np.zeros(array["shape"], np.int8)
         else:
             ids = codec.decode(array, dtype=self._expected.dtype, num_layers=shape[0], top_k=shape[1])

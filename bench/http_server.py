@@ -90,7 +90,7 @@ def start(
     log: Path,
     api_servers: int,
     gpu: str | None,  # the only one that it sees; None leaves the choice to the environment
-    apart: list[str] | None = None,  # GPUs of a prefill and a decode server behind a proxy, empty for a CPU
+    apart: list[str] | None = None,  # GPUs of a prefill and a decode server, none for a CPU
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
@@ -109,10 +109,10 @@ def start(
         flags = [*flags, "--no-enable-return-routed-experts"]
     elif variant == "recorded":
         flags = [*flags, "--routed-experts-record", str(log.with_suffix(".files"))]
-    elif variant in ("plain", "vllm"):
+    elif variant == "vllm":
         env["VLLM_PLUGINS"] = ""  # none, so that nothing of ours is in these processes
         command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-        flags = [*flags, "--enable-return-routed-experts"] if variant == "vllm" else flags
+        flags = [*flags, "--enable-return-routed-experts"]
     port = free_port(1 if apart is None else 3)
     if apart is not None:
         command = [sys.executable, "examples/prefill_decode.py", str(model), *(["--devices", *apart] if apart else [])]

@@ -31,21 +31,21 @@ def one_of(name: str, value: Any, choices: Iterable[str]) -> str:
     return value
 
 
-def number(name: str, value: Any, instead: str = "") -> float:
-    """`value`, if it is a number; the message also names what it could be `instead`."""
+def number(name: str, value: Any) -> float:
+    """`value`, if it is a number."""
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must be {instead}a number, not {shown(value)}")
+        raise TypeError(f"{name} must be a number, not {shown(value)}")
     return value  # type: ignore[return-value]
 
 
-def integer(name: str, value: Any, least: int = 0, most: int | None = None, instead: str = "") -> int:
+def integer(name: str, value: Any, least: int = 0, most: int | None = None) -> int:
     """`value` as an int, from `least` to `most`; it may be numpy's or torch's."""
     try:
         found = operator.index(value)
     except TypeError:
         found = None
     if found is None or isinstance(value, bool):
-        raise TypeError(f"{name} must be {instead}an integer, not {shown(value)}")
+        raise TypeError(f"{name} must be an integer, not {shown(value)}")
     if found < least or (most is not None and found > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name} must be {bounds}, not {found}")

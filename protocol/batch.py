@@ -194,16 +194,13 @@ def join_turns(turns: Sequence[Routing]) -> Routing:
         _same_shape(joined, turn)
         _same_tokens(joined, turn)
         rows = np.concatenate([joined.rows, turn.rows[joined.end - turn.start :]])
-        joined = replace(turn, rows=rows, weights=_joined_weights(joined, turn), start=joined.start)
+        weights = None
+        if joined.weights is not None and turn.weights is not None:
+            weights = np.concatenate([joined.weights, turn.weights[joined.end - turn.start :]])
+        elif joined.weights is not turn.weights:
+            raise RoutingError("some turns have weights, others have none")
+        joined = replace(turn, rows=rows, weights=weights, start=joined.start)
     return replace(joined, prompt_histogram=None, histogram=None) if len(turns) > 1 else joined
-
-
-def _joined_weights(before: Routing, turn: Routing) -> NDArray[np.float32] | None:
-    if before.weights is None and turn.weights is None:
-        return None
-    if before.weights is None or turn.weights is None:
-        raise RoutingError("some turns have weights, others have none")
-    return np.concatenate([before.weights, turn.weights[before.end - turn.start :]])
 
 
 def _same_tokens(before: Routing, turn: Routing) -> None:
@@ -304,7 +301,7 @@ def align(
     routings: Sequence[Routing],
     length: int,
     *,
-    last: Literal["repeat"] | int,
+    last: ArrayLike,
     padding: Literal["left", "right"] | int = "right",
     num_tokens: Sequence[int] | None = None,
     pad: ArrayLike = UNKNOWN,
@@ -320,8 +317,8 @@ def align(
 
     Args:
         length: columns of the batch.
-        last: the row of the last token, which never enters the model: `repeat` copies the row before it, an integer
-            fills it with that id.
+        last: the row of the last token, which never enters the model: `repeat` copies the row before it; otherwise an
+            id, or ids [K] or [L, K].
         padding: the side to pad; or the column of the first generated token, with prompts padded on the left and
             responses on the right.
         num_tokens: tokens of each sequence, if they were truncated; P + G by default.
@@ -332,12 +329,9 @@ def align(
         RoutingError: a sequence does not fit, lacks rows before its last token, or does not fit `dtype`.
     """
     found = arguments.integer_dtype("dtype", dtype)
-    if not _repeats(last):
-        last = arguments.integer("last", last, -(2**15), 2**15 - 1, instead="'repeat' or ")
     routings = arguments.each("routings", routings, Routing)
     arrays = [routing.rows for routing in routings]
-    wide = np.result_type(np.int16, *arrays)
-    batch = _aligned(routings, arrays, length, last, padding, num_tokens, pad, wide)
+    batch = _aligned(routings, arrays, length, last, padding, num_tokens, pad, np.result_type(np.int16, *arrays))
     limits = np.iinfo(found)
     if batch.min(initial=0) < limits.min or batch.max(initial=0) > limits.max:
         raise RoutingError(f"{found} cannot hold all of {batch.min()} to {batch.max()}")
@@ -348,7 +342,7 @@ def align_weights(
     routings: Sequence[Routing],
     length: int,
     *,
-    last: Literal["repeat"] | float = np.nan,
+    last: ArrayLike = np.nan,
     padding: Literal["left", "right"] | int = "right",
     num_tokens: Sequence[int] | None = None,
     pad: ArrayLike = np.nan,
@@ -358,8 +352,6 @@ def align_weights(
     Raises:
         RoutingError: as `align`; a response has no weights.
     """
-    if not _repeats(last):
-        last = arguments.number("last", last, instead="'repeat' or ")
     routings = arguments.each("routings", routings, Routing)
     arrays = [routing.weights for routing in routings if routing.weights is not None]
     if len(arrays) < len(routings):
@@ -425,7 +417,7 @@ def _aligned(
     routings: Sequence[Routing],
     arrays: Sequence[NDArray[Any]],
     length: int,
-    last: Literal["repeat"] | float,
+    last: ArrayLike,
     padding: Literal["left", "right"] | int,
     num_tokens: Sequence[int] | None,
     pad: ArrayLike,
@@ -433,18 +425,30 @@ def _aligned(
 ) -> NDArray[Any]:
     """The arrays of `routings`, ids or weights, as `align` has them."""
     places = _places(routings, length, padding, num_tokens)
-    shape, padded = routings[0].rows.shape[1:], arguments.fitting("pad", pad, dtype)
-    try:
-        padded = np.broadcast_to(padded, shape)
-    except ValueError:
-        raise ValueError(f"pad must be of a shape that fits [L, K] = {[*shape]}, not {[*padded.shape]}") from None
+    shape, repeats = routings[0].rows.shape[1:], isinstance(last, str) and last == "repeat"
+    of_last = None if repeats else _filler("last", last, dtype, shape)
     batch = np.empty((len(routings), length, *shape), dtype=dtype)
-    batch[...] = padded
-    for place, (routing, array) in enumerate(zip(routings, arrays, strict=True)):
+    batch[...] = _filler("pad", pad, dtype, shape)
+    for columns, routing, array, (count, first) in zip(batch, routings, arrays, places, strict=True):
         _same_shape(routings[0], routing)
-        count, first = places[place]
-        batch[place, first : first + count] = _rows_of_all(routing, array, count, last)
+        if routing.start:
+            raise RoutingError(f"rows before {routing.start} were left out: join the turns first")
+        known = min(count, routing.end)
+        columns[first : first + known] = array[:known]
+        if known < count:
+            if of_last is None and not known:
+                raise RoutingError("there is no row to repeat")
+            columns[first + known] = array[-1] if of_last is None else of_last
     return batch
+
+
+def _filler(name: str, value: ArrayLike, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """`value` for each layer and expert."""
+    found = arguments.fitting(name, value, dtype)
+    try:
+        return np.broadcast_to(found, shape)
+    except ValueError:
+        raise ValueError(f"{name} must be of a shape that fits [L, K] = {[*shape]}, not {[*found.shape]}") from None
 
 
 def _places(
@@ -455,8 +459,10 @@ def _places(
 ) -> list[tuple[int, int]]:
     """For each sequence, how many of its tokens are in the batch, and the column of the first."""
     length = arguments.integer("length", length)
-    if not isinstance(padding, str) or padding not in ("left", "right"):
-        padding = arguments.integer("padding", padding, instead="'left', 'right' or ")
+    if isinstance(padding, str):
+        arguments.one_of("padding, if it is no column,", padding, ("left", "right"))
+    else:
+        padding = arguments.integer("padding, if it is no side,", padding)
     if not routings:
         raise RoutingError("no answers")
     counts = [routing.end + 1 for routing in routings]
@@ -476,20 +482,3 @@ def _places(
             raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
         places.append((count, first))
     return places
-
-
-def _repeats(last: Any) -> bool:
-    return isinstance(last, str) and last == "repeat"
-
-
-def _rows_of_all(routing: Routing, array: NDArray[Any], count: int, last: Literal["repeat"] | float) -> NDArray[Any]:
-    """Rows [count, L, K] of the first `count` tokens; `array` has those of `routing`."""
-    if routing.start:
-        raise RoutingError(f"rows before {routing.start} were left out: join the turns first")
-    if count <= routing.end:
-        return array[:count]
-    if last != "repeat":
-        return np.concatenate([array, np.full((1, *array.shape[1:]), last, dtype=array.dtype)])
-    if not len(array):
-        raise RoutingError("there is no row to repeat")
-    return np.concatenate([array, array[-1:]])

@@ -6,9 +6,7 @@ Imports numpy and the standard library only, so that any client can use it witho
 import base64
 import binascii
 import io
-import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -50,26 +48,21 @@ _NPY_HEADER = re.compile(
 )
 """What numpy writes of an array of three dimensions. Its own parser takes any Python literal."""
 
-_NPY_HEADERS = threading.Lock()
-"""Serialises numpy's header parsing, because Python 3.11's parser is not thread-safe
-(https://github.com/python/cpython/issues/106905). Can go with Python 3.11."""
 
+def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, int, int], np.dtype[Any], Literal["C", "F"]]:
+    """Shape, dtype and order of the array in a `.npy` file, which is read up to its data.
 
-def map_npy(path: str | os.PathLike[str]) -> NDArray[Any]:
-    """The array of a `.npy` file, which is read where it is used."""
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path must be a str or a path, not {arguments.shown(path)}")
-    with _NPY_HEADERS:
-        array: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-        return array
-
-
-def read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Shape and dtype of the array in a `.npy` file, which is read up to its data."""
-    with _NPY_HEADERS:
-        np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)  # type: ignore[no-untyped-call]
-        return shape, dtype
+    Raises:
+        CodecError: it is another file, or its array has not three dimensions.
+    """
+    begin = file.read(8)
+    size = file.read(2 if begin[6:7] == b"\x01" else 4)  # of the header
+    header = _NPY_HEADER.fullmatch(file.read(int.from_bytes(size, "little")))
+    if header is None or not begin.startswith(b"\x93NUMPY"):
+        raise CodecError("not a .npy file of rows")
+    descr, is_fortran, *shape = (each.decode() for each in header.groups())
+    rows, layers, top_k = map(int, shape)
+    return (rows, layers, top_k), np.dtype(descr), "F" if is_fortran == "True" else "C"
 
 
 class RowsObject(TypedDict):
@@ -84,12 +77,6 @@ class RowsObject(TypedDict):
 
 class CodecError(ValueError):
     """Rows do not fit the requested dtype, or a value is not an array of expert ids."""
-
-
-RAW_NEEDS = (
-    "the raw form does not carry its shape: pass num_layers and top_k; for files, set --num-layers, --top-k and "
-    "--rows-dtype"
-)
 
 
 def resolve_dtype(name: WireDtype | Literal["vllm"], num_experts: int) -> str:
@@ -147,17 +134,18 @@ def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: in
         buffer = io.BytesIO()
         np.save(buffer, array, allow_pickle=False)
         return base64.b64encode(buffer.getbuffer()).decode()
-    data = base64.b64encode(array.tobytes()).decode()
-    if fmt == "raw":
-        return data
-    return {"data": data, "shape": list(array.shape), "dtype": dtype, "start": start, "missing": count_missing(rows)}
+    form = _object(array, dtype, start)
+    return form["data"] if fmt == "raw" else form
 
 
 def encode_weights(weights: NDArray[np.float32], *, start: int) -> RowsObject:
     """`weights` ([n, L, K]; NaN where unknown) in the form `object`."""
-    data = base64.b64encode(np.ascontiguousarray(weights, dtype="<f4").tobytes()).decode()
-    about = {"shape": list(weights.shape), "dtype": "float32", "start": start, "missing": count_missing(weights)}
-    return {"data": data, **about}  # type: ignore[typeddict-item]
+    return _object(np.ascontiguousarray(weights, dtype="<f4"), "float32", start)
+
+
+def _object(array: NDArray[Any], dtype: str, start: int) -> RowsObject:
+    data, shape = base64.b64encode(array.tobytes()).decode(), list(array.shape)
+    return {"data": data, "shape": shape, "dtype": dtype, "start": start, "missing": count_missing(array)}
 
 
 def decode(
@@ -249,21 +237,15 @@ def _array(
         raise TypeError(type(value).__name__)
     data = _binary(value)
     if data.startswith(b"\x93NUMPY"):
-        return _from_npy(data)
+        file = io.BytesIO(data)
+        shape, of_file, order = read_npy_header(file)
+        return _shaped(np.frombuffer(data, dtype=of_file, offset=file.tell()), shape, order)
     if num_layers is None or top_k is None:
-        raise CodecError(RAW_NEEDS)
+        raise CodecError(
+            "the raw form does not carry its shape: pass num_layers and top_k; for files, set --num-layers, --top-k "
+            "and --rows-dtype"
+        )
     return np.frombuffer(data, dtype=NUMPY_DTYPES[dtype]).reshape(-1, num_layers, top_k)
-
-
-def _from_npy(data: bytes) -> NDArray[Any]:
-    begin = 10 if data[6:7] == b"\x01" else 12  # the header's size has two bytes in version 1, then four
-    end = begin + int.from_bytes(data[8:begin], "little")
-    header = _NPY_HEADER.fullmatch(data, begin, min(end, len(data)))
-    if header is None:
-        raise CodecError("not a .npy file of rows")
-    descr, is_fortran, *shape = (each.decode() for each in header.groups())
-    order: Literal["F", "C"] = "F" if is_fortran == "True" else "C"
-    return _shaped(np.frombuffer(data, dtype=descr, offset=end), [int(each) for each in shape], order)
 
 
 def _shaped(flat: NDArray[Any], shape: Sequence[int], order: Literal["F", "C"] = "C") -> NDArray[Any]:

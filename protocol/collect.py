@@ -24,7 +24,6 @@ import json
 import operator
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from reprlib import repr as shown
 from typing import Any, TypedDict, Unpack
 
@@ -39,7 +38,7 @@ from routed_experts.protocol.sse import EventError, EventReader
 PROMPT_END_UNKNOWN = (
     "where the prompt ends is not known: give prompt_len, or ask with return_token_ids, or for the split layout"
 )
-
+_GIVE_N = "for several prompts, give n, the choices of each prompt (for files, set --n)"
 
 _LARGEST = (1 << 31) - 1
 """Of indices, token ids and positions, none of which are larger in a real response."""
@@ -140,7 +139,7 @@ class Asked(TypedDict, total=False):
         prompt_len: P, tokens of the prompt (of each prompt, if there are several). Needed to tell prompt rows from
             generated ones where the response does not say where the prompt ends: in the joined layout without token
             ids, and from `/inference/v1/generate`.
-        n: choices per prompt. Needed for several prompts with several choices each, and to notice absent choices.
+        n: choices per prompt. Needed for several prompts, and to notice absent choices.
         dtype, num_layers, top_k: needed for the form `raw`, which is bare bytes.
         media: of the prompt (of each prompt, if there are several), as in `Routing`.
     """
@@ -178,11 +177,13 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
         RoutingError: rows are missing, doubled or of another shape; the response is an error or was cut short.
     """
     collector = Collector(**asked)
-    if isinstance(source, bytearray | memoryview):
-        source = bytes(source)
     if isinstance(source, bytes | str):
-        source = parsed(source) if source.lstrip()[:1] in ("{", b"{") else [source]
-    for item in [source] if _is_answer(source) else arguments.instance("source", source, Iterable):
+        try:
+            source = json.loads(source) if source.lstrip()[:1] in ("{", b"{") else [source]
+        except (ValueError, RecursionError) as error:
+            raise RoutingError(f"the answer is not JSON, or was cut short: {error}") from error
+    is_answer = isinstance(source, Mapping) or hasattr(source, "choices")
+    for item in [source] if is_answer else arguments.instance("source", source, Iterable):
         collector.take(item)
     return collector.finish()
 
@@ -201,13 +202,11 @@ class Collector:
     def __init__(self, **asked: Unpack[Asked]) -> None:
         _check_asked(asked)
         self._asked = asked
-        self._form: dict[str, Any] = {k: v for k, v in asked.items() if k in ("dtype", "num_layers", "top_k")}
         self._shape: tuple[int, ...] | None = None  # of the rows; what was asked is for bare bytes
-        self._prompts: dict[int, _Pieces] = {}  # by the index of the choice that carried them
-        self._prompt_histograms: dict[int, Histogram] = {}  # likewise
+        self._prompts: dict[int, _Part] = {}  # by their place in the request
+        self._prompts_have_rows = False
         self._choices: dict[int, _Choice] = {}
         self._prompt_token_ids: tuple[int, ...] | None = None
-        self._prompt_texts: list[str | None] = []
         self._events: EventReader | None = None  # of a stream of lines
 
     def take(self, item: Any) -> None:
@@ -216,8 +215,6 @@ class Collector:
         Raises:
             RoutingError: a gap, an overlap or another shape; an error event of the server.
         """
-        if isinstance(item, bytearray | memoryview):
-            item = bytes(item)
         if not isinstance(item, str | bytes):
             self._take_chunk(item)
             return
@@ -250,27 +247,12 @@ class Collector:
 
     def so_far(self) -> list[Routing]:
         """The rows received so far, for streams that the caller stops early."""
-        several = max(len(self._prompts), len(self._prompt_histograms)) > 1
-        per_prompt = self._asked.get("n", 1 if several else max(self._choices, default=0) + 1)
-        prompts = _by_prompt(self._prompts, per_prompt, "rows")
-        counted = _by_prompt(self._prompt_histograms, per_prompt, "histogram")
-        for index, choice in self._choices.items() if prompts else ():
-            first = self._choices.get(index // per_prompt * per_prompt, choice)
-            # Prompts of equal length differ in their token ids only.
-            is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
-            if is_other or index // per_prompt not in prompts:
-                hint = "" if len(prompts) < 2 or "n" in self._asked else ", or prompts have several choices: give n"
-                raise RoutingError(f"choice {index}: the rows of its prompt did not come{hint}")
-        places = [(index, index // per_prompt) for index in sorted(self._choices)]
-        return [self._routing_of(index, prompts.get(place), counted.get(place)) for index, place in places]
+        return [self._routing_of(index) for index in sorted(self._choices)]
 
     @property
     def num_bytes(self) -> int:
         """Size of the arrays of `so_far`: the rows of a prompt are in those of each of its choices."""
-        times = len(self._choices) if len(self._prompts) == 1 else 1
-        return times * sum(prompt.num_bytes for prompt in self._prompts.values()) + sum(
-            choice.pieces.num_bytes for choice in self._choices.values()
-        )
+        return sum(part.num_bytes for index, own in self._choices.items() for part in (own, self._prompt_of(index)))
 
     def _take_chunk(self, chunk: Any) -> None:
         chunk = without_envelope(chunk)
@@ -279,35 +261,47 @@ class Collector:
             raise RoutingError(f"the server answered with an error: {_get_message(error)}")
         choices = _listed(_get(chunk, "choices"), "choices")
         self._prompt_token_ids = _ids(_get(chunk, "prompt_token_ids")) or self._prompt_token_ids
-        if (page := _get(chunk, "routed_experts_page")) is not None:  # our page saves the texts of the prompt
-            self._prompt_texts = _texts(_get(page, "prompt_tokens"))
         for choice in choices:
             self._take_choice(choice)
-        counted = _get(chunk, "prompt_routed_experts_histogram")
-        if counted is not None:
-            histograms = [_histogram(one) for one in (counted if isinstance(counted, list) else [counted])]
-            self._prompt_histograms |= zip(self._carriers(choices, len(histograms)), histograms, strict=True)
+        if (counted := _get(chunk, "prompt_routed_experts_histogram")) is not None:
+            histograms = counted if isinstance(counted, list) else [counted]
+            for prompt, histogram in zip(
+                self._prompts_of(choices, len(histograms), "histogram"), histograms, strict=True
+            ):
+                prompt.histogram = _histogram(histogram)
         prompts, weights = _get(chunk, "prompt_routed_experts"), _get(chunk, "prompt_routed_expert_weights")
         if prompts is None:
             return
+        self._prompts_have_rows = True
         arrays = _arrays_of_prompts(prompts)
         weighed = [None] * len(arrays) if weights is None else _arrays_of_prompts(weights)
         if len(weighed) != len(arrays):
             raise RoutingError(f"rows of {len(arrays)} prompts, but weights of {len(weighed)}")
-        for carrier, array, weight in zip(self._carriers(choices, len(arrays)), arrays, weighed, strict=True):
-            pieces = self._prompts.setdefault(carrier, _Pieces(f"the prompt of choice {carrier}"))
-            self._add(pieces, array, weight)
+        for prompt, array, weight in zip(self._prompts_of(choices, len(arrays), "rows"), arrays, weighed, strict=True):
+            self._add(prompt, array, weight)
 
-    def _carriers(self, choices: Sequence[Any], prompts: int) -> list[int]:
-        """For each prompt of a chunk, the index of its first choice there."""
-        n = len(choices) if prompts == 1 else self._asked.get("n", 1)
-        if not choices or len(choices) != prompts * n:
-            raise RoutingError(f"{len(choices)} choices for {prompts} prompts: give n, the choices of each prompt")
-        return [_index(choice) for choice in choices[::n]]
+    def _prompts_of(self, choices: Sequence[Any], count: int, what: str) -> list["_Part"]:
+        """The prompts that a chunk has, each with the first of its choices there."""
+        n = len(choices) if count == 1 else self._asked.get("n")
+        if not choices or n is None or len(choices) != count * n:
+            raise RoutingError(f"{len(choices)} choices for {count} prompts: {_GIVE_N}")
+        found = []
+        for carrier in map(_index, choices[::n]):
+            prompt = self._prompts.setdefault(self._place(carrier), _Part(f"the prompt of choice {carrier}"))
+            before = prompt.carriers.setdefault(what, carrier)
+            if before != carrier:
+                why = "it comes once" if "n" in self._asked else _GIVE_N
+                raise RoutingError(f"a prompt's {what} came with choice {before} and with choice {carrier}: {why}")
+            found.append(prompt)
+        return found
+
+    def _place(self, index: int) -> int:
+        """Of the prompt of a choice."""
+        return index // self._asked["n"] if "n" in self._asked else 0
 
     def _take_choice(self, choice: Any) -> None:
         index = _index(choice)
-        state = self._choices.setdefault(index, _Choice(_Pieces(f"choice {index}")))
+        state = self._choices.setdefault(index, _Choice(f"choice {index}"))
         state.prompt_token_ids = _ids(_get(choice, "prompt_token_ids")) or state.prompt_token_ids
         token_ids = _ids(_get(choice, "token_ids"))
         if token_ids is not None:
@@ -317,55 +311,54 @@ class Collector:
         if finish_reason is not None and not isinstance(finish_reason, str):
             raise RoutingError(f"choice {index}: not a finish reason: {shown(finish_reason)}")
         state.finish_reason = finish_reason or state.finish_reason
-        counted = _get(choice, "routed_experts_histogram")
-        state.histogram = state.histogram if counted is None else _histogram(counted)
-        state.add_tokens(choice, token_ids)
+        if (counted := _get(choice, "routed_experts_histogram")) is not None:
+            state.histogram = _histogram(counted)
+        logprobs, texts = _logprobs(_get(choice, "logprobs"))
+        state.logprobs += logprobs
+        # Only these: with stop strings and within characters of several tokens, a chunk has the text of other tokens.
+        state.texts += texts or [None] * len(token_ids or ())
         value = _get(choice, "routed_experts")
         if value is not None:
-            self._add(state.pieces, value, _get(choice, "routed_expert_weights"))
+            self._add(state, value, _get(choice, "routed_expert_weights"))
 
-    def _add(self, pieces: "_Pieces", value: Any, beside: Any) -> None:
+    def _add(self, part: "_Part", value: Any, beside: Any) -> None:
         """Adds an array of rows, and the one of their weights if there is one."""
-        shape = {name: size for name, size in self._form.items() if name != "dtype"}
+        shape = {name: self._asked[name] for name in ("num_layers", "top_k") if name in self._asked}
         try:
-            rows = decode(value, **self._form)
+            rows = decode(value, dtype=self._asked.get("dtype", "int16"), **shape)
             weights = None if beside is None else decode_weights(beside, **shape)
         except ValueError as error:
-            raise RoutingError(f"{pieces.name}: {error}") from error
+            raise RoutingError(f"{part.name}: {error}") from error
         if len(rows):  # an empty list has no shape
             if self._shape not in (None, rows.shape[1:]):
-                raise RoutingError(f"{pieces.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
+                raise RoutingError(f"{part.name}: rows of shape {rows.shape[1:]}, not {self._shape}")
             self._shape = rows.shape[1:]
-        pieces.add(value, rows, beside, weights)
+        part.add(value, rows, beside, weights)
 
-    def _routing_of(self, index: int, prompt: "_Pieces | None", counted: Histogram | None) -> Routing:
-        choice = self._choices[index]
+    def _routing_of(self, index: int) -> Routing:
+        choice, prompt = self._choices[index], self._prompt_of(index)
         prompt_token_ids = choice.prompt_token_ids or self._prompt_token_ids
-        said, asked = (prompt or choice.pieces).start, self._asked.get("prompt_start", 0)
+        said, asked = (prompt if prompt.arrays else choice).start, self._asked.get("prompt_start", 0)
         if None not in (said, asked) and said != asked:
             raise RoutingError(f"choice {index}: rows from {said} on, asked for from {asked} on")
         start = said if said is not None else asked or 0
         ends = {
-            "rows": None if prompt is None else start + prompt.length,
-            "histogram": None if counted is None else start + counted["rows"],
+            "rows": start + prompt.length if prompt.arrays else None,
+            "histogram": None if prompt.histogram is None else start + prompt.histogram["rows"],
             "tokens": None if prompt_token_ids is None else len(prompt_token_ids),
             "prompt_len": self._asked.get("prompt_len"),
         }
         prompt_len = _same_end(index, {name: end for name, end in ends.items() if end is not None})
-        arrays, weights = list(choice.pieces.arrays), choice.pieces.weights
-        if prompt is not None:
-            if choice.pieces.start not in (None, prompt_len):
-                raise RoutingError(
-                    f"choice {index}: rows from {choice.pieces.start} on after a prompt of {prompt_len} tokens"
-                )
-            arrays = [*prompt.arrays, *arrays]
-            if choice.pieces.arrays and (weights is None) != (prompt.weights is None):
-                raise RoutingError(f"choice {index}: weights of some of its rows only")
-            weights = None if prompt.weights is None else [*prompt.weights, *(weights or ())]
-        elif not arrays and choice.histogram is not None:
-            if counted is None:
+        if prompt.arrays and choice.start not in (None, prompt_len):
+            raise RoutingError(f"choice {index}: rows from {choice.start} on after a prompt of {prompt_len} tokens")
+        arrays = prompt.arrays + choice.arrays
+        weights = [each for each in prompt.weights + choice.weights if each is not None]
+        if weights and len(weights) < len(arrays):
+            raise RoutingError(f"choice {index}: weights of some of its rows only")
+        if not arrays and choice.histogram is not None:
+            if prompt.histogram is None:
                 raise RoutingError(f"choice {index}: the histogram of its prompt did not come")
-            start += counted["rows"] + choice.histogram["rows"]  # all rows were left out
+            start += prompt.histogram["rows"] + choice.histogram["rows"]  # all rows were left out
         elif not arrays and (prompt_len is None or start < prompt_len):
             raise RoutingError(f"choice {index} has no routed_experts: the request must ask with return_routed_experts")
         shape = self._shape or (self._asked.get("num_layers", 0), self._asked.get("top_k", 0))
@@ -373,8 +366,8 @@ class Collector:
         texts: tuple[str | None, ...] = ()
         end = max(prompt_len or 0, start + len(rows))
         # A file may say that a response is longer than any is: its tokens have no texts, and take no memory.
-        if (choice.texts or self._prompt_texts) and end * len(self._choices) <= _MOST_TEXTS:
-            texts = choice.texts_of_all(self._prompt_texts, prompt_len, start + len(rows) + 1)
+        if choice.texts and end * len(self._choices) <= _MOST_TEXTS:
+            texts = choice.texts_of_all(prompt_len, start + len(rows) + 1)
         return Routing(
             rows=rows,
             start=start,
@@ -383,29 +376,43 @@ class Collector:
             prompt_token_ids=prompt_token_ids,
             token_ids=None if choice.token_ids is None else tuple(choice.token_ids),
             finish_reason=choice.finish_reason,
-            weights=None if weights is None else _joined(weights, shape, np.float32),
+            weights=_joined(weights, shape, np.float32) if weights else None,
             logprobs=np.array(choice.logprobs, dtype=np.float64) if choice.logprobs else None,
             texts=texts if any(texts) else None,
-            prompt_histogram=counted,
+            prompt_histogram=prompt.histogram,
             histogram=choice.histogram,
-            media=None if (media := self._asked.get("media")) is None else tuple(media),
+            media=tuple(self._asked["media"]) if "media" in self._asked else None,
         )
+
+    def _prompt_of(self, index: int) -> "_Part":
+        """The prompt of a choice; an empty one if no prompt's rows or histogram came."""
+        choice, place = self._choices[index], self._place(index)
+        first = self._choices.get(place * self._asked.get("n", 1), choice)
+        prompt = self._prompts.get(place) or _Part("")
+        # Prompts of equal length differ in their token ids only.
+        is_other = None not in (ids := (first.prompt_token_ids, choice.prompt_token_ids)) and ids[0] != ids[1]
+        if self._prompts_have_rows and (is_other or not prompt.arrays):
+            raise RoutingError(f"choice {index}: the rows of its prompt did not come")
+        return prompt
 
 
 @dataclass
-class _Pieces:
-    """Arrays that follow each other without gap or overlap."""
+class _Part:
+    """Rows of a prompt, or those that were generated: arrays that follow each other without gap or overlap."""
 
     name: str
-    start: int | None = None  # of the first row, once a piece says it
+    start: int | None = None  # of the first row, once an array says it
     length: int = 0  # rows of all arrays
     arrays: list[NDArray[np.integer[Any]]] = field(default_factory=list)
-    weights: list[NDArray[np.float32]] | None = None  # of the arrays, if they have any
+    weights: list[NDArray[np.float32] | None] = field(default_factory=list)  # of the arrays
+    histogram: Histogram | None = None
+    carriers: dict[str, int] = field(default_factory=dict)  # indices of the choices that a prompt came with
 
     @property
     def num_bytes(self) -> int:
         """Size as int16, with float32 weights."""
-        return sum(2 * array.size for array in self.arrays) + sum(array.nbytes for array in self.weights or ())
+        weighed = [array.nbytes for array in self.weights if array is not None]
+        return sum(2 * array.size for array in self.arrays) + sum(weighed)
 
     def add(self, value: Any, rows: NDArray[np.integer[Any]], beside: Any, weights: NDArray[np.float32] | None) -> None:
         """Appends `rows` and their weights, which were decoded from `value` and `beside`."""
@@ -417,12 +424,8 @@ class _Pieces:
             if (end := self.start + self.length) != start:
                 what = "overlap" if start < end else "a gap"
                 raise RoutingError(f"{self.name}: {what}: rows from {start} on after {end}")
-            if value.get("missing") != (missing := count_missing(rows)):
-                raise RoutingError(
-                    f"{self.name}: {missing} rows are not known, said to be {shown(value.get('missing'))}"
-                )
-        if self.arrays and (self.weights is None) != (weights is None):
-            raise RoutingError(f"{self.name}: weights of some of its rows only")
+            if (said := value.get("missing")) != (missing := count_missing(rows)):
+                raise RoutingError(f"{self.name}: {missing} rows are not known, said to be {shown(said)}")
         if weights is not None:
             if weights.shape != rows.shape and len(weights) + len(rows):
                 raise RoutingError(f"{self.name}: weights of shape {weights.shape} beside ids of {rows.shape}")
@@ -430,48 +433,27 @@ class _Pieces:
                 beside.get("start") != start or beside.get("missing") != count_missing(weights)
             ):
                 raise RoutingError(f"{self.name}: weights that are not of the ids beside them")
-            self.weights = self.weights or []
-            self.weights.append(weights)
         self.arrays.append(rows)
+        self.weights.append(weights)
         self.length += len(rows)
 
 
 @dataclass
-class _Choice:
-    pieces: _Pieces
+class _Choice(_Part):
     prompt_token_ids: tuple[int, ...] | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
     logprobs: list[float | None] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)  # of tokens, in the order of the chunks
-    histogram: Histogram | None = None
 
-    def add_tokens(self, choice: Any, token_ids: Sequence[int] | None) -> None:
-        """Takes log-probabilities and their texts. A chunk may have the text of other tokens: with stop strings and
-        within characters of several tokens, vLLM holds text back."""
-        logprobs, texts = _logprobs(_get(choice, "logprobs"))
-        self.logprobs += logprobs
-        self.texts += texts or [None] * len(token_ids or ())
-
-    def texts_of_all(
-        self, prompt: Sequence[str | None], prompt_len: int | None, num_tokens: int
-    ) -> tuple[str | None, ...]:
-        """The texts of the prompt's tokens and of those generated; with `echo`, log-probabilities have both."""
-        if prompt_len is None:
-            return next((tuple(texts) for texts in (self.texts, prompt) if len(texts) == num_tokens), ())
-        num_generated = num_tokens - prompt_len if self.token_ids is None else len(self.token_ids)
-        if len(self.texts) == prompt_len + num_generated:
-            return tuple(self.texts)
-        parts = ((prompt, prompt_len), (self.texts, num_generated))
-        return tuple(chain.from_iterable(texts if len(texts) == size else [None] * size for texts, size in parts))
-
-
-def _by_prompt(carried: Mapping[int, Any], per_prompt: int, what: str) -> dict[int, Any]:
-    """What came with choices of a prompt, by the prompt's place."""
-    found = {carrier // per_prompt: value for carrier, value in carried.items()}
-    if len(found) < len(carried):
-        raise RoutingError(f"the {what} of a prompt with {per_prompt} choices came with several of them")
-    return found
+    def texts_of_all(self, prompt_len: int | None, num_tokens: int) -> tuple[str | None, ...]:
+        """The texts of all tokens; none where the places of those that came are unknown."""
+        if prompt_len is not None and self.token_ids is not None:
+            num_tokens = prompt_len + len(self.token_ids)
+        num_absent = num_tokens - len(self.texts)
+        if num_absent not in (0, prompt_len):  # with `echo`, log-probabilities have the prompt's texts too
+            return ()
+        return (*[None] * num_absent, *self.texts)
 
 
 def _same_end(index: int, ends: Mapping[str, int]) -> int | None:
@@ -491,17 +473,14 @@ def _check_length(routing: Routing) -> None:
             f"choice {routing.index}: rows up to {routing.end}, but a histogram of {routing.histogram['rows']} rows "
             f"after {routing.prompt_len} prompt tokens"
         )
-    if routing.token_ids is None:
-        if routing.end < routing.prompt_len and routing.finish_reason != "abort":
-            raise RoutingError(
-                f"choice {routing.index}: rows up to {routing.end}, but {routing.prompt_len} prompt tokens"
-            )
-        return
-    expected = max(routing.prompt_len + len(routing.token_ids) - 1, routing.start)
-    if routing.end > expected or (routing.end < expected and routing.finish_reason != "abort"):
+    expected, tokens = routing.prompt_len, f"{routing.prompt_len} prompt"
+    if routing.token_ids is not None:
+        expected = max(routing.prompt_len + len(routing.token_ids) - 1, routing.start)
+        tokens += f" and {len(routing.token_ids)} generated"
+    is_short = routing.end < expected and routing.finish_reason != "abort"
+    if is_short or (routing.end > expected and routing.token_ids is not None):
         raise RoutingError(
-            f"choice {routing.index}: rows up to {routing.end}, but {routing.prompt_len} prompt and "
-            f"{len(routing.token_ids)} generated tokens have rows up to {expected}"
+            f"choice {routing.index}: rows up to {routing.end}, but {tokens} tokens have rows up to {expected}"
         )
 
 
@@ -547,27 +526,7 @@ def _logprobs(value: Any) -> tuple[list[float | None], list[str | None]]:
         numbers, texts = ([_get(token, name) for token in tokens] for name in ("logprob", "token"))
     if not all(one is None or is_number(one) for one in numbers):
         raise RoutingError("not log-probabilities")
-    return list(numbers), _texts(texts)
-
-
-def _texts(value: Any) -> list[str | None]:
-    return [one if isinstance(one, str) else None for one in _listed(value, "texts")]
-
-
-def parsed(body: str | bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-        RoutingError: it is not JSON.
-    """
-    try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RoutingError(f"the answer is not JSON, or was cut short: {error}") from error
-
-
-def _is_answer(source: Any) -> bool:
-    return isinstance(source, Mapping) or hasattr(source, "choices")
+    return list(numbers), [one if isinstance(one, str) else None for one in texts]
 
 
 def without_envelope(chunk: Any) -> Any:
@@ -627,17 +586,10 @@ def _ids(value: Any) -> tuple[int, ...] | None:
 
 def _arrays_of_prompts(value: Any) -> list[Any]:
     """One array for each prompt: the field is an array, or a list of them for a list of prompts."""
-    if not isinstance(value, list) or not value:
-        return [value]
-    first = value[0]  # of an array as nested lists: a row, [L][K]
-    is_row = (
-        isinstance(first, list)
-        and first
-        and isinstance(first[0], list)
-        and first[0]
-        and not isinstance(first[0][0], list)
-    )
-    return [value] if is_row else value
+    depth, inner = 0, value
+    while isinstance(inner, list) and inner:
+        depth, inner = depth + 1, inner[0]
+    return [value] if depth in (0, 3) else value  # an array as nested lists has three levels
 
 
 def _joined(arrays: list[NDArray[Any]], shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.codec import MAX_EXPERTS, UNKNOWN, CodecError, count_missing
+from routed_experts.protocol.codec import MAX_EXPERTS, UNKNOWN, CodecError
 
 _SLICE = 4096
 """Rows counted at once. Counting widens each id to eight bytes."""
@@ -65,19 +65,6 @@ def sum_weights(rows: NDArray[np.integer[Any]], weights: NDArray[np.float32], nu
     return sums.astype(np.float64).reshape(layers, num_experts)
 
 
-def histogram(rows: NDArray[np.integer[Any]], num_experts: int) -> Histogram:
-    """The histogram of `rows` ([n, L, K]) in its wire form.
-
-    Raises:
-        CodecError: an id is not an expert's.
-    """
-    return {
-        "counts": count_experts(rows, num_experts).tolist(),
-        "rows": len(rows),
-        "missing": count_missing(rows),
-    }
-
-
 def _checked(rows: Any, num_experts: Any) -> tuple[NDArray[np.integer[Any]], int]:
     num_experts = arguments.integer("num_experts", num_experts, 1, MAX_EXPERTS)
     rows = arguments.array("rows", rows, "iu", "nLK")
@@ -91,25 +78,15 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load of L layers with E experts.
+    """The load of L layers with E experts."""
 
-    Attributes:
-        counts: [L, E] how often each expert was chosen.
-        load: [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted.
-        entropy: [L] of the shares, in bits.
-        balance: [L] the entropy divided by its maximum for that number of choices: 1 if all experts share evenly.
-        imbalance: [L] the load of the busiest expert.
-        busiest: [L] its id.
-        unused: [L] experts that were never chosen.
-    """
-
-    counts: NDArray[np.int64]
-    load: Floats
-    entropy: Floats
-    balance: Floats
-    imbalance: Floats
-    busiest: NDArray[np.intp]
-    unused: NDArray[np.intp]
+    counts: NDArray[np.int64]  # [L, E] how often each expert was chosen
+    load: Floats  # [L, E] the counts divided by the mean count of the layer; 0 if nothing was counted
+    entropy: Floats  # [L] of the shares, in bits
+    balance: Floats  # [L] the entropy divided by its maximum for that number of choices: 1 if all share evenly
+    imbalance: Floats  # [L] the load of the busiest expert
+    busiest: NDArray[np.intp]  # [L] its id
+    unused: NDArray[np.intp]  # [L] experts that were never chosen
 
 
 def expert_load(counts: ArrayLike) -> ExpertLoad:

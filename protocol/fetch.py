@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from routed_experts.protocol import arguments
-from routed_experts.protocol.codec import NUMPY_DTYPES, map_npy
+from routed_experts.protocol.codec import NUMPY_DTYPES, read_npy_header
 
 Range = tuple[int, int]
 """First index, and the index after the last."""
 
-TIMEOUT_S = 60.0
 _RELATIVE = re.compile(r"\w[\w/-]*", re.ASCII)
 
 
@@ -75,7 +74,7 @@ def fetch(
     tokens: Range | None = None,
     base_url: str | None = None,
     api_key: str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    timeout_s: float = 60.0,
 ) -> NDArray[Any]:
     """The array of a reference, or a part of it: [layers, n, K], layers first. Read-only.
 
@@ -99,22 +98,21 @@ def fetch(
         if text is not None:
             arguments.instance(name, text, str)
     arguments.number("timeout_s", timeout_s)
-    chosen_layers = _checked(layers, num_layers, "layers")
-    chosen_tokens = _checked(tokens, num_rows, "tokens")
-    shape = (chosen_layers[1] - chosen_layers[0], chosen_tokens[1] - chosen_tokens[0], top_k)
+    first_layer, end_layer = _checked(layers, num_layers, "layers")
+    first_token, end_token = _checked(tokens, num_rows, "tokens")
     if (mapped := _mapped(reference, dtype)) is not None:
-        return mapped[slice(*chosen_layers), slice(*chosen_tokens)]
+        return mapped[first_layer:end_layer, first_token:end_token]
     if not reference.get("url"):
         raise FetchError(f"{reference.get('path')} has expired, or is on another machine")
     if base_url is None:
         raise FetchError("base_url is needed: the url of a reference is relative to it")
     if not _RELATIVE.fullmatch(reference["url"]):
         raise ValueError(f"The url of a reference must be relative, not {reference['url']!r}")
-    query = f"layers={chosen_layers[0]}:{chosen_layers[1]}&tokens={chosen_tokens[0]}:{chosen_tokens[1]}"
+    query = f"layers={first_layer}:{end_layer}&tokens={first_token}:{end_token}"
     request = urllib.request.Request(f"{base_url.rstrip('/')}/{reference['url']}?{query}")
     if api_key is not None:
         request.add_unredirected_header("Authorization", f"Bearer {api_key}")  # not to where the server redirects
-    array = np.empty(shape, dtype)
+    array = np.empty((end_layer - first_layer, end_token - first_token, top_k), dtype)
     _read_into(request, array, timeout_s)
     array.flags.writeable = False
     return array
@@ -141,10 +139,12 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
         return None
     num_rows, num_layers, top_k = reference["shape"]
     try:
-        array = map_npy(reference["path"])
+        with open(reference["path"], "rb") as file:
+            if read_npy_header(file) != ((num_layers, num_rows, top_k), dtype, "C"):
+                return None
+            return np.memmap(file, dtype, "r", file.tell(), (num_layers, num_rows, top_k))
     except (OSError, ValueError):
         return None
-    return array if (array.shape, array.dtype) == ((num_layers, num_rows, top_k), dtype) else None
 
 
 def _read_into(request: urllib.request.Request, array: NDArray[Any], timeout_s: float) -> None:

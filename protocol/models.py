@@ -4,7 +4,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 try:
     from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
@@ -109,34 +109,22 @@ class RoutingFields(BaseModel):
 
 @dataclass(frozen=True)
 class RoutingOptions:
-    """The checked routing options of a request.
-
-    Attributes:
-        rows: whether to return rows.
-        histogram: whether to return histograms.
-        weights: whether to return the routers' weights too.
-        by_reference: whether to return references instead of arrays.
-        refers_by_default: whether only the server-wide default asks for references.
-        at_end: whether a stream has rows at the end of each choice only, as it does with references.
-        prompt_start_param: the name that the client used for the prompt start.
-        explicit_fields: names of the fields that the request or the server-wide default sets.
-        by_default: whether only the server-wide default asks for routing.
-    """
+    """The checked routing options of a request: what to return, from which prompt row on, and in which form."""
 
     rows: bool = True
     histogram: bool = False
-    weights: bool = False
+    weights: bool = False  # of the routers, beside the rows
     prompt_start: int = 0
-    prompt_start_param: str = PROMPT_START
+    prompt_start_param: str = PROMPT_START  # the name that the client used
     format: RequestFormat = "object"
     dtype: WireDtype | VllmDtype = "int16"
     layout: Layout = "split"
     layers: Layers = "moe"
     by_reference: bool = False
-    at_end: bool = False
-    explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)
-    by_default: bool = field(default=False, compare=False)
-    refers_by_default: bool = field(default=False, compare=False)
+    at_end: bool = False  # rows of a stream come at the end of each choice, as references do
+    explicit_fields: frozenset[str] = field(default=frozenset(), compare=False)  # by the request or the default
+    by_default: bool = field(default=False, compare=False)  # only the server-wide default asks for routing
+    refers_by_default: bool = field(default=False, compare=False)  # only the default asks for references
 
     @property
     def asks_for_inline(self) -> bool:
@@ -281,28 +269,28 @@ def _prompt_start(given: Mapping[str, Any], fields: RoutingFields) -> tuple[int,
     return fields.routed_experts_prompt_start, PROMPT_START
 
 
+Shape = Annotated[list[int], Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)]
+Start = Annotated[int, Field(description="absolute position of the first row", ge=0)]
+
+
 class RoutedExpertsArray(BaseModel):
     """The `object` form of one array of rows: `np.frombuffer(base64.b64decode(data), dtype).reshape(shape)`. Arrays of
     weights have the same fields; they are `float32`, with NaN in unknown rows."""
 
     data: str = Field(description="base64 of the little-endian array, C order")
-    shape: list[int] = Field(
-        description="[rows, layers, experts per token]",
-        min_length=3,
-        max_length=3,
-    )
+    shape: Shape
     dtype: Literal["int16", "uint8", "int32"]
-    start: int = Field(description="absolute position of the first row", ge=0)
+    start: Start
     missing: int = Field(description="number of unknown rows; they are filled with -1", ge=0)
 
 
 class RoutedExpertWeightsArray(BaseModel):
     """The `object` form of the weights beside an array of rows."""
 
-    data: str = Field(description="base64 (standard alphabet) of the little-endian array, C order")
-    shape: list[int] = Field(description="that of the array of ids", min_length=3, max_length=3)
+    data: str = Field(description="base64 of the little-endian array, C order")
+    shape: Shape
     dtype: Literal["float32"]
-    start: int = Field(description="absolute position of the first row", ge=0)
+    start: Start
     missing: int = Field(description="number of rows with unknown weights; they are NaN", ge=0)
 
 
@@ -328,9 +316,9 @@ class RoutedExpertsReference(BaseModel):
     url: str = Field(
         description="`GET` returns the little-endian array [layers, rows, experts per token]; relative to `/v1`"
     )
-    shape: list[int] = Field(description="[rows, layers, experts per token]", min_length=3, max_length=3)
+    shape: Shape
     dtype: Literal["int16", "uint8", "int32", "float32"]
-    start: int = Field(description="absolute position of the first row", ge=0)
+    start: Start
     missing: int = Field(description="number of unknown rows", ge=0)
     bytes: int = Field(description="size of the array", ge=0)
     expires: int = Field(description="Unix time in seconds after which the array is gone")

@@ -6,6 +6,7 @@ files. The field `routed_experts_info` of a response takes precedence, for that 
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -48,28 +49,23 @@ class ModelInfo:
         """Parses the response of `GET /v1/routed_experts`, or a part of it."""
         if not isinstance(document, Mapping):
             raise RoutingError(f"{INFO} must be an object, not {shown(document)}")
-        numbers = {name: document.get(name) for name in ("num_layers", "top_k", "num_experts")}
-        for name, value in numbers.items():
+        told: dict[str, Any] = {name: document.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        for name, value in told.items():
             if value is not None and (type(value) is not int or not 1 <= value <= MAX_EXPERTS):
                 raise RoutingError(f"{name} must be a positive integer up to {MAX_EXPERTS}, not {shown(value)}")
         ids, scale = document.get("layer_ids"), document.get("weights_scale") or None
-        if ids is not None and not (
-            isinstance(ids, list)
-            and all(type(one) is int and 0 <= one < MAX_LAYERS for one in ids)
-            and ids == sorted(set(ids))
-        ):
-            raise RoutingError(f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}")
-        if ids is not None and numbers["num_layers"] not in (None, len(ids)):
-            raise RoutingError(f"num_layers is {numbers['num_layers']}, but layer_ids are {shown(ids)}")
-        if scale is not None and not (
-            isinstance(scale, list) and all(map(is_number, scale)) and len(scale) == len(ids or scale)
-        ):
-            raise RoutingError(f"weights_scale must be a number for each layer, not {shown(scale)}")
-        return cls(
-            **numbers,
-            layer_ids=None if ids is None else tuple(ids),
-            weights_scale=None if scale is None else tuple(map(float, scale)),
-        )
+        if ids is not None:
+            are_layers = isinstance(ids, list) and all(type(one) is int and 0 <= one < MAX_LAYERS for one in ids)
+            if not are_layers or ids != sorted(set(ids)):
+                raise RoutingError(f"layer_ids must be ascending layer indices below {MAX_LAYERS}, not {shown(ids)}")
+            if told["num_layers"] not in (None, len(ids)):
+                raise RoutingError(f"num_layers is {told['num_layers']}, but layer_ids are {shown(ids)}")
+            told["layer_ids"] = tuple(ids)
+        if scale is not None:
+            if not isinstance(scale, list) or not all(map(is_number, scale)) or len(scale) != len(ids or scale):
+                raise RoutingError(f"weights_scale must be a number for each layer, not {shown(scale)}")
+            told["weights_scale"] = tuple(map(float, scale))
+        return cls(**told)
 
     @property
     def known(self) -> dict[str, Any]:
@@ -117,19 +113,17 @@ class SavedAnswer:
         if info.rows_dtype is not None and info.num_layers is not None and info.top_k is not None:
             asked |= {"num_layers": info.num_layers, "top_k": info.top_k, "dtype": info.rows_dtype}
         with self.located():
-            return [_checked(_moe_layers(routing, info), info) for routing in self._collected(asked, unfinished)]
-
-    def _collected(self, asked: Asked, unfinished: bool) -> list[Routing]:
-        collector = Collector(**asked)
-        for part in self.parts:
-            collector.take(part)
-        if unfinished and collector.num_bytes > MAX_BYTES:
-            raise RoutingError(
-                f"its rows take {collector.num_bytes} bytes with the prompt of each choice; the page shows {MAX_BYTES} "
-                "at most"
-            )
-        is_cut = unfinished and any(each.finish_reason is None for each in collector.so_far())
-        return collector.so_far() if is_cut else collector.finish()
+            collector = Collector(**asked)
+            for part in self.parts:
+                collector.take(part)
+            if unfinished and (size := collector.num_bytes) > MAX_BYTES:
+                raise RoutingError(
+                    f"its rows take {size} bytes with the prompt of each choice; the page shows {MAX_BYTES} at most"
+                )
+            found = collector.so_far() if unfinished else []
+            if all(routing.finish_reason is not None for routing in found):
+                found = collector.finish()
+            return [_checked(_moe_layers(routing, info), info) for routing in found]
 
 
 def page_lines(files: Iterable[tuple[str, TextIO]], given: ModelInfo, about: ModelInfo | None = None) -> Iterator[str]:
@@ -190,28 +184,6 @@ def check_shown(answer: SavedAnswer, routing: Routing) -> None:
             raise RoutingError(f"{answer.where}: {what}, but the page shows {MAX_POSITIONS} at most")
     if routing.histogram is not None and not len(routing.rows):
         raise RoutingError(f"{answer.where}: it has histograms only: set return_routed_experts in the request")
-
-
-def drop_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
-    """The rows of each choice. Those of a prompt come with the first of its choices only."""
-    prompts: list[Routing] = []
-    for routing in routings:
-        prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
-        if prompt_len and any(_have_same_prompt(routing, before) for before in prompts):
-            weights = None if routing.weights is None else routing.weights[prompt_len:]
-            routing = replace(routing, rows=routing.generated_rows, weights=weights, start=routing.start + prompt_len)
-        elif prompt_len:
-            prompts.append(routing)
-        yield routing
-
-
-def _have_same_prompt(one: Routing, other: Routing) -> bool:
-    """Whether it is certain: of one length, with the same rows and, as far as they are known, token ids."""
-    return (
-        None is not one.prompt_len == other.prompt_len
-        and one.prompt_token_ids == other.prompt_token_ids
-        and np.array_equal(one.prompt_rows, other.prompt_rows)
-    )
 
 
 def _moe_layers(routing: Routing, info: ModelInfo) -> Routing:
@@ -284,37 +256,31 @@ class Reader:
 
 def _responses(name: str, file: TextIO) -> Iterator[tuple[int, list[Any]]]:
     """The line of each response (or other JSON value) in a file, and its parts. Arrays yield their elements."""
-    text = _Text(file)
+    text, number = _Text(file), 0
     try:
         while (begin := text.begin()) is not None:
-            where, number = f"{name}, line {text.number}", text.number
+            number = text.number
             if begin.startswith(_SSE_FIELDS):
                 chunks = _stream(text)
                 found = [chunks] if chunks else []
-            elif begin:
+            else:
                 value = text.value()
                 found = [[one] for one in (value if isinstance(value, list) else [value])]
-            else:
-                text.skip_line()
-                continue
             yield from ((number, parts) for parts in found)
     except UnicodeDecodeError as error:
         raise RoutingError(f"{name} cannot be read: it is not UTF-8 text") from error
     except EventError as error:
-        raise RoutingError(f"{where}: {error}") from error
+        raise RoutingError(f"{name}, line {number}: {error}") from error
     except (ValueError, RecursionError) as error:
-        raise RoutingError(f"{where} is not valid JSON, or was cut off: {error}") from error
+        raise RoutingError(f"{name}, line {number} is not valid JSON, or was cut off: {error}") from error
 
 
 def _stream(text: "_Text") -> list[Any]:
     """The chunks of the stream that begins here, up to `[DONE]`."""
     events = EventReader()
     chunks: list[Any] = []
-    while not events.done and (line := text.peek()) is not None:
-        if line.strip() and not line.lstrip().startswith(_SSE_FIELDS):
-            break
-        chunks += events.feed(line.strip() + "\n")
-        text.skip_line()
+    while not events.done and (text.begin() or "").startswith(_SSE_FIELDS):
+        chunks += events.feed(text.line().strip() + "\n")
     if chunks and not events.done:
         raise EventError("the stream that starts here was cut off: it does not end with [DONE]")
     return chunks
@@ -326,36 +292,30 @@ class _Text:
     def __init__(self, file: TextIO) -> None:
         self._file = file
         self._text, self._at = "", 0
-        self._end = 0  # of a line, once it was looked for
         self.number = 1
 
-    def peek(self) -> str | None:
-        """The rest of the current line; None at the end of the file."""
-        if self._at == len(self._text):
-            self._text, self._at, self._end = self._file.readline(), 0, 0
-        return self._text[self._at : self._line_end()] or None
-
     def begin(self) -> str | None:
-        """The first characters of the rest of the current line that are no spaces. It may have a million values, so it
+        """The next characters that are no spaces; None at the end of the file. A line may have a million values, so it
         is not copied for each of them."""
-        if self._at == len(self._text) and self.peek() is None:
-            return None
-        end = self._line_end()
-        while self._at < end - 1 and self._text[self._at].isspace():
-            self._at += 1
-        return self._text[self._at : min(self._at + _SSE_LENGTH, end)].strip()
+        while True:
+            self._go(_SPACES.match(self._text, self._at).end())  # type: ignore[union-attr]
+            if self._at < len(self._text):
+                return self._text[self._at : self._at + _SSE_LENGTH]
+            self._text, self._at = self._file.readline(), 0
+            if not self._text:
+                return None
 
-    def skip_line(self) -> None:
-        self._go(self._line_end())
+    def line(self) -> str:
+        """The rest of the current line."""
+        begin, end = self._at, self._text.find("\n", self._at) + 1 or len(self._text)
+        self._go(end)
+        return self._text[begin:end]
 
     def value(self) -> Any:
-        """The JSON value that starts in the current line."""
-        while self._text[self._at].isspace():
-            self._at += 1
+        """The JSON value that starts here."""
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
-                break
             except json.JSONDecodeError as error:
                 # Only a value that goes on beyond what was read so far needs more: twice as much each time.
                 is_cut = not self._text[error.pos :].strip()
@@ -364,14 +324,9 @@ class _Text:
                     line = self.number + self._text.count("\n", self._at, error.pos)
                     raise ValueError(f"{error.msg} at line {line}") from error
                 self._text, self._at = self._text[self._at :] + rest, 0
-                self._end = 0
-        self._go(end)
-        return value
-
-    def _line_end(self) -> int:
-        if self._end <= self._at:
-            self._end = self._text.find("\n", self._at) + 1 or len(self._text)
-        return self._end
+            else:
+                self._go(end)
+                return value
 
     def _go(self, end: int) -> None:
         self.number += self._text.count("\n", self._at, end)
@@ -379,3 +334,4 @@ class _Text:
 
 
 _DECODER = json.JSONDecoder()
+_SPACES = re.compile(r"\s*")

@@ -1,10 +1,9 @@
 """Measures the power of the tests: which of 120 small changes of the code make a test fail.
 
-    python -m tests.mutations list --seed 1 --count 120 > tests/mutations.jsonl
     python -m tests.mutations run --out build/mutations.jsonl
 
-`list` chooses changes in all files, in proportion to their statements: one operator, comparison, constant, condition
-or statement each. A change is found again by file, function and text, so the list survives moved lines.
+They are drawn from all files, in proportion to their statements: one operator, comparison, constant, condition or
+statement each. A change is found again by file, function and text, so the list survives moved lines.
 
 `run` applies one change at a time to a copy of the tree and runs the files of `make test-fast` that the list names for
 it as `tests`, up to the first test that fails. They were chosen by reading: which execute the changed code, or name it.
@@ -19,7 +18,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -35,77 +33,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests/mutations.jsonl"
-MEASURED = ("server", "capture", "protocol")
 
-# By the name of the node: what its sign is, and what it becomes.
-COMPARISONS = {
-    "Lt": ("<", "<="), "LtE": ("<=", "<"), "Gt": (">", ">="), "GtE": (">=", ">"), "Eq": ("==", "!="),
-    "NotEq": ("!=", "=="), "Is": ("is", "is not"), "IsNot": ("is not", "is"), "In": ("in", "not in"),
-    "NotIn": ("not in", "in"),
-}  # fmt: skip
-OPERATORS = {
-    "Add": ("+", "-"), "Sub": ("-", "+"), "Mult": ("*", "//"), "FloorDiv": ("//", "*"), "Div": ("/", "*"),
-    "Mod": ("%", "//"), "BitAnd": ("&", "|"), "BitOr": ("|", "&"), "LShift": ("<<", ">>"), "RShift": (">>", "<<"),
-    "Pow": ("**", "*"), "And": ("and", "or"), "Or": ("or", "and"),
-}  # fmt: skip
 Change = dict[str, Any]
 """`id`, `kind`, `file`, `line`, `function` (dotted; empty outside of any), `before`, `after`, and which `occurrence` of
 `before` in the function it is, from 0."""
-
-
-# ---- which changes there are ----
-
-
-def changes(file: str, source: bytes) -> Iterator[Change]:
-    """Yields all changes of a file."""
-    starts, functions = _starts(source), _functions(source)
-
-    def span(node: Any) -> tuple[int, int]:
-        return starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
-
-    def visit(node: Any, parent: Any, scope: str) -> Iterator[Change]:
-        def change(kind: str, shown: tuple[int, int], at: tuple[int, int], new: bytes) -> Change:
-            before, after = source[slice(*shown)], source[shown[0] : at[0]] + new + source[at[1] : shown[1]]
-            found = {"kind": kind, "file": file, "line": source[: at[0]].count(b"\n") + 1, "function": scope}
-            found |= {"before": before.decode(), "after": after.decode()}
-            return found | {"occurrence": source[functions[scope][0] : shown[0]].count(before)}
-
-        def operator(kind: str, left: Any, right: Any, op: ast.AST) -> Change:
-            gap = span(left)[1], span(right)[0]
-            sign, new = (COMPARISONS | OPERATORS)[type(op).__name__]
-            return change(kind, span(node), gap, source[slice(*gap)].replace(sign.encode(), new.encode(), 1))
-
-        if _is_left_out(node):
-            return
-        scope = _scope_of(node, scope)
-        op = getattr(node, "op", None)
-        match node:
-            case ast.Compare():
-                for left, op, right in zip([node.left, *node.comparators], node.ops, node.comparators, strict=False):
-                    yield operator("comparison", left, right, op)
-            case ast.BinOp() if type(op).__name__ in OPERATORS and not _joins_texts_or_types(node):
-                yield operator("operator", node.left, node.right, node.op)
-            case ast.BoolOp():
-                yield operator("operator", *node.values[:2], node.op)
-            case ast.AugAssign() if type(op).__name__ in OPERATORS:
-                yield operator("operator", node.target, node.value, node.op)
-            case ast.Constant(value=bool() | int() | float()) if parent is not None:
-                new = not node.value if isinstance(node.value, bool) else node.value + 1
-                yield change("constant", span(parent), span(node), str(new).encode())
-            case ast.If() | ast.While() | ast.IfExp():
-                at = span(node.test)
-                shown = span(node) if isinstance(node, ast.IfExp) else (span(node)[0], at[1])
-                yield change("condition", shown, at, b"not (%b)" % source[slice(*at)])
-            case ast.UnaryOp(op=ast.Not()):
-                yield change("condition", span(parent), span(node), source[slice(*span(node.operand))])
-        if _can_be_deleted(node, parent):
-            yield change("statement", span(node), span(node), b"pass")
-        for name, value in ast.iter_fields(node):
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST) and name not in ("annotation", "returns", "decorator_list", "bases"):
-                    yield from visit(child, node if hasattr(node, "lineno") else parent, scope)
-
-    yield from visit(ast.parse(source), None, "")
 
 
 def _scope_of(node: ast.AST, outer: str) -> str:
@@ -113,41 +44,9 @@ def _scope_of(node: ast.AST, outer: str) -> str:
     return f"{outer}.{node.name}".lstrip(".") if is_scope else outer  # type: ignore[attr-defined]
 
 
-def _is_left_out(node: ast.AST) -> bool:
-    match node:
-        case ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(value=ast.Constant()):
-            return True
-        case ast.Expr(value=ast.Call(func=ast.Attribute(value=ast.Name(id="logger")))):
-            return True
-        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Compare(left=ast.Name(id="__name__"))):
-            return True
-        case ast.Assign(targets=[ast.Name(id="__slots__" | "__all__")]) | ast.keyword(arg="stacklevel"):
-            return True
-    return False
-
-
-def _joins_texts_or_types(node: ast.BinOp) -> bool:
-    sides = (node.left, node.right)
-    is_text = any(isinstance(s, ast.JoinedStr) or isinstance(getattr(s, "value", None), str) for s in sides)
-    return is_text or (isinstance(node.op, ast.BitOr) and isinstance(sides[1], ast.Name | ast.Constant | ast.Subscript))
-
-
-def _can_be_deleted(node: ast.AST, parent: ast.AST | None) -> bool:
-    match node:
-        case ast.Return(value=ast.expr()):
-            return node not in getattr(parent, "body", [])[-1:]
-        case ast.Expr(value=ast.Call() | ast.Await()) | ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
-            return True
-    return isinstance(node, ast.Raise | ast.Delete | ast.AugAssign | ast.Continue | ast.Break | ast.Assert)
-
-
-def _starts(source: bytes) -> list[int]:
-    return [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
-
-
 def _functions(source: bytes) -> dict[str, tuple[int, int]]:
     """Where each function and class begins and ends; the whole file by an empty name."""
-    starts = _starts(source)
+    starts = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
     found = {"": (0, starts[-1])}
 
     def visit(node: Any, scope: str) -> None:
@@ -173,36 +72,6 @@ def locate(change: Change, source: bytes) -> int | None:
 
 def apply(change: Change, source: bytes, at: int) -> bytes:
     return source[:at] + change["after"].encode() + source[at + len(change["before"].encode()) :]
-
-
-def choose(seed: int, count: int) -> list[Change]:
-    """Returns the same changes for the same seed and code, at least one for each file."""
-    paths = [path for folder in MEASURED for path in sorted((ROOT / folder).rglob("*.py"))]
-    sources = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in paths if path.name != "__init__.py"}
-    found = {file: list(changes(file, source)) for file, source in sources.items() if not file.endswith("/openapi.py")}
-    found = {file: some for file, some in found.items() if some}
-    sizes = {file: sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(sources[file]))) for file in found}
-    shares = dict.fromkeys(found, 1)
-    while sum(shares.values()) < count:
-        waiting = [file for file in found if shares[file] < len(found[file])]
-        shares[max(waiting, key=lambda file: sizes[file] / (shares[file] + 1))] += 1
-    chosen: list[Change] = []
-    for file, some in found.items():
-        rng = random.Random(f"{seed} {file}")
-        mine: list[Change] = []
-        while len(mine) < shares[file]:
-            kind = rng.choice(sorted({change["kind"] for change in some}))
-            drawn = rng.choice([change for change in some if change["kind"] == kind])
-            some.remove(drawn)
-            with contextlib.suppress(SyntaxError):  # the sign was in a comment
-                changed = ast.parse(apply(drawn, sources[file], locate(drawn, sources[file]) or 0))
-                if ast.dump(changed) != ast.dump(ast.parse(sources[file])):
-                    mine.append(drawn)
-        chosen += sorted(mine, key=lambda change: change["line"])
-    return [{"id": number, **change} for number, change in enumerate(chosen, 1)]
-
-
-# ---- running them ----
 
 
 def in_child(run: Callable[[], int], limit: float, log: Path) -> int | None:
@@ -317,9 +186,6 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    listing = commands.add_parser("list")
-    listing.add_argument("--seed", type=int, default=1)
-    listing.add_argument("--count", type=int, default=120)
     running = commands.add_parser("run")
     running.add_argument("--changes", type=Path, default=LIST)
     running.add_argument("--only", nargs="+", type=int, help="ids of changes")
@@ -327,9 +193,6 @@ def main() -> None:
     running.add_argument("--unchanged", action="store_true", help="first run each file of tests on the code as it is")
     running.add_argument("--out", type=Path, required=True, help="file for one JSON object for each change")
     args = parser.parse_args()
-    if args.command == "list":
-        print("\n".join(json.dumps(change) for change in choose(args.seed, args.count)))
-        return
     args.out = args.out.absolute()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if "MUTATIONS_IN_COPY" in os.environ:

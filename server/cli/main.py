@@ -75,12 +75,23 @@ def run(argv: list[str]) -> int:
         raise CommandError(NO_VLLM)
     if command == "serve":  # its errors need their traceback
         return serve(rest)
-    try:
-        return of_files(command, rest)
+    import numpy as np
+
+    from routed_experts.protocol.collect import RoutingError
+
+    module = "cli.tiny_model" if command == "tiny-model" else f"tools.{command}"
+    try:  # files come from anywhere: what is wrong with one is an error with its place
+        with np.errstate(all="ignore"):  # numbers that no router has
+            status: int = import_module(f"routed_experts.server.{module}").main(rest)
+            return status
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
         raise CommandError(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}.") from error
+    except RoutingError as error:
+        raise CommandError(f"{error}.") from error
+    except MemoryError as error:
+        raise CommandError("There is not enough memory for this file.") from error
 
 
 def serve(argv: list[str]) -> int:
@@ -95,20 +106,3 @@ def serve(argv: list[str]) -> int:
     from routed_experts.server.cli import serve as command  # other versions of vLLM may lack its imports
 
     return command.main(argv)
-
-
-def of_files(command: str, argv: list[str]) -> int:
-    """Another command. Files come from anywhere: what is wrong with one is an error with its place."""
-    import numpy as np
-
-    from routed_experts.protocol.collect import RoutingError
-
-    try:
-        with np.errstate(all="ignore"):  # numbers that no router has
-            name = "cli.tiny_model" if command == "tiny-model" else f"tools.{command}"
-            status: int = import_module(f"routed_experts.server.{name}").main(argv)
-            return status
-    except RoutingError as error:
-        raise CommandError(f"{error}.") from error
-    except MemoryError as error:
-        raise CommandError("There is not enough memory for this file.") from error

@@ -24,7 +24,6 @@ from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_FLAG,
     ALLOW_UNTESTED_VARIABLE,
     UnsupportedConfig,
-    missing_gpu_run,
 )
 from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import cli_env_setup, configure_logging_from_args
@@ -272,8 +271,6 @@ def checked_configuration(model: str) -> Iterator[None]:
                 check_engine_config(config)
         except (ValueError, OSError) as error:
             raise CommandError(sentence_of(error, model)) from error
-        if current_platform.is_cuda() and (sentence := missing_gpu_run()) is not None:
-            logger.warning(sentence)
         return config
 
     EngineArgs.create_engine_config = create_and_check

@@ -81,7 +81,11 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
                 # Large router weights keep scores apart, so that rounding never changes the choice.
                 std = 1.0 if name.endswith("mlp.gate.weight") else 0.08
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
-        _prefer_printable(model, tokenizer, generator)
+        # Makes only printable ASCII and the end token likely, so that each token is one character.
+        printable = [tokenizer.convert_tokens_to_ids(chr(c)) for c in range(33, 127)] + [tokenizer.eos_token_id]
+        rows = torch.randn((len(printable), config.hidden_size), generator=generator) * 0.6
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[printable] = rows
     generation = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     directory.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".unfinished-", dir=directory) as unfinished:
@@ -89,18 +93,6 @@ def make_tiny_model(directory: Path, seed: int = _SEED) -> None:
             part.save_pretrained(unfinished)
         for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(directory / file.name)
-
-
-def _prefer_printable(
-    model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, generator: torch.Generator
-) -> None:
-    """Makes only printable ASCII and the end token likely, so that each token is one character."""
-    printable = [tokenizer.convert_tokens_to_ids(chr(c)) for c in range(33, 127)]
-    printable.append(tokenizer.eos_token_id)
-    head = model.lm_head.weight
-    rows = torch.randn((len(printable), head.shape[1]), generator=generator) * 0.6
-    head.zero_()
-    head[printable] = rows
 
 
 def main(argv: list[str]) -> int:

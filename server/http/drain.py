@@ -119,11 +119,11 @@ class DrainMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         drain = self._drain
-        if drain.until is not None and not _only_reads(scope):
-            await drain.refusal()(scope, receive, send)
-            return
         if scope["type"] == "lifespan":
             await self._app(scope, drain.until_shutdown(receive), send)
+            return
+        if drain.until is not None and not _only_reads(scope):
+            await drain.refusal()(scope, receive, send)
             return
         drain.under_way += 1
         try:
@@ -133,8 +133,6 @@ class DrainMiddleware:
 
 
 def _only_reads(scope: Scope) -> bool:
-    if scope["type"] == "lifespan":
-        return True
     path = scope["path"].removeprefix(scope.get("root_path", ""))  # a proxy may or may not strip --root-path
     return scope.get("method") in ("GET", "HEAD", "OPTIONS") and path not in _HEALTH
 

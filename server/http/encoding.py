@@ -5,7 +5,6 @@ An array is joined, checked and converted at once; its text is made in parts, so
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from typing import Any
 
 import msgspec
@@ -18,6 +17,7 @@ from routed_experts.capture.rows import ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import NUMPY_DTYPES, UNKNOWN, CodecError, Format, Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
+from routed_experts.server.outputs.array_store import npy_header
 
 LINE_BYTES = 64 << 10
 """Maximum routing text in one line of a stream: common clients reject lines of 128 KiB."""
@@ -147,7 +147,8 @@ class Encoder:
         self.counts.missing += missing
 
     def _data_parts(self, rows: NDArray[Any], start: int, missing: int, packed: bool) -> Iterator[bytes]:
-        is_object, header = self.fmt == "object", self._npy_header(len(rows)) if self.fmt == "npy" else b""
+        shape = len(rows), *self._wire_shape
+        is_object, header = self.fmt == "object", npy_header(self._wire.str, shape) if self.fmt == "npy" else b""
         data = rows.reshape(-1).view(np.uint8).data
         tail = f',"shape":[{len(rows)}{self._middle}{start},"missing":{missing}}}'
         if packed:
@@ -225,12 +226,6 @@ class Encoder:
     def _spread(self, array: NDArray[Any]) -> NDArray[Any]:
         """`array` [..., L, K], with all decoder layers if they are sent."""
         return array if self._layers is None else spread_layers(array, *self._layers)
-
-    def _npy_header(self, num_rows: int) -> bytes:
-        buffer = BytesIO()
-        described = {"descr": self._wire.str, "fortran_order": False, "shape": (num_rows, *self._wire_shape)}
-        np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]
-        return buffer.getvalue()
 
 
 class WeightsEncoder(Encoder):

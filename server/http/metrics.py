@@ -6,6 +6,7 @@ this is right for the metrics of an engine because only one API process receives
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import Counter, Gauge
 
@@ -22,58 +23,52 @@ _SETTINGS = {cause: cause.name.lower() for cause in (Cause.KV_STORE, Cause.KV_TR
 """Reasons that follow from settings. The others are faults."""
 _MODEL, _ENGINE = "model_name", "engine"  # as vLLM labels its metrics
 
+
+def _counter(name: str, about: str, *labels: str) -> Counter:
+    return Counter(f"routed_experts_{name}", about, [_MODEL, *labels])
+
+
+def _gauge(name: str, about: str, *labels: str) -> Gauge:
+    """A gauge of the API processes, or of an engine, whose last value counts."""
+    mode: Any = "mostrecent" if labels else "livesum"
+    return Gauge(f"routed_experts_{name}", about, [_MODEL, *labels], multiprocess_mode=mode)
+
+
 BUILD_INFO = Gauge(  # prometheus_client's Info does not work with several API processes
     "routed_experts_build_info", "1; the labels are versions.", ["version", "vllm_version"], multiprocess_mode="max"
 )
-ROWS_RETURNED = Counter("routed_experts_rows_returned", "Rows in responses.", [_MODEL])
-ROWS_MISSING = Counter(
-    "routed_experts_rows_missing", "Rows returned as -1 because they are unknown.", [_MODEL, "reason"]
-)
-SENT_BYTES = Counter("routed_experts_sent_bytes", "Encoded bytes of the arrays in responses.", [_MODEL])
-FEEDS_OPEN = Gauge("routed_experts_feeds_open", "Running choices with rows.", [_MODEL], multiprocess_mode="livesum")
-REPORTS_FAILED = Gauge(
-    "routed_experts_reports_failed", "Reports of engines that could not be read.", [_MODEL], multiprocess_mode="livesum"
-)
+ROWS_RETURNED = _counter("rows_returned", "Rows in responses.")
+ROWS_MISSING = _counter("rows_missing", "Rows returned as -1 because they are unknown.", "reason")
+SENT_BYTES = _counter("sent_bytes", "Encoded bytes of the arrays in responses.")
+BUFFERS_OPEN = _gauge("buffers_open", "Running choices with rows.")
+REPORTS_FAILED = _gauge("reports_failed", "Reports of engines that could not be read.")
 
-STORED_ARRAYS = Counter("routed_experts_stored_arrays", "Arrays to be returned by reference.", [_MODEL, "result"])
-STORE_BYTES = Gauge("routed_experts_store_bytes", "Size of stored arrays.", [_MODEL], multiprocess_mode="livesum")
+STORED_ARRAYS = _counter("stored_arrays", "Arrays to be returned by reference.", "result")
+STORE_BYTES = _gauge("store_bytes", "Size of stored arrays.")
 
-ROWS_CAPTURED = Counter("routed_experts_rows_captured", "Tokens whose routing was captured.", [_MODEL, _ENGINE])
-ROWS_FORGOTTEN = Counter(
-    "routed_experts_rows_forgotten",
-    "Rows discarded because a KV connector behaved unexpectedly.",
-    [_MODEL, _ENGINE],
-)
-COPY_WAIT = Counter(
-    "routed_experts_copy_wait_seconds",
-    "Seconds that steps waited for the copy of their rows to the host.",
-    [_MODEL, _ENGINE],
-)
-REQUESTS_TRACKED = Gauge(
-    "routed_experts_requests_tracked",
-    "Running requests with routing.",
-    [_MODEL, _ENGINE],
-    multiprocess_mode="mostrecent",
-)
-HOST_CACHE_BYTES = Gauge(
-    "routed_experts_host_cache_bytes",
-    "Memory of the rows of cached and offloaded tokens.",
-    [_MODEL, _ENGINE],
-    multiprocess_mode="mostrecent",
-)
-EXPERT_LOAD = Gauge(
-    "routed_experts_expert_load_ratio",
+RECORDED_REQUESTS = _counter("recorded_requests", "Prompts whose routing was written to a file.")
+RECORDED_BYTES = _counter("recorded_bytes", "Bytes of the files with recorded routing.")
+RECORD_DROPPED = _counter("record_dropped", "Prompts that were to be recorded and are not.", "reason")
+
+# By their names in `EngineStats`.
+ENGINE_COUNTERS = {
+    "rows_captured": _counter("rows_captured", "Tokens whose routing was captured.", _ENGINE),
+    "rows_forgotten": _counter(
+        "rows_forgotten", "Rows discarded because a KV connector behaved unexpectedly.", _ENGINE
+    ),
+    "copy_wait_s": _counter(
+        "copy_wait_seconds", "Seconds that steps waited for the copy of their rows to the host.", _ENGINE
+    ),
+}
+ENGINE_GAUGES = {
+    "requests_tracked": _gauge("requests_tracked", "Running requests with routing.", _ENGINE),
+    "host_cache_bytes": _gauge("host_cache_bytes", "Memory of the rows of cached and offloaded tokens.", _ENGINE),
+}
+EXPERT_LOAD = _gauge(
+    "expert_load_ratio",
     "Recent load of the busiest expert of a layer, divided by the mean load.",
-    [_MODEL, _ENGINE, "layer"],
-    multiprocess_mode="mostrecent",
-)
-
-RECORDED_REQUESTS = Counter(
-    "routed_experts_recorded_requests", "Prompts whose routing was written to a file.", [_MODEL]
-)
-RECORDED_BYTES = Counter("routed_experts_recorded_bytes", "Bytes of the files with recorded routing.", [_MODEL])
-RECORD_DROPPED = Counter(
-    "routed_experts_record_dropped", "Prompts that were to be recorded and are not.", [_MODEL, "reason"]
+    _ENGINE,
+    "layer",
 )
 
 BUILD_INFO.labels(VERSION, VLLM_VERSION).set(1)
@@ -144,11 +139,10 @@ class EngineMetrics:
         last = self._last.get(stats.engine, EngineStats(stats.engine))
         self._last[stats.engine] = stats
         labels = self._model, str(stats.engine)
-        ROWS_CAPTURED.labels(*labels).inc(stats.rows_captured - last.rows_captured)
-        ROWS_FORGOTTEN.labels(*labels).inc(stats.rows_forgotten - last.rows_forgotten)
-        COPY_WAIT.labels(*labels).inc(stats.copy_wait_s - last.copy_wait_s)
-        REQUESTS_TRACKED.labels(*labels).set(stats.requests_tracked)
-        HOST_CACHE_BYTES.labels(*labels).set(stats.host_cache_bytes)
+        for name, counter in ENGINE_COUNTERS.items():
+            counter.labels(*labels).inc(getattr(stats, name) - getattr(last, name))
+        for name, gauge in ENGINE_GAUGES.items():
+            gauge.labels(*labels).set(getattr(stats, name))
         for layer, busiest, routed in zip(self._layer_ids, stats.busiest, stats.routed, strict=False):
             EXPERT_LOAD.labels(*labels, str(layer)).set(busiest * self._num_experts / routed if routed else 0)
 
@@ -156,6 +150,6 @@ class EngineMetrics:
 async def watch_buffers(buffers: RowBuffers, interval_s: float = 1.0) -> None:
     """Updates the metrics of buffers once a second, because vLLM has no hook for the end of a request."""
     while True:
-        FEEDS_OPEN.labels(_model).set(len(buffers))
+        BUFFERS_OPEN.labels(_model).set(len(buffers))
         REPORTS_FAILED.labels(_model).set(buffers.num_failed_reports)
         await asyncio.sleep(interval_s)

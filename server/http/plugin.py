@@ -33,7 +33,7 @@ from routed_experts.server.outputs.array_store import ArrayStore, store_with
 from routed_experts.server.outputs.arrays import asks_for_every_request
 from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
-from routed_experts.server.page.routes import page_router, wants_key
+from routed_experts.server.page.routes import api_keys, page_router
 from routed_experts.server.settings import Settings, SettingsError
 from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger, rank_of_process
 
@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 _SWEEP_S = 15.0
 ADDRESS_FILE_VARIABLE = "ROUTED_EXPERTS_ADDRESS_FILE"
 
-REBOUND_CLASSES: dict[str, type[RoutedServing]] = {
+SERVING_CLASSES: dict[str, type[RoutedServing]] = {
     "openai_serving_completion": RoutedServingCompletion,
     "openai_serving_chat": RoutedServingChat,
     "serving_tokens": RoutedServingTokens,
@@ -77,11 +77,12 @@ class RoutedExpertsPlugin:
         if isinstance(engine_client, AsyncLLM) and is_capturing(engine_client.vllm_config.parallel_config.worker_cls):
             ours.captured = await CapturedEngine.start(engine_client, model)
             ours.tasks.append(asyncio.create_task(watch_buffers(ours.captured.buffers)))
-        rebind_classes(state)
+        for name, cls in SERVING_CLASSES.items():
+            if (serving := getattr(state, name, None)) is not None:
+                rebind_class(serving, cls, ours)
         unsupported_routes.refuse_on_other_routes(self._app)  # here, as other plugins' routes have been attached
         if ours.captured is not None:
             await self._test_and_set(ours, ours.captured, args, model)
-            rebind_classes(state)
         ours.drain.listens = getattr(args, LISTENS, None)
         if isinstance(engine_client, AsyncLLM):
             ours.drain.guard(engine_client, state)
@@ -97,29 +98,15 @@ class RoutedExpertsPlugin:
             raise SettingsError(f"routed_experts_default: {error}") from None
         await probe(self._app, captured, args, model)
         ours.settings, ours.generate_returns_rows = settings, asks_for_every_request(config)
-        ours.store = open_store(settings, args.port, *rank_of_process(config))
+        default = default_folder(str(args.port))
+        ours.store = store_with(settings, default, *rank_of_process(config))
+        if ours.store.folder == default:
+            remove_unused(default)  # of a process that was killed
+        else:
+            ours.store.open()
         ours.tasks.append(asyncio.create_task(sweep_forever(ours.store)))
         if settings.routed_experts_record is not None:  # before the drain, which is to come first at the end
             start_recording(captured, Path(settings.routed_experts_record), settings)
-
-
-def rebind_classes(state: State) -> None:
-    """Puts our behavior on vLLM's serving objects; safe to repeat."""
-    ours: ServerState = state.routed_experts
-    for name, cls in REBOUND_CLASSES.items():
-        if (serving := getattr(state, name, None)) is not None:
-            rebind_class(serving, cls, ours.captured, ours.settings.routed_experts_max_response_bytes, ours.store)
-
-
-def open_store(settings: Settings, port: int, rank: int, count: int) -> ArrayStore:
-    """The store of arrays that responses refer to. Raises `StoreError`."""
-    default = default_folder(str(port))
-    store = store_with(settings, default, rank, count)
-    if store.folder == default:
-        remove_unused(default)  # of a process that was killed
-    else:
-        store.open()
-    return store
 
 
 async def sweep_forever(store: ArrayStore) -> None:
@@ -167,7 +154,7 @@ def address(args: Namespace) -> str:
 def what_to_do(args: Namespace, base: str, model: str, has_page: bool) -> str:
     """The page's address, and a curl command."""
     body = {"model": model, "prompt": "Hello", "max_tokens": 8, "stream": True, "return_routed_experts": True}
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key(args) else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if api_keys(args) else ""
     to = f"--unix-socket {shlex.quote(args.uds)} {base}" if args.uds else base
     curl = f"curl -N {to}/v1/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(json.dumps(body))}"
     open_page = f"  open   {base}{PAGE_PATH}\n" if has_page and not args.uds else ""  # no browser opens a socket

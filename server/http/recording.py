@@ -4,7 +4,6 @@ A recorded request that does not ask for rows is opted in on its way to the engi
 One that asks is recorded with the rows that it asks for. A thread writes finished requests.
 """
 
-import fcntl
 import mmap
 import os
 import stat
@@ -16,7 +15,7 @@ from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, field
 from io import FileIO
-from itertools import chain, count, islice
+from itertools import chain, count
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from random import Random
@@ -32,7 +31,7 @@ from routed_experts.server.http.encoding import Encoder, LostRowsError
 from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
-from routed_experts.server.outputs.folders import open_private, private_folder, write_all
+from routed_experts.server.outputs.folders import open_private, private_folder, try_lock, write_all
 from routed_experts.server.outputs.row_buffer import NoRecorder, RecordedRows, RowBuffer
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
@@ -56,7 +55,6 @@ _RUNNING_BYTES = 512 << 20
 """Limit of the rows that are held for running requests."""
 _QUEUE_BYTES = 128 << 20
 """Limit of the rows that wait to be written; a single larger request may wait alone."""
-_PARTS = 32  # of up to 64 KiB, written at once
 _IDLE_S = 5.0
 _CLOSE_S = 5.0
 """How long a server that stops waits for what is not written yet."""
@@ -82,26 +80,16 @@ def prepare(folder: Path) -> None:
         except OSError:  # a link or a folder: no server made it
             continue
         with file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a pipe
-                continue
-            try:
-                if not _lock(file, path):  # another server writes it, or has completed it
-                    continue
-            except OSError:  # a file system without locks
+            is_left = False
+            with suppress(OSError):  # a file system without locks
+                is_left = stat.S_ISREG(os.fstat(file.fileno()).st_mode) and try_lock(file, path)
+            if not is_left:  # a pipe; or another server writes it, or has completed it
                 continue
             if size := os.fstat(file.fileno()).st_size:
                 with mmap.mmap(file.fileno(), 0) as content:
                     size = content.rfind(b"\n") + 1
                 file.truncate(size)
             _complete(path, size)
-
-
-def _lock(file: FileIO, path: Path) -> bool:
-    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot be locked."""
-    with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
-    return False
 
 
 def _complete(path: Path, size: int) -> None:
@@ -128,13 +116,13 @@ class RecordFiles:
         """Writes a line, which comes in parts; returns its bytes. If that fails, nothing of it stays in the file."""
         file = self._file or self._open()
         begin = end = file.tell()
-        limit, parts = self._room - sum(self._sizes.values()), iter(parts)
+        limit = self._room - sum(self._sizes.values())
         try:
-            while some := [*islice(parts, _PARTS)]:
-                end += sum(map(len, some))
+            for part in parts:
+                end += len(part)
                 if end > limit:
                     raise FullError
-                write_all(file, some)
+                write_all(file, [part])
         except BaseException:
             self._undo(file, begin)
             raise
@@ -148,7 +136,7 @@ class RecordFiles:
             file = FileIO(self._path, "x", opener=open_private)  # they tell texts, whatever the folder allows
             is_mine = True
             with suppress(OSError):  # a file system without locks
-                is_mine = _lock(file, self._path)  # else a server that begins has just removed it
+                is_mine = try_lock(file, self._path)  # else a server that begins has just removed it
             if not is_mine:
                 file.close()
         self._file = file
@@ -415,7 +403,7 @@ class Recorder(NoRecorder):
         return chain(line, [b"\n"])
 
 
-def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) -> Recorder:
+def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) -> None:
     """Starts to record what the engine is asked, until it is shut down."""
     prepare(folder)
     engine = captured.engine
@@ -435,11 +423,6 @@ def start_recording(captured: CapturedEngine, folder: Path, settings: Settings) 
 
     engine.shutdown = close_and_shut_down
     what = "with the token ids of prompts and answers" if settings.routed_experts_record_tokens else "without token ids"
-    logger.info(
-        "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more.",
-        100 * settings.routed_experts_record_share,
-        folder,
-        what,
-        room * num_processes,
-    )
-    return recorder
+    share, bound = 100 * settings.routed_experts_record_share, room * num_processes
+    text = "The routing of %g %% of all prompts is recorded in %s, %s: at most %d bytes more."
+    logger.info(text, share, folder, what, bound)

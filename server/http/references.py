@@ -14,9 +14,6 @@ from routed_experts.protocol.codec import Rows
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
-from routed_experts.server.vllm_api import get_logger
-
-logger = get_logger(__name__)
 
 _ROWS = "routed_experts/rows"
 ROWS_PATH = f"/v1/{_ROWS}"
@@ -24,7 +21,6 @@ ROWS_PATH = f"/v1/{_ROWS}"
 AT_ONCE_BYTES = 512 << 10
 """Rows of a response that is made at once, which takes at most about 2 ms. More are prepared in a thread and sent in
 parts, between which other tasks run."""
-_QUICK_ARRAYS = 16
 
 T = TypeVar("T")
 Arrays = Iterable[tuple[str, int, list[Rows]]]
@@ -34,7 +30,7 @@ Arrays = Iterable[tuple[str, int, list[Rows]]]
 class Delivery:
     """How the arrays of one response reach the client: inline."""
 
-    async def run(self, num_arrays: int, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
+    async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
         """Runs what prepares arrays of `num_bytes`: at once, or in a thread if it takes long."""
         return await run_in_threadpool(function, *args) if num_bytes > AT_ONCE_BYTES else function(*args)
 
@@ -58,14 +54,9 @@ class ReferenceMaker(Delivery):
     has_left: Callable[[], bool]  # whether the client has closed its connection
     unsent_ids: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
 
-    async def run(self, num_arrays: int, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
-        """Small arrays are stored in this thread if the store is in memory and has room; waking its thread costs more.
-        If the client leaves meanwhile, or storing fails, the arrays are deleted."""
+    async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
+        """In the store's thread. If the client leaves meanwhile, or storing fails, the arrays are deleted."""
         try:
-            room = 4 * num_bytes + 8192 * num_arrays  # for int32, dense layers, headers, and whole blocks
-            is_small = num_arrays <= _QUICK_ARRAYS and num_bytes <= AT_ONCE_BYTES
-            if is_small and self.store.is_in_memory and self.store.has_room(room):
-                return function(*args)
             return await asyncio.wrap_future(self.store.writer.submit(function, *args))
         except BaseException:
             self.delete_unsent()
@@ -104,8 +95,8 @@ class ReferenceMaker(Delivery):
             for each, reference in references.items():
                 encoders[each].count(reference["shape"][0], reference["missing"])
             made.append(references)
-        if failure is not None and self.store.is_time_to_warn():
-            logger.warning("Routed experts come inline: %s", failure)
+        if failure is not None:
+            self.store.warn("Routed experts come inline: %s", failure)
         return made, failure
 
     def _refer(self, encoder: Encoder, rows: list[Rows], start: int) -> dict[str, Any]:
@@ -113,18 +104,9 @@ class ReferenceMaker(Delivery):
         stored = self.store.put(array)
         self.unsent_ids.append(stored.id)
         count_stored(succeeded=True)
-        num_layers, num_rows, top_k = array.shape
-        reference = {
-            "id": stored.id,
-            "url": f"{_ROWS}/{stored.id}",  # relative to the API's base
-            "shape": [num_rows, num_layers, top_k],
-            "dtype": encoder.dtype,
-            "start": start,
-            "missing": missing,
-            "bytes": array.nbytes,
-            "expires": stored.expires,
-        }
-        return {**reference, "path": str(stored.path)} if self.store.tells_paths else reference
+        # The URL is relative to the API's base.
+        reference = stored.reference(array, start, missing, url=f"{_ROWS}/{stored.id}")
+        return {**reference, "path": str(stored.path)} if self.store.include_paths else reference
 
 
 def has_left(request: Request) -> bool:

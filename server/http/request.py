@@ -37,6 +37,9 @@ from routed_experts.server.vllm_api import SamplingParams, VLLMValidationError
 MSGPACK = "application/msgpack"
 ENDPOINTS = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
 _EXTRA_BODY = "extra_body"
+_MESSAGE_INTEGERS = {"top_k", "stream_interval"}
+"""Integers that vLLM sends to its engine unchecked, with at most so many bits:"""
+_MESSAGE_BITS = 63
 
 
 class PackedRoute(APIRoute):
@@ -47,19 +50,17 @@ class PackedRoute(APIRoute):
 
         async def unpacking(raw_request: Request) -> Response:
             media_type = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            return await handle(_PackedRequest.of(raw_request) if media_type == MSGPACK else raw_request)
+            if media_type == MSGPACK:
+                headers = [pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"]
+                headers.append((b"content-type", b"application/json"))
+                raw_request = _PackedRequest({**raw_request.scope, "headers": headers}, raw_request.receive)
+            return await handle(raw_request)
 
         return unpacking
 
 
 class _PackedRequest(Request):
     """A request in MessagePack that FastAPI and vLLM read as JSON."""
-
-    @classmethod
-    def of(cls, raw_request: Request) -> "_PackedRequest":
-        headers = [pair for pair in raw_request.scope["headers"] if pair[0] != b"content-type"]
-        headers.append((b"content-type", b"application/json"))
-        return cls({**raw_request.scope, "headers": headers}, raw_request.receive)
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
@@ -147,11 +148,6 @@ class RoutedGenerateRequest(RoutedRequest, GenerateRequest):
     """A request with token ids that may ask for routing."""
 
 
-_MESSAGE_INTEGERS = {"top_k", "stream_interval"}
-"""Integers that vLLM sends to its engine unchecked."""
-_MESSAGE_BITS = 63
-
-
 def field_of(request: Any, name: str) -> Any:
     """A field of vLLM's request model; None if the model lacks it. Pydantic keeps unknown fields of a client as
     attributes too, so `getattr` alone would return them."""
@@ -175,7 +171,7 @@ async def routing_of(raw_request: Request) -> RoutingOptions | None:
     if body is None:
         return None
     _check_places(body)
-    return _parse(body, raw_request)
+    return _parse(body, raw_request, {})
 
 
 async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
@@ -183,7 +179,9 @@ async def generate_routing_of(raw_request: Request) -> RoutingOptions | None:
     body = await _body(raw_request)
     if body is None:
         return None
-    options = _parse(body, raw_request, _vllms_default(raw_request))
+    # `vllm serve --enable-return-routed-experts` opts in every request of this endpoint.
+    vllms_default = {OPT_IN: True} if raw_request.app.state.routed_experts.generate_returns_rows else {}
+    options = _parse(body, raw_request, vllms_default)
     params = _check_places(body, PROMPT_START)
     if options is None:
         return None
@@ -244,18 +242,10 @@ def _check_places(body: Mapping[str, Any], *vllms: str) -> Mapping[str, Any]:
     return params
 
 
-def _vllms_default(raw_request: Request) -> dict[str, Any]:
-    """`vllm serve --enable-return-routed-experts` opts in every request of this endpoint."""
-    return {OPT_IN: True} if raw_request.app.state.routed_experts.generate_returns_rows else {}
-
-
-def _parse(
-    body: Mapping[str, Any], raw_request: Request, defaults: Mapping[str, Any] | None = None
-) -> RoutingOptions | None:
+def _parse(body: Mapping[str, Any], raw_request: Request, vllms_default: Mapping[str, Any]) -> RoutingOptions | None:
     settings: Settings = raw_request.app.state.routed_experts.settings
-    defaults = {**(defaults or {}), **settings.routed_experts_default}
     try:
-        return parse_options(body, defaults)
+        return parse_options(body, {**vllms_default, **settings.routed_experts_default})
     except FieldError as error:
         raise VLLMValidationError(str(error), parameter=error.param) from None
 

@@ -1,6 +1,7 @@
 """Unstreamed responses: collects rows from final outputs and builds the HTTP response."""
 
 import asyncio
+import re
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -13,7 +14,6 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
-from starlette.types import Receive, Scope, Send
 
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
@@ -35,9 +35,6 @@ from routed_experts.server.outputs.row_buffer import Causes, RowBuffer, causes_o
 from routed_experts.server.vllm_api import RequestOutput, get_logger
 
 logger = get_logger(__name__)
-
-_AT_ONCE_LIST_BYTES = 192 << 10
-"""As `AT_ONCE_BYTES`, of rows that are sent as nested lists."""
 
 
 @dataclass
@@ -131,13 +128,12 @@ class RoutedResponse:
     @property
     def is_small(self) -> bool:
         """Whether the response can be made at once."""
-        return self.nbytes <= (_AT_ONCE_LIST_BYTES if self.encoder.fmt == "list" else AT_ONCE_BYTES)
+        return self.nbytes <= AT_ONCE_BYTES
 
     async def prepare(self, packed: bool) -> bytes | Iterator[bytes]:
         """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the arrays if the request
         asks for references; if the store cannot take them, they must fit inline."""
-        num_arrays = (len(self.rows.choices) + len(self.rows.prompts)) * len(self.encoder.named_encoders())
-        return await self.delivery.run(num_arrays, self.nbytes, self.encode, packed)
+        return await self.delivery.run(self.nbytes, self.encode, packed)
 
     def encode(self, packed: bool) -> bytes | Iterator[bytes]:
         """As `prepare`, in this thread."""
@@ -214,6 +210,7 @@ def encoded(body: dict[str, Any], packed: bool) -> bytes:
 
 _JSON = "application/json"
 _METRICS_HEADER = "endpoint-load-metrics-format"
+_WEIGHT = re.compile(r"(?:^|;) *q=(\d+(?:\.\d*)?)?")  # one that is no number is 0
 
 
 async def respond(answer: Any, raw_request: Request) -> Response:
@@ -224,10 +221,10 @@ async def respond(answer: Any, raw_request: Request) -> Response:
         interval = float(getattr(raw_request.app.state.args, "sse_keep_alive_interval", 0))
         return StreamingResponse(with_sse_keep_alive(answer, interval), media_type="text/event-stream")
     packed = wants_msgpack(raw_request.headers.get("accept", ""))
-    about: dict[str, Any] = {"headers": metrics_header(raw_request.headers.get(_METRICS_HEADER, ""))}
+    headers = metrics_header(raw_request.headers.get(_METRICS_HEADER, "")) or {}
     if not isinstance(answer, RoutedResponse):
         plain = body_of(answer, packed)
-        return Response(encoded(plain, packed), media_type=MSGPACK, **about) if packed else JSONResponse(plain, **about)
+        return Response(encoded(plain, packed), 200, headers, MSGPACK) if packed else JSONResponse(plain, 200, headers)
     try:
         body = await answer.prepare(packed)
     except StoreError as error:
@@ -238,27 +235,14 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     except LostRowsError as error:
         failure = create_error_response(str(error), "InternalServerError", HTTPStatus.INTERNAL_SERVER_ERROR)
         return JSONResponse(failure.model_dump(), status_code=failure.error.code)
-    about["media_type"] = MSGPACK if packed else _JSON
-    if not isinstance(body, bytes):
-        return StreamingResponse(_in_turns(answer, body), **about)
-    answer.count()
-    return _Response(answer.delivery, body, **about)
-
-
-class _Response(Response):
-    """Keeps stored arrays only if the client is there when it is sent."""
-
-    def __init__(self, delivery: Delivery, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._delivery = delivery
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._delivery.mark_sent()
-        await super().__call__(scope, receive, send)
+    parts = iter([body]) if isinstance(body, bytes) else body
+    if isinstance(body, bytes):
+        headers = {**headers, "content-length": str(len(body))}
+    return StreamingResponse(_in_turns(answer, parts), 200, headers, MSGPACK if packed else _JSON)
 
 
 async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Other tasks run between two parts."""
+    """Other tasks run between two parts. Stored arrays are kept only if the client is there now."""
     try:
         answer.delivery.mark_sent()
         for part in parts:
@@ -272,17 +256,8 @@ def wants_msgpack(accept: str) -> bool:
     """Whether the `Accept` header names MessagePack and does not prefer JSON."""
     weights = {_JSON: 0.0, MSGPACK: 0.0}
     for item in accept.lower().split(","):
-        name, *params = (part.strip() for part in item.split(";"))
-        if name in weights:
-            weights[name] = _weight(params)
+        name, _, params = item.partition(";")
+        if name.strip() in weights:
+            weight = _WEIGHT.search(params)
+            weights[name.strip()] = 1.0 if weight is None else float(weight[1] or 0)
     return weights[MSGPACK] > 0 and weights[MSGPACK] >= weights[_JSON]
-
-
-def _weight(params: list[str]) -> float:
-    for param in params:
-        if param.startswith("q="):
-            try:
-                return float(param[2:])
-            except ValueError:
-                return 0.0
-    return 1.0

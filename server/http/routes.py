@@ -40,11 +40,7 @@ TokenRange = Annotated[
 GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 
 
-@router.post(
-    "/v1/completions",
-    dependencies=[Depends(validate_json_request)],
-    **schemas.COMPLETION,
-)
+@router.post("/v1/completions", dependencies=[Depends(validate_json_request)], **schemas.COMPLETION)
 @with_cancellation
 @load_aware_call
 async def create_completion(request: RoutedCompletionRequest, raw_request: Request, routing: Routing) -> Response:
@@ -54,11 +50,7 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
     return await respond(await serving.create_completion(request, raw_request), raw_request)
 
 
-@router.post(
-    "/v1/chat/completions",
-    dependencies=[Depends(validate_json_request)],
-    **schemas.CHAT,
-)
+@router.post("/v1/chat/completions", dependencies=[Depends(validate_json_request)], **schemas.CHAT)
 @with_cancellation
 @load_aware_call
 async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, routing: Routing) -> Response:
@@ -69,9 +61,7 @@ async def create_chat_completion(request: RoutedChatRequest, raw_request: Reques
 
 
 @generate_router.post(
-    "/inference/v1/generate",
-    dependencies=[Depends(require_key), Depends(validate_json_request)],
-    **schemas.GENERATE,
+    "/inference/v1/generate", dependencies=[Depends(require_key), Depends(validate_json_request)], **schemas.GENERATE
 )
 @with_cancellation
 @load_aware_call
@@ -89,11 +79,7 @@ async def routed_experts(raw_request: Request) -> RoutedExpertsInfo:
     return _captured(raw_request).info
 
 
-@router.post(
-    TEXTS_PATH,
-    dependencies=[Depends(validate_json_request)],
-    **schemas.TEXTS,
-)
+@router.post(TEXTS_PATH, dependencies=[Depends(validate_json_request)], **schemas.TEXTS)
 async def token_texts(raw_request: Request) -> TokenTexts:
     """The texts of up to 16,384 tokens, `{"token_ids": [39, 72]}`, each as it stands within a text, for whoever shows
     rows beside tokens."""

@@ -35,13 +35,12 @@ Rows = RoutedExpertsArray | RoutedExpertsReference | str | Ids
 Weights = RoutedExpertWeightsArray | RoutedExpertsReference | str | list[list[list[float | None]]]
 
 
-def _absent_unless_asked_for(schema: dict[str, Any]) -> None:
-    """Removes the default, because the server omits the field instead of sending null."""
-    schema.pop("default", None)
+def _without_default(schema: dict[str, Any]) -> None:
+    schema.pop("default", None)  # the server omits the field instead of sending null
 
 
 def _rows_field(description: str) -> Any:
-    return Field(default=None, description=description, json_schema_extra=_absent_unless_asked_for)
+    return Field(default=None, description=description, json_schema_extra=_without_default)
 
 
 _GENERATED = (

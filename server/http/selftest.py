@@ -31,7 +31,6 @@ from routed_experts.server.vllm_api import get_logger
 
 logger = get_logger(__name__)
 
-
 _NEW_TOKENS = 4
 _SHORT = 5
 """Prompt tokens whose rows share a message with other rows."""
@@ -46,9 +45,13 @@ _AGREEMENT = 0.5
 different tokens agree only by chance."""
 
 _MESSAGES = [{"role": "user", "content": "Which experts?"}]
-
-Body = Callable[..., dict[str, Any]]
-"""Builds the body of a request from prompt token ids and sampling parameters."""
+_COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
+_BODIES: dict[str, Callable[..., dict[str, Any]]] = {
+    _COMPLETIONS: lambda prompt, **sampling: {"prompt": prompt, **sampling},
+    _GENERATE: lambda prompt, **sampling: {"token_ids": prompt, "sampling_params": sampling},
+    _CHAT: lambda prompt, **sampling: {"messages": _MESSAGES, **sampling},
+}
+"""Of requests with the token ids of a prompt, and sampling parameters."""
 
 
 class SelfTestError(RuntimeError):
@@ -110,16 +113,12 @@ class AppClient:
     async def __aexit__(self, *error: object) -> None:
         await self._client.aclose()
 
-    async def get(self, path: str) -> httpx.Response:
-        """The response to GET `path`."""
-        return await self._send("GET", path)
-
     async def post(self, path: str, rank: int | None = None, **body: Any) -> httpx.Response:
         """The response to POST `path`, from a data parallel rank (None: any)."""
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        return await self._send("POST", path, json={"model": self._model, **body}, headers=headers)
+        return await self.send("POST", path, json={"model": self._model, **body}, headers=headers)
 
-    async def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
+    async def send(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:
             async with asyncio.timeout(_LIMIT_S):
                 return await self._client.request(method, path, timeout=None, **request)
@@ -129,49 +128,32 @@ class AppClient:
             raise SelfTestError(f"The self-test request to {path} failed: {error!r}") from error
 
 
-_COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
-
-
-def _completion(prompt: list[int], **sampling: Any) -> dict[str, Any]:
-    return {"prompt": prompt, **sampling}
-
-
-def _chat(prompt: list[int], **sampling: Any) -> dict[str, Any]:
-    return {"messages": _MESSAGES, **sampling}
-
-
-def _generate(prompt: list[int], **sampling: Any) -> dict[str, Any]:
-    return {"token_ids": prompt, "sampling_params": sampling}
-
-
 def _is_known(layer: Middleware) -> bool:
     function = layer.kwargs.get("dispatch", layer.cls)
     return str(getattr(function, "__module__", "")).startswith(("vllm.", "routed_experts."))
 
 
-async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> dict[str, Body]:
-    """The endpoints of this server that return routing, and functions that build their requests."""
-    found: dict[str, Body] = {_COMPLETIONS: _completion}
-    if scales_out(args):
-        found[_GENERATE] = _generate
+async def _endpoints(client: AppClient, args: Namespace, max_model_len: int) -> list[str]:
+    """The endpoints of this server that return routing."""
+    found = [_COMPLETIONS, _GENERATE] if scales_out(args) else [_COMPLETIONS]
     # vLLM's own endpoint tells whether there is a tokenizer and a chat template.
     tokenized = await client.post("/tokenize", messages=_MESSAGES)
     if tokenized.status_code == 200 and tokenized.json()["count"] + _NEW_TOKENS < max_model_len:
         # Some models render chats in another way; gpt-oss uses special tokens that a small vocabulary lacks.
-        plain = await client.post(_CHAT, **_chat([], max_tokens=1))
+        plain = await client.post(_CHAT, messages=_MESSAGES, max_tokens=1)
         if plain.status_code == 200:
-            found[_CHAT] = _chat
+            found.append(_CHAT)
     return found
 
 
-async def _check_endpoints(client: AppClient, endpoints: dict[str, Body], captured: CapturedEngine) -> None:
+async def _check_endpoints(client: AppClient, endpoints: list[str], captured: CapturedEngine) -> None:
     """Raises `SelfTestError` unless each endpoint rejects invalid routing fields."""
-    info = await client.get("/v1/routed_experts")
+    info = await client.send("GET", "/v1/routed_experts")
     if info.status_code != 200 or info.json() != captured.info.model_dump(mode="json"):
         raise SelfTestError("The self-test did not reach this server's routes: vLLM or another plugin replaced them.")
     too_late = captured.engine.vllm_config.model_config.max_model_len + 1
-    for path, body in endpoints.items():
-        asked = {OPT_IN: True, **body([1], max_tokens=1)}
+    for path in endpoints:
+        asked = {OPT_IN: True, **_BODIES[path]([1], max_tokens=1)}
         await _check_refusal(client, path, PROMPT_START, **asked, **{PROMPT_START: too_late})
         await _check_refusal(client, path, prefill_param.FIELD, **asked, kv_transfer_params={ROWS_PARAM: "no rows"})
         if path != _GENERATE:
@@ -192,9 +174,7 @@ async def _check_refusal(client: AppClient, path: str, param: str, **body: Any) 
 class _Rank:
     """Tests one data parallel rank."""
 
-    def __init__(
-        self, client: AppClient, endpoints: dict[str, Body], captured: CapturedEngine, rank: int | None
-    ) -> None:
+    def __init__(self, client: AppClient, endpoints: list[str], captured: CapturedEngine, rank: int | None) -> None:
         self._client = client
         self._endpoints = endpoints
         self._captured = captured
@@ -207,7 +187,8 @@ class _Rank:
         """Raises `SelfTestError` unless all endpoints return the same experts for the same tokens."""
         short, long = self._prompt(_SHORT), self._prompt(self._long())
         several = {"n": self._n, "temperature": 1.0}
-        for path, body in self._endpoints.items():
+        for path in self._endpoints:
+            body = _BODIES[path]
             (first,) = await self._ask(path, body(long))
             # Concurrent, so that they share steps. All but the last hit the prefix cache.
             streamed, whole, _ = await asyncio.gather(
@@ -219,7 +200,7 @@ class _Rank:
                 self._compare(path, choice.prompt_rows, first.prompt_rows)
             # Send the generated tokens as a prompt and compare the rows.
             choices = [first, *streamed, *whole]
-            again = (self._ask(_COMPLETIONS, _completion(_tokens(choice), max_tokens=1)) for choice in choices)
+            again = (self._ask(_COMPLETIONS, {"prompt": _tokens(choice), "max_tokens": 1}) for choice in choices)
             answers = await asyncio.gather(*again)
             for choice, (answer,) in zip(choices, answers, strict=True):
                 rows = answer.rows[: choice.end]
@@ -235,8 +216,8 @@ class _Rank:
         asked = {OPT_IN: True} | ({WEIGHTS: True} if self._captured.info.weights else {})
         response = await self._client.post(path, self._rank, **asked, **form, **body, stream=stream)
         if response.status_code != 200:
-            said = response.text
-            raise SelfTestError(f"The self-test request to {path} got status {response.status_code}: {said:.500}")
+            status, said = response.status_code, response.text
+            raise SelfTestError(f"The self-test request to {path} got status {status}: {said:.500}")
         n = sampling.get("n", 1)
         try:
             choices = collect(response.content, n=n)
@@ -276,12 +257,11 @@ class _Rank:
         block = self._captured.engine.vllm_config.cache_config.block_size
         return max(SMALL_ARRAY_BYTES // row_bytes + 1, of_more_than_a_line, block + 2)
 
-    def _prompt(self, length: int) -> list[int]:
+    def _prompt(self, length: int) -> Any:
         """Random token ids, so that no KV store has them from an earlier start."""
         model = self._captured.engine.vllm_config.model_config
         length = max(min(length, model.max_model_len - _NEW_TOKENS - 1), 1)
-        ids: list[int] = np.random.default_rng().integers(min(model.get_vocab_size(), _TOKEN_IDS), size=length).tolist()
-        return ids
+        return np.random.default_rng().integers(min(model.get_vocab_size(), _TOKEN_IDS), size=length).tolist()
 
 
 def _tokens(choice: Routing) -> list[int]:
@@ -311,11 +291,12 @@ def check_weights(rows: Rows, weights: NDArray[np.float32] | None) -> None:
 
 def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, int], num_experts: int) -> None:
     """Raises `SelfTestError` unless `rows` has the expected shape and valid expert ids."""
-    if rows.shape != (expected_rows, *shape):
-        raise SelfTestError(
-            f"The self-test got routing of shape {rows.shape}, not {(expected_rows, *shape)}: please report this."
-        )
-    if len(rows) and (rows == UNKNOWN).all():
+    expected = (expected_rows, *shape)
+    if rows.shape != expected:
+        raise SelfTestError(f"The self-test got routing of shape {rows.shape}, not {expected}: please report this.")
+    if not len(rows):
+        return
+    if (rows == UNKNOWN).all():
         raise SelfTestError("The self-test got no routing: the engine's worker or scheduler is not ours.")
     silent = np.flatnonzero((rows == UNKNOWN).any(axis=(0, 2)))
     if len(silent):
@@ -323,8 +304,6 @@ def check_rows(rows: NDArray[np.int16], expected_rows: int, shape: tuple[int, in
             f"MoE layers {silent.tolist()} wrote no ids for some tokens: their kernel routes by itself, at least for "
             "some batch sizes. Choose another kernel with --moe-backend."
         )
-    if not len(rows):
-        return
     if rows.min() < 0 or rows.max() >= num_experts:
         raise SelfTestError(f"The self-test got expert ids outside 0 to {num_experts - 1}: please report this.")
     ordered = np.sort(rows, axis=2)

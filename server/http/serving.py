@@ -16,7 +16,7 @@ from routed_experts.capture.seams.http import STREAMS_CHOICES, set_output_kind
 from routed_experts.protocol import codec
 from routed_experts.protocol.models import DELIVERY, HISTOGRAM, OPT_IN, WEIGHTS, RoutingOptions
 from routed_experts.server.http.encoding import Encoder, LostRowsError, PairedEncoder
-from routed_experts.server.http.engine import CapturedEngine
+from routed_experts.server.http.engine import CapturedEngine, ServerState
 from routed_experts.server.http.metrics import count_stored
 from routed_experts.server.http.references import Delivery, ReferenceMaker, cannot_store, has_left
 from routed_experts.server.http.request import RoutedGenerateRequest, RoutedRequest, field_of
@@ -31,8 +31,8 @@ from routed_experts.server.http.vllm_http import (
     OpenAIServingCompletion,
     ServingTokens,
 )
-from routed_experts.server.outputs import prefill_param
-from routed_experts.server.outputs.array_store import ArrayStore, StoreError
+from routed_experts.server.outputs.array_store import StoreError
+from routed_experts.server.outputs.prefill_param import FIELD, PARAMS, PrefillRowsError, PrefillRowsParam, to_wire
 from routed_experts.server.vllm_api import VLLM_VERSION, RequestOutput, VLLMValidationError, get_logger
 
 logger = get_logger(__name__)
@@ -58,27 +58,46 @@ def options_of(request: Any) -> RoutingOptions | None:
     return request.routing if isinstance(request, RoutedRequest) else None
 
 
+def _move_transfer_params(request: Any) -> None:
+    """Moves `kv_transfer_params` from vLLM's extra arguments to the field of that name."""
+    sampling, name = field_of(request, "sampling_params"), "vllm_xargs"
+    extra = field_of(request, name)
+    if sampling is not None:
+        extra, name = sampling.extra_args, "sampling_params.extra_args"
+    if not isinstance(extra, dict) or extra.get(PARAMS) is None:
+        return
+    if not isinstance(extra[PARAMS], dict):
+        _reject(f"{name}.{PARAMS} must be an object", f"{name}.{PARAMS}")
+    params = extra.pop(PARAMS)
+    if request.kv_transfer_params is None:
+        request.kv_transfer_params = params
+
+
 class RoutedServing:
     """Extension of vLLM's serving classes."""
 
-    captured: CapturedEngine | None  # None if the capture is off
-    max_bytes: int  # maximum bytes of routing in one response
-    store: ArrayStore | None  # arrays that are returned by reference; None if there are none
+    server: ServerState
+
+    @property
+    def captured(self) -> CapturedEngine | None:
+        """None if the capture is off."""
+        return self.server.captured
+
+    @property
+    def _max_bytes(self) -> int:
+        return self.server.settings.routed_experts_max_response_bytes
 
     def begin(self, request: Any, raw_request: Request | None) -> None:
-        """Prepares a request for vLLM's own handling."""
+        """Prepares a request for vLLM's own handling: checks `kv_transfer_params`, and moves rows out of them into a
+        `PrefillRowsParam`.
+
+        If vLLM or `check` rejects the request later, vLLM passes these params to the engine, so that the prefill
+        instance frees its KV.
+        """
         options = options_of(request)
         if options is not None and options.by_reference and raw_request is not None:
             request._has_left = partial(has_left, raw_request)
-        self.parse_transfer_params(request)
-
-    def parse_transfer_params(self, request: Any) -> None:
-        """Checks `kv_transfer_params` and moves rows out of them into a `PrefillRowsParam`.
-
-        Runs before vLLM's own handling. If vLLM or `check` rejects the request later, vLLM passes these params to the
-        engine, so that the prefill instance frees its KV.
-        """
-        self._move_params(request)
+        _move_transfer_params(request)
         params, config = request.kv_transfer_params, self.engine_client.vllm_config.kv_transfer_config  # type: ignore[attr-defined]
         try:
             transfer_params.check(params, config)
@@ -89,30 +108,12 @@ class RoutedServing:
         takes_rows = self.captured is not None and transfer_params.takes_prefill_rows(config)
         if PARAM in params:
             if self.captured is not None and not takes_rows:
-                _reject(
-                    f"{prefill_param.FIELD}: the KV connector of this server cannot receive rows", prefill_param.FIELD
-                )
-            params = {key: value for key, value in params.items() if key != PARAM} | (
-                {PARAM: prefill_param.PrefillRowsParam(params[PARAM])} if takes_rows else {}
-            )
-            request.kv_transfer_params = params
-        elif takes_rows and options_of(request) is not None and params.get("do_remote_decode"):
+                _reject(f"{FIELD}: the KV connector of this server cannot receive rows", FIELD)
+            others = {key: value for key, value in params.items() if key != PARAM}
+            rows = {PARAM: PrefillRowsParam(params[PARAM])} if takes_rows else {}
+            request.kv_transfer_params = others | rows
+        elif takes_rows and options is not None and params.get("do_remote_decode"):
             request.kv_transfer_params = {**params, PARAM: True}
-
-    def _move_params(self, request: Any) -> None:
-        """Moves `kv_transfer_params` from vLLM's extra arguments to the field of that name."""
-        sampling, name = field_of(request, "sampling_params"), "vllm_xargs"
-        extra = field_of(request, name)
-        if sampling is not None:
-            extra, name = sampling.extra_args, "sampling_params.extra_args"
-        if not isinstance(extra, dict) or extra.get(prefill_param.PARAMS) is None:
-            return
-        if not isinstance(extra[prefill_param.PARAMS], dict):
-            param = f"{name}.{prefill_param.PARAMS}"
-            _reject(f"{param} must be an object", param)
-        params = extra.pop(prefill_param.PARAMS)
-        if request.kv_transfer_params is None:
-            request.kv_transfer_params = params
 
     def check(self, request: Any) -> None:
         """Raises `VLLMValidationError` for routing that this server cannot return."""
@@ -138,77 +139,62 @@ class RoutedServing:
     async def check_prefill_rows(self, request: Any, prompt_lens: list[int]) -> None:
         """Raises `VLLMValidationError` for rows from a prefill instance that do not fit the prompt."""
         rows = (request.kv_transfer_params or {}).get(PARAM)
-        if self.captured is None or not isinstance(rows, prefill_param.PrefillRowsParam):
+        if self.captured is None or not isinstance(rows, PrefillRowsParam):
             return
-        about = self.captured.shape, self.captured.num_experts, self.captured.info.weights
+        captured = self.captured
         try:
-            if rows.is_large:
-                await run_in_threadpool(rows.parse, *about)
-            else:
-                rows.parse(*about)
-        except prefill_param.PrefillRowsError as error:
-            _reject(str(error), prefill_param.FIELD)
+            await run_in_threadpool(rows.parse, captured.shape, captured.num_experts, captured.info.weights)
+        except PrefillRowsError as error:
+            _reject(str(error), FIELD)
         count, *_ = rows.shape or [0]
         if len(prompt_lens) != 1 or count > prompt_lens[0]:
-            _reject(
-                f"{prefill_param.FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens",
-                prefill_param.FIELD,
-            )
+            _reject(f"{FIELD} has rows for {count} tokens, but the prompts have {prompt_lens} tokens", FIELD)
 
     async def check_lengths(
         self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None
     ) -> None:
-        """All checks that need the lengths of prompts: `check_prompts` and `check_room`."""
-        self.check_prompts(request, prompt_lens, num_choices, max_tokens)
-        await self.check_room(request, prompt_lens, num_choices, max_tokens)
-
-    def check_prompts(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
-        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large."""
+        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large for
+        this server or its store."""
         options = options_of(request)
         if options is None:
             return
         for index, length in enumerate(prompt_lens):
             if options.prompt_start > length:
+                param = options.prompt_start_param
                 which = f"prompt {index} (the first is 0)" if len(prompt_lens) > 1 else "the prompt"
-                _cannot(
-                    request,
-                    options,
-                    f"{options.prompt_start_param} is {options.prompt_start}, but {which} has {length} tokens",
-                    options.prompt_start_param,
-                )
+                _cannot(request, options, f"{param} is {options.prompt_start}, but {which} has {length} tokens", param)
                 return
+        copies = num_choices if options.layout == "joined" else 1
+        prompt_rows = copies * sum(length - options.prompt_start for length in prompt_lens)
+        if options.by_reference:
+            options = await self.check_store_capacity(request, options, prompt_rows)
         if options.rows and not options.by_reference:
-            prompt_rows = sum(prompt_lens) - len(prompt_lens) * options.prompt_start
-            copies = num_choices if options.layout == "joined" else 1
             own_rows = len(prompt_lens) * num_choices * max((max_tokens or 1) - 1, 0)
-            self.check_size(request, options, copies * prompt_rows + own_rows)
+            self.check_size(request, options, prompt_rows + own_rows)
 
-    async def check_room(self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None) -> None:
+    async def check_store_capacity(self, request: Any, options: RoutingOptions, num_rows: int) -> RoutingOptions:
         """Rejects a request for references to a store that has no room for the rows of its prompts. If only the
-        server-wide default asks for references, arrays are returned inline then, unless they are too large."""
-        options = options_of(request)
-        if options is None or not options.by_reference:
-            return
-        if self.store is None:
+        server-wide default asks for references, its options become those of arrays that are returned inline."""
+        store = self.server.store
+        if store is None:
             _reject("This server stores no routed experts: leave out routed_experts_delivery.", DELIVERY)
-        num_rows = sum(max(length - options.prompt_start, 0) for length in prompt_lens)
-        num_bytes = self.encoder(options).stored_bytes(num_rows * (num_choices if options.layout == "joined" else 1))
+        num_bytes = self.encoder(options).stored_bytes(num_rows)
         try:
-            if not self.store.has_room(num_bytes):
-                await run_in_threadpool(self.store.make_room, num_bytes)
+            if not store.has_room(num_bytes):
+                await run_in_threadpool(store.make_room, num_bytes)
         except StoreError as error:
             count_stored(succeeded=False)
             if not options.refers_by_default:
                 raise cannot_store(error) from None
             logger.info("Server-wide default %s ignored for a request: %s", DELIVERY, error)
-            request.routing = replace(options, by_reference=False)
-            self.check_prompts(request, prompt_lens, num_choices, max_tokens)
+            options = request.routing = replace(options, by_reference=False)
+        return options
 
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
         """How the arrays of a request reach the client."""
-        if not options.by_reference or self.store is None:
+        if not options.by_reference or self.server.store is None:
             return Delivery()
-        return ReferenceMaker(self.store, request._has_left)
+        return ReferenceMaker(self.server.store, request._has_left)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None:
@@ -218,13 +204,13 @@ class RoutedServing:
 
     def check_size(self, request: Any, options: RoutingOptions, num_rows: int) -> None:
         """Raises `VLLMValidationError` if `num_rows` rows exceed the maximum size of a response."""
-        num_bytes = self.encoder(options).text_bytes(num_rows)
-        if num_bytes > self.max_bytes:
+        num_bytes, limit = self.encoder(options).text_bytes(num_rows), self._max_bytes
+        if num_bytes > limit:
             _cannot(
                 request,
                 options,
                 f"The routing of {num_rows} tokens would take {num_bytes} bytes, and the limit of this server is "
-                f"{self.max_bytes} (--routed-experts-max-response-bytes): ask for fewer tokens, a higher "
+                f"{limit} (--routed-experts-max-response-bytes): ask for fewer tokens, a higher "
                 "routed_experts_prompt_start or a narrower routed_experts_dtype"
                 + (f", or leave out {WEIGHTS}" if options.weights else ""),
                 OPT_IN,
@@ -252,7 +238,7 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return make(results)
-        about |= {"max_bytes": self.max_bytes, "delivery": self.delivery(request, options)}
+        about |= {"max_bytes": self._max_bytes, "delivery": self.delivery(request, options)}
         rewriter = SSERewriter(options, self.encoder(options), num_choices, self._error_event, **about)
         return rewriter.rewrite(make(rewriter.watch(results)))
 
@@ -278,10 +264,10 @@ class RoutedServing:
         if not rows.options.by_reference:
             self.check_size(request, rows.options, rows.num_rows)
         if options_of(request) is None:
-            response.kv_transfer_params = prefill_param.to_wire(response.kv_transfer_params)
+            response.kv_transfer_params = to_wire(response.kv_transfer_params)
             return response
         encoder, delivery = self.encoder(rows.options), self.delivery(request, rows.options)
-        return RoutedResponse(response, rows, encoder, is_list, delivery, self.max_bytes)
+        return RoutedResponse(response, rows, encoder, is_list, delivery, self._max_bytes)
 
     def _error_event(self, error: Exception) -> str:
         said = isinstance(error, LostRowsError | StreamLimitError)
@@ -319,12 +305,8 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        make = super().completion_stream_generator
-
-        def chunks(results: AsyncIterator[tuple[int, RequestOutput]]) -> AsyncIterator[str]:
-            return make(request, engine_inputs, results, *args, **kwargs)
-
-        return self.stream(chunks, request, result_generator, request.n or 1)
+        make = partial(super().completion_stream_generator, request, engine_inputs)
+        return self.stream(lambda results: make(results, *args, **kwargs), request, result_generator, request.n or 1)
 
     def request_output_to_completion_response(
         self, final_res_batch: list[RequestOutput], request: CompletionRequest, *args: Any, **kwargs: Any
@@ -370,17 +352,20 @@ class RoutedServingChat(RoutedServing, OpenAIServingChat):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[str]:
-        make = super().chat_completion_stream_generator
-
-        def chunks(results: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-            return make(request, results, request_id, model_name, conversation, *args, **kwargs)
-
+        make = partial(super().chat_completion_stream_generator, request)
+        args = (request_id, model_name, conversation, *args)
         preface = num_choices = request.n or 1
         # One chunk with the role per choice, and with `echo` one with the last message if it has the same role.
         last = conversation[-1] if conversation else {}
         if request.echo and last.get("role") == self.get_chat_request_role(request) and last.get("content"):
             preface += num_choices
-        return self.stream(chunks, request, result_generator, num_choices, preface_chunks=preface)
+        return self.stream(
+            lambda results: make(results, *args, **kwargs),
+            request,
+            result_generator,
+            num_choices,
+            preface_chunks=preface,
+        )
 
     async def chat_completion_full_generator(
         self, request: ChatCompletionRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
@@ -429,12 +414,11 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
     def serve_tokens_stream_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
     ) -> AsyncIterator[str]:
-        make = super().serve_tokens_stream_generator
-
-        def chunks(results: AsyncIterator[RequestOutput]) -> AsyncIterator[str]:
-            return make(request, results, *args, **kwargs)
-
-        return self.stream(chunks, request, result_generator, request.sampling_params.n, has_own_field=True)
+        make = partial(super().serve_tokens_stream_generator, request)
+        n = request.sampling_params.n
+        return self.stream(
+            lambda results: make(results, *args, **kwargs), request, result_generator, n, has_own_field=True
+        )
 
     async def serve_tokens_full_generator(
         self, request: GenerateRequest, result_generator: AsyncIterator[RequestOutput], *args: Any, **kwargs: Any
@@ -443,13 +427,7 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
         return await self.collect(make, request, result_generator, *args)
 
 
-def rebind_class(
-    serving: Any,
-    cls: type[RoutedServing],
-    captured: CapturedEngine | None,
-    max_bytes: int,
-    store: ArrayStore | None = None,
-) -> None:
+def rebind_class(serving: Any, cls: type[RoutedServing], server: ServerState) -> None:
     """Changes the class of vLLM's `serving` to its stateless subclass `cls`. Safe to repeat.
 
     vLLM builds the object from two dozen arguments, so building it again would break with each change of that list.
@@ -459,6 +437,4 @@ def rebind_class(
         if type(serving) is not cls.__mro__[2]:
             raise TypeError(f"{cls.__name__} does not extend {type(serving).__name__}")
         serving.__class__ = cls
-    serving.captured = captured
-    serving.max_bytes = max_bytes
-    serving.store = store
+    serving.server = server

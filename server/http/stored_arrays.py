@@ -36,7 +36,7 @@ class _Part:
     """Some layers and tokens of a stored array: a piece of its file for each layer, or one for all tokens."""
 
     def __init__(self, file: FileIO, key: str, layers: str | None, tokens: str | None) -> None:
-        (num_layers, num_tokens, top_k), dtype = read_npy_header(file)
+        (num_layers, num_tokens, top_k), dtype, _ = read_npy_header(file)
         begin, end = _span(layers, num_layers, "layers")
         first, last = _span(tokens, num_tokens, "tokens")
         row = top_k * dtype.itemsize

@@ -58,7 +58,9 @@ def refuse_on_other_routes(app: FastAPI) -> None:
     """Has every route of `app` that is not ours reject routing fields. Called when all routes are there."""
     for route in app.routes:
         if isinstance(route, Route | Mount) and not is_ours(route) and not isinstance(route.app, _RefusingRoute):
-            route.app = _RefusingRoute(route.app, _passed_on(route.path))
+            # Where vLLM renders a prompt, it puts routing fields of its own into the request for our endpoint.
+            vllms = CompletionRequest.model_fields.keys() if route.path.endswith("/render") else ()
+            route.app = _RefusingRoute(route.app, {PROMPT_START}.intersection(vllms))
 
 
 def other_paths(app: FastAPI) -> list[str]:
@@ -70,11 +72,6 @@ def other_paths(app: FastAPI) -> list[str]:
 def is_ours(route: Route | Mount) -> bool:
     """Whether a route's function is one of this project."""
     return str(getattr(getattr(route, "endpoint", None), "__module__", "")).partition(".")[0] == _OURS
-
-
-def _passed_on(path: str) -> Collection[str]:
-    """vLLM's own routing fields, where it renders a prompt: it puts them into the request for our endpoint."""
-    return {PROMPT_START} & CompletionRequest.model_fields.keys() if path.endswith("/render") else ()
 
 
 class _RefusingRoute:

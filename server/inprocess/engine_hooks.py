@@ -12,7 +12,7 @@ from routed_experts.protocol.version import VERSION
 from routed_experts.server import GO_BACK
 from routed_experts.server.inprocess.api_processes import close_port_after_the_last
 from routed_experts.server.inprocess.patching import replace_once
-from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, EveryRequest, asks_for_every_request
+from routed_experts.server.outputs.arrays import VLLM_FLAG_ENABLED, InProcessCapture, asks_for_every_request
 from routed_experts.server.outputs.row_buffer import RowBuffers
 from routed_experts.server.settings import Settings, SettingsError
 from routed_experts.server.vllm_api import (
@@ -49,8 +49,14 @@ def take_over(args: Any) -> None:
     given = {name: str(value) if isinstance(value, Path) else value for name, value in args.additional_config.items()}
     args.additional_config = {**given, VLLM_FLAG_ENABLED: True}  # which vLLM hashes as JSON
     clear_flag(args)
-    _follow_engines()
     close_port_after_the_last()
+    # Engines that are created from now on return arrays, as vLLM's own capture does. Both classes make their output
+    # processor themselves, so it cannot be given to them; beam search drops what its requests return. Needed until
+    # vLLM tells plugins of new engines.
+    replace_once(LLMEngine, "__init__", _made)
+    replace_once(AsyncLLM, "__init__", _made)
+    replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)
+    replace_once(BeamSearchOnlineMixin, "beam_search", _beam_search_online)
 
 
 @cache
@@ -58,22 +64,10 @@ def _announce() -> None:
     logger.info("routed-experts-server %s captures the routed experts. %s", VERSION, GO_BACK)
 
 
-def _follow_engines() -> None:
-    """Makes engines that are created from now on return arrays, as vLLM's own capture does.
-
-    Both classes make their output processor themselves, so it cannot be given to them; beam search drops what its
-    requests return. Needed until vLLM tells plugins of new engines.
-    """
-    replace_once(LLMEngine, "__init__", _made)
-    replace_once(AsyncLLM, "__init__", _made)
-    replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)
-    replace_once(BeamSearchOnlineMixin, "beam_search", _beam_search_online)
-
-
 def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:
     init(engine, *args, **kwargs)
     if asks_for_every_request(engine.vllm_config):
-        EveryRequest.install(engine)
+        InProcessCapture.install(engine)
         set_flag_on_engine(engine)
 
 

@@ -28,6 +28,9 @@ from numpy.typing import NDArray
 
 from routed_experts.server.outputs import folders
 from routed_experts.server.settings import DEFAULT_LIFETIME_S, Settings
+from routed_experts.server.vllm_api import get_logger
+
+logger = get_logger(__name__)
 
 _ID = re.compile("[0-9a-f]{48}")
 _BLOCK_BYTES = 4096  # files take whole blocks
@@ -54,6 +57,12 @@ class StoredArray(NamedTuple):
     path: Path
     expires: int  # Unix time in seconds
 
+    def reference(self, array: NDArray[Any], start: int, missing: int, **more: Any) -> dict[str, Any]:
+        """What a reference says of `array` [layers, n, K], which is stored here and begins at position `start`."""
+        num_layers, num_rows, top_k = array.shape
+        about = {"shape": [num_rows, num_layers, top_k], "dtype": array.dtype.name, "start": start, "missing": missing}
+        return {"id": self.id, **more, **about, "bytes": array.nbytes, "expires": self.expires}
+
 
 class ArrayStore:
     """The share of a process in a folder of arrays, with a limit of bytes and a lifetime.
@@ -70,18 +79,19 @@ class ArrayStore:
         keeps: bool = True,  # whether arrays outlive the process
         rank: int = 0,  # of this process among `count`
         count: int = 1,
+        include_paths: bool = False,  # whether references name the files
     ) -> None:
         self.folder, self.lifetime_s = folder, lifetime_s
         self.is_in_memory = folders.MEMORY in folder.resolve().parents  # nobody who reads a file waits for a disk
         self.max_bytes = None if max_bytes is None else max_bytes // count  # of this process
         self.used_bytes = 0  # also of files that are being written, or are gone and still read
-        self.tells_paths = False  # whether references name the files
-        self._keeps, self._rank, self._count = keeps, rank, count
+        self.include_paths = include_paths
+        self._keeps, self._share = keeps, (rank, count)
         self._name = ""  # of the subfolder
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
-        # Expiry and bytes by id, the next to expire first; the expiry of what is gone and still read is 0.
-        self._held: OrderedDict[str, tuple[float, int]] = OrderedDict()
-        self._left: OrderedDict[str, tuple[float, int]] = OrderedDict()  # by ended processes, with lifetimes of theirs
+        # Expiry and bytes by id, the next to expire first: of this process, and of ended ones, which had other
+        # lifetimes. The expiry of what is gone and still read is 0.
+        self._held: list[OrderedDict[str, tuple[float, int]]] = [OrderedDict(), OrderedDict()]
         self._lock = threading.RLock()  # for what stands above; free while arrays are written and removed
         # Several threads would take twice the CPU time, and keep the event loop waiting for Python's lock.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
@@ -89,11 +99,11 @@ class ArrayStore:
         if not keeps:
             Finalize(None, self.close, exitpriority=0)  # `atexit` does nothing in a process of another
 
-    def is_time_to_warn(self) -> bool:
-        """True once a minute, because a full store is a reason to log for each array."""
-        if is_time := time.monotonic() >= self._next_warning:
+    def warn(self, message: str, *args: Any) -> None:
+        """Logs a warning, once a minute, because a full store is a reason to log for each array."""
+        if time.monotonic() >= self._next_warning:
             self._next_warning = time.monotonic() + _WARNING_S
-        return is_time
+            logger.warning(message, *args)
 
     def open(self, lost: str = "") -> str:
         """The name of this process's subfolder. Makes one if there is none, or only the one called `lost`.
@@ -113,28 +123,29 @@ class ArrayStore:
         folders.private_folder(self.folder)
         self._give_up()
         self._adopt(keeps)
-        name, self._owned[name] = folders.new_subfolder(self.folder, self._rank)
+        name, self._owned[name] = folders.new_subfolder(self.folder, self._share[0])
         if self.max_bytes is None:
             disk = os.statvfs(self.folder)
-            self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2 // self._count
+            self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2 // self._share[1]
         self._name = name
 
     def _adopt(self, keeps: bool) -> None:
         """Takes over what ended processes of this rank left, or removes what any left. Raises OSError."""
+        rank, count = self._share
         for name, owner in folders.without_process(self.folder):
-            is_mine = not keeps or int(name[:2], 16) % self._count == self._rank
+            is_mine = not keeps or int(name[:2], 16) % count == rank
             if not is_mine or not (files := folders.tidy(self.folder / name, keeps)):
                 owner.close()
                 continue
             left = {name + stem: (about.st_mtime, _blocks(about.st_size)) for stem, about in files}
             with self._lock:
                 self._owned[name] = owner
-                self._left = OrderedDict(sorted((self._left | left).items(), key=itemgetter(1)))
+                self._held[1] = OrderedDict(sorted((self._held[1] | left).items(), key=itemgetter(1)))
                 self.used_bytes += sum(size for _, size in left.values())
 
     def _give_up(self) -> None:
         """Forgets the subfolders and what they hold."""
-        for held in (self._held, self._left):
+        for held in self._held:
             self.used_bytes -= sum(size for _, size in held.values())
             held.clear()
         while self._owned:
@@ -165,7 +176,7 @@ class ArrayStore:
 
     def put(self, array: NDArray[Any]) -> StoredArray:
         """Stores `array`, which must be C-contiguous. Raises `StoreError` if it does not fit or cannot be written."""
-        header = _header(array.dtype.str, array.shape)
+        header = npy_header(array.dtype.str, array.shape)
         size = _blocks(len(header) + array.nbytes)
         while not self._reserve(size):
             self.make_room(size)
@@ -180,7 +191,7 @@ class ArrayStore:
                 self.used_bytes -= size
             raise StoreError(f"{self.folder} cannot be written to: {error}") from error
         with self._lock:
-            self._held[stored.id] = stored.expires, size
+            self._held[0][stored.id] = stored.expires, size
         return stored
 
     def _reserve(self, size: int) -> bool:
@@ -243,7 +254,7 @@ class ArrayStore:
     def _expire(self, key: str) -> bool:
         """Lets an array of this process expire; False if it is another's."""
         with self._lock:
-            for held in (self._held, self._left):
+            for held in self._held:
                 if key in held:
                     held[key] = 0, held[key][1]
                     held.move_to_end(key, last=False)
@@ -269,14 +280,14 @@ class ArrayStore:
             unremoved.append(gone)
         with self._lock:
             for key, size in unremoved:
-                self._held[key] = 0, size
+                self._held[0][key] = 0, size
                 self._expire(key)
         return self.used_bytes
 
     def _pop_gone(self, num_bytes: int | None) -> tuple[str, int] | None:
         """The next array to remove, and its bytes."""
         with self._lock:
-            for held in (self._held, self._left):
+            for held in self._held:
                 key, (expires, size) = next(iter(held.items()), ("", (float("inf"), 0)))
                 is_kept = expires and num_bytes is not None and self.has_room(num_bytes)
                 if expires < time.time() and not is_kept:
@@ -287,11 +298,9 @@ class ArrayStore:
 
 def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1) -> ArrayStore:
     """Creates the store; `default` is the folder if the settings name none."""
-    folder = settings.routed_experts_store
+    folder, include_paths = settings.routed_experts_store, settings.routed_experts_store_paths
     about = settings.routed_experts_store_bytes, settings.routed_experts_store_seconds, folder is not None
-    store = ArrayStore(default if folder is None else Path(folder), *about, rank, count)
-    store.tells_paths = settings.routed_experts_store_paths
-    return store
+    return ArrayStore(default if folder is None else Path(folder), *about, rank, count, include_paths)
 
 
 def _blocks(size: int) -> int:
@@ -299,7 +308,8 @@ def _blocks(size: int) -> int:
 
 
 @lru_cache
-def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+def npy_header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The first bytes of a `.npy` file of an array in C order."""
     buffer = BytesIO()
     described = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, described)  # type: ignore[no-untyped-call]

@@ -10,14 +10,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.capture.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete
+from routed_experts.server.outputs.row_buffer import (
+    BufferedRequestState,
+    RowBuffer,
+    RowBuffers,
+    is_complete,
+    opt_in,
+    opt_in_of,
+)
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -137,8 +143,7 @@ class ArrayBuffer(RowBuffer):
             stored = _stored(self._store, array, first)
             return stored, None if weights is None else _stored(self._store, weights, first)
         except StoreError as error:
-            if self._store.is_time_to_warn():
-                logger.warning("Request %r has arrays instead of references: %s", self._request_id, error)
+            self._store.warn("Request %r has arrays instead of references: %s", self._request_id, error)
             if stored is not None:
                 with suppress(StoreError, LookupError):
                     self._store.delete(stored.reference["id"])
@@ -149,9 +154,7 @@ def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReferenc
     """Stores `array` ([n, H, K])."""
     layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
     stored, missing = store.put(layers_first), 0 if array.dtype.kind == "u" else count_missing(array)
-    about = {"shape": [*array.shape], "dtype": array.dtype.name, "start": start, "missing": missing}
-    about |= {"bytes": array.nbytes, "expires": stored.expires, "path": str(stored.path)}
-    return ArrayReference({"id": stored.id, **about})
+    return ArrayReference({**stored.reference(layers_first, start, missing), "path": str(stored.path)})
 
 
 class ArrayCollector(RequestOutputCollector):
@@ -160,7 +163,7 @@ class ArrayCollector(RequestOutputCollector):
     vLLM merges the outputs of a slow reader before that, while they still carry the buffer of their choice.
     """
 
-    arrays: "EveryRequest"
+    arrays: "InProcessCapture"
     _filling: asyncio.Future[Any] | None = None
     """The output whose arrays a thread stores, so that other requests go on meanwhile."""
 
@@ -195,7 +198,7 @@ class ArrayCollector(RequestOutputCollector):
         return filling.result()
 
 
-class EveryRequest:
+class InProcessCapture:
     """Opts in every request of an engine, and puts arrays on the outputs."""
 
     def __init__(self, engine: LLMEngine | AsyncLLM) -> None:
@@ -215,7 +218,7 @@ class EveryRequest:
             self.form.learn(engine.collective_rpc("routed_experts_info")[0])
 
     @classmethod
-    def install(cls, engine: LLMEngine | AsyncLLM) -> "EveryRequest":
+    def install(cls, engine: LLMEngine | AsyncLLM) -> "InProcessCapture":
         """Replaces `add_request` of the engine's output processor. Each request passes it on its way to the engine, and
         it creates the state that builds the outputs."""
         processor = engine.output_processor
@@ -256,7 +259,7 @@ class EveryRequest:
         """vLLM's `add_request`, with the opt-in. Refuses a prompt that is streamed in: its rows have no fixed
         positions."""
         params = request.sampling_params
-        if not self.is_on or params is None or _asks(params):
+        if not self.is_on or params is None or opt_in_of(params) is not None:
             self._add(request, prompt, parent_req, request_index, queue)
             return
         if request.resumable:
@@ -265,9 +268,7 @@ class EveryRequest:
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
         store = self._store_for(params)
-        at_end = store is not None and not params.stop
-        asked = OptIn(start, _prompt_id(parent_req), parent_req is not None, self.form.has_weights, at_end)
-        params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
+        opt_in(params, start, self.form.has_weights, store is not None, _prompt_id(parent_req))
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
         buffer = ArrayBuffer(self.form, request.request_id, start, state.prompt_len, params.output_kind, store)
@@ -311,11 +312,6 @@ class EveryRequest:
                             choice.routed_expert_weights = weights
 
 
-def _asks(params: SamplingParams) -> bool:
-    return OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) is not None
-
-
-def _prompt_id(parent: Any) -> bytes:
-    """A random id, the same for all requests of one prompt (`n` > 1)."""
-    new = os.urandom(16)
-    return new if parent is None else vars(parent).setdefault("routed_experts_prompt_id", new)
+def _prompt_id(parent: Any) -> bytes | None:
+    """A random id, the same for all requests of one prompt with `n` > 1; None without one."""
+    return None if parent is None else vars(parent).setdefault("routed_experts_prompt_id", os.urandom(16))

@@ -77,13 +77,19 @@ def _own(subfolder: Path) -> FileIO | None:
     """The locked file; None if another process has locked it, or removed it."""
     path = subfolder / _OWNER
     owner = FileIO(path, "a+", opener=open_private)
-    with suppress(BlockingIOError, FileNotFoundError):
-        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(owner.fileno()), path.lstat()):
-            owner.seek(0)
-            return owner
+    if try_lock(owner, path):
+        owner.seek(0)
+        return owner
     owner.close()
     return None
+
+
+def try_lock(file: FileIO, path: Path) -> bool:
+    """Locks a file unless another process has locked or removed it. Raises OSError if files cannot be locked."""
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.lstat())
+    return False
 
 
 def tell(subfolder: Path, word: str) -> None:

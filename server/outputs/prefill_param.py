@@ -20,9 +20,6 @@ WEIGHTS = "weights"
 """Key of the weights (base64 of little-endian float32 [n, L, K]) beside `data`, over HTTP."""
 _WEIGHT_BYTES = 4
 
-LARGE_TEXT = 1 << 20
-"""Longer base64 is decoded and checked in a thread."""
-
 
 class PrefillRowsError(ValueError):
     """The value of `kv_transfer_params.routed_experts` is invalid."""
@@ -44,12 +41,6 @@ class PrefillRowsParam:
 
     def __deepcopy__(self, memo: Any) -> "PrefillRowsParam":
         return self
-
-    @property
-    def is_large(self) -> bool:
-        """Whether `parse` takes long enough to delay other requests."""
-        texts = [self._value.get(key) for key in ("data", WEIGHTS)] if isinstance(self._value, Mapping) else []
-        return sum(len(text) for text in texts if isinstance(text, str | bytes)) > LARGE_TEXT
 
     def parse(self, shape: tuple[int, int], num_experts: int, with_weights: bool = False) -> None:
         """Decodes and checks the rows for a model with `shape` (L, K). Drops weights if the server captures none."""

@@ -3,8 +3,8 @@
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -42,14 +42,23 @@ def causes_of(buffers: Iterable["RowBuffer"], joined: bool) -> Causes:
     return prompt + choices
 
 
-def opt_in(params: SamplingParams, prompt_start: int, weights: bool = False, at_end: bool = False) -> None:
-    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights.
-
-    `at_end`: whether rows are needed at the end only. Where a stop string ends a request, the engine does not know in
-    time.
-    """
-    asked = OptIn(prompt_start, os.urandom(16), params.n > 1, weights, at_end and not params.stop)
+def opt_in(
+    params: SamplingParams,
+    prompt_start: int,
+    weights: bool = False,
+    at_end: bool = False,  # whether rows are needed at the end only
+    prompt_id: bytes | None = None,  # of a request that is one of the prompt's
+) -> None:
+    """Opts the request in: the engine sends its rows from position `prompt_start` on, perhaps with their weights."""
+    final_only = at_end and not params.stop  # where a stop string ends a request, the engine does not know in time
+    shared = params.n > 1 or prompt_id is not None
+    asked = OptIn(prompt_start, prompt_id or os.urandom(16), shared, weights, final_only)
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
+
+
+def opt_in_of(params: SamplingParams | None) -> OptIn | None:
+    """What `opt_in` did to a request; None if it did nothing."""
+    return OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) if params is not None else None
 
 
 class RowBuffer:
@@ -214,15 +223,6 @@ class BufferedRequestState(RequestState):
 _new_completion_output = RequestState._new_completion_output
 
 
-class AllRequests(Protocol):
-    """Opts in every request; see `arrays.EveryRequest`."""
-
-    is_on: bool
-
-    def fill(self, outputs: Iterable[Any]) -> None:
-        """Replaces the buffers on `outputs` by arrays."""
-
-
 class NoRecorder:
     """Records nothing; see `http.recording.Recorder`."""
 
@@ -242,7 +242,7 @@ class RowBuffers:
 
     def __init__(self, processor: OutputProcessor) -> None:
         self.on_stats: Callable[[EngineStats], None] | None = None  # receives the counters
-        self.every_request: AllRequests | None = None  # None if requests opt in one by one
+        self.every_request: Any = None  # the `arrays.InProcessCapture`; None if requests opt in one by one
         self.recorder = NoRecorder()
         self.num_failed_reports = 0  # counters and causes of unknown rows that could not be read
         self._processor = processor
@@ -283,8 +283,7 @@ class RowBuffers:
         if request.request_id not in states:  # else more of a prompt that is streamed in
             record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
-        params = request.sampling_params
-        asked = OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) if params is not None else None
+        asked = opt_in_of(request.sampling_params)
         state = states[request.request_id]
         state.ends_with_rows = asked is not None and asked.final_only
         if record is not None:
@@ -319,9 +318,8 @@ class RowBuffers:
     ) -> OutputProcessorOutput:
         """vLLM's `process_outputs`, after the rows are taken off."""
         notes = self._unpacker.open(engine_core_outputs, engine_core_timestamp)
-        for name, take in ((STATS, self._take_stats), (CAUSES, self._take_causes)):
-            if name in notes:
-                self._take_report(take, notes[name])
+        if notes:
+            self._take_notes(notes)
         states = self._processor.request_states
         for output, start, rows in self._unpacker.rows(engine_core_outputs):
             if (state := states.get(request_of_rows(output.request_id))) is not None:
@@ -334,18 +332,16 @@ class RowBuffers:
             self.every_request.fill(processed.request_outputs)
         return processed
 
-    def _take_report(self, take: Callable[[Any], None], report: Any) -> None:
-        """Calls `take` with a report. Its exceptions must not end vLLM's output handler, and with it the server."""
+    def _take_notes(self, notes: Mapping[str, Any]) -> None:
+        """Takes causes and counters. Exceptions must not end vLLM's output handler, and with it the server."""
         try:
-            take(report)
+            self._take_causes(notes.get(CAUSES, ()))
+            if STATS in notes and self.on_stats is not None:
+                self.on_stats(EngineStats.decode(notes[STATS]))
         except Exception:
             if self.num_failed_reports == 0:
                 logger.exception("A report of the engine cannot be read. Further ones are counted only.")
             self.num_failed_reports += 1
-
-    def _take_stats(self, stats: Any) -> None:
-        if self.on_stats is not None:
-            self.on_stats(EngineStats.decode(stats))
 
     def _take_prompt(self, sender: str, start: int, rows: Rows) -> None:
         """Gives a prompt's rows to the choice `sender`, and to all other choices of the prompt. They share one array.

@@ -49,12 +49,7 @@ def page_config(raw_request: Request) -> dict[str, str]:
     state = raw_request.app.state
     if state.routed_experts.captured is None:
         return {"capture": "off"}
-    return {"api-key": "wanted"} if wants_key(getattr(state, "args", Namespace())) else {}
-
-
-def wants_key(args: Namespace) -> bool:
-    """Whether vLLM's routes require an API key."""
-    return bool(api_keys(args))
+    return {"api-key": "wanted"} if api_keys(getattr(state, "args", Namespace())) else {}
 
 
 def api_keys(args: Namespace) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from routed_experts.protocol.codec import UNKNOWN, Rows, count_missing
 from routed_experts.protocol.collect import Routing, RoutingError
-from routed_experts.protocol.saved import ModelInfo, SavedAnswer, drop_repeated_prompts, read
+from routed_experts.protocol.saved import ModelInfo, SavedAnswer, read
 from routed_experts.server.cli.console import CommandError, progress
 from routed_experts.server.tools.running import RunningServer, add_server_flags, bodies_of
 from routed_experts.server.tools.saved import add_flags, atomic_file, info_of, opened
@@ -69,7 +69,7 @@ def columns_of(answers: Answers, found: Exported, with_weights: bool) -> Iterato
     """The rows of responses, in parts that are small tables. A prompt's come once, with the first of its choices."""
     for answer, routings in answers:
         with answer.located():
-            for routing in drop_repeated_prompts(routings):
+            for routing in _without_repeated_prompts(routings):
                 if with_weights and routing.weights is None:
                     raise RoutingError("the response has no weights: set return_routed_expert_weights in the request")
                 if len(routing.rows):
@@ -81,6 +81,28 @@ def columns_of(answers: Answers, found: Exported, with_weights: bool) -> Iterato
                     for first in range(0, len(routing.rows), step):
                         yield {name: values[first : first + step] for name, values in columns.items()}
         found.answers += 1
+
+
+def _without_repeated_prompts(routings: Iterable[Routing]) -> Iterator[Routing]:
+    """The rows of each choice. Those of a prompt come with the first of its choices only."""
+    prompts: list[Routing] = []
+    for routing in routings:
+        prompt_len = 0 if routing.prompt_len is None else len(routing.prompt_rows)
+        if prompt_len and any(_have_same_prompt(routing, before) for before in prompts):
+            weights = None if routing.weights is None else routing.weights[prompt_len:]
+            routing = replace(routing, rows=routing.generated_rows, weights=weights, start=routing.start + prompt_len)
+        elif prompt_len:
+            prompts.append(routing)
+        yield routing
+
+
+def _have_same_prompt(one: Routing, other: Routing) -> bool:
+    """Whether it is certain: of one length, with the same rows and, as far as they are known, token ids."""
+    return (
+        None is not one.prompt_len == other.prompt_len
+        and one.prompt_token_ids == other.prompt_token_ids
+        and np.array_equal(one.prompt_rows, other.prompt_rows)
+    )
 
 
 def _columns(answer: SavedAnswer, routing: Routing, request: int) -> Columns:

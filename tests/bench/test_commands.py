@@ -1,6 +1,7 @@
 """Each benchmark says what it does, and runs; those that count rows fail where one is missing."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,6 @@ import pytest
 
 from bench.offloading import VARIANTS, play, reload_table
 from bench.scheduler import ends_table, long_prompt_table, queue_table
-from tests.command_lines import module_parser
 from tests.documentation import ROOT
 
 pytestmark = pytest.mark.release
@@ -18,11 +18,12 @@ COMMANDS = sorted(path.stem for path in (ROOT / "bench").glob("*.py") if "__main
 
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules:RuntimeWarning")
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"gpu", "http", "scheduler", "offloading"} < set(COMMANDS)
     for name in COMMANDS:
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
         with pytest.raises(SystemExit) as ended:
-            module_parser(f"bench.{name}", "--help")
+            runpy.run_module(f"bench.{name}", run_name="__main__")
         said = capsys.readouterr().out
         assert (ended.value.code, said[:6]) == (0, "usage:"), name
         assert len(said.splitlines()) > 4, f"a sentence on what {name} measures"

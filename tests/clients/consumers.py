@@ -1,8 +1,7 @@
 """How training frameworks take rows in: what each reads, checks and makes of it, written anew from its public code.
 
 Each function does what its framework does between the engine's answer and the tensor that the trainer replays, with its
-checks, and returns that tensor without what it puts into padding. `docs/clients.md` names the commits. L is the number
-of layers that the framework counts: MoE layers in `moe_or_decoder_layers`, otherwise all decoder layers.
+checks, and returns that tensor without what it puts into padding. `docs/clients.md` names the commits.
 """
 
 import base64
@@ -10,7 +9,7 @@ import binascii
 import io
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,16 +24,10 @@ def need(condition: Any, why: str) -> None:
         raise Rejected(why)
 
 
-def moe_or_decoder_layers(num_payload_layers: int, moe_layers: Sequence[int], num_layers: int) -> list[int]:
-    """verl, NeMo-RL: the layer of the payload for each MoE layer of the model."""
-    if num_payload_layers == num_layers:
-        return list(moe_layers)
-    need(num_payload_layers == len(moe_layers), "index out of range")
-    return list(range(len(moe_layers)))
-
-
-def decoder_layers(num_payload_layers: int, moe_layers: Sequence[int], num_layers: int) -> list[int]:
-    """The others."""
+def payload_layers(num_payload_layers: int, moe_layers: Sequence[int], num_layers: int, both: bool) -> list[int]:
+    """The layer of the payload for each MoE layer of the model; verl and NeMo-RL also take payloads without others."""
+    if both and num_payload_layers == len(moe_layers):
+        return list(range(len(moe_layers)))
     need(num_payload_layers == num_layers, "layers do not match the model")
     return list(moe_layers)
 
@@ -42,10 +35,28 @@ def decoder_layers(num_payload_layers: int, moe_layers: Sequence[int], num_layer
 # ---- engines that the framework holds in its own process: CompletionOutput.routed_experts of `total` tokens ----
 
 
-def verl(rows: np.ndarray, total: int, num_experts: int) -> np.ndarray:
-    taken = torch.tensor(rows, dtype=torch.int16)
-    need(len(taken) in (total, total - 1), "expected equal lengths or exactly one missing final route")
-    return taken.numpy()
+class InProcess(NamedTuple):
+    """What a framework takes, and makes of it."""
+
+    dtype: Any = None  # of its tensor, if it converts
+    needs_all: bool = True  # rows of all tokens, or of all but the last
+    needs_known: bool = False
+    needs_vllms_dtype: bool = False
+
+    def take(self, rows: np.ndarray, total: int, num_experts: int) -> np.ndarray:
+        of_model = np.uint8 if num_experts <= 256 else np.uint16
+        need(
+            rows.ndim == 3 and np.issubdtype(rows.dtype, np.integer), "must be an integer [tokens, layers, topk] array"
+        )
+        need(not self.needs_vllms_dtype or rows.dtype == of_model, "must use the dtype of the expert count")
+        need(not self.needs_known or rows.min(initial=0) >= 0, "must be non-negative")
+        need(int(rows.max(initial=0)) < num_experts, "outside the model's range")
+        need(len(rows) in (total, total - 1) or (not self.needs_all and 0 < len(rows) < total), "route rows for tokens")
+        return rows if self.dtype is None else torch.tensor(rows, dtype=self.dtype).numpy()
+
+
+VERL, MS_SWIFT, SKYRL = InProcess(torch.int16), InProcess(torch.int64), InProcess(needs_all=False, needs_known=True)
+ART = InProcess(needs_vllms_dtype=True)
 
 
 def verl_resumed(first: np.ndarray, second: np.ndarray, new_tokens: int) -> np.ndarray:
@@ -68,26 +79,6 @@ def nemo_rl(rows: np.ndarray, total: int, num_experts: int) -> np.ndarray:
     need(not (ordered[..., 1:] == ordered[..., :-1]).any(), "duplicate expert ids")
     need(int(ordered.max()) < num_experts, "outside the expert range")
     return whole.numpy()
-
-
-def skyrl(rows: np.ndarray, total: int, num_experts: int) -> np.ndarray:
-    need(rows.ndim == 3 and np.issubdtype(rows.dtype, np.integer), "must be an integer [tokens, layers, topk] array")
-    need(rows.min(initial=0) >= 0, "must be non-negative")
-    need(0 < len(rows) <= total, "route rows for tokens")
-    return rows.astype(np.uint8 if rows.max(initial=0) < 2**8 else np.int16)
-
-
-def ms_swift(rows: np.ndarray, total: int, num_experts: int) -> np.ndarray:
-    need(len(rows) in (total, total - 1), "does not match encoded length")
-    return torch.as_tensor(rows).to(torch.int64).numpy()
-
-
-def art(rows: np.ndarray, total: int, num_experts: int) -> np.ndarray:
-    need(rows.ndim == 3, "must have rank 3")
-    need(rows.dtype == (np.uint8 if num_experts <= 256 else np.uint16), "must use the dtype of the expert count")
-    need(rows.shape[2] <= num_experts and int(rows.max(initial=0)) < num_experts, "outside the exact model range")
-    need(len(rows) in (total, total - 1), "length does not match prompt/completion token ids")
-    return rows
 
 
 def prime_rl(rows: np.ndarray, start: int) -> dict[str, Any]:
@@ -139,25 +130,29 @@ def prime_rl_trainer(rows: np.ndarray, num_tokens: int) -> torch.Tensor:
     return torch.frombuffer(sent, dtype=getattr(torch, rows.dtype.name)).reshape(rows.shape).to(torch.int32)[None]
 
 
-def vime(value: Any, num_rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
-    """Of the base64 of a .npy file. Zeros in an MoE layer are how missing rows look from vLLM's own capture."""
-    loaded = np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
-    need(loaded.size == num_rows * num_layers * top_k, "element count does not match sample tokens")
-    rows = loaded.astype(np.int32).reshape(num_rows, num_layers, top_k)
-    need(((rows >= 0) & (rows < num_experts)).all(), "routed expert ids outside the range")
-    return rows
+class OverHTTP(NamedTuple):
+    """The form that a framework asks for and decodes."""
+
+    fmt: Any
+    dtype: Any
+    needs_known: bool = False
+
+    def take(self, value: Any, num_rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
+        if self.fmt == "list":
+            need(isinstance(value, list), "not a pickle")
+            flat = np.asarray(value, dtype=np.int64)
+        else:
+            data = base64.b64decode(value, validate=True)
+            is_npy = self.fmt == "npy"
+            flat = np.load(io.BytesIO(data), allow_pickle=False) if is_npy else np.frombuffer(data, dtype=np.int32)
+        need(flat.size == num_rows * num_layers * top_k, "element count does not match sample tokens")
+        rows = flat.reshape(num_rows, num_layers, top_k)
+        need(not self.needs_known or ((rows >= 0) & (rows < num_experts)).all(), "routed expert ids outside the range")
+        return rows
 
 
-def xtuner(value: Any, num_rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
-    """Of nested lists, as it takes a string for a pickle."""
-    need(isinstance(value, list), "not a pickle")
-    rows = np.asarray(value, dtype=np.int64)
-    need(rows.size == num_rows * num_layers * top_k, "rollout_routed_experts.size(0) != input_ids.size(1)")
-    return rows.reshape(num_rows, num_layers, top_k)
-
-
-def slime(value: Any, num_rows: int, num_layers: int, top_k: int, num_experts: int) -> np.ndarray:
-    """Of the base64 of the bare array, as AReaL and miles; AReaL does not check, miles takes K from the length."""
-    flat = np.frombuffer(base64.b64decode(value), dtype=np.int32)
-    need(flat.size == num_rows * num_layers * top_k, "element count does not match sample tokens")
-    return flat.reshape(num_rows, num_layers, top_k)
+HTTP = {
+    "vime": OverHTTP("npy", "auto", needs_known=True),  # zeros in an MoE layer are how it sees that rows are missing
+    "xtuner": OverHTTP("list", "int16"),  # it takes a string for a pickle
+    "slime, miles, AReaL": OverHTTP("raw", "int32"),  # AReaL does not check, miles takes K from the length
+}

@@ -11,7 +11,6 @@ from typing import Any
 
 import aiohttp
 import httpx
-import numpy as np
 import pytest
 import requests
 from openai import AsyncOpenAI, BadRequestError, OpenAI
@@ -21,7 +20,7 @@ from routed_experts.protocol.collect import Routing, collect, collect_async
 from routed_experts.server.cli.main import main
 from tests.e2e.harness import Oracle, Server, prompt_of
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("server")]
 
 ROOT = Path(__file__).parents[2]
 P, G, N = 150, 12, 2
@@ -94,23 +93,6 @@ def test_the_openai_clients_asynchronous_stream(server: Server, oracle: Oracle) 
 def test_streams(server: Server, oracle: Oracle, client: Callable[..., Any]) -> None:
     stream = client(server.url, {**BODY, **ROUTING, "prompt": PROMPT, "stream": True})
     check(asyncio.run(collect_async(stream)) if isinstance(stream, AsyncIterator) else collect(stream), oracle)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "layout"), [("object", "split"), ("npy", "joined"), ("raw", "split"), ("list", "joined")]
-)
-def test_unstreamed_and_streamed_are_the_same(server: Server, oracle: Oracle, fmt: str, layout: str) -> None:
-    prompts = [PROMPT[:40], PROMPT[40:60]]
-    body = {**BODY, **ROUTING, "n": 1, "temperature": 0, "prompt": prompts}
-    body |= {"routed_experts_format": fmt, "routed_experts_layout": layout}
-    shape: Any = {"num_layers": 5, "top_k": 4}
-    unstreamed = collect(server.complete(**body), **shape)
-    streamed = collect(iter(server.stream(**body)), **shape)
-    check(unstreamed, oracle, 2)
-    for a, b in zip(unstreamed, streamed, strict=True):
-        assert np.array_equal(a.rows, b.rows)
-        assert (a.start, a.prompt_len, a.prompt_token_ids) == (b.start, b.prompt_len, b.prompt_token_ids)
-        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
 
 
 def test_f6_the_same_export_twice(server: Server, tmp_path: Path) -> None:

@@ -65,16 +65,18 @@ def compared(tiny_model: Path, tmp_path: Path) -> Compare:
 
 
 def test_the_same_experts(compared: Compare, rows: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
-    run = compared(answer_of(rows), answer_of(rows, start=13))
+    every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)  # the checkpoint says where MoE layers are
+    answers = (answer_of(rows), answer_of(rows, start=13), answer_of(every), answer_of(rows, fmt="raw", dtype="int32"))
+    run = compared(*answers, flags="--rows-dtype int32")
     assert run.status == 0
-    count = (P + G - 1) + (P + G - 1 - 13)
+    count = 3 * (P + G - 1) + (P + G - 1 - 13)
     assert (run.total["rows"], run.total["equal_rows"], run.total["differing_slots"]) == (L * count, L * count, 0)
     layers = [(layer["layer_id"], layer["rows"]) for layer in run.findings["layers"]]
     assert layers == [(at, count) for at in range(1, 6)]
-    assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (2, 0, "float32")
+    assert (run.findings["answers"], run.findings["missing_rows"], run.findings["dtype"]) == (4, 0, "float32")
     out, err = capsys.readouterr()
     assert "decoder layer" in out.splitlines()[0]
-    assert "2 responses; 0 unknown rows" in out
+    assert "4 responses; 0 unknown rows" in out
     assert err == "", "a progress bar where there is no terminal"
 
 
@@ -250,13 +252,6 @@ def test_responses_that_are_no_pairs(rows: np.ndarray, tmp_path: Path, capsys: p
     assert "compare it with --answers" in capsys.readouterr().err
 
 
-def test_every_decoder_layer_and_raw_rows(compared: Compare, rows: np.ndarray) -> None:
-    """Zeros in the dense layer, as vLLM's own rows have them; the checkpoint says where the MoE layers are."""
-    every = np.concatenate([np.zeros_like(rows[:, :1]), rows], axis=1)
-    run = compared(answer_of(every), answer_of(rows, fmt="raw", dtype="int32"), flags="--rows-dtype int32")
-    assert (run.status, run.findings["answers"], run.total["differing_slots"]) == (0, 2, 0)
-
-
 def test_addresses_as_people_write_them() -> None:
     for url in ("host:8000", "http://host:8000", "http://host:8000/", "http://host:8000/v1/", "host:8000/v1"):
         assert running.base_of(url) == "http://host:8000"
@@ -287,6 +282,7 @@ def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.e2e
+@pytest.mark.xdist_group("server")
 def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
@@ -303,6 +299,7 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
+@pytest.mark.xdist_group("server")
 def test_a_response_and_its_tokens_scored_again(server: Server, tmp_path: Path) -> None:
     """As a prompt, whose log-probabilities `echo` returns."""
     asked = {"return_routed_experts": True, "return_token_ids": True, "temperature": 0, "logprobs": 0}

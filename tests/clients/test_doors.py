@@ -1,15 +1,13 @@
-"""Clients that cannot add fields, at vLLM's token-in, token-out endpoint; long prompts in pieces; MessagePack.
+"""Clients that cannot add fields, at vLLM's token-in, token-out endpoint.
 
 One server, with the defaults that `docs/clients.md` gives for verifiers.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -109,27 +107,3 @@ def test_beam_search(server: Server, path: str, body: dict[str, Any]) -> None:
 def said(choice: dict[str, Any]) -> tuple[Any, ...]:
     """What does not differ from one answer to the next."""
     return choice["index"], choice["finish_reason"], choice.get("text"), choice.get("message", {}).get("content")
-
-
-@pytest.mark.parametrize(("fmt", "layout"), [("object", "split"), ("raw", "joined"), ("list", "split")])
-def test_a_long_prompt_in_pieces(server: Server, oracle: Oracle, fmt: str, layout: str) -> None:
-    prompt = prompt_of(2000, seed=1)
-    fields = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
-    chunks = server.stream(**fields, routed_experts_format=fmt, routed_experts_layout=layout)
-    carried = [c for c in chunks if "prompt_routed_experts" in c or "routed_experts" in c["choices"][0]]
-    sizes = [len(json.dumps(chunk)) for chunk in carried]
-    assert max(sizes) < 70_000 < sum(sizes), "the prompt came in one piece"
-    (routing,) = collect(iter(chunks), num_layers=5, top_k=4)
-    check(routing, [*prompt, *(routing.token_ids or ())], oracle)
-    assert routing.prompt_len == len(prompt)
-
-
-@pytest.mark.parametrize("fmt", ["object", "npy"])
-def test_messagepack(server: Server, oracle: Oracle, fmt: str) -> None:
-    prompt = prompt_of(50, seed=2)
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "return_token_ids": True, "routed_experts_format": fmt}
-    with server.client() as client:
-        response = client.post("/v1/completions", json=body, headers={"Accept": "application/msgpack"})
-    assert response.headers["content-type"].startswith("application/msgpack")
-    (routing,) = collect(msgspec.msgpack.decode(response.content), num_layers=5, top_k=4)
-    check(routing, [*prompt, *(routing.token_ids or ())], oracle)

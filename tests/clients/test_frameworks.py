@@ -4,7 +4,6 @@ The decoders are in `consumers`. They get answers of known rows, made with the s
 server, held against a Hugging Face forward pass.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +22,8 @@ TOTAL = P + G
 L, K = 4, 3
 EXPERTS = [128, 256, 512]
 """Up to 128 int8 holds the ids, up to 256 uint8, above neither."""
-IN_PROCESS = [of.verl, of.nemo_rl, of.skyrl, of.ms_swift, of.art]
-HTTP: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "vime": (of.vime, "npy", "auto"),
-    "xtuner": (of.xtuner, "list", "int16"),
-    "slime, miles, AReaL": (of.slime, "raw", "int32"),
-}
-over_http = pytest.mark.parametrize("framework", HTTP)
+IN_PROCESS = [of.VERL.take, of.nemo_rl, of.SKYRL.take, of.MS_SWIFT.take, of.ART.take]
+over_http = pytest.mark.parametrize("framework", of.HTTP)
 
 
 def known(experts: int, count: int = TOTAL - 1, seed: int = 3) -> np.ndarray:
@@ -84,33 +78,33 @@ def test_prime_rl_and_verifiers(experts: int, start: int) -> None:
 
 @over_http
 def test_http(framework: str) -> None:
-    take, form, dtype = HTTP[framework]
+    asked = of.HTTP[framework]
     for experts in EXPERTS:
         rows = known(experts)
         for start in (0, 5):
-            value = orjson.loads(orjson.dumps(sent(rows, form, dtype, experts, start)))
-            assert np.array_equal(take(value, TOTAL - 1 - start, L, K, experts), rows[start:])
+            value = orjson.loads(orjson.dumps(sent(rows, asked.fmt, asked.dtype, experts, start)))
+            assert np.array_equal(asked.take(value, TOTAL - 1 - start, L, K, experts), rows[start:])
     if framework == "xtuner":
         with pytest.raises(Rejected):
-            take(sent(rows, "npy", "int16", experts), TOTAL - 1, L, K, experts)
+            asked.take(sent(rows, "npy", "int16", experts), TOTAL - 1, L, K, experts)
 
 
 def test_what_is_rejected() -> None:
     """A row too few, as in the last chunk of a stream alone; rows that are not known, by some."""
     rows = known(200)
-    for take, form, dtype in HTTP.values():
+    for asked in of.HTTP.values():
         with pytest.raises(Rejected):
-            take(sent(rows[:-1], form, dtype, 200), TOTAL - 1, L, K, 200)
-    for decode in (of.verl, of.ms_swift, of.art):
+            asked.take(sent(rows[:-1], asked.fmt, asked.dtype, 200), TOTAL - 1, L, K, 200)
+    for framework in (of.VERL, of.MS_SWIFT, of.ART):
         with pytest.raises(Rejected):
-            decode(in_process(rows[:-1], 200), TOTAL, 200)
+            framework.take(in_process(rows[:-1], 200), TOTAL, 200)
     assert of.verifiers(of.prime_rl(rows[:-1], 0), 0, [P, G])[1] is None
     assert (of.nemo_rl(rows[:-1], TOTAL, 200)[TOTAL - 2] == -1).all()
     rows[4] = -1
     for unknown in (
-        lambda: of.skyrl(rows, TOTAL, 200),
+        lambda: of.SKYRL.take(rows, TOTAL, 200),
         lambda: of.prime_rl(rows, 0),
-        lambda: of.vime(sent(rows, "npy", "int16", 200), TOTAL - 1, L, K, 200),
+        lambda: of.HTTP["vime"].take(sent(rows, "npy", "int16", 200), TOTAL - 1, L, K, 200),
     ):
         with pytest.raises(Rejected):
             unknown()
@@ -122,26 +116,31 @@ def test_dense_layers() -> None:
     rows, moe_layers = known(200), (1, 2, 3, 4)
     spread = spread_layers(rows, moe_layers, 5)
     for payload in (rows, spread):
-        assert np.array_equal(payload[:, of.moe_or_decoder_layers(payload.shape[1], moe_layers, 5)], rows)
-    assert np.array_equal(spread[:, of.decoder_layers(5, moe_layers, 5)], rows)
+        assert np.array_equal(payload[:, of.payload_layers(payload.shape[1], moe_layers, 5, both=True)], rows)
+    assert np.array_equal(spread[:, of.payload_layers(5, moe_layers, 5, both=False)], rows)
     with pytest.raises(Rejected):
-        of.decoder_layers(4, moe_layers, 5)
-    for take, form, dtype in HTTP.values():
-        got = take(sent(spread, form, dtype, 200), TOTAL - 1, 5, K, 200)
+        of.payload_layers(4, moe_layers, 5, both=False)
+    for asked in of.HTTP.values():
+        got = asked.take(sent(spread, asked.fmt, asked.dtype, 200), TOTAL - 1, 5, K, 200)
         assert np.array_equal(got[:, moe_layers], rows)
         assert not got[:, 0].any()  # ART fails otherwise
         with pytest.raises(Rejected):
-            take(sent(rows, form, dtype, 200), TOTAL - 1, 5, K, 200)
+            asked.take(sent(rows, asked.fmt, asked.dtype, 200), TOTAL - 1, 5, K, 200)
 
 
 @pytest.mark.e2e
+@pytest.mark.xdist_group("server")
 @over_http
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_real_server(server: Server, oracle: Oracle, framework: str, chat: bool) -> None:
     """Its model's first layer is dense; DeepSeek-V3, GLM-4.5 and Kimi-K2 need every decoder layer."""
-    take, form, dtype = HTTP[framework]
+    asked = of.HTTP[framework]
     fields: dict[str, Any] = {"return_routed_experts": True, "return_token_ids": True, "max_tokens": 9}
-    fields |= {"routed_experts_layout": "joined", "routed_experts_format": form, "routed_experts_dtype": dtype}
+    fields |= {
+        "routed_experts_layout": "joined",
+        "routed_experts_format": asked.fmt,
+        "routed_experts_dtype": asked.dtype,
+    }
     for layers, start in (("moe", 0), ("all", 0), ("moe", 33)):
         body = {**fields, "ignore_eos": True, "routed_experts_layers": layers, "routed_experts_start_len": start}
         if chat:
@@ -150,7 +149,7 @@ def test_a_real_server(server: Server, oracle: Oracle, framework: str, chat: boo
             answer = server.complete(**body, prompt=prompt_of(70, seed=5))
         (choice,) = answer["choices"]
         tokens = [*(answer.get("prompt_token_ids") or choice["prompt_token_ids"]), *choice["token_ids"]]
-        got = take(choice["routed_experts"], len(tokens) - 1 - start, 5 + (layers == "all"), 4, 16)
+        got = asked.take(choice["routed_experts"], len(tokens) - 1 - start, 5 + (layers == "all"), 4, 16)
         if layers == "all":
             assert not got[:, 0].any()
             got = got[:, 1:]

@@ -90,15 +90,10 @@ def mostly(valid: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @dataclass(frozen=True)
 class Hostile:
-    """Makes requests.
+    """Makes requests."""
 
-    Attributes:
-        shape: (L, K) of the server.
-        left_out: fields that are never sent.
-    """
-
-    shape: tuple[int, int]
-    left_out: Collection[str] = ()
+    shape: tuple[int, int]  # (L, K) of the server
+    left_out: Collection[str] = ()  # fields that are never sent
 
     def requests(self) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
         """Endpoints, each with a body that is valid but for some fields, and with fields of KV transfers in most."""

@@ -56,12 +56,6 @@ def test_what_is_asked_for_is_there_and_every_metric_of_ours_is_shown(tiny_model
     assert ours == {name for name in shown if name.startswith("routed_experts_")}
 
 
-def test_panels_do_not_overlap() -> None:
-    panels = DASHBOARD["panels"]
-    assert len({tuple(panel["gridPos"].values()) for panel in panels}) == len(panels)
-    assert len({panel["id"] for panel in panels}) == len(panels)
-
-
 def test_faults_are_told_from_settings() -> None:
     """Any reason but a setting alerts, one that is new too."""
     settings = "|".join(metrics._SETTINGS.values())

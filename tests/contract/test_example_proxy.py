@@ -149,24 +149,6 @@ async def test_a_client_that_leaves(before_the_answer: bool) -> None:
 
 
 @in_a_loop
-async def test_idle_connections_are_let_go() -> None:
-    """Before vLLM does, after 5 s: a request on its way when that happens would get 502."""
-    async with behind_the_proxy(accepted) as (client, _):
-
-        async def burst() -> set[str]:
-            answers = await asyncio.gather(*(client.post(PATH, json={"prompt": [1]}) for _ in range(20)))
-            return {answer.text for answer in answers}
-
-        for _ in range(5):  # on a busy machine two may be too far apart
-            first, second = await burst(), await burst()
-            if first & second:
-                break
-        assert first & second
-        await asyncio.sleep(2.5)
-        assert not (first | second) & await burst()
-
-
-@in_a_loop
 async def test_what_is_no_completion() -> None:
     """Goes to the decode instance, whose answer it is; one that is not there has none."""
     async with behind_the_proxy(accepted) as (client, received):

@@ -10,11 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
-from vllm.distributed.eplb.policy.default import DefaultEplbPolicy
 
-from routed_experts.protocol.expert_load import count_experts
 from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
 from routed_experts.server.tools.running import RunningServer
@@ -109,18 +106,6 @@ def test_plain_prompts_and_a_server_that_refuses_one(
         assert main([*command, "-o", str(tmp_path / "none.npz")]) == 2
         assert sentence in capsys.readouterr().err
     assert not (tmp_path / "none.npz").exists()
-
-
-def test_vllms_load_balancer_takes_the_load(server: Server, tmp_path: Path) -> None:
-    """As DeepSeek's does: the busiest experts of each layer get the replicas."""
-    (tmp_path / "prompts.txt").write_text("Why is routing uneven?\n")
-    with np.load(exported(server, tmp_path, "prompts.txt", "out.npz")) as found:
-        load = count_experts(found["experts"], int(found["num_experts"]))
-    ranks = next(ranks for ranks in (4, 2, 1) if NUM_EXPERTS % ranks == 0)
-    placed = DefaultEplbPolicy.rebalance_experts(torch.from_numpy(load), NUM_EXPERTS + ranks, 1, 1, ranks)
-    for layer, experts in enumerate(placed.tolist()):
-        assert set(experts) == set(range(NUM_EXPERTS))
-        assert experts.count(int(load[layer].argmax())) > 1
 
 
 def test_f6_folders_of_prompts_and_chats(server: Server, tmp_path: Path) -> None:

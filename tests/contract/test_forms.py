@@ -16,6 +16,7 @@ import pytest
 
 from routed_experts.protocol import codec
 from routed_experts.protocol.collect import collect
+from routed_experts.protocol.fetch import fetch
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, rows_of, serving
 from tests.e2e.harness import CHAT, COMPLETIONS, Server, prompt_of, read_events
@@ -52,7 +53,8 @@ def post(server: Server, path: str, accept: str = "application/json", **body: An
 class Form:
     """What the arrays of a request are to be; a field that is left out has its default, at generate vLLM's own form."""
 
-    def __init__(self, path: str, fields: dict[str, Any]) -> None:
+    def __init__(self, server: Server, path: str, fields: dict[str, Any]) -> None:
+        self._server, self.is_referred = server, fields.get("routed_experts_delivery") == "reference"
         own = path == GENERATE and not {"routed_experts_format", "routed_experts_layout"} & fields.keys()
         self.fmt = fields.get("routed_experts_format", "npy" if own else "object")
         self.dtype = fields.get("routed_experts_dtype", "uint16" if own else "int16").replace("auto", "int16")
@@ -96,19 +98,30 @@ class Form:
             return np.concatenate([codec.decode_weights(piece, **shape) for piece in pieces])
         return np.concatenate([codec.decode(piece, dtype=self.dtype, **shape) for piece in pieces])
 
+    def routing_in(self, holder: dict[str, Any]) -> dict[str, Any]:
+        """The routing fields of an answer or a part of it, with arrays in place of references."""
+        return {name: self._resolved(value) for name, value in holder.items() if "routed_expert" in name}
 
-def routing_in(holder: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in holder.items() if "routed_expert" in name}
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, list) and self.is_referred:
+            return [*map(self._resolved, value)]
+        if not self.is_referred:
+            return value
+        about = {name: value[name] for name in ("shape", "dtype", "start", "missing")}
+        assert value.keys() == {"id", "url", "bytes", "expires"} | about.keys()
+        rows = np.ascontiguousarray(fetch(value, base_url=f"{self._server.url}/v1").swapaxes(0, 1))
+        assert ([*rows.shape], rows.dtype.name, rows.nbytes) == (value["shape"], value["dtype"], value["bytes"])
+        return {"data": base64.b64encode(rows.tobytes()).decode(), **about}
 
 
 def check_whole(form: Form, answer: dict[str, Any], prompt: list[int]) -> None:
     """The fields are those of the codec, to the byte, and there are no others."""
     of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
-    assert routing_in(answer) == {name: form.encoded(array, form.start) for name, array in of_prompt.items()}
+    assert form.routing_in(answer) == {name: form.encoded(array, form.start) for name, array in of_prompt.items()}
     for choice in answer["choices"]:
         first = form.start if form.is_joined else len(prompt)
         arrays = form.arrays("", [*prompt, *choice["token_ids"]][:-1], first)
-        assert routing_in(choice) == {name: form.encoded(array, first) for name, array in arrays.items()}
+        assert form.routing_in(choice) == {name: form.encoded(array, first) for name, array in arrays.items()}
 
 
 def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end: bool) -> None:
@@ -123,7 +136,7 @@ def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end
         if at_end:
             *early, last = [part for part in parts if part.get("token_ids") or part.get("finish_reason")]
             assert last["finish_reason"]
-            assert not any(map(routing_in, early))
+            assert not any(map(form.routing_in, early))
     of_prompt = {} if form.is_joined else form.arrays("prompt_", prompt, form.start)
     check_pieces(form, chunks, of_prompt, form.start)
 
@@ -131,7 +144,7 @@ def check_stream(form: Form, lines: list[str], prompt: list[int], n: int, at_end
 def check_pieces(form: Form, holders: list[dict[str, Any]], expected: dict[str, np.ndarray], first: int) -> None:
     pieces: dict[str, list[Any]] = {}
     for holder in holders:
-        for name, value in routing_in(holder).items():
+        for name, value in form.routing_in(holder).items():
             pieces.setdefault(name, []).append(value)
     assert pieces.keys() == (expected.keys() if len(next(iter(expected.values()), [])) else pieces.keys())
     for name, values in pieces.items():
@@ -150,16 +163,17 @@ def check_pieces(form: Form, holders: list[dict[str, Any]], expected: dict[str, 
 
 AXES: dict[str, list[Any]] = {
     "path": [COMPLETIONS, CHAT, GENERATE],
-    "routed_experts_format": ["object", "npy", "raw", "list"],
+    "routed_experts_format": ["object", "npy", "raw", "list", "reference"],
     "routed_experts_dtype": ["int16", "int32", "auto"],
     "routed_experts_layout": ["split", "joined"],
     "routed_experts_layers": ["moe", "all"],
     "return_routed_expert_weights": [False, True],
-    "routed_experts_prompt_start": [0, 7],
+    "routed_experts_prompt_start": [0, 7, 9],
     "routed_experts_stream": ["with_tokens", "at_end"],
     "length": [9, 150],  # of the prompt; the rows of the longer need more than a line
     "n": [1, 2],
     "max_tokens": [1, 6],
+    "stop": [None, "zzzz"],  # with which the engine does not know where an answer ends
 }
 
 
@@ -191,6 +205,9 @@ VLLMS_OWN: list[dict[str, Any]] = [
 def asked(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], int]:
     """Path, body and routing fields of a case, and how many choices its answer has."""
     fields = {name: value for name, value in case.items() if "routed" in name}
+    if fields.get("routed_experts_format") == "reference":
+        del fields["routed_experts_format"]
+        fields |= {"routed_experts_delivery": "reference", "routed_experts_stream": "at_end"}
     path, n, length = case["path"], case["n"], case["length"]
     sampling = {"max_tokens": case["max_tokens"], "temperature": 1.0, "seed": 3, "ignore_eos": True, "n": n}
     if path == GENERATE:  # older versions of vLLM cannot stream several choices there
@@ -199,13 +216,13 @@ def asked(case: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any], in
     content = {"prompt": prompt_of(length, 1)}
     if path == CHAT:
         content = {"messages": [{"role": "user", "content": "x" * length}]}
-    return path, {**content, **sampling, **IDS, **fields}, fields, n
+    return path, {**content, **sampling, "stop": case["stop"], **IDS, **fields}, fields, n
 
 
 @pytest.mark.parametrize("case", [*pairwise(AXES), *VLLMS_OWN], ids=lambda case: "-".join(map(str, case.values())))
 def test_every_form(api: Server, case: dict[str, Any]) -> None:
     path, body, fields, n = asked(case)
-    form = Form(path, fields)
+    form = Form(api, path, fields)
     json, packed = post(api, path, **body), post(api, path, MSGPACK, **body)
     assert (json.status_code, packed.headers["content-type"]) == (200, MSGPACK), json.text
     whole = json.json()
@@ -225,7 +242,7 @@ def test_pairs(api: Server, plain: Server, layers: str | None) -> None:
     body = {"prompt": prompt_of(40, 1), "max_tokens": 6, **WEIGHTS, **fields}
     whole = api.complete(**body)
     tokens = [*body["prompt"], *whole["choices"][0]["token_ids"]][:-1]
-    form = Form(COMPLETIONS, {"routed_experts_layers": layers or "all", "return_routed_expert_weights": True})
+    form = Form(api, COMPLETIONS, {"routed_experts_layers": layers or "all", "return_routed_expert_weights": True})
     for answer in ([whole], api.stream(**body)):
         arrays = [chunk["prompt_routed_experts"] for chunk in answer if "prompt_routed_experts" in chunk]
         choices = [chunk["choices"][0] for chunk in answer]
@@ -240,10 +257,12 @@ def test_pairs(api: Server, plain: Server, layers: str | None) -> None:
     assert post(plain, COMPLETIONS, **body).status_code == 400
 
 
-def test_lists_of_prompts(api: Server) -> None:
+@pytest.mark.parametrize("delivery", ["inline", "reference"])
+def test_lists_of_prompts(api: Server, delivery: str) -> None:
+    fields = {**WEIGHTS, "routed_experts_delivery": delivery}
     prompts = [prompt_of(length, length) for length in (3, 40, 17)]
-    whole = api.complete(prompt=prompts, n=2, max_tokens=4, temperature=1.0, **WEIGHTS)
-    form = Form(COMPLETIONS, WEIGHTS)
+    whole = api.complete(prompt=prompts, n=2, max_tokens=4, temperature=1.0, **fields)
+    form = Form(api, COMPLETIONS, fields)
     for at, prompt in enumerate(prompts):
         of_prompt = {name: value[at] for name, value in whole.items() if name.startswith("prompt_routed")}
         check_whole(form, {**of_prompt, "choices": whole["choices"][2 * at : 2 * at + 2]}, prompt)
@@ -289,7 +308,7 @@ def test_histograms_count_the_rows_that_would_have_come(
     """Dense layers have no counts: the zeros that stand for them in rows are no expert."""
     fields = {"return_routed_experts": has_rows, "routed_experts_histogram": True, "routed_experts_layers": layers}
     fields |= {"return_routed_expert_weights": has_weights, "routed_experts_prompt_start": start}
-    case = {"path": path, "n": 1, "max_tokens": 9, "length": 50} | fields
+    case = {"path": path, "n": 1, "max_tokens": 9, "length": 50, "stop": None} | fields
     _, body, _, _ = asked(case)
     whole = api._post(path, body)
     (last,) = [chunk for chunk in api.stream(path, **body) if "prompt_routed_experts_histogram" in chunk]
@@ -347,7 +366,7 @@ def test_limits_and_defaults(tiny_model: Path) -> None:
     flags = ("--routed-experts-default", msgspec.json.encode(default).decode())
     with serving(tiny_model, *flags, "--routed-experts-max-response-bytes", limit, FLAG) as server:
         whole = server.complete(prompt=prompt_of(20, 1), max_tokens=3, return_token_ids=True)
-        check_whole(Form(COMPLETIONS, default), whole, prompt_of(20, 1))
+        check_whole(Form(server, COMPLETIONS, default), whole, prompt_of(20, 1))
         body = {"prompt": prompt_of(100, 1), "max_tokens": 2}
         ids = server.complete(**body, return_routed_expert_weights=False)
         assert "prompt_routed_experts" in ids

@@ -70,26 +70,18 @@ def stock(tiny_model: Path) -> Iterator[Server]:
 # ---- names that are not ours ----
 
 
-def names_read() -> list[str]:
+def names_read() -> set[str]:
     """Every name by which our code may read something of a vLLM request: attributes, and texts that can be names."""
     names: set[str] = set()
-    for path in [
-        *ROOT.glob("server/http/*.py"),
-        *ROOT.glob("server/outputs/*.py"),
-        *ROOT.glob("server/inprocess/*.py"),
-    ]:
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                if node.value.id in ("request", "chat", "completion"):
-                    names.add(node.attr)
-            elif (
-                isinstance(node, ast.Constant)
-                and isinstance(node.value, str)
-                and path.name in ("request.py", "serving.py")
-            ):
-                names |= {node.value} if re.fullmatch(r"[a-z_]\w*", node.value) else set()
-    return sorted(name for name in names if not name.startswith(PREFIXES))
+    for path in [path for room in ("http", "outputs", "inprocess") for path in ROOT.glob(f"server/{room}/*.py")]:
+        has_texts = path.name in ("request.py", "serving.py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Attribute(value=ast.Name(id="request" | "chat" | "completion"), attr=name):
+                    names.add(name)
+                case ast.Constant(value=str(name)) if has_texts and re.fullmatch(r"[a-z_]\w*", name):
+                    names.add(name)
+    return {name for name in names if not name.startswith(PREFIXES)}
 
 
 def said(response: httpx.Response) -> Any:
@@ -105,49 +97,42 @@ MODELS = (CompletionRequest, ChatCompletionRequest, GenerateRequest, CompletionR
 def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, value: Any) -> None:
     """H1. A field that vLLM has not is an attribute of its request all the same."""
     names = names_read()
-    assert {"sampling_params", "vllm_xargs", "use_beam_search", "content_parts", "top_k", "routing"} <= {*names}
-    for model, (path, body) in zip(MODELS, ENDPOINTS, strict=True):
-        some = [name for name in names if name not in model.model_fields and name != "extra_body"]
-        assert len(some) > 20
-        limits: dict[str, Any] = {} if path == GENERATE else {"max_tokens": 2}
-        asked = {"model": "tiny", **body, **limits}
-        with api.client() as ours, stock.client() as vllm:
+    assert {"sampling_params", "vllm_xargs", "use_beam_search", "content_parts", "top_k", "routing"} <= names
+    with api.client() as ours, stock.client() as vllm:
+        for model, (path, body) in zip(MODELS, ENDPOINTS, strict=True):
+            some = sorted(names - model.model_fields.keys() - {"extra_body"})
+            assert len(some) > 20
+            asked = {"model": "tiny", **body, **({} if path == GENERATE else {"max_tokens": 2})}
+            more = dict.fromkeys(some, value)
             expected = said(vllm.post(path, json=asked))
             assert expected[0] == 200
-            if said(ours.post(path, json={**asked, **dict.fromkeys(some, value)})) != expected:
+            if said(ours.post(path, json={**asked, **more})) != expected:
                 answers = {name: ours.post(path, json={**asked, name: value}) for name in some}
                 assert {name: one.text for name, one in answers.items() if said(one) != expected} == {}
-            plain, extended = (
-                ours.post(path, json={**asked, **ASKS, **more}) for more in ({}, dict.fromkeys(some, value))
-            )
-            assert said(plain) == said(extended)
+            plain, extended = (said(ours.post(path, json={**asked, **ASKS, **each})) for each in ({}, more))
+            assert plain == extended
 
 
 # ---- names that are ----
 
 
-def test_h1_fields_of_ours_in_sampling_params_belong_at_the_top(api: Server) -> None:
-    """H1. On completions and chats too, where vLLM has no `sampling_params`."""
+def test_fields_of_ours_in_the_wrong_place(api: Server) -> None:
+    """H1, H4. In `sampling_params`, on completions and chats too, where vLLM has none; in a literal `extra_body`, as
+    clients send that are not OpenAI's for Python. Other values there are vLLM's matter."""
     for path, body in ENDPOINTS:
         for name in ("return_routed_experts", "routed_experts_format"):
             message = refused(api, path, f"sampling_params.{name}", **{**body, "sampling_params": {name: True}})
             assert "belongs at the top level" in message
-        for value in ({"temperature": 0}, {}, None, 1):
-            if path != GENERATE:
-                assert post(api, path, **body, max_tokens=2, sampling_params=value).status_code == 200
-
-
-def test_h4_a_literal_extra_body(api: Server) -> None:
-    """H4. Clients that are not OpenAI's for Python send it as it stands."""
-    for path, body in ENDPOINTS:
         for fields in (ASKS, {}, {"top_k": 1}):
             assert "OpenAI's Python client" in refused(api, path, "extra_body", **body, extra_body=fields)
-        if path != GENERATE:
-            assert post(api, path, **body, max_tokens=2, extra_body="x").status_code == 200
+        others: list[dict[str, Any]] = [{"sampling_params": value} for value in ({"temperature": 0}, {}, None, 1)]
+        for other in [*others, {"extra_body": "x"}] if path != GENERATE else ():
+            assert post(api, path, **body, max_tokens=2, **other).status_code == 200
 
 
-def test_h7_names_that_are_near_and_names_that_are_not(api: Server) -> None:
-    """H7. A name is proposed for what sets it apart, not for what all names share."""
+def test_h7_messages_say_what_is_meant(api: Server) -> None:
+    """H7. A name is proposed for what sets it apart, not for what all names share; all forms; which of several
+    prompts."""
     body = {"prompt": "a"}
     for name, meant in (("routed_experts_layer", "routed_experts_layers"), ("routed_experts", "return_routed_experts")):
         assert f"did you mean {meant}?" in refused(api, COMPLETIONS, name, **body, **{name: 1})
@@ -155,11 +140,7 @@ def test_h7_names_that_are_near_and_names_that_are_not(api: Server) -> None:
         message = refused(api, COMPLETIONS, name, **body, **{name: 1})
         assert "did you mean" not in message
         assert all(each in message for each in RoutingFields.model_fields)
-
-
-def test_h7_messages_say_what_is_meant(api: Server) -> None:
-    """H7. All forms; which of several prompts."""
-    message = refused(api, COMPLETIONS, "routed_experts_format", prompt="a", **ASKS, routed_experts_format="x")
+    message = refused(api, COMPLETIONS, "routed_experts_format", **body, **ASKS, routed_experts_format="x")
     assert all(form in message for form in ("object", "npy", "raw", "list", "paired"))
     start = {"routed_experts_prompt_start": 5}
     message = refused(api, COMPLETIONS, *start, prompt=[prompt_of(9, 1), prompt_of(2, 1)], **ASKS, **start)
@@ -221,24 +202,18 @@ def test_h3_what_vllm_itself_renders(api: Server, stock: Server) -> None:
 FIELDS = json.dumps({**ASKS, "x": "ü"})
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(FIELDS.encode(encoding) for encoding in ("utf-8", "utf-16", "utf-32-le")),
-        *(
-            FIELDS.replace(*pair).encode()
-            for pair in (("_", r"\u005f"), ('"r', r'"\u0072'), ("_routed", r"\u005Frouted"))
-        ),
-    ],
-)
-@pytest.mark.parametrize("sent", ["whole", "in parts", "as text"])
-def test_h3_however_it_is_written(api: Server, content: bytes, sent: str) -> None:
+ESCAPES = (("_", r"\u005f"), ('"r', r'"\u0072'), ("_routed", r"\u005Frouted"))
+WRITTEN = [*map(FIELDS.encode, ("utf-8", "utf-16", "utf-32-le")), *(FIELDS.replace(*pair).encode() for pair in ESCAPES)]
+
+
+@pytest.mark.parametrize("content", WRITTEN)
+def test_h3_however_it_is_written(api: Server, content: bytes) -> None:
     """H3. Encodings, escapes and chunks that the JSON of a server reads."""
-    body = iter([content[:20], content[20:25], content[25:]]) if sent == "in parts" else content
-    kind = "text/plain" if sent == "as text" else "application/json"
+    parts = iter([content[:20], content[20:25], content[25:]])
     with api.client() as client:
-        response = client.post("/tokenize", content=body, headers={"content-type": kind})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "return_routed_experts")
+        for body, kind in ((content, "application/json"), (content, "text/plain"), (parts, "application/json")):
+            response = client.post("/tokenize", content=body, headers={"content-type": kind})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "return_routed_experts")
 
 
 def test_h3_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) -> None:
@@ -259,13 +234,12 @@ def test_h3_what_only_speaks_of_our_fields_passes(api: Server, stock: Server) ->
         b'{"return_routed_experts": true',
         b"[" * 100_000 + b"routed_expert",
     ):
-        responses = []
+        statuses = []
         for server in (api, stock):
             with server.client() as client:
                 headers = {"content-type": "application/json"}
-                responses.append(client.post("/tokenize", content=content, headers=headers))
-        one, other = responses
-        assert one.status_code == other.status_code, one.text
+                statuses.append(client.post("/tokenize", content=content, headers=headers).status_code)
+        assert statuses[0] == statuses[1]
 
 
 def test_h3_what_others_attach(api: Server) -> None:

@@ -101,12 +101,14 @@ def test_who_does_not_ask_notices_nothing(found: Found, plugins: str | None) -> 
     assert not [name for name in result["silently loaded"] if "capture.engine" in name or "engine_hooks" in name]
 
 
-def test_who_asks_gets_one_warning_and_vllms_own_capture(found: Found) -> None:
+def test_who_asks_gets_one_warning_and_vllms_own_capture_and_no_command_serves(found: Found) -> None:
     result = found[UNSET]
     assert result["asked"] == [[CPU_WORKER, None, True]] * 2
     (warning,) = (line for line in result["lines"] if "WARNING" in line)
     assert SENTENCE in warning
     assert "VLLM_PLUGINS" in warning
+    assert result["serve"] == 2
+    assert len([line for line in result["lines"] if line.startswith(f"routed-experts: {SENTENCE}")]) == 1
 
 
 def test_who_names_the_package_and_asks_gets_an_error(found: Found) -> None:
@@ -115,9 +117,3 @@ def test_who_names_the_package_and_asks_gets_an_error(found: Found) -> None:
         assert asked.startswith(f"UnsupportedConfig: {SENTENCE}")
         assert "VLLM_PLUGINS" in asked
     assert not [line for line in result["lines"] if "WARNING" in line]
-
-
-def test_the_command_refuses_to_serve(found: Found) -> None:
-    result = found[UNSET]
-    assert result["serve"] == 2
-    assert len([line for line in result["lines"] if line.startswith(f"routed-experts: {SENTENCE}")]) == 1

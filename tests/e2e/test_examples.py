@@ -63,6 +63,7 @@ def test_a_worker_and_a_scheduler_of_the_programs_own(together: Answers, oracle:
     check(tokens, rows, oracle)
 
 
+@pytest.mark.release
 def test_torchrun(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     env = {} if ON_GPU else {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
@@ -74,6 +75,7 @@ def test_torchrun(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
         check(*one, oracle)
 
 
+@pytest.mark.release
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 def test_ray(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
     (answers,) = run(tiny_model, tmp_path / "out", "engine_ray", RAY_USAGE_STATS_ENABLED="0")

@@ -14,6 +14,7 @@ from tests.e2e.harness import (
     ASK,
     CHAT,
     FLOAT32,
+    ONE_PROCESS,
     Answer,
     Server,
     answer_of,
@@ -44,7 +45,7 @@ GENERATE = "/inference/v1/generate"
 BLOCK, CHUNK = 32, 64
 FLAGS = (*FLOAT32, "--kv-cache-memory-bytes", str(16 << 20), "--max-model-len", "1024", "--block-size", str(BLOCK))
 FLAGS += ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "8", "--enable-prompt-tokens-details")
-FLAGS += ("--limit-mm-per-prompt", '{"image": 3, "video": 0}')
+FLAGS += ("--limit-mm-per-prompt", '{"image": 3, "video": 0}', *ONE_PROCESS)
 FLAGS += ("--enable-scale-out",) if HAS_SCALE_OUT_FLAG else ()
 LARGE = 100
 """Tokens of an image that takes more than a chunk."""

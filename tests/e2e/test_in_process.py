@@ -1,13 +1,14 @@
 """A program's own engine, built with vLLM's argument: every row against a Hugging Face forward pass."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -16,32 +17,41 @@ from tests.e2e.harness import NGRAM, OPTIONS, Oracle, prompt_of
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_model: Path) -> Iterator[LLM]:
-    made = LLM(str(tiny_model), max_num_batched_tokens=64, enable_return_routed_experts=True, **OPTIONS)
+@contextmanager
+def program(model: Path, **options: Any) -> Iterator[LLM]:
+    made = LLM(str(model), max_num_batched_tokens=64, enable_return_routed_experts=True, **OPTIONS, **options)
     yield made
     made.llm_engine.engine_core.shutdown()
 
 
-def test_every_row_of_chunked_prompts_choices_and_prefix_hits(llm: LLM, oracle: Oracle) -> None:
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+def check(output: RequestOutput, oracle: Oracle) -> None:
+    for choice in output.outputs:
+        tokens = [*(output.prompt_token_ids or ()), *choice.token_ids][:-1]
+        dense, routed = choice.routed_experts[:, :1], choice.routed_experts[:, 1:]
+        assert not dense.any()  # vLLM's array has rows for layers without experts too
+        assert oracle.wrong(routed.astype(np.int16), tokens) == []
+
+
+def test_every_row_of_chunked_prompts_choices_and_prefix_hits(tiny_model: Path, oracle: Oracle) -> None:
     first = [prompt_of(length, seed=length) for length in (1, 63, 64, 65, 200)]
     second = [prompt[: len(prompt) // 2] + prompt_of(40, seed=7) for prompt in first]  # hits half of each
     params = SamplingParams(n=2, max_tokens=24, temperature=1.0, ignore_eos=True)
-    for prompts in (first, first, second):
-        for output in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
-            assert output.prompt_token_ids is not None
-            for choice in output.outputs:
-                tokens = [*output.prompt_token_ids, *choice.token_ids][:-1]
-                dense, routed = choice.routed_experts[:, :1], choice.routed_experts[:, 1:]
-                assert not dense.any()  # vLLM's array has rows for layers without experts too
-                assert oracle.wrong(routed.astype(np.int16), tokens) == []
+    with program(tiny_model) as llm:
+        for prompts in (first, first, second):
+            for output in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
+                assert len(output.outputs) == 2
+                check(output, oracle)
 
 
 def test_a_runner_that_runs_fewer_drafts_than_were_scheduled(
     tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As vLLM's does with drafts that were found on the GPU: it takes what is no draft out of a copy of the step."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     run, dropped = GPUModelRunner.execute_model, 0
 
     def run_fewer(runner: GPUModelRunner, step: SchedulerOutput, *more: Any, **options: Any) -> Any:
@@ -64,19 +74,15 @@ def test_a_runner_that_runs_fewer_drafts_than_were_scheduled(
         return run(runner, fewer, *more, **options)
 
     monkeypatch.setattr(GPUModelRunner, "execute_model", run_fewer)
-    options = {**OPTIONS, "max_num_batched_tokens": 64, "speculative_config": NGRAM}
-    llm = LLM(str(tiny_model), enable_return_routed_experts=True, **options)
     prompts: list[Any] = [{"prompt_token_ids": prompt_of(3, seed) * 6 + prompt_of(seed, seed)} for seed in range(1, 7)]
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    try:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    except TypeError as error:
-        if "Cannot inspect kernel parameters" not in str(error):
-            raise
-        pytest.skip("this vLLM checks drafts with a Triton kernel, on CPUs too")  # 0.30
+    with program(tiny_model, speculative_config=NGRAM) as llm:
+        try:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        except TypeError as error:
+            if "Cannot inspect kernel parameters" not in str(error):
+                raise
+            pytest.skip("this vLLM checks drafts with a Triton kernel, on CPUs too")  # 0.30
     for output in outputs:
-        (choice,) = output.outputs
-        tokens = [*(output.prompt_token_ids or ()), *choice.token_ids][:-1]
-        assert oracle.wrong(choice.routed_experts[:, 1:].astype(np.int16), tokens) == []
+        check(output, oracle)
     assert dropped > 50
-    llm.llm_engine.engine_core.shutdown()

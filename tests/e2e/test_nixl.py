@@ -27,6 +27,7 @@ import pytest
 import torch
 
 from examples.prefill_decode import CONFIG, ON_CPU, for_prefill
+from routed_experts.capture.rows import WEIGHTS_FLAG
 from tests.e2e.changes import Running
 from tests.e2e.harness import (
     ASK,
@@ -36,6 +37,7 @@ from tests.e2e.harness import (
     FULL_PRECISION,
     NGRAM,
     ON_GPU,
+    ONE_PROCESS,
     ROOT,
     SMALL_KV,
     Answer,
@@ -45,11 +47,13 @@ from tests.e2e.harness import (
     answers_of,
     answers_of_stream,
     check,
+    check_weights,
     free_port,
     prompt_of,
     rows_of,
     wait_until,
     wait_until_idle,
+    with_weights_as_rows,
 )
 
 pytestmark = [
@@ -57,7 +61,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason="NIXL is not installed"),
 ]
 
-TOY_PROXY = "TOY_PROXY"  # an environment variable
+WEIGHTS = {"return_routed_expert_weights": True}
 TENSOR = "--tensor-parallel-size 2"
 EXPERTS = 16
 BLOCK = 32
@@ -77,7 +81,7 @@ def lease(seconds: int) -> tuple[str, str]:
 
 FLAGS = (*SMALL_KV, "--served-model-name", "tiny", "--block-size", str(BLOCK), "--max-model-len", "512")
 FLAGS += ("--max-num-batched-tokens", "64", "--max-num-seqs", "8")
-FLAGS += ("--enable-prompt-tokens-details",)
+FLAGS += ("--enable-prompt-tokens-details", WEIGHTS_FLAG)
 # However busy the machine is. What nobody pulls, as of all choices of a prompt but one, stays as long: there is room.
 FLAGS += (*lease(180), "--kv-cache-memory-bytes", str(256 << 20))
 
@@ -143,6 +147,7 @@ def running(model: Path, log: Path, *flags: str) -> Iterator[Legs]:
     port = free_port(1, 2, 1001, 1002)  # of the instances, and where they tell each other of their KV
     command = [sys.executable, "examples/prefill_decode.py", str(model), "--port", str(port), *FLAGS, *flags]
     command += ["--devices", *devices(flags)] if ON_GPU else ["--worker-extension-cls", "tests.e2e.nixl_on_cpu.Patient"]
+    command += () if TENSOR in flags else ONE_PROCESS
     env = {**os.environ, **FULL_PRECISION}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -194,6 +199,36 @@ def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
     check(legs.through_both(prompt_of(length, seed=900 + length), seed=length), oracle)
 
 
+@pytest.mark.parametrize("length", [31, 64, 170])
+def test_weights_come_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
+    """What arrives is what was handed over, whatever it is."""
+    prompt = prompt_of(length, seed=length)
+    params = tagged(legs.first(prompt, **WEIGHTS), seed=length)
+    handed = params["routed_experts"]
+    weights = np.frombuffer(base64.b64decode(handed["weights"]), "<f4").reshape(handed["shape"])
+    assert np.allclose(weights.sum(axis=2), 1.0, atol=1e-5)
+    others = weights + np.arange(weights.size, dtype=np.float32).reshape(weights.shape)
+    handed["weights"] = base64.b64encode(others.tobytes()).decode()
+    body = legs.second(prompt, 9, params, **WEIGHTS)
+    answer, got = answer_of(body), rows_of(answer_of(with_weights_as_rows(body)))
+    check(untagged(answer, slice(0, length - 1), seed=length), oracle)
+    assert got[: length - 1].tobytes() == others[: length - 1].tobytes()
+    computed = slice(length - 1, None)
+    tokens = [*answer.prompt, *answer.tokens[:-1]]
+    check_weights(got[computed], rows_of(answer)[computed], tokens, oracle, length - 1)
+
+
+def test_a_prompt_whose_weights_do_not_come_is_computed(legs: Legs, oracle: Oracle) -> None:
+    prompt = prompt_of(100, seed=2)
+    params = tagged(legs.first(prompt))
+    assert "weights" not in params["routed_experts"]
+    body = legs.second(prompt, 9, params, **WEIGHTS)
+    answer = answer_of(body)
+    check(answer, oracle)
+    weights = rows_of(answer_of(with_weights_as_rows(body)))
+    check_weights(weights, rows_of(answer), [*answer.prompt, *answer.tokens[:-1]], oracle)
+
+
 def test_each_of_two_hand_overs_brings_its_own_rows(legs: Legs, oracle: Oracle) -> None:
     prompts = [[*prompt_of(64, seed=996), *prompt_of(60, seed=997 + index)] for index in range(2)]
     handed = [tagged(legs.first(prompt), seed=1 + index) for index, prompt in enumerate(prompts)]
@@ -240,44 +275,27 @@ def test_a_decode_leg_that_is_refused_lets_the_kv_go(legs: Legs) -> None:
 # ---- Through a proxy, as clients see it ----
 
 
-@pytest.fixture(scope="module", params=["ours", "vllm's"])
-def proxy(legs: Legs, request: pytest.FixtureRequest) -> Iterator[Server]:
-    """That of the example, and vLLM's toy proxy, which is in vLLM's repository and not in what is installed."""
-    if request.param == "ours":
-        yield legs.proxy
-        return
-    if TOY_PROXY not in os.environ:
-        pytest.skip(f"{TOY_PROXY} does not say where vLLM's toy_proxy_server.py is")
-    port = free_port()
-    command = [sys.executable, os.environ[TOY_PROXY], "--port", str(port)]
-    for side, leg in (("prefiller", legs.prefill), ("decoder", legs.decode)):
-        command += [f"--{side}-hosts", "127.0.0.1", f"--{side}-ports", leg.url.rpartition(":")[2]]
-    with subprocess.Popen(command) as process:
-        server = Server(legs.proxy.model, f"http://127.0.0.1:{port}", process, legs.proxy.log)
-        try:
-            server.wait_until_healthy(path="/healthcheck")
-            yield server
-        finally:
-            process.terminate()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("n", "start"), [(1, 0), (2, 40)])
-def test_completions(proxy: Server, oracle: Oracle, stream: bool, start: int, n: int) -> None:
+def test_completions(legs: Legs, oracle: Oracle, stream: bool, start: int, n: int) -> None:
     body = {"prompt": prompt_of(100, seed=800 + stream + start + n), "max_tokens": 12, "ignore_eos": True, "n": n}
     body |= {**ASK, "routed_experts_prompt_start": start, "temperature": n - 1}
-    answers = answers_of_stream(proxy.stream(**body), start, n) if stream else answers_of(proxy.complete(**body), start)
+    answers = (
+        answers_of_stream(legs.proxy.stream(**body), start, n)
+        if stream
+        else answers_of(legs.proxy.complete(**body), start)
+    )
     assert len(answers) == n
     for answer in answers:
         check(answer, oracle)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chat(proxy: Server, oracle: Oracle, stream: bool) -> None:
+def test_chat(legs: Legs, oracle: Oracle, stream: bool) -> None:
     messages = [{"role": "user", "content": f"{stream}: which? " * 9}]
     body: dict[str, Any] = {**ASK, "messages": messages, "max_completion_tokens": 20}
-    body["stop"] = proxy.chat(**body)["choices"][0]["message"]["content"][5:8]
-    answer = answer_of(proxy.stream(CHAT, **body) if stream else proxy.chat(**body))
+    body["stop"] = legs.proxy.chat(**body)["choices"][0]["message"]["content"][5:8]
+    answer = answer_of(legs.proxy.stream(CHAT, **body) if stream else legs.proxy.chat(**body))
     assert answer.finish_reason == "stop"
     check(answer, oracle)
 

@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,43 +28,27 @@ OFFLOADED_BYTES = 128 << 20  # for all that is computed here
 ROWS: dict[str, Any] = {**ASK, "max_tokens": 9}
 
 
-@dataclass(frozen=True)
-class Setting:
+def flags(nixl_first: bool, policy: str) -> tuple[str, ...]:
     """Of both servers.
 
-    Attributes:
+    Args:
         nixl_first: whether KV is pulled that is offloaded as well, or else loaded from there: the first connector that
             has KV loads it.
         policy: for loads without rows.
     """
-
-    nixl_first: bool
-    policy: str
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        children = [nixl(180), kv_transfer_config(OFFLOADED_BYTES)]
-        connectors = {"connectors": children if self.nixl_first else children[::-1]}
-        config = {**CONFIG, "kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
-        flags = ("--num-gpu-blocks-override", str(BLOCKS), "--routed-experts-on-load", self.policy)
-        return (*flags, "--kv-transfer-config", json.dumps(config))
+    children = [nixl(180), kv_transfer_config(OFFLOADED_BYTES)]
+    connectors = {"connectors": children if nixl_first else children[::-1]}
+    config = {**CONFIG, "kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
+    size = ("--num-gpu-blocks-override", str(BLOCKS))
+    return (*size, "--routed-experts-on-load", policy, "--kv-transfer-config", json.dumps(config))
 
 
-SETTINGS = {
-    "NIXL first, recompute": Setting(nixl_first=True, policy="recompute"),
-    "offloading first, missing": Setting(nixl_first=False, policy="missing"),
-}
+SETTINGS = {"NIXL first, recompute": flags(True, "recompute"), "offloading first, missing": flags(False, "missing")}
 
 
-@pytest.fixture(scope="module", params=[*SETTINGS.values()], ids=[*SETTINGS])
-def setting(request: pytest.FixtureRequest) -> Setting:
-    setting: Setting = request.param
-    return setting
-
-
-@pytest.fixture(scope="module")
-def legs(setting: Setting, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Legs]:
-    with running(tiny_model, tmp_path_factory.mktemp("legs") / "log", *setting.flags) as legs:
+@pytest.fixture(scope="module", params=SETTINGS.values(), ids=SETTINGS)
+def legs(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Legs]:
+    with running(tiny_model, tmp_path_factory.mktemp("legs") / "log", *request.param) as legs:
         yield legs
 
 

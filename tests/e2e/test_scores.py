@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -259,37 +258,21 @@ def run_in_little_space(model: Path, env: Mapping[str, str], **options: Any) -> 
     return counts
 
 
-@dataclass(frozen=True)
-class Mode:
-    name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    env: Mapping[str, str] = field(default_factory=dict)
-    on_gpu: bool = True
-    slow: bool = False
-
-    def param(self) -> Any:
-        marks = [pytest.mark.skip(reason="needs an NVIDIA GPU")] if self.on_gpu and not ON_GPU else []
-        return pytest.param(self, id=self.name, marks=[*marks, pytest.mark.slow] if self.slow else marks)
-
-
-DRAFTS = {"speculative_config": NGRAM}
-MODES = (
-    Mode("eager", {"enforce_eager": True}, on_gpu=False),
-    Mode("n-gram drafts", {"enforce_eager": True, **DRAFTS}, on_gpu=False, slow=True),
-    Mode("graphs"),
-    Mode("graphs, V1 runner", env={"VLLM_USE_V2_MODEL_RUNNER": "0"}),
-    Mode("graphs, n-gram drafts", DRAFTS),
-    Mode("graphs, FP8", {"quantization": "fp8"}),
-)
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+MODES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "eager": ({"enforce_eager": True}, {}),
+    "graphs": ({}, {}),
+    "graphs, V1 runner": ({}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}),
+    "graphs, n-gram drafts": ({"speculative_config": NGRAM}, {}),
+    "graphs, FP8": ({"quantization": "fp8"}, {}),
+}
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("mode", [mode.param() for mode in MODES])
-def test_every_row_in_16_bits(mode: Mode, tiny_model: Path) -> None:
-    run_in_little_space(tiny_model, mode.env, **mode.options)
-
-
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("mode", [pytest.param(name, marks=needs_gpu if "graphs" in name else ()) for name in MODES])
+def test_every_row_in_16_bits(mode: str, tiny_model: Path) -> None:
+    options, env = MODES[mode]
+    run_in_little_space(tiny_model, env, **options)
 
 
 @pytest.mark.e2e

@@ -3,10 +3,10 @@
 Every answer is checked against the oracle, and no server may hold state when its tests are done.
 """
 
-import importlib.util
+import re
+import shlex
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,15 @@ from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from routed_experts.protocol.codec import decode
 from routed_experts.protocol.fetch import fetch
+from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.http.selftest import SelfTestError
-from tests.command_lines import shell_words
+from routed_experts.server.tools.saved import opened
 from tests.contract.served import serving_quickly, serving_weights
+from tests.documentation import run_by
 from tests.e2e.harness import (
     ASK,
     COMPLETIONS,
     ON_GPU,
-    OURS,
     SMALL_KV,
     Oracle,
     Server,
@@ -34,15 +35,12 @@ from tests.e2e.harness import (
     check,
     check_held_back,
     check_mix,
-    commands_in_session,
-    free_port,
-    headless,
     one,
     prompt_of,
+    run_program,
     same,
     serving,
     wait_until,
-    wait_until_gone,
     wait_until_idle,
 )
 
@@ -51,6 +49,7 @@ pytestmark = pytest.mark.e2e
 # 23 blocks for 16 requests, of which one alone may take 16.
 TINY_KV = (*SMALL_KV, "--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", "512")
 TINY_KV += ("--max-num-seqs", "16", "--enable-prompt-tokens-details")
+RECORDS = "tests/e2e/test_situations.py::test_what_two_api_servers_recorded"
 PREEMPTIONS = "vllm:num_preemptions_total"
 
 
@@ -133,21 +132,20 @@ class TestWithoutPrefixCache:
 # ---- several processes ----
 
 
-@contextmanager
-def left_without_state(model: Path, log: Path, *flags: str, **process: Any) -> Iterator[Server]:
-    """A server that must hold no request state, and must have logged no error, when its tests are done."""
-    with serving(model, log, *TINY_KV, *flags, **process) as server:
-        yield server
-        for _ in range(8):  # whichever API process answers
-            wait_until_idle(server)
-        assert server.errors() == []  # before it ends: vLLM may stop the engine before an API process
+def check_at_rest(server: Server) -> None:
+    """It holds no request state and has logged no error, which vLLM may when it ends."""
+    for _ in range(8):  # whichever API process answers
+        wait_until_idle(server)
+    assert server.errors() == []
 
 
 @pytest.fixture(scope="module")
 def in_processes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two API processes, and where no GPU is needed for each, two tensor-parallel ranks."""
-    flags = ("--api-server-count", "2", *(() if ON_GPU else ("-tp", "2")))
-    with left_without_state(tiny_model, tmp_path_factory.mktemp("processes") / "log", *flags) as server:
+    """Two API processes that record, and where no GPU is needed for each, two tensor-parallel ranks."""
+    folder = tmp_path_factory.mktemp("processes")
+    _, _, _, *recording = shlex.split(run_by(RECORDS)[0].splitlines()[0].replace("FOLDER", str(folder / "recorded")))
+    flags = ("--api-server-count", "2", *(() if ON_GPU else ("-tp", "2")), *recording)
+    with serving(tiny_model, folder / "log", *TINY_KV, *flags) as server:
         yield server
 
 
@@ -187,6 +185,7 @@ def test_two_api_servers(in_processes: Server, oracle: Oracle) -> None:
     log = server.log.read_text()
     assert "ApiServer_0" in log
     assert "ApiServer_1" in log
+    check_at_rest(server)
 
 
 def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Server) -> None:
@@ -198,66 +197,30 @@ def test_each_of_two_api_servers_returns_what_the_other_stored(in_processes: Ser
         assert all(np.array_equal(each.swapaxes(0, 1), rows) for each in found)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="needs a GPU for each rank")
-def test_sequence_parallel(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    flags = ("-tp", "2", "-dp", "2", "--enable-expert-parallel", "--data-parallel-rpc-port", str(free_port()))
-    flags += ("--api-server-count", "1")
-    with left_without_state(tiny_model, tmp_path / "log", *flags, module="tests.e2e.ranks_on_cpu") as server:
-        for length in (1, 2, 31, 64, 65, 150):
-            check(answer_of(server.complete(**ASK, prompt=prompt_of(length, 830 + length), max_tokens=6)), oracle)
-        check_mix(server, oracle, 850)
-
-
-@contextmanager
-def two_nodes(model: Path, folder: Path, commands: str, *more: str, module: str = OURS) -> Iterator[Server]:
-    """A server of which another node is a part, as the documentation's two commands start them; both on this host."""
-    values = {"FIRST": "127.0.0.1", "13345": str(free_port()), "13346": str(free_port())}
-    first, second = ([values.get(word, word) for word in words[3:]] for words in shell_words(commands))
-    env = {"VLLM_HOST_IP": "127.0.0.1"}
-    with (
-        headless(model, folder / "second", *TINY_KV, *second, env=env, module=module) as node,
-        serving(model, folder / "log", *TINY_KV, *first, *more, env=env, module=module, beside=[node]) as server,
-    ):
-        yield server
-        assert server.errors() + node.errors() == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_nodes.py does this there, with a GPU each")
-def test_tensor_parallel_on_two_nodes(tiny_model: Path, oracle: Oracle, tmp_path: Path, documented: list[str]) -> None:
-    with two_nodes(tiny_model, tmp_path, documented[0]) as server:
-        check_mix(server, oracle, 840)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_nodes.py does this there, with vLLM's own collectives")
-def test_data_parallel_with_a_headless_node(
-    tiny_model: Path, oracle: Oracle, tmp_path: Path, documented: list[str]
-) -> None:
-    module = "tests.e2e.ranks_on_cpu"
-    with two_nodes(tiny_model, tmp_path, documented[0], "--api-server-count", "1", module=module) as server:
-        check_mix(server, oracle, 860)
-        wait_until_idle(server)
-        for engine in ("0", "1"):
-            assert server.metric("routed_experts_rows_captured_total", engine=engine) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_nodes.py does this there, with a GPU for each rank")
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-def test_ray_executor(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """Told to end, the one process that its user knows of leaves none of Ray's behind."""
-    flags = (*TINY_KV, "-tp", "2", "--distributed-executor-backend", "ray")
-    with serving(tiny_model, tmp_path / "log", *flags, module="tests.e2e.ray_on_cpu") as server:
-        check_mix(server, oracle, 900)
-        check_preempted(server, oracle, seed=920)
-        wait_until_idle(server)
-        assert any("raylet" in command for command in commands_in_session(server))
-        server.process.terminate()
-        assert server.process.wait(60) == 0
-        wait_until_gone(server)
-    assert server.errors() == []
+def test_what_two_api_servers_recorded(in_processes: Server, oracle: Oracle, documented: list[str]) -> None:
+    """The last test of this server, which ends: each process then has one whole file."""
+    server, folder = in_processes, in_processes.log.parent / "recorded"
+    prompts = [prompt_of(20, seed=780 + index) for index in range(12)]
+    recorded = "routed_experts_recorded_requests_total"
+    before = _at_rest(server, recorded)
+    for prompt in prompts:
+        server.complete(prompt=prompt, max_tokens=4)
+    _at_rest(server, recorded, before + 12)  # a server that stops waits for a few seconds only
+    server.stop()
+    files = sorted(map(str, folder.iterdir()))
+    assert all(file.endswith(".jsonl") for file in files)
+    assert len({re.split("[-.]", Path(file).name)[1] for file in files}) == len(files) == 2
+    found = [routing for answer in read(opened(files), ModelInfo()) for routing in answer.routings()]
+    own = [routing for routing in found if list(routing.prompt_token_ids or ()) in prompts]
+    assert len(own) == 12
+    for routing in own:
+        tokens = [*(routing.prompt_token_ids or ()), *(routing.token_ids or ())]
+        assert len(tokens) == 24
+        assert oracle.wrong(routing.rows, tokens[:-1]) == []
+    (block,) = [block for block in documented if "--routed-experts-record" in block]
+    export = shlex.split(block.splitlines()[1])[1]
+    said = run_program("routed_experts.server.cli", export, *files, "-o", str(folder / "out.npz"))
+    assert re.search(r"\d+ responses", said)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the layers that skip steps there are bound in another way")

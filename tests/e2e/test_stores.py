@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ASK,
     SMALL_KV,
@@ -20,7 +21,6 @@ from tests.e2e.harness import (
     answer_of,
     check,
     prompt_of,
-    serving,
     unknown,
     wait_until_idle,
 )
@@ -29,9 +29,8 @@ pytestmark = pytest.mark.e2e
 
 BLOCK, BLOCKS = 32, 24
 # It stores a prompt in one piece.
-FLAGS = ("--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--no-enable-chunked-prefill")
+FLAGS = (*SMALL_KV, "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), "--no-enable-chunked-prefill")
 FLAGS += ("--max-model-len", "256", "--max-num-batched-tokens", "256", "--max-num-seqs", "4")
-LOADED = "Inject KV cache of"
 
 
 @pytest.fixture(scope="module", params=["recompute", pytest.param("missing", marks=pytest.mark.slow)])
@@ -45,8 +44,8 @@ def server(policy: str, tiny_model: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("store")
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     config = json.dumps({**connector, "kv_connector_extra_config": {"shared_storage_path": str(folder / "kv")}})
-    flags = (*SMALL_KV, *FLAGS, "--kv-transfer-config", config, "--routed-experts-on-load", policy)
-    with serving(tiny_model, folder / "log", *flags) as server:
+    flags = (*FLAGS, "--kv-transfer-config", config, "--routed-experts-on-load", policy)
+    with serving_quickly(tiny_model, folder / "log", *flags) as server:
         yield server
 
 
@@ -54,15 +53,16 @@ def ask(server: Server, prompt: list[int], max_tokens: int) -> Answer:
     return answer_of(server.complete(prompt=prompt, max_tokens=max_tokens, ignore_eos=True, **ASK))
 
 
-def num_loads(server: Server) -> int:
-    return server.log.read_text().count(LOADED)
+def loaded(server: Server) -> float:
+    """Tokens so far."""
+    return server.metric("vllm:external_prefix_cache_hits_total")
 
 
-def evicted(server: Server, seed: int) -> int:
-    """The number of loads so far, when nothing is left of prompts in the prefix cache."""
+def evicted(server: Server, seed: int) -> float:
+    """Tokens loaded so far, when nothing is left of prompts in the prefix cache."""
     for each in range(BLOCKS // 4):
         server.complete(prompt=prompt_of(4 * BLOCK, seed=seed + each), max_tokens=1)
-    return num_loads(server)
+    return loaded(server)
 
 
 UNKNOWN = {"recompute": [], "missing": list(range(3 * BLOCK))}
@@ -71,19 +71,19 @@ UNKNOWN = {"recompute": [], "missing": list(range(3 * BLOCK))}
 def test_who_asks_for_rows_has_those_of_what_was_computed(server: Server, policy: str, oracle: Oracle) -> None:
     prompt = prompt_of(100, seed=1)
     check(ask(server, prompt, 5), oracle)
-    loads = evicted(server, 100)
+    before = evicted(server, 100)
     assert unknown(ask(server, prompt, 5), oracle) == UNKNOWN[policy]
-    assert num_loads(server) == loads + (policy == "missing")
+    assert loaded(server) - before == (3 * BLOCK if policy == "missing" else 0)
 
 
 def test_who_does_not_ask_loads(server: Server, policy: str, oracle: Oracle) -> None:
     prompt = prompt_of(100, seed=2)
     text = server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"]
-    loads = evicted(server, 200)
+    before = evicted(server, 200)
     assert server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"] == text
-    assert num_loads(server) == loads + 1
+    assert loaded(server) - before == 3 * BLOCK
     assert unknown(ask(server, prompt, 5), oracle) == UNKNOWN[policy]
-    assert num_loads(server) == loads + 1
+    assert loaded(server) - before == 3 * BLOCK
 
 
 def test_a_mix(server: Server, policy: str, oracle: Oracle) -> None:
@@ -98,10 +98,10 @@ def test_a_mix(server: Server, policy: str, oracle: Oracle) -> None:
         server.complete(prompt=prompt, max_tokens=max_tokens)
         return None
 
-    loads = num_loads(server)
+    before = loaded(server)
     with ThreadPoolExecutor(4) as threads:
         answers = [answer for answer in threads.map(lambda each: one(*each), picked) if answer is not None]
-    assert num_loads(server) > loads
+    assert loaded(server) > before
     num_rows = sum(len(answer.prompt) + len(answer.tokens) - 1 for answer in answers)
     num_unknown = sum(len(unknown(answer, oracle)) for answer in answers)
     if policy == "recompute":  # only what a load of somebody else's wrote over

@@ -16,7 +16,6 @@ import os
 import random
 import sys
 import tempfile
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,9 +27,11 @@ import httpx
 import orjson
 import torch
 
+from routed_experts.server.cli.tiny_model import make_tiny_model
 from tests.e2e.harness import (
     ASYNC,
     NGRAM,
+    ONE_PROCESS,
     OURS,
     SMALL_KV,
     WEIGHTS_OFF,
@@ -45,6 +46,8 @@ from tests.e2e.harness import (
     read_events,
     rows_of,
     serving,
+    wait_until,
+    wait_until_idle,
     with_weights_as_rows,
 )
 from tests.e2e.offload_on_cpu import kv_transfer_config
@@ -58,7 +61,7 @@ END_TOKEN = 258
 FLAGS = (
     *(*SMALL_KV, "--block-size", str(BLOCK_SIZE), "--num-gpu-blocks-override", "28", "--max-num-batched-tokens", "64"),
     *("--max-num-seqs", "16", "--max-model-len", str(MAX_MODEL_LEN), "--enable-prompt-tokens-details"),
-    "--enable-return-routed-expert-weights",
+    *("--enable-return-routed-expert-weights", *ONE_PROCESS),
 )
 REQUESTS = int(os.environ.get("TORTURE_REQUESTS", "100"))
 ENV = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache and /server_info
@@ -310,59 +313,29 @@ class Mix:
             task.body |= dict([rng.choice(late)])
 
 
-@dataclass
-class Report:
-    """What occurred.
+class Torture:
+    """Drives the mix and checks what comes back.
 
     Attributes:
-        failures: a sentence for each answer that was not as it should be.
+        counts: how often each situation occurred.
+        failures: a sentence for each answer that was not as it should be, and each error in the server's log.
         weights_off: the largest difference of a weight to the oracle's.
     """
-
-    profile: str
-    counts: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    weights_off: float = 0.0
-    state: dict[str, Any] = field(default_factory=dict)
-    log_errors: list[str] = field(default_factory=list)
-
-    def problems(self) -> list[str]:
-        """Why the run failed; empty if it did not."""
-        problems = self.failures[:10]
-        if self.counts[TIES] > 1 + self.counts["rows checked"] // 100_000:
-            problems.append(f"too many answers that float32 cannot decide: {self.counts[TIES]}")
-        problems += [f"did not occur: {name}" for name in PROFILES[self.profile].situations if not self.counts[name]]
-        if any(self.state.values()):
-            problems.append(f"state is left: {self.state}")
-        return problems + [f"the server logged: {line}" for line in self.log_errors[:5]]
-
-    def table(self) -> str:
-        wanted = PROFILES[self.profile].situations
-        lines = [f"torture, profile {self.profile}: {self.counts['requests']} requests in {self.seconds:.0f} s"]
-        lines += [f"  {name:38}{count:>9}" for name, count in self.counts.items() if name not in wanted]
-        lines += ["  provoked on purpose:", *(f"    {name:36}{self.counts[name]:>9}" for name in wanted)]
-        lines += [f"  {'largest difference of a weight':38}{self.weights_off:>9.1e}"]
-        lines += [f"  {'failed requests':38}{len(self.failures):>9}", f"  state at the end: {self.state}"]
-        return "\n".join(lines)
-
-
-class Torture:
-    """Drives the mix and checks what comes back."""
 
     def __init__(self, server: Server, oracle: Oracle, profile: str, requests: int, seed: int = 1) -> None:
         self._server, self._oracle, self._requests = server, oracle, requests
         self._profile = PROFILES[profile]
-        self.report = Report(profile)
-        self._counts = self.report.counts
-        self._mix = Mix(seed, self._counts, self._profile)
+        self.counts: Counter[str] = Counter()
+        self.failures: list[str] = []
+        self.weights_off = 0.0
+        self._mix = Mix(seed, self.counts, self._profile)
         self._ids_in_flight: Counter[str] = Counter()
         self._next = 0
 
-    def run(self) -> Report:
+    def run(self) -> list[str]:
+        """Why the run failed; empty if it did not."""
         torch.set_num_threads(1)  # the server needs the rest
-        server, report, counts = self._server, self.report, self._counts
-        began, logged = time.monotonic(), len(server.log.read_text())
+        server, counts, logged = self._server, self.counts, len(self._server.errors())
         before = {name: server.metric(metric) for name, metric in COUNTERS.items()}
         asyncio.run(self._drive())
         for name, metric in COUNTERS.items():
@@ -370,10 +343,15 @@ class Torture:
         counts["drafts rejected"] = counts.pop("drafts proposed") - counts["drafts accepted"]
         counts["answers that float64 decided"] = self._oracle.decided
         counts[TIES] = self._oracle.undecidable
-        report.state = self._state_at_the_end()
-        report.log_errors = [line for line in server.log.read_text()[logged:].splitlines() if " ERROR " in line]
-        report.seconds = time.monotonic() - began
-        return report
+        wait_until(lambda: server.metric("vllm:num_requests_running") == 0, "requests are left")
+        wait_until_idle(server)
+        self.failures += [f"the server logged: {line}" for line in server.errors()[logged:]]
+        print("\n".join(f"  {name:38}{count:>9}" for name, count in counts.items()))
+        print(f"  {'largest difference of a weight':38}{self.weights_off:>9.1e}")
+        problems = self.failures[:10]
+        if counts[TIES] > 1 + counts["rows checked"] // 100_000:
+            problems.append(f"too many answers that float32 cannot decide: {counts[TIES]}")
+        return problems + [f"did not occur: {name}" for name in self._profile.situations if not counts[name]]
 
     async def _drive(self) -> None:
         # No connection is used twice: the server may close one just as it is.
@@ -388,14 +366,12 @@ class Torture:
             if index % 20 == 19:
                 await self._reset_prefix_cache(client, index)
             task = self._mix.make(index)
-            self._counts["requests"] += 1
+            self.counts["requests"] += 1
             try:
                 await self._answer(client, task)
             except (AssertionError, KeyError, httpx.HTTPError) as error:
-                self.report.failures.append(f"request {index}: {error!r} {task}")
-                print(self.report.failures[-1], flush=True)
-            if index % 500 == 499:
-                print(f"{index + 1} requests, {len(self.report.failures)} failed", flush=True)
+                self.failures.append(f"request {index}: {error!r} {task}")
+                print(self.failures[-1], flush=True)
 
     async def _reset_prefix_cache(self, client: httpx.AsyncClient, index: int) -> None:
         """Without running requests it is granted only when the engine is idle, so it waits for that. What was offloaded
@@ -405,26 +381,26 @@ class Torture:
         flags = {"reset_running_requests": running, "reset_external": external}
         response = await client.post("/reset_prefix_cache", params=flags)
         assert response.status_code == 200, response.text
-        self._counts["resets with running requests" if running else "prefix cache resets asked for"] += 1
-        self._counts["resets of what was offloaded"] += external
-        self._counts["prefix cache resets"] += bool(response.json()["success"])
+        self.counts["resets with running requests" if running else "prefix cache resets asked for"] += 1
+        self.counts["resets of what was offloaded"] += external
+        self.counts["prefix cache resets"] += bool(response.json()["success"])
 
     async def _answer(self, client: httpx.AsyncClient, task: Task) -> None:
-        self._counts["opted in" if task.opted_in else "not opted in"] += 1
-        self._counts["streamed" if task.stream else "not streamed"] += 1
+        self.counts["opted in" if task.opted_in else "not opted in"] += 1
+        self.counts["streamed" if task.stream else "not streamed"] += 1
         with self._in_flight(task.headers.get("X-Request-Id")):
             received, complete = await self._exchange(client, task)
         if complete or task.stream:
             await asyncio.to_thread(self._check, task, received, complete)
         else:
-            self._counts["aborts unstreamed"] += 1
+            self.counts["aborts unstreamed"] += 1
 
     @contextmanager
     def _in_flight(self, request_id: str | None) -> Iterator[None]:
         if request_id is None:
             yield
             return
-        self._counts["same id at once"] += self._ids_in_flight[request_id] > 0
+        self.counts["same id at once"] += self._ids_in_flight[request_id] > 0
         self._ids_in_flight[request_id] += 1
         try:
             yield
@@ -457,7 +433,7 @@ class Torture:
     def _check(self, task: Task, received: list[dict[str, Any]], complete: bool) -> None:
         """The chunks of a stream, or the body of another response."""
         received = located(received, f"{self._server.url}/v1")
-        counts = self._counts
+        counts = self.counts
         choices = [choice for each in received for choice in each["choices"]]
         for each in received:
             details = (each.get("usage") or {}).get("prompt_tokens_details") or {}
@@ -496,7 +472,7 @@ class Torture:
 
     def _check_answers(self, task: Task, answers: list[Answer], weights: list[Answer]) -> None:
         """Each of `weights` has the weights of the answer at its place as its rows; empty if none were asked for."""
-        counts = self._counts
+        counts = self.counts
         assert len(weights) == len(answers) * task.weights
         for index, answer in enumerate(answers):
             answer.prompt = task.prompts[index // task.n] if task.prompts else answers[0].prompt
@@ -506,7 +482,7 @@ class Torture:
             if weights:
                 rows, tokens = rows_of(answer), [*answer.prompt, *answer.tokens[:-1]]
                 off = check_weights(rows_of(weights[index]), rows, tokens, self._oracle, answer.start)
-                self.report.weights_off = max(self.report.weights_off, off)
+                self.weights_off = max(self.weights_off, off)
                 how = "streamed" if task.stream else "not streamed"
                 counts[f"weights checked, {how}"] += rows.size
                 counts["answers whose weights float64 decided"] += off >= WEIGHTS_OFF
@@ -521,15 +497,6 @@ class Torture:
         if len(tokens) < LONGEST_KNOWN:
             self._mix.answered.append(tokens)
 
-    def _state_at_the_end(self) -> dict[str, int]:
-        deadline = time.monotonic() + 120
-        while True:
-            state = {name: int(value) for name, value in self._server.state_left().items()}
-            state |= {name: int(self._server.metric(f"vllm:num_requests_{name}")) for name in ("running", "waiting")}
-            if not any(state.values()) or time.monotonic() > deadline:
-                return state
-            time.sleep(0.2)
-
 
 @contextmanager
 def serving_profile(model: Path, log: Path, profile: str) -> Iterator[Server]:
@@ -541,22 +508,18 @@ def serving_profile(model: Path, log: Path, profile: str) -> Iterator[Server]:
 
 
 def main() -> int:
-    from routed_experts.server.cli.tiny_model import make_tiny_model
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--profile", choices=sorted(PROFILES), default="async")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path, help="the server's log; default: in a temporary folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "tiny"
         make_tiny_model(model)
-        with serving_profile(model, args.log or Path(folder) / "log", args.profile) as server:
-            report = Torture(server, Oracle(model), args.profile, args.requests, args.seed).run()
-    print(report.table())
-    print("\n".join(report.problems()) or "PASSED")
-    return 1 if report.problems() else 0
+        with serving_profile(model, Path(folder) / "log", args.profile) as server:
+            problems = Torture(server, Oracle(model), args.profile, args.requests, args.seed).run()
+    print("\n".join(problems) or "PASSED")
+    return bool(problems)
 
 
 if __name__ == "__main__":

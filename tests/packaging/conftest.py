@@ -125,24 +125,10 @@ def index_of_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return index
 
 
-@dataclass(frozen=True)
-class BesideVllm:
-    """An environment that had vLLM before the wheel was installed.
-
-    Attributes:
-        before: names and versions of its packages before.
-        check_before: what `pip check` printed before. vLLM's CPU build names packages that the tests do without.
-    """
-
-    environment: Environment
-    before: set[str]
-    check_before: str
-
-
 @pytest.fixture(scope="session")
 def beside_vllm(
     new_environment: Callable[[], Environment], wheel: Path, tmp_path_factory: pytest.TempPathFactory
-) -> BesideVllm:
+) -> Environment:
     """vLLM and its dependencies, as links to the packages of the tests. Then the wheel is installed."""
     environment = new_environment()
     (vllm,) = set(packages_distributions()["vllm"])
@@ -155,9 +141,8 @@ def beside_vllm(
             link = environment.site_packages / top
             if not link.exists():
                 link.symlink_to(Path(str(distribution(name).locate_file(top))))
-    before, check_before = environment.packages(), environment.check()
     environment.install(f"--find-links={index_of_base(tmp_path_factory)}", str(wheel))
-    return BesideVllm(environment, before, check_before)
+    return environment
 
 
 def brought_by(name: str, known: set[str] | None = None, extras: frozenset[str] = frozenset()) -> set[str]:

@@ -1,11 +1,10 @@
 """Answers such as a server gives, with rows that are known and have something to look at."""
 
-import base64
 from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT, count_missing, encode
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT, encode, encode_weights
 
 TEXT = (
     "The router sends every token to a few experts, and which ones it takes depends on what it reads. Some prefer "
@@ -42,10 +41,8 @@ def weights_of(rows: np.ndarray, seed: int = 0) -> np.ndarray:
 
 def array(rows: np.ndarray, start: int = 0) -> Any:
     """Of ids or weights."""
-    if rows.dtype != np.float32:
-        return encode(rows, fmt="object", dtype="int16", start=start)
-    data, missing = base64.b64encode(rows.tobytes()).decode(), count_missing(rows)
-    return {"data": data, "shape": list(rows.shape), "dtype": "float32", "start": start, "missing": missing}
+    is_ids = rows.dtype != np.float32
+    return encode(rows, fmt="object", dtype="int16", start=start) if is_ids else encode_weights(rows, start=start)
 
 
 def answer(
@@ -56,13 +53,12 @@ def answer(
     texts = (texts or words_of(count // 20 + 1))[:count]
     ids = [sum(map(ord, text)) for text in texts]
     choice = {"index": 0, "text": "".join(texts[prompt:]), "token_ids": ids[prompt:], "finish_reason": "length"}
-    choice |= {"logprobs": {"tokens": texts[prompt:]}, "routed_experts": array(rows[prompt:], prompt)}
+    choice |= {"logprobs": {"tokens": texts}, "routed_experts": array(rows[prompt:], prompt)}
     of_prompt = {"prompt_token_ids": ids[:prompt], "prompt_routed_experts": array(rows[:prompt])}
     if weights is not None:
         choice["routed_expert_weights"] = array(weights[prompt:], prompt)
         of_prompt["prompt_routed_expert_weights"] = array(weights[:prompt])
-    page = {"routed_experts_page": {"prompt_tokens": texts[:prompt]}}
-    return {"object": "text_completion", **of_prompt, "choices": [choice], **page}
+    return {"object": "text_completion", **of_prompt, "choices": [choice]}
 
 
 def two_that_part(count: int, prompt: int, at: int) -> list[dict[str, Any]]:

@@ -163,12 +163,10 @@ class Tab:
         node = self.call("DOM.querySelector", nodeId=root, selector=selector)["nodeId"]
         self.call("DOM.setFileInputFiles", nodeId=node, files=[str(path)])
 
-    def screenshot(self, is_whole: bool = False) -> bytes:
-        """A PNG of the window, or of the whole page."""
+    def screenshot(self) -> bytes:
+        """A PNG of the window."""
         self.js("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
-        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"clip": {**size, "scale": 1}} if is_whole else {}
-        return base64.b64decode(self.call("Page.captureScreenshot", captureBeyondViewport=is_whole, **clip)["data"])
+        return base64.b64decode(self.call("Page.captureScreenshot")["data"])
 
 
 @contextmanager

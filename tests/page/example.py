@@ -25,23 +25,10 @@ def response(server: Server, prompt: str) -> dict[str, Any]:
     said = {**ASK, "return_routed_expert_weights": True, "routed_experts_dtype": "uint8", "temperature": 1, "seed": 1}
     said["ignore_eos"] = True
     body = server.complete(model="tiny", prompt=prompt, max_tokens=48, logprobs=0, **said)
-    (choice,) = body["choices"]
-    info, known = server.info(), ModelInfo.__dataclass_fields__
-    decode = make_tokenizer().decode
-    return {
-        "model": "tiny",
-        "choices": [
-            {
-                name: {"tokens": choice[name]["tokens"]} if name == "logprobs" else choice[name]
-                for name in choice
-                if name in ("index", "text", "token_ids", "prompt_token_ids", "finish_reason", "logprobs")
-                or name.startswith("routed_expert")
-            }
-        ],
-        **{name: value for name, value in body.items() if name.startswith("prompt_routed_expert")},
-        "routed_experts_info": {name: value for name, value in info.items() if name in known},
-        "routed_experts_page": {"prompt_tokens": [decode([one]) for one in choice["prompt_token_ids"]]},
-    }
+    (choice,), known = body["choices"], ModelInfo.__dataclass_fields__
+    choice["logprobs"]["tokens"][:0] = [make_tokenizer().decode([one]) for one in choice["prompt_token_ids"]]
+    choice["logprobs"].pop("token_logprobs")
+    return {**body, "routed_experts_info": {name: value for name, value in server.info().items() if name in known}}
 
 
 if __name__ == "__main__":

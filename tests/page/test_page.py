@@ -204,49 +204,37 @@ def test_errors_of_the_server_are_shown(tab: Tab, api: Server) -> None:
     tab.console.clear()
 
 
-def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
-    """Nor are files read for those who have none."""
+@pytest.mark.parametrize("captures", [True, False])
+def test_the_key_is_asked_for_and_kept_nowhere(tab: Tab, tiny_model: Path, tmp_path: Path, captures: bool) -> None:
+    """Nor are files read for those who have none. A server without capture reads files."""
     file = tmp_path / "saved.jsonl"
     file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
-    with serving(tiny_model, "--api-key", "a-secret") as server:
+    flags = () if captures else ("--no-enable-return-routed-experts",)
+    with serving(tiny_model, "--api-key", "a-secret", *flags) as server:
         tab.open(f"{server.url}/routed_experts")
-        tab.wait_for("#key-form")
+        tab.wait_for("#key-form" if captures else "#notice")
         assert tab.console == []
         tab.give_file("#file", file)
         assert error_in(tab) == "The server requires an API key."
-        tab.type("#key", "wrong")
-        tab.click("#key-form button")
-        tab.wait_for_text("#error", "The server rejected this API key.")
+        if captures:
+            tab.type("#key", "wrong")
+            tab.click("#key-form button")
+            tab.wait_for_text("#error", "The server rejected this API key.")
         tab.console.clear()
         tab.type("#key", "a-secret")
         tab.click("#key-form button")
-        ask(tab, tokens=5)
-        ended(tab)
+        tab.wait("$('#key-form').hidden")
+        if captures:
+            ask(tab, tokens=5)
+            ended(tab)
+        assert tab.is_hidden("#ask") != captures
         tab.give_file("#file", file)
         tab.wait_for_text("#summary", "3 prompt and 7 generated tokens")
         kept = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
         assert "a-secret" not in tab.js(kept) + tab.js("document.documentElement.outerHTML")
         assert tab.js("$('#key').value") == ""
         tab.open(f"{server.url}/routed_experts")  # a page that is loaded again knows nothing
-        tab.wait_for("#key-form")
-
-
-def test_a_server_without_capture(tab: Tab, tiny_model: Path, tmp_path: Path) -> None:
-    """Reads files, for those who have the key."""
-    file = tmp_path / "saved.jsonl"
-    file.write_text(json.dumps(answer(rows_of(9, 2, 2, 8), 3)))
-    with serving(tiny_model, "--no-enable-return-routed-experts", "--api-key", "a-secret") as server:
-        tab.open(f"{server.url}/routed_experts")
-        tab.wait_for("#notice")
-        assert tab.is_hidden("#ask")
-        tab.give_file("#file", file)
-        assert error_in(tab) == "The server requires an API key."
-        tab.type("#key", "a-secret")
-        tab.click("#key-form button")
-        tab.wait("$('#key-form').hidden")
-        tab.console.clear()
-        tab.give_file("#file", file)
-        ended(tab)
+        tab.wait_for("#key-form" if captures else "#notice")
 
 
 def test_the_example(tab: Tab, api: Server, viewed: Viewed, oracle: Oracle) -> None:

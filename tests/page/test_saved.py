@@ -1,7 +1,6 @@
 """Responses in files: of every form, opened, saved, picked, or refused with a sentence."""
 
 import json
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ SHOWN = "[...$$('#tokens-a .token'), ...$$('#detail th'), $('#summary')].map(e =
 
 def without_texts(body: dict[str, Any]) -> dict[str, Any]:
     (choice,) = body["choices"]
-    del body["routed_experts_page"], choice["logprobs"]
+    del choice["logprobs"]
     return body
 
 
@@ -90,24 +89,6 @@ def test_decoder_layers_are_named(tab: Tab, viewed: Viewed) -> None:
         shows(tab, rows[14, INFO["layer_ids"]])
         assert tab.texts("#detail th") == ["Decoder layer", "Experts", "1", "2", "5"]
         assert "; decoder layer 1: " in tab.text("#map-status")
-
-
-def test_files_in_every_shape(tab: Tab, viewed: Viewed, tmp_path: Path) -> None:
-    """Several in one, by `view` and opened in the page."""
-    body = answer(rows_of(9, 2, 2, 8), 3)
-    body["choices"][0]["text"] = 'a "quoted\\" } text\n'
-    stream = f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
-    text = f"{stream}: ping\n\n{stream}{json.dumps(body, indent=2)}\n{json.dumps([body, body])}{json.dumps(body)}\n"
-    for is_opened in (False, True):
-        file = tmp_path / "answers.jsonl"
-        file.write_text(text)
-        tab.open(viewed(texts={} if is_opened else {file.name: text}))
-        if is_opened:
-            tab.give_file("#file", file)
-        ended(tab)
-        found = [answer.where for answer in read([(file.name, StringIO(text))], ModelInfo())]
-        assert len(found) == 6
-        assert tab.texts("#pick-a > option")[1:] == found
 
 
 @pytest.mark.parametrize(

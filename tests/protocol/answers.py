@@ -8,9 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT, Format, encode, encode_weights
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT, Format, count_missing, encode, encode_weights
+from routed_experts.protocol.expert_load import Histogram, count_experts
 
 EXPERTS, LAYERS, TOP_K = 60, 3, 4
+
+
+def histogram(rows: np.ndarray, num_experts: int) -> Histogram:
+    return {"counts": count_experts(rows, num_experts).tolist(), "rows": len(rows), "missing": count_missing(rows)}
 
 
 def rows_of(count: int, seed: int = 0, experts: int = EXPERTS, layers: int = LAYERS, top_k: int = TOP_K) -> np.ndarray:

@@ -25,7 +25,7 @@ from routed_experts.protocol.batch import (
 )
 from routed_experts.protocol.codec import UNKNOWN_WEIGHT
 from routed_experts.protocol.collect import Routing, RoutingError
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of, weights_of
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, histogram, rows_of, weights_of
 
 
 def routing_of(p: int, g: int, start: int = 0, seed: int = 1, **more: Any) -> Routing:
@@ -126,7 +126,7 @@ class TestTurns:
         assert np.array_equal(joined.weights, weights_of(self.ROWS[starts[0] :]))
         assert (joined.start, joined.end, joined.prompt_len) == (starts[0], 29, 22)
         assert join_turns(turns[:1]) is turns[0]
-        counted = replace(turns[-1], histogram=expert_load.histogram(turns[-1].rows, EXPERTS))
+        counted = replace(turns[-1], histogram=histogram(turns[-1].rows, EXPERTS))
         assert join_turns([join_turns(turns[:-1]), counted]).histogram is None, "of the last turn alone"
         assert np.array_equal(join_turns([turns[0], self.turn(7, 1, 7)]).rows, turns[0].rows)
 
@@ -262,8 +262,13 @@ def test_weights_of_decoder_layers_and_of_the_models_paper() -> None:
     found = scaled(np.ones((3, 2, TOP_K), np.float32), {"weights_scale": [2.5, 1.0]})
     assert found.dtype == np.float32
     assert found.tolist() == [[[2.5] * TOP_K, [1.0] * TOP_K]] * 3
-    with pytest.raises(ValueError, match="2 layers"):
-        scaled(weights, {"weights_scale": [1.0]})
+    for wrong, message in (
+        (lambda: scaled(weights, {"weights_scale": [1.0]}), "2 layers"),
+        (lambda: spread_layers(weights, [1, 4], 4), "decoder layer 4 of layer_ids is missing in num_hidden_layers=4"),
+        (lambda: spread_layers(weights, [1, 2, 3], 6), "rows of 2 layers, but 3 layer_ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
 
 
 def test_truncated_sequences() -> None:

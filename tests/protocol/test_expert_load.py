@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from routed_experts.protocol.codec import CodecError
-from routed_experts.protocol.expert_load import count_experts, expert_load, histogram
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, rows_of
+from routed_experts.protocol.expert_load import count_experts, expert_load
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, histogram, rows_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 4095, 4097, 10_000])

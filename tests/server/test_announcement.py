@@ -12,26 +12,16 @@ from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE, address, no
 
 
 def args(**given: Any) -> Namespace:
-    fields = {"ssl_certfile": None, "host": None, "port": 8000, "root_path": None, "api_key": None}
-    fields["uds"] = None
-    return Namespace(**{**fields, **given})
+    return Namespace(
+        **{**dict.fromkeys(("ssl_certfile", "host", "root_path", "api_key", "uds")), "port": 8000, **given}
+    )
 
 
 def test_address() -> None:
     assert address(args()) == address(args(host="0.0.0.0")) == "http://localhost:8000"
     assert address(args(host="::1", port=80)) == "http://[::1]:80"
     assert address(args(host="gpu7", ssl_certfile="cert.pem", root_path="/llm/")) == "https://gpu7:8000/llm"
-
-
-def test_a_unix_socket_is_named() -> None:
-    """F5. No port is open then, and no browser opens a socket."""
-    given = args(uds="/run/the server.sock", port=1234)
-    base = address(given)
-    assert base == "http://localhost"
-    said = what_to_do(given, base, "m", has_page=True)
-    assert "1234" not in said
-    assert shlex.split(said)[:5] == ["paste", "curl", "-N", "--unix-socket", "/run/the server.sock"]
-    assert shlex.split(said)[5] == "http://localhost/v1/completions"
+    assert address(args(uds="/run/the server.sock", port=1234)) == "http://localhost"
 
 
 def test_the_address_for_health_checks(
@@ -48,6 +38,7 @@ def test_the_address_for_health_checks(
 
 
 def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F5. With a Unix socket no port is open, and no browser opens a socket."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     page, paste = what_to_do(args(), "http://localhost:8000", "it's a model", has_page=True).splitlines()
     assert page.split() == ["open", "http://localhost:8000/routed_experts"]
@@ -56,3 +47,6 @@ def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(body)["model"] == "it's a model"
     assert "YOUR_KEY" in what_to_do(args(api_key=["k"]), "", "m", has_page=True)
     assert "open" not in what_to_do(args(), "", "m", has_page=False)
+    said = shlex.split(what_to_do(args(uds="/run/the server.sock"), "http://localhost", "m", has_page=True))
+    assert said[:4] == ["paste", "curl", "-N", "--unix-socket"]
+    assert said[4:6] == ["/run/the server.sock", "http://localhost/v1/completions"]

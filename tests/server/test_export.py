@@ -67,8 +67,7 @@ def folder(tmp_path: Path) -> Path:
     joined, of_page = answer(JOINED), answer(OF_PAGE)
     for name in ("prompt_token_ids", "token_ids"):
         del joined["choices"][0][name]
-    of_page |= {"routed_experts_page": {"prompt_tokens": TEXTS[3][:2]}}
-    of_page["choices"][0]["logprobs"] = {"tokens": TEXTS[3][2:]}
+    of_page["choices"][0]["logprobs"] = {"tokens": TEXTS[3]}
     for place, text in enumerate((json.dumps(first), sse(chunks).decode(), json.dumps(joined), json.dumps(of_page))):
         (folder / f"{place}.jsonl").write_text(f"{json.dumps(INFO)}\n{text}" if place == 1 else text)
     return folder

@@ -1,30 +1,22 @@
 """Commands that cannot do what they should: one sentence and an exit status, no traceback."""
 
 import ast
-import io
-import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Event, Thread
 
-import numpy as np
 import pytest
-import torch
 import vllm.entrypoints.cli.serve as vllms_command
-from vllm.envs import disable_envs_cache
 
-from routed_experts.server.cli.main import main
-from tests.clients.test_compare import G, P, answer_of
-from tests.e2e.harness import free_port
+from tests.server.test_cli import Words, words_for
 
 pytestmark = pytest.mark.e2e
 
@@ -48,87 +40,27 @@ def started(*argv: str, options: tuple[str, ...] = (), **streams: int) -> Iterat
         process.wait()
 
 
-Words = Callable[[str], list[str]]
-
-
 @pytest.fixture(scope="module")
 def words(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Words:
-    """The words of a command. FILES has an answer that a router could have given, one of unknown rows, and nothing."""
-    folder = tmp_path_factory.mktemp("files")
-    rows = np.random.default_rng(0).random((P + G - 1, 5, 16)).argsort(axis=2)[:, :, :4].astype(np.int16)
-    (folder / "answer").write_text(json.dumps(answer_of(rows)))
-    (folder / "unknown").write_text(json.dumps(answer_of(np.full_like(rows, -1))))
-    (folder / "empty").touch()
-    (folder / "binary").write_bytes(b"\x93NUMPY\x00\xff")
-    names = {"FILES": str(folder), "MODEL": str(tiny_model), "PORT": str(free_port())}
-    return lambda command: re.sub("|".join(names), lambda name: names[name[0]], command).split()
+    return words_for(tiny_model, tmp_path_factory.mktemp("files"))
 
 
 COMMAND = "export FILES/answer -o FILES/out.npz"
-COMPARE = "compare MODEL --answers FILES/answer"
-NO_CUDA = "--device cuda cannot be used"
-NO_TEMPLATE = "serve MODEL --port PORT --chat-template /nowhere.jinja"
-REAL = ["export FILES/none -o FILES/out.npz", "compare MODEL --answers FILES/unknown", NO_TEMPLATE]
-"""These run as processes too, one for each set of libraries that a command loads."""
 
 
 @pytest.mark.parametrize(
     ("command", "sentence"),
-    [
+    [  # one for each set of libraries that a command loads
         ("export FILES/none -o FILES/out.npz", "none cannot be read: No such file"),
-        ("export FILES/empty -o FILES/out.npz", "empty has no responses"),
-        ("export FILES/answer - -o FILES/out.npz", "standard input has no responses"),
-        ("export FILES/binary -o FILES/out.npz", "binary cannot be read: it is not UTF-8 text"),
-        ("view FILES/none --no-browser", "none cannot be read: No such file"),
-        ("view FILES/answer --port 99999 --no-browser", "Port 99999 cannot be used"),
-        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/empty", "empty has no prompts: write one per"),
-        ("export -o FILES/out.csv --url 127.0.0.1:PORT --prompts FILES/none", "none cannot be read: No such file"),
-        ("tiny-model FILES/empty", "File exists"),
-        ("compare /nowhere/model --answers FILES/answer", "/nowhere/model is neither a local folder nor a name"),
-        ("compare FILES --answers FILES/answer", "key in its config.json"),
-        ("compare some/model --answers FILES/answer", "the Hugging Face hub cannot be reached"),
         ("compare MODEL --answers FILES/unknown", "Nothing to compare"),
-        (f"{COMPARE} --device nonsense", "--device nonsense cannot be used"),
-        pytest.param(
-            f"{COMPARE} --device cuda", NO_CUDA, marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU")
-        ),
-        ("compare some/model --answers FILES/answer --json /proc/none", "--json /proc/none cannot be written"),
-        ("compare MODEL --url 127.0.0.1:PORT", " cannot be reached: "),
-        ("compare MODEL --url ftp://host", "is not the URL of a server"),
-        ("serve /nowhere/model --port PORT", "/nowhere/model is neither a local folder nor a name"),
-        ("serve some/model --port PORT", "the Hugging Face hub cannot be reached"),
-        (NO_TEMPLATE, "/nowhere.jinja"),
-        ("serve MODEL --port PORT --grpc", "--grpc chooses a front end of vLLM that cannot return routed experts"),
+        ("serve MODEL --port PORT --chat-template /nowhere.jinja", "/nowhere.jinja"),
     ],
 )
-def test_an_error_is_one_sentence(
-    words: Words, command: str, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("sys.stdin", io.StringIO())
-    monkeypatch.setattr(logging, "raiseExceptions", False)  # vLLM's handler keeps the output of the test before
-    monkeypatch.setenv("VLLM_PLUGINS", "")  # so that it is put back as it was
-    if command in REAL:
-        with started(*words(command)) as process:
-            out, err = process.communicate(timeout=300)
-        status = process.returncode
-    else:
-        status = main(words(command))
-        out, err = capsys.readouterr()
-    assert (status, "Traceback" in out + err) == (2, False), err
+def test_an_error_is_one_sentence(words: Words, command: str, sentence: str) -> None:
+    with started(*words(command)) as process:
+        out, err = process.communicate(timeout=300)
+    assert (process.returncode, "Traceback" in out + err) == (2, False), err
     assert sentence in next(line for line in reversed(err.splitlines()) if line.startswith("routed-experts: "))
-
-
-def test_h2_the_front_end_in_rust_is_refused(
-    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """H2. It takes the port from the process that has the self-test and our routes."""
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/bin/true")
-    disable_envs_cache()  # what a server before keeps
-    for flags in ([], ["--no-enable-return-routed-experts"]):
-        assert main(["serve", str(tiny_model), *flags]) == 2
-        assert "VLLM_USE_RUST_FRONTEND chooses a front end of vLLM that cannot" in capsys.readouterr().err
 
 
 def test_h2_vllms_command_has_no_other_front_ends() -> None:

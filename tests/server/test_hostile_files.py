@@ -18,8 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from routed_experts.protocol.expert_load import histogram
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
 from tests.server.hostile_files import commands
 
 SECONDS = 10
@@ -102,7 +101,7 @@ def of_histograms() -> dict[str, Any]:
 
 def of_the_page() -> dict[str, Any]:
     body = answer(Told(ONE.prompt, ONE.choices[:1]))
-    body["routed_experts_page"] = {"prompt_tokens": [*"abcdef"]}
+    body["choices"][0]["logprobs"] = {"tokens": [*"abcdefghij"]}
     return body
 
 
@@ -245,7 +244,7 @@ PLACES = {
     "token_ids": in_choice(token_ids=[2**40, "x"]),
     "logprobs": in_choice(logprobs={"tokens": 3, "token_logprobs": [10**400]}),
     "finish_reason": in_choice(finish_reason=[1]),
-    "page": but(of_the_page, lambda body: body.update(routed_experts_page={"prompt_tokens": [3]})),
+    "page": but(of_the_page, lambda body: body["choices"][0].update(logprobs={"tokens": [3]})),
     "nesting": "[" * 100_000,
     "nesting in a field": '{"choices": ' + "[" * 900 + "]" * 900 + "}",
     "digits": json.dumps({"choices": [], "x": 0})[:-2] + "9" * 5_000 + "}",

@@ -1,5 +1,6 @@
 """Aborted requests in recorded routing, through vLLM's own output processor."""
 
+import fcntl
 import json
 import os
 import resource
@@ -62,19 +63,19 @@ def test_a_server_that_begins_while_another_makes_or_completes_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writing: bool
 ) -> None:
     """Both look at it before one has it locked: no line is lost, and both go on."""
-    files, flock = RecordFiles(tmp_path, 1000), recording.fcntl.flock
+    files, flock = RecordFiles(tmp_path, 1000), fcntl.flock
 
     def meanwhile(file: FileIO, operation: int) -> None:
-        monkeypatch.setattr(recording.fcntl, "flock", flock)
+        monkeypatch.setattr(fcntl, "flock", flock)
         prepare(tmp_path) if is_writing else files.rotate(at_once=True)
         flock(file, operation)
 
     for line in ("one\n", "two\n"):
         if is_writing:
-            monkeypatch.setattr(recording.fcntl, "flock", meanwhile)
+            monkeypatch.setattr(fcntl, "flock", meanwhile)
         files.write([line.encode()])
         if not is_writing:
-            monkeypatch.setattr(recording.fcntl, "flock", meanwhile)
+            monkeypatch.setattr(fcntl, "flock", meanwhile)
             prepare(tmp_path)
         files.rotate(at_once=True)
     assert {*texts_in(tmp_path).values()} == {"one\n", "two\n"}

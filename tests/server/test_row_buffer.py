@@ -19,7 +19,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from routed_experts.capture.envelope import ENVELOPE_ID, STATS, pack
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows, prompt_output_id
 from routed_experts.capture.stats import EngineStats
-from routed_experts.server.outputs.arrays import EveryRequest
+from routed_experts.server.outputs.arrays import InProcessCapture
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import K, L, rows_of
@@ -382,7 +382,7 @@ def test_an_array_is_there_for_a_reader_slower_than_the_engine() -> None:
     engine: Any = SimpleNamespace(
         output_processor=processor, model_config=model, vllm_config=config, collective_rpc=lambda _: [worker]
     )
-    EveryRequest.install(engine)
+    InProcessCapture.install(engine)
     queue = RequestOutputCollector(DELTA, "a")
     params = SamplingParams(output_kind=DELTA, detokenize=False)
     processor.add_request(request_of("a", params), None, queue=queue)

@@ -12,11 +12,10 @@ import pytest
 
 from routed_experts.protocol.codec import decode, decode_weights, encode, encode_weights
 from routed_experts.protocol.collect import RoutingError
-from routed_experts.protocol.expert_load import histogram
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.tools.saved import opened
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, stream
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
 OTHER = Told(rows_of(7, 4), [rows_of(3, 5)], first_token=500)

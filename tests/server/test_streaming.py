@@ -374,16 +374,6 @@ def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
     assert last["prompt_routed_experts_histogram"]["rows"] == 6000
 
 
-def test_vllms_own_field_is_taken_away() -> None:
-    """Its token-in, token-out chunks have it, null; a second one of the same name would win with many parsers."""
-    engine, aligner = Engine(prompt_len=2), aligner_of()
-    aligner.has_own_field = True
-    generate = saying({"choices": [{"index": 0, "token_ids": [1], "routed_experts": None, "text": "x"}]})
-    texts = ended(aligner, [engine.step(), engine.step(finish="stop")], generate)
-    assert all("null" not in text for text in texts)
-    assert [placed(orjson.loads(text[6:]))[1] for text in texts] == [None, [2]]
-
-
 def test_other_events_are_left_as_they_are() -> None:
     events = [": keep-alive\n\n", event({"error": {"message": "x"}}), DONE, "data: {}\n\n"]
 

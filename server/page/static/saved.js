@@ -21,8 +21,8 @@ export function line(answer) {
   const split = Math.min(Math.max((promptLength ?? 0) - start, 0), answer.length);
   const part = (from, to, values = answer.rows) => encode(values.subarray(from * size, to * size), [to - from, layers, topK], start + from);
   const [before, after] = [tokens.slice(0, promptLength ?? 0), tokens.slice(promptLength ?? 0)];
-  const texts = (part) => part.map(({ text }) => text);
-  const choice = { index: 0, text: texts(after).join(""), routed_experts: part(split, answer.length) };
+  const choice = { index: 0, text: after.map(({ text }) => text).join(""), routed_experts: part(split, answer.length) };
+  choice.logprobs = { tokens: tokens.map(({ text }) => text) }; // the prompt's too, as with `echo`
   const body = { object: "text_completion", model, choices: [choice], routed_experts_info: infoOf(answer) };
   if (answer.weights) choice.routed_expert_weights = part(split, answer.length, answer.weights);
   choice.finish_reason = answer.finished === UNFINISHED ? null : answer.finished;
@@ -30,8 +30,6 @@ export function line(answer) {
     Object.assign(choice, { prompt_token_ids: idsOf(before), token_ids: idsOf(after) });
     body.prompt_routed_experts = part(0, split);
     if (answer.weights) body.prompt_routed_expert_weights = part(0, split, answer.weights);
-    body.routed_experts_page = { prompt_tokens: texts(before) };
-    choice.logprobs = { tokens: texts(after) };
   }
   return `${JSON.stringify(body)}\n`;
 }

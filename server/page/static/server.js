@@ -17,7 +17,6 @@ export async function connect() {
   const { model, num_layers, top_k, num_experts } = server.info;
   hideError();
   $("key-form").hidden = true;
-  $("key").value = "";
   $("model").textContent = `${model}: ${num_layers} MoE layers, top ${top_k} of ${num_experts} experts`;
   $("ask").hidden = false;
   if (matchMedia("(min-width: 700px)").matches) $("prompt").focus();
@@ -25,6 +24,7 @@ export async function connect() {
 
 export function setKey() {
   useKey($("key").value);
+  $("key").value = "";
   hasKey = true;
   if (document.documentElement.dataset.capture === "off") $("key-form").hidden = true;
   else connect();

@@ -1,7 +1,7 @@
 """Writes the API description from the server's routes. A tool of the repository.
 
-python -m routed_experts.server.http.openapi FILE          writes the file
-python -m routed_experts.server.http.openapi --check FILE  fails if it is not up to date
+python -m tests.openapi FILE          writes the file
+python -m tests.openapi --check FILE  fails if it is not up to date
 """
 
 import sys
