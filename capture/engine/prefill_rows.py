@@ -79,10 +79,8 @@ class PrefillRowsExchange:
     def _add_pull(self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows) -> bool:
         params = request.kv_transfer_params or {}
         is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name
-        is_added = self.pulls.add(
-            request, rows, (params.get("remote_engine_id"), params.get("remote_request_id")), is_first
-        )
-        if not is_added:
+        source = params.get("remote_engine_id"), params.get("remote_request_id")
+        if not (is_added := self.pulls.add(request, rows, source, is_first)):
             logger.info(
                 "Request %r: its KV may have been freed, or pulled by another request, or clocks differ.",
                 request.request_id,
