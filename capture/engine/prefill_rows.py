@@ -42,10 +42,10 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
 class PrefillRowsExchange:
     """The prompt rows in `kv_transfer_params` on the schedulers' sides of both instances."""
 
-    def __init__(self, source: RowSource, has_weights: bool) -> None:
-        self.pulls = Pulls(None)
+    def __init__(self, source: RowSource, pulls: Pulls) -> None:
+        self.pulls = pulls
         self._source = source
-        self._has_weights = has_weights
+        self._has_weights = source.cache.has_weights
         self._to_export: set[str] = set()  # requests whose rows go with their KV
 
     def receive(self, request: Request, config: KVTransferConfig | None) -> None:

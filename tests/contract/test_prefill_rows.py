@@ -64,11 +64,12 @@ class Pair:
         self.decode.add(name, prompt, start, kv_transfer_params=params, max_tokens=max_tokens, **about)
         return self.decode.received[name]
 
-    def missing(self, prompt: list[int], params: Any, start: int | None = 0, max_tokens: int = 4) -> list[int]:
-        """Positions whose rows did not come, of a decode leg to its end."""
-        received = self.add(prompt, params, start, max_tokens)
+    def missing(self, prompt: list[int], params: Any, start: int | None = 0, **about: Any) -> list[int]:
+        """Positions whose rows did not come, of a decode leg to its end; those that came have their weights."""
+        received = self.add(prompt, params, start, **about)
         self.decode.run()
         assert received.finish is FinishReason.LENGTH
+        assert self.decode.num_without_weights == 0
         return received.missing
 
     def legs(self, prompt: list[int], **about: Any) -> list[int]:

@@ -89,7 +89,7 @@ class KVLoad:
 class NoExternalKV:
     """In place of `ExternalKVTracker` without a connector."""
 
-    writes_behind_hit, kept_bytes = True, 0
+    writes_behind_hit, kept_bytes, pulls = True, 0, Pulls(None)
 
     def pop_loads(self, *step: Any) -> list[KVLoad | OffloadLoad]:
         return []
