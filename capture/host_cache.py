@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -30,12 +30,6 @@ def within(ids: NDArray[np.int64], count: int) -> NDArray[np.bool_]:
     return ids.view(np.uint64) < count
 
 
-class Reader(Protocol):
-    """Reads rows later; `before_write` is its last chance for those in `blocks` ([number of blocks])."""
-
-    def before_write(self, blocks: NDArray[np.bool_]) -> None: ...
-
-
 class HostCache:
     """One row for each KV slot, so that a row is valid exactly as long as the KV of its token: new rows overwrite old
     ones as new KV overwrites old KV. Memory is reserved by the operating system only as it is written.
@@ -47,7 +41,7 @@ class HostCache:
         self.block_size = block_size
         self.has_weights = has_weights  # of rows
         self.row_shape = 0, 0  # (L, K), or (3L, K) with weights: known with the first rows
-        self._readers: WeakSet[Reader] = WeakSet()
+        self._readers: WeakSet[Any] = WeakSet()  # `PendingRows` that wait
         self._is_awaited: NDArray[np.bool_] = np.zeros(num_blocks, dtype=np.bool_)  # blocks, by a reader
         self._rows: NDArray[np.int16] = np.empty((num_blocks, block_size, 0, 0), dtype=np.int16)
         # np.empty holds garbage that looks like ids, so which slots were written is kept beside it.
@@ -82,7 +76,7 @@ class HostCache:
         self._by_slot[slots] = rows.reshape(-1, self.row_shape[0] * self.row_shape[1]).view(self._row_type)[:, 0]
         self._written_by_slot[slots] = True
 
-    def wait(self, reader: Reader, blocks: NDArray[np.int64]) -> None:
+    def wait(self, reader: Any, blocks: NDArray[np.int64]) -> None:
         """Calls `reader.before_write` before some of `blocks` are written, as long as the reader exists."""
         self._readers.add(reader)
         self._is_awaited[blocks] = True

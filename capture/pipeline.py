@@ -7,6 +7,7 @@ stream of their own into pinned memory, and read when the step's output is mater
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -94,26 +95,8 @@ class CudaCopier:
         return wait
 
 
-@dataclass
-class PendingRows:
-    """The rows of a step whose output has not been materialised yet."""
-
-    copy: Copy
-    offsets: NDArray[np.int64]
-    row_shape: tuple[int, int]
-
-    def result(self) -> StepRows:
-        """Blocks until the rows are on the host."""
-        began = time.perf_counter()
-        words = self.copy()
-        waited_s = time.perf_counter() - began
-        n = int(self.offsets[-1])
-        return StepRows(
-            words[n * _SLOT_WORDS :].reshape(n, *self.row_shape),
-            words[: n * _SLOT_WORDS].view(np.int64),
-            self.offsets,
-            waited_s,
-        )
+PendingStep = Callable[[], StepRows]
+"""Blocks until the rows of a step are on the host."""
 
 
 class Pipeline:
@@ -133,7 +116,7 @@ class Pipeline:
 
     def submit(
         self, slots: torch.Tensor, offsets: NDArray[np.int64], upstream: torch.Tensor | None = None
-    ) -> PendingRows:
+    ) -> PendingStep:
         """Takes the step that has just been launched. Returns at once.
 
         `slots` ([>= n] int64, on the device) are the KV slots of the batch's tokens, and `offsets` ([requests + 1]) as
@@ -159,4 +142,12 @@ class Pipeline:
             weights[:, first:].copy_(cache.planes[1].view(torch.int16)[:, :n].transpose(0, 1))
             if upstream is not None:
                 weights[:, :first].copy_(upstream[:n, :, top_k:].view(torch.int16))
-        return PendingRows(self._copier.start(), offsets, self._row_shape)
+        return partial(self._result, self._copier.start(), offsets)
+
+    def _result(self, copy: Copy, offsets: NDArray[np.int64]) -> StepRows:
+        began = time.perf_counter()
+        words = copy()
+        waited_s = time.perf_counter() - began
+        n = int(offsets[-1])
+        rows = words[n * _SLOT_WORDS :].reshape(n, *self._row_shape)
+        return StepRows(rows, words[: n * _SLOT_WORDS].view(np.int64), offsets, waited_s)

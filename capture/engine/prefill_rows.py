@@ -42,10 +42,10 @@ def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> Non
 class PrefillRowsExchange:
     """The prompt rows in `kv_transfer_params` on the schedulers' sides of both instances."""
 
-    def __init__(self, source: RowSource, has_weights: bool) -> None:
-        self.pulls = Pulls(None)
+    def __init__(self, source: RowSource, pulls: Pulls) -> None:
+        self.pulls = pulls
         self._source = source
-        self._has_weights = has_weights
+        self._has_weights = source.cache.has_weights
         self._to_export: set[str] = set()  # requests whose rows go with their KV
 
     def receive(self, request: Request, config: KVTransferConfig | None) -> None:
@@ -79,10 +79,8 @@ class PrefillRowsExchange:
     def _add_pull(self, request: Request, opt_in: OptIn | None, rows: prefill_rows.PrefillRows) -> bool:
         params = request.kv_transfer_params or {}
         is_first = opt_in is None or not opt_in.shared or request.request_id.startswith("0_")  # vLLM's name
-        is_added = self.pulls.add(
-            request, rows, (params.get("remote_engine_id"), params.get("remote_request_id")), is_first
-        )
-        if not is_added:
+        source = params.get("remote_engine_id"), params.get("remote_request_id")
+        if not (is_added := self.pulls.add(request, rows, source, is_first)):
             logger.info(
                 "Request %r: its KV may have been freed, or pulled by another request, or clocks differ.",
                 request.request_id,

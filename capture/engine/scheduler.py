@@ -39,16 +39,15 @@ class SchedulerConnector(ConnectorSlot):
         source = RowSource(scheduler, kv_group, self.cache)
         self.requests = RowDistributor(scheduler, source, has_drafts=config.speculative_config is not None)
         self.output_queue = self.requests.queue
-        self.prefill_rows = PrefillRowsExchange(source, self.cache.has_weights)
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
         self.external_kv: ExternalKVTracker | NoExternalKV = NoExternalKV()
         if config.kv_transfer_config is not None:
-            self.external_kv = tracker = ExternalKVTracker(
+            self.external_kv = ExternalKVTracker(
                 scheduler, config.kv_transfer_config, kv_group, self.cache, self.requests.tracked, self._on_unexpected
             )
-            self.prefill_rows.pulls = tracker.pulls
+        self.prefill_rows = PrefillRowsExchange(source, self.external_kv.pulls)
 
     def _on_unexpected(self, what: str, num_rows: int) -> None:
         self._stats.totals.rows_forgotten += num_rows
@@ -56,8 +55,6 @@ class SchedulerConnector(ConnectorSlot):
             "The KV connector %s. The rows of this KV are not known and are sent as -1. Please report this message.",
             what,
         )
-
-    # ---- called by vLLM ----
 
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
@@ -81,8 +78,6 @@ class SchedulerConnector(ConnectorSlot):
         self._num_steps += 1
         self._steps[self._num_steps] = step
         return self._num_steps
-
-    # ---- a step's output ----
 
     def receive(self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput) -> Step:
         """Takes the rows of a step's output, before vLLM passes it to requests. Rows move as their KV did."""
@@ -122,9 +117,8 @@ class SchedulerConnector(ConnectorSlot):
         )
         if stats is not None:  # for one process, because metrics are summed over processes
             notes.setdefault(0, {})[STATS] = stats.encode()
-        for client in notes.keys() - messages.keys():
-            messages[client] = EngineCoreOutputs()
-        for client, message in messages.items():
+        for client in {**messages, **notes}:
+            message = messages.setdefault(client, EngineCoreOutputs())
             rows = pack(message.outputs, singles.get(client, ()))
             if rows is not None or client in notes:
                 envelope = EngineCoreOutput(ENVELOPE_ID, [], routed_experts=rows, kv_transfer_params=notes.get(client))

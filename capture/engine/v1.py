@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
 from routed_experts.capture.engine.transport import attach
-from routed_experts.capture.pipeline import PendingRows
+from routed_experts.capture.pipeline import PendingStep
 from routed_experts.capture.seams.engine import v2_batch
 
 
@@ -25,7 +25,7 @@ class V1Adapter:
         self._kv_group = kv_group
         self._stage = PipelineStage(runner, capturer)
         self._sends = is_output_rank(runner.parallel_config)
-        self._pending: PendingRows | None = None
+        self._pending: PendingStep | None = None
 
     def post_forward(self, scheduler_output: SchedulerOutput) -> None:
         """Called directly after the forward pass was launched."""
@@ -49,20 +49,20 @@ class V1Adapter:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return OutputWithRows(output, pending)
-        attach(output, pending.result())
+        attach(output, pending())
         return output
 
 
 class OutputWithRows(AsyncModelRunnerOutput):
     """An asynchronous output with its step's rows."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, pending: PendingRows) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, pending: PendingStep) -> None:
         self._output = output
         self._pending = pending
 
     def get_output(self) -> ModelRunnerOutput:
         output = self._output.get_output()
-        attach(output, self._pending.result())
+        attach(output, self._pending())
         return output
 
     # Abstract since vLLM 0.33. Called to keep a KV connector's results of a step whose output failed.

@@ -10,7 +10,7 @@ from routed_experts.capture.capturer import Capturer
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.stage import PipelineStage, is_output_rank
 from routed_experts.capture.engine.transport import STEP
-from routed_experts.capture.pipeline import PendingRows, StepRows
+from routed_experts.capture.pipeline import PendingStep, StepRows
 
 
 class V2Adapter(ConnectorSlot):
@@ -41,8 +41,8 @@ class V2Adapter(ConnectorSlot):
 class V2Pending(ConnectorSlot):
     """The rows of an output that is not materialised yet."""
 
-    def __init__(self, rows: PendingRows) -> None:
-        self._rows = rows
+    def __init__(self, pending: PendingStep) -> None:
+        self._pending = pending
 
     def enqueue_cpu_copy(self, *args: Any, **options: Any) -> None:
         """Called on the runner's copy stream. Nothing to do: rows are copied on another stream, and the scheduler
@@ -50,4 +50,4 @@ class V2Pending(ConnectorSlot):
 
     def process_output(self, *more: Any, **options: Any) -> dict[str, StepRows]:
         """Called when the step's output is materialised."""
-        return {STEP: self._rows.result()}
+        return {STEP: self._pending()}

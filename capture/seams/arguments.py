@@ -21,11 +21,8 @@ def clear_flag(args: Any) -> None:
 
 
 def set_flag_on_engine(engine: Any) -> None:
-    """Sets the flag that a finished engine returns routed experts, where a program looks it up.
-
-    Until 0.31 that is the engine's `model_config`. In a copy: its `vllm_config` may be that of the scheduler and the
-    worker, where the flag means vLLM's own capture.
-    """
+    """Sets the flag that a finished engine returns routed experts, where a program looks it up: until 0.31 in a copy of
+    its `model_config`, as in the scheduler's and the worker's the flag means vLLM's own capture."""
     if hasattr(engine.model_config, "enable_return_routed_experts"):
         engine.model_config = copy(engine.model_config)
         engine.model_config.enable_return_routed_experts = True

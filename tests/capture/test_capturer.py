@@ -41,7 +41,7 @@ def run(one: Capturer, tokens: int, first_layer: int = 0, skipping: int | None =
 
 
 def submit(one: Capturer, tokens: int, upstream: torch.Tensor | None = None) -> StepRows:
-    return one.pipeline.submit(torch.arange(100, 100 + tokens), np.array([0, 2, tokens]), upstream).result()
+    return one.pipeline.submit(torch.arange(100, 100 + tokens), np.array([0, 2, tokens]), upstream)()
 
 
 def check(step: StepRows, layers: range, weights: bool, unknown: int | None = None) -> None:

@@ -46,7 +46,7 @@ def test_steps_in_flight_keep_their_own_rows(cache: DeviceCache, in_flight: int)
         forward(cache, seed=999)
         rng.shuffle(pending)
         for seed, rows, offsets, waiting in pending[rng.randrange(2) :]:
-            step, count = waiting.result(), offsets[-1]
+            step, count = waiting(), offsets[-1]
             assert (step.rows.dtype, step.slots.dtype) == (np.int16, np.int64)
             assert np.array_equal(step.rows, rows[:count])
             assert step.slots.tolist() == slots_of(seed).tolist()[:count]
@@ -55,16 +55,14 @@ def test_steps_in_flight_keep_their_own_rows(cache: DeviceCache, in_flight: int)
 
 def test_the_size_of_a_pickled_step(cache: DeviceCache) -> None:
     """As docs/performance.md says; the larger arrays that the step's are views of are not pickled."""
-    one, eight = (
-        len(pickle.dumps(Pipeline(cache, 1).submit(slots_of(0), offsets_of(count)).result(), 5)) for count in (1, 8)
-    )
+    one, eight = (len(pickle.dumps(Pipeline(cache, 1).submit(slots_of(0), offsets_of(count))(), 5)) for count in (1, 8))
     assert 7 * (L * K * 2 + 8) <= eight - one <= 7 * (L * K * 2 + 8) + 10
     assert one < 600
 
 
 def test_layers_that_wrote_nothing_are_unknown(cache: DeviceCache) -> None:
     cache.ids[0][:] = 5
-    step = Pipeline(cache, 1).submit(slots_of(0), offsets_of(2)).result()
+    step = Pipeline(cache, 1).submit(slots_of(0), offsets_of(2))()
     assert (step.rows[:, 0] == 5).all()
     assert (step.rows[:, 1:] == -1).all()
 
@@ -77,4 +75,4 @@ def test_a_step_larger_than_the_cache(cache: DeviceCache) -> None:
 def test_the_time_that_a_step_waits(cache: DeviceCache) -> None:
     pending = Pipeline(cache, 1).submit(slots_of(1)[:2], offsets_of(2))
     began = time.perf_counter()
-    assert 0 <= pending.result().waited_s <= time.perf_counter() - began
+    assert 0 <= pending().waited_s <= time.perf_counter() - began

@@ -74,7 +74,6 @@ class Store:
     blocks: dict[bytes, list[Slot]] = field(default_factory=dict)  # by the prefix that they end
     sent: dict[str, Sent] = field(default_factory=dict)  # KV of prompts that may be pulled, by request
     clock: Clock = field(default_factory=Clock)  # what leases go by
-    heartbeats: bool = True  # whether those of requests that are to pull, in every step, arrive
     refused: list[str] = field(default_factory=list)  # what prefill instances were told to let go without a pull
     offers_aborted: bool = False  # whether the KV of aborted requests is offered too
     dice: random.Random = field(default_factory=lambda: random.Random(0))
@@ -220,7 +219,7 @@ class PullConnector(StoreConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         loads, self._loads = self._loads, []
         sends, self._sends = self._sends, {}
-        for remote in self._expecting.values() if STORE.heartbeats else ():
+        for remote in self._expecting.values():  # heartbeats
             if (sent := STORE.sent.get(remote)) is not None:
                 sent.expires = max(sent.expires, STORE.clock.monotonic() + LEASE_S * 2 / 3)
         return _Metadata(loads, [], sends)

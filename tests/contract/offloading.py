@@ -101,7 +101,7 @@ def engine_that_offloads(
 
 
 def rows_of(core: Core) -> OffloadedRows:
-    (rows,) = (rows for rows in core.capture.external_kv._offloaded if rows is not None)
+    (rows,) = (rows for _, rows in core.capture.external_kv._children if rows is not None)
     return rows
 
 

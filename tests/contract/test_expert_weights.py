@@ -52,13 +52,10 @@ def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
         pair, prompt = Pairs(kept), tokens(length)
         params = way(pair.export_rows(prompt, weights=True))
         assert params[prefill_rows.PARAM]["dtype"] == prefill_rows.WORDS
-        name = pair.add(prompt, params, weights=True, max_tokens=9)
-        pair.decode.run()
-        again = pair.add([*prompt, *tokens(20, seed=2)], None, weights=True)
-        pair.decode.run()
-        assert (name.missing, again.missing, kept.num_loaded) == ([], [], 1)
+        assert pair.missing(prompt, params, weights=True, max_tokens=9) == []
+        assert pair.missing([*prompt, *tokens(20, seed=2)], None, weights=True) == []
+        assert kept.num_loaded == 1
         assert pair.decode.num_weights == length + 8 + length + 20 + 3
-        assert pair.decode.num_without_weights == 0
 
 
 def test_who_did_not_ask_hands_over_what_an_engine_without_weights_does() -> None:
@@ -81,22 +78,12 @@ def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
     """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later computes then."""
     with store() as kept:
         pair, prompt = Pairs(kept, plain_prefill), tokens(100)
-        name = pair.add(prompt, pair.export_rows(prompt), weights=True)
-        pair.decode.run()
-        assert (name.missing, kept.num_loaded) == ([], 0)
+        assert (pair.missing(prompt, pair.export_rows(prompt), weights=True), kept.num_loaded) == ([], 0)
         prompt = tokens(100, seed=1)
-        ids = pair.add(prompt, pair.export_rows(prompt))
-        pair.decode.run()
-        assert (ids.missing, kept.num_loaded) == ([], 1)
+        assert (pair.missing(prompt, pair.export_rows(prompt)), kept.num_loaded) == ([], 1)
         again = pair.add(prompt, None)
-        later = pair.add(prompt, None, weights=True)
-        pair.decode.run()
-        assert (again.missing, later.missing) == ([], [])
-        assert pair.decode.num_without_weights == 0
-        hit = pair.add(prompt, None, weights=True)
-        pair.decode.run()
-        assert hit.missing == []
-        assert pair.decode.num_without_weights == 0
+        assert pair.missing(prompt, None, weights=True) == again.missing == []
+        assert pair.missing(prompt, None, weights=True) == []
 
 
 @pytest.mark.parametrize("connectors", [(PULL, OFFLOADS), (OFFLOADS, PULL)], ids=["pull first", "offload first"])
@@ -130,13 +117,10 @@ def test_weights_of_fewer_rows_than_what_is_pulled_follows(num_rows: int) -> Non
         params = pair.export_rows(prompt, weights=True)
         value = params[prefill_rows.PARAM]
         few = {"data": value["data"][: num_rows * 3 * L * K * 2], "shape": [num_rows, 3 * L, K]}
-        leg = pair.add(prompt, {**params, prefill_rows.PARAM: {**value, **few}}, weights=True)
-        pair.decode.run()
+        params = {**params, prefill_rows.PARAM: {**value, **few}}
+        assert pair.missing(prompt, params, weights=True) == [*range(2 * BLOCK, 99)]
         assert kept.num_loaded == 1
-        assert leg.missing == [*range(2 * BLOCK, 99)]
-        again = pair.add(prompt, None, weights=True)
-        pair.decode.run()
-        assert again.missing == []
+        assert pair.missing(prompt, None, weights=True) == []
         pair.decode.finish(missing=None)
 
 
@@ -144,11 +128,8 @@ def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some
     with store() as kept:
         pair, prompt = Pairs(kept), tokens(100)
         pair.decode = Client(engine_with_store(PULL))
-        pair.decode.add("warm up", [1])
-        pair.decode.run()
-        name = pair.add(prompt, pair.export_rows(prompt, weights=True))
-        pair.decode.run()
-        assert (name.missing, kept.num_loaded) == ([], 1)
+        pair.decode.answer("warm up", [1])
+        assert (pair.missing(prompt, pair.export_rows(prompt, weights=True)), kept.num_loaded) == ([], 1)
 
 
 def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:

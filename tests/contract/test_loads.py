@@ -90,7 +90,7 @@ def test_what_another_instance_computed_is_loaded_for_all(connectors: tuple[str,
 
 @pytest.mark.parametrize("warm", ["missing"], indirect=True)
 @pytest.mark.parametrize(
-    "asked", [("another", 0, False), ("asks", 1 << 20, False)], ids=["of another", "behind its blocks"]
+    "asked", [("another", 0, False), ("asks", 5 * BLOCK, False)], ids=["of another", "behind its blocks"]
 )
 def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, bool]) -> None:
     """Which of the request's blocks it fills is not known: none of them has rows, and the engine goes on."""

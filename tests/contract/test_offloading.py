@@ -14,7 +14,7 @@ from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, 
 from routed_experts.capture.host_cache import Cause
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import computed_before
-from tests.contract.offloading import check_keys, engine_that_offloads, keys_kept, rows_of
+from tests.contract.offloading import engine_that_offloads, keys_kept, rows_of
 from tests.contract.offloading import num_loaded as num_loaded_by
 
 PROMPT = tokens(5 * BLOCK + 3)
@@ -83,26 +83,6 @@ def test_chunks_without_rows(warm: Client, policy: str) -> None:
     assert warm.answer("hits", PROMPT).missing == lost
     warm.finish(missing=2 * len(lost))
     assert warm.causes == Counter({Cause.KV_STORE: 2 * len(lost)})
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
-def test_a_reset_while_rows_are_kept(is_async: bool, steps: int) -> None:
-    """As with new weights: nothing of before is there again."""
-    core = engine_that_offloads(answers=True, is_async=is_async)
-    check_keys(core)
-    client = Client(core)
-    client.add("before", PROMPT, max_tokens=40)
-    client.add("beside", tokens(3 * BLOCK, seed=1), max_tokens=40)
-    client.steps(steps)
-    if core.batch_queue and core.scheduler.defer_block_free:
-        client.run()  # vLLM cannot reset while blocks are fenced
-    assert keys_kept(core)
-    assert core.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    assert not keys_kept(core)
-    client.run()
-    core.empty_prefix_cache()
-    client.add("after", PROMPT)
-    client.finish()
 
 
 # ---- what a connector must not do: the engine goes on, gives rows up, and says so ----

@@ -64,11 +64,12 @@ class Pair:
         self.decode.add(name, prompt, start, kv_transfer_params=params, max_tokens=max_tokens, **about)
         return self.decode.received[name]
 
-    def missing(self, prompt: list[int], params: Any, start: int | None = 0, max_tokens: int = 4) -> list[int]:
-        """Positions whose rows did not come, of a decode leg to its end."""
-        received = self.add(prompt, params, start, max_tokens)
+    def missing(self, prompt: list[int], params: Any, start: int | None = 0, **about: Any) -> list[int]:
+        """Positions whose rows did not come, of a decode leg to its end; those that came have their weights."""
+        received = self.add(prompt, params, start, **about)
         self.decode.run()
         assert received.finish is FinishReason.LENGTH
+        assert self.decode.num_without_weights == 0
         return received.missing
 
     def legs(self, prompt: list[int], **about: Any) -> list[int]:
@@ -180,31 +181,6 @@ def test_who_came_is_forgotten_after_a_lease(clock: Clock) -> None:
     clock.passed = 31
     assert comes("far after a lease", 0, 30)
     assert comes("near after a lease", 1, 10)
-
-
-@pytest.mark.parametrize(
-    ("failures", "start", "seconds"),
-    [("recompute", 0, 1), ("recompute", None, 1), ("fail", 0, 1), ("fail", None, 1), ("fail", 0, -1)],
-)
-def test_a_pull_that_outlives_the_lease(failures: str, start: int | None, seconds: float, clock: Clock) -> None:
-    """It reads whatever other prompts put into those blocks meanwhile, as vLLM does not know of the lease's end."""
-    with store(clock=clock, heartbeats=False) as kept:
-        pair = Pair(kept, failures=failures)
-        first = pair.add(PROMPT, pair.export_rows(PROMPT), start)
-        while not pair.core.model_executor.underway:
-            pair.decode.step()
-        clock.passed = 27 + seconds
-        for seed in range(20 if seconds > 0 else 0):
-            pair.prefill.add(f"other {seed}", tokens(100, seed=20 + seed), max_tokens=1)
-        pair.prefill.run()
-        pair.add(PROMPT, None)
-        pair.decode.finish(ends=(FinishReason.LENGTH, FinishReason.ERROR))
-        assert kept.num_loaded == 1
-        ended = [each.finish for each in pair.decode.received.values() if each.finish is FinishReason.ERROR]
-        assert ended == ([first.finish] if failures == "fail" and seconds > 0 else [])
-        if seconds < 0:
-            read, made = (client.engines[0].model_executor.seen for client in (pair.decode, pair.prefill))
-            assert all(read[first.request_id][position] == made["prefill-1"][position] for position in range(99))
 
 
 # ---- who pulls, and what ends meanwhile ----

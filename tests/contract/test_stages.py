@@ -22,15 +22,11 @@ STEP = SimpleNamespace(total_num_scheduled_tokens=N)
 
 class Stage:
     """A model runner of one stage, as far as it handles what came from the stage before, and a capturer of its one MoE
-    layer, whose ids are all its index + 1.
-
-    Attributes:
-        seen: what happened, in order.
-    """
+    layer, whose ids are all its index + 1."""
 
     def __init__(self, index: int, version: int = 1) -> None:
         self.version, self.is_last = version, index == 1
-        self.seen: list[str] = []
+        self.seen: list[str] = []  # what happened, in order
         self.intermediate_tensors = IntermediateTensors({"hidden_states": torch.zeros(8, HIDDEN)})
         self.capturer = Capturer(RowShape((0, 1), 16, K), [1, 1], index, 8, 1, torch.device("cpu"))
         self.capturer.cache.ids.fill_(index + 1)
@@ -69,7 +65,7 @@ def test_rows_go_with_the_hidden_states(version: int) -> None:
     assert last.execute_model(STEP, AsyncIntermediateTensors(dict(sent), comm_handles=[transfer])) is None
     assert last.seen == ["inputs prepared", "transfer waited for", "forward pass"]
     assert (last.intermediate_tensors.tensors["hidden_states"][:N] == 1).all()
-    rows = last.submit().result().rows
+    rows = last.submit()().rows
     assert [np.unique(rows[:, layer]).tolist() for layer in (0, 1)] == [[1], [2]]
 
 

@@ -39,19 +39,15 @@ class TrainedReceived(around.Received):
 
 
 class TrainedExecutor(around.ArithmeticExecutor):
-    """Has weights, which a row tells, loses its KV when it sleeps, and remembers what each token was sampled from.
-
-    Attributes:
-        weights: a number.
-        sampled: by request and position of a token, the weights that the tokens before it went through, all of them or
-            the last ones; as of the last time, since what was in flight at a reset is sampled again.
-    """
+    """Has weights, which a row tells, loses its KV when it sleeps, and remembers what each token was sampled from."""
 
     received = TrainedReceived
 
     def _init_executor(self) -> None:
         super()._init_executor()
         self.weights = 0
+        # By request and position of a token, the weights that the tokens before it went through, all or the last ones;
+        # as of the last time, since what was in flight at a reset is sampled again.
         self.sampled: dict[str, dict[int, np.ndarray]] = defaultdict(dict)
         self._made = np.zeros(NUM_BLOCKS * BLOCK, dtype=np.int64)
 

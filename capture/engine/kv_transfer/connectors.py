@@ -18,12 +18,8 @@ RECOMPUTE, MISSING = "recompute", "missing"
 class Kind(Enum):
     """Where a connector's KV comes from."""
 
-    STORE = "store"
-    """An earlier computation of the same tokens. A request can recompute it. `offloading.py` keeps the rows of one such
-    connector."""
-
-    TRANSFER = "transfer"
-    """The prefill instance of the same request. Loaded even without rows, unless that instance may have freed it."""
+    STORE = "store"  # an earlier computation of the same tokens, which a request can recompute
+    TRANSFER = "transfer"  # the prefill instance: loaded even without rows, unless that instance may have freed it
 
 
 @dataclass(frozen=True)

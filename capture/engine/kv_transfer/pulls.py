@@ -54,11 +54,8 @@ class Pulls:
         return time.time() + self.lease_s * _LEASE_SHARE
 
     def add(self, request: Request, rows: PrefillRows, source: Source, is_first: bool) -> bool:
-        """Adds a request that came with rows of KV that it is to pull. Returns whether it may pull.
-
-        `is_first` says whether it is the first choice of its prompt; other choices may be in other engines (data
-        parallelism).
-        """
+        """Adds a request that came with rows of KV that it is to pull; whether it may. Of a prompt's choices, which may
+        be in several engines, the first one may."""
         assert self.lease_s is not None
         now, left = time.monotonic(), rows.until - time.time()
         if not 0 <= left <= self.lease_s:  # more is left only where clocks or leases differ

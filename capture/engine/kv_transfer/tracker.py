@@ -2,7 +2,7 @@
 recompute instead."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,7 +89,7 @@ class KVLoad:
 class NoExternalKV:
     """In place of `ExternalKVTracker` without a connector."""
 
-    writes_behind_hit, kept_bytes = True, 0
+    writes_behind_hit, kept_bytes, pulls = True, 0, Pulls(None)
 
     def pop_loads(self, *step: Any) -> list[KVLoad | OffloadLoad]:
         return []
@@ -106,7 +106,7 @@ class ExternalKVTracker:
 
     vLLM asks the connector how many tokens it can load (`get_num_new_matched_tokens`), allocates blocks and passes them
     (`update_state_after_alloc`). External KV has no other way into a block, so both methods are replaced on the
-    instance; for a `MultiConnector`, on the outer one. `OffloadedRows` keeps the rows of an `OffloadingConnector`.
+    instance; for a `MultiConnector`, on the outer one.
 
     A load is decided when a step is scheduled, while earlier steps may still write rows into the same slots. So its
     slots are cleared when that step's output arrives, before the step's rows are written. If a load that runs beside
@@ -123,9 +123,7 @@ class ExternalKVTracker:
         on_unexpected: OnUnexpected,
     ) -> None:
         self._connector: Any = scheduler.connector
-        self._used = [child for child in used_by(config) if child is not None]
-        self._is_multi = config.kv_connector == MULTI
-        self.writes_behind_hit = all(child.writes_behind_hit for child in self._used)
+        self._config = config
         self._kv_cache_manager = scheduler.kv_cache_manager
         self._kv_group = kv_group
         self._block_size = cache.block_size
@@ -137,15 +135,14 @@ class ExternalKVTracker:
         self._store_cause = Cause.COMPUTED_IF_ASKED if self._recompute and not is_hybrid else Cause.KV_STORE
         needs = (self._first_needed, self._needs_weights)
         about = (kv_group, cache.block_size, cache.has_weights, *needs, self._store_cause, on_unexpected)
-        self._offloaded = [
-            OffloadedRows(child.scheduler, *about) if keeps_rows(child) else None
-            for child in (self._connector._connectors if self._is_multi else [self._connector])
+        self._children = [  # what is known of each connector, and the rows of its KV, if they are kept
+            (known, OffloadedRows(child.scheduler, *about) if keeps_rows(child) else None)
+            for known, child in zip(used_by(config), self._each(self._connector, "_connectors"), strict=True)
+            if known is not None
         ]
-        # The last request that the connector was asked for, its tokens in the prefix cache, and whether it would load
-        # beside steps.
+        # The last request that was asked for, its tokens in the prefix cache, and whether it would load beside steps.
         self._asked = "", 0, False
         self._loads: list[KVLoad | OffloadLoad] = []
-        self._reads_back = reads_back(config)
         self.pulls = Pulls(lease_of(config))
         # As of the next step: blocks with unknown rows, and, if weights are captured, these with blocks whose rows came
         # without weights, which only requests that ask for weights cannot use.
@@ -153,19 +150,26 @@ class ExternalKVTracker:
         connector = self._connector
         connector.get_num_new_matched_tokens = partial(self._ask, connector.get_num_new_matched_tokens)
         connector.update_state_after_alloc = partial(self._load, connector.update_state_after_alloc)
-        logger.info(describe(config, on_load(), [rows is not None for rows in self._offloaded]))
+        logger.info(describe(config, on_load(), [rows is not None for _, rows in self._children]))
+
+    @property
+    def writes_behind_hit(self) -> bool:
+        """Whether no load overwrites blocks of a prefix hit."""
+        return all(known.writes_behind_hit for known, _ in self._children)
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of those rows."""
-        return sum(rows.store.used_bytes for rows in self._offloaded if rows is not None)
+        """Bytes of rows that are kept with KV outside the KV cache."""
+        return sum(rows.store.used_bytes for _, rows in self._children if rows is not None)
 
     def pop_stores(self, step: SchedulerOutput) -> list[OffloadStore]:
         """The stores of a scheduled step, to apply before or after it runs."""
-        metadata: Any = step.kv_connector_metadata
-        children = metadata.metadata if self._is_multi else [metadata]
-        pairs = zip(self._offloaded, children, strict=True)
-        return [store for rows, child in pairs if rows is not None for store in rows.pop_stores(child)]
+        pairs = zip(self._children, self._each(step.kv_connector_metadata, "metadata"), strict=True)
+        return [store for (_, rows), child in pairs if rows is not None for store in rows.pop_stores(child)]
+
+    def _each(self, whole: Any, name: str) -> Sequence[Any]:
+        """`whole`, or what a `MultiConnector`'s has for each of its connectors."""
+        return getattr(whole, name) if self._config.kv_connector == MULTI else [whole]
 
     def pop_loads(self, step: SchedulerOutput, requests: Mapping[str, Request]) -> list[KVLoad | OffloadLoad]:
         """The loads of a scheduled step. Called before the step's requests are advanced."""
@@ -236,7 +240,7 @@ class ExternalKVTracker:
         child = self._child(request)
         if self._kind(child) is Kind.TRANSFER:
             is_accepted = self._may_pull(request, num_local + count)
-        elif child is not None and self._offloaded[child] is not None:  # which offers only what has rows
+        elif child is not None and self._children[child][1] is not None:  # which offers only what has rows
             is_accepted = True
         else:
             is_accepted = num_local + count <= self._first_needed(request.request_id)
@@ -251,7 +255,7 @@ class ExternalKVTracker:
         if self.pulls.lease_s is None:
             return True
         params = request.kv_transfer_params or {}
-        if not params.get("do_remote_prefill") and not self._reads_back:
+        if not params.get("do_remote_prefill") and not reads_back(self._config):
             return False
         groups, num_tokens = params.get("remote_block_ids"), params.get("remote_num_tokens")
         transferred = self._kv_cache_manager.kv_cache_config.transfer_group_ids
@@ -267,10 +271,11 @@ class ExternalKVTracker:
 
     def _child(self, request: Request) -> int | None:
         """Index of the connector from which the request's KV would come; None if a `MultiConnector` chose none."""
-        return self._connector._requests_to_connector.get(request.request_id) if self._is_multi else 0
+        is_multi = self._config.kv_connector == MULTI
+        return self._connector._requests_to_connector.get(request.request_id) if is_multi else 0
 
     def _kind(self, child: int | None) -> Kind:
-        return Kind.STORE if child is None else self._used[child].kind
+        return Kind.STORE if child is None else self._children[child][0].kind
 
     def _load(self, theirs: Any, request: Request, blocks: KVCacheBlocks, count: int) -> None:
         theirs(request, blocks, count)
@@ -298,7 +303,7 @@ class ExternalKVTracker:
         if not self.writes_behind_hit:  # running requests that asked for these rows lose them, whatever the policy
             overwrites = Cause.KV_TRANSFER if is_transfer else Cause.KV_STORE
             yield KVLoad(self._slots(table, 0, num_local), None, overwrites, ends_late=is_async)
-        slots, offloaded = self._slots(table, num_local, num_local + count), self._offloaded[child]
+        slots, offloaded = self._slots(table, num_local, num_local + count), self._children[child][1]
         if offloaded is not None:
             yield offloaded.pop_load(request.request_id, slots, num_local)
         elif is_transfer:
