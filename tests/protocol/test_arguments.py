@@ -140,8 +140,6 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, tuple[Any, ...]]
             "timeout_s": NOT_NUMBERS,
         },
     ),
-    models.parse_options: ({"body": {}}, {"body": NOT_MAPPINGS, "defaults": NOT_MAPPINGS[1:]}),
-    models.check_names: ({"names": []}, {"names": (None, 5, "x", [5], [None])}),
     models.check_defaults: ({"defaults": {}}, {"defaults": NOT_MAPPINGS}),
     sse.EventReader.feed: ({"self": sse.EventReader()}, {"text": (None, 5, ["x"], object())}),
 }
