@@ -80,7 +80,7 @@ serve: setup
 	$(BIN)/routed-experts serve $(ARGS) --port $(PORT)
 
 # Several processes of pytest share the cores: none computes in threads. Tests marked `slow` run only with -m slow.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses=$(JOBS) --dist=loadfile --no-loadscope-reorder
 
 test-fast: setup
 	$(PYTEST) -m "not (e2e or release or slow)" $(ARGS)

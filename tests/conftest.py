@@ -1,7 +1,6 @@
 """What the tiers share: the tiny model, its oracle and one server with the settings that provoke the most."""
 
 import os
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,27 +17,45 @@ from tests.e2e.harness import ASYNC, ONE_PROCESS, SMALL_KV, Oracle, Server, serv
 VLLM_PORT = 8000
 BLOCK_SIZE = 32
 CHUNK = 64
-SHARED = "server"
-"""The group of tests on the server below, which so starts once under `--dist loadgroup`."""
-FIRST = (SHARED, "e2e/test_nixl", "e2e/test_torture", "e2e/test_situations", "e2e/test_stopping", "e2e/test_examples")
+ON_THE_SERVER = (
+    *("tests/e2e/test_completions.py", "tests/clients/test_collect.py", "tests/clients/test_replay.py::test_the_ex"),
+    *("tests/clients/test_compare.py::test_a_r", "tests/clients/test_frameworks.py::test_a_real_server"),
+)
+"""Tests of the server below, which so starts once, however many processes of pytest there are."""
+SERVER = "server"
+FIRST = [SERVER, *(f"tests/e2e/test_{name}.py" for name in ("nixl", "torture", "situations", "stopping", "examples"))]
 """What takes longest."""
 # Chunks and blocks much smaller than the defaults, so that short prompts cross both.
 SERVER_FLAGS = (*SMALL_KV, "--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(CHUNK))
 SERVER_FLAGS += ("--max-num-seqs", "16", "--max-model-len", "512")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files stay together, as their tests share engines; those of `tests/gpu` say themselves which do."""
+def group_of(nodeid: str) -> str:
+    """Tests of a group run in one process: those of a server, of a file or, in `tests/gpu`, with a parameter."""
+    file = nodeid.partition("::")[0]
+    if file.startswith("tests/gpu/"):
+        return nodeid.partition("[")[2] or nodeid
+    return SERVER if nodeid.startswith(ON_THE_SERVER) else file
 
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In place of pytest-xdist's own groups (3.8), which pytest 9.2 does not see."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log) if config.getvalue("dist") in ("loadfile", "loadgroup") else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def order(item: pytest.Item) -> tuple[int, bool]:
-        mark = item.get_closest_marker("xdist_group")
-        rank = FIRST.index(mark.args[0]) if mark and mark.args[0] in FIRST else len(FIRST)
+        group = group_of(item.nodeid)
+        rank = FIRST.index(group) if group in FIRST else len(FIRST)
         return rank, item.get_closest_marker("e2e") is None
 
-    for item in items:
-        name = item.path.relative_to(Path(__file__).parent).with_suffix("").as_posix()
-        if item.get_closest_marker("xdist_group") is None and not name.startswith("gpu/"):
-            item.add_marker(pytest.mark.xdist_group(name))
     items.sort(key=order)
 
 
@@ -105,6 +122,6 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def documented(request: pytest.FixtureRequest) -> list[str]:
     """The blocks of the documentation's pages that say that this test runs them."""
-    found = run_by(re.split(r"[\[@]", request.node.nodeid)[0])
+    found = run_by(request.node.nodeid.partition("[")[0])
     assert found, "no page says that this test runs something of it"
     return found

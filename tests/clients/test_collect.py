@@ -20,7 +20,7 @@ from routed_experts.protocol.collect import Routing, collect, collect_async
 from routed_experts.server.cli.main import main
 from tests.e2e.harness import Oracle, Server, prompt_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("server")]
+pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
 P, G, N = 150, 12, 2

@@ -282,7 +282,6 @@ def test_a_model_whose_routers_say_nothing(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.e2e
-@pytest.mark.xdist_group("server")
 def test_a_running_server(server: Server, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Which experts?\n\nAnd why?\n")
@@ -299,7 +298,6 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.xdist_group("server")
 def test_a_response_and_its_tokens_scored_again(server: Server, tmp_path: Path) -> None:
     """As a prompt, whose log-probabilities `echo` returns."""
     asked = {"return_routed_experts": True, "return_token_ids": True, "temperature": 0, "logprobs": 0}

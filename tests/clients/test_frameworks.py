@@ -130,7 +130,6 @@ def test_dense_layers() -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.xdist_group("server")
 @over_http
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_real_server(server: Server, oracle: Oracle, framework: str, chat: bool) -> None:

@@ -111,7 +111,6 @@ def test_gradients_reach_the_routers_of_the_given_experts(model: Any) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.xdist_group("server")
 def test_the_example(server: Server) -> None:
     out = run_example("replay.py", str(server.model), "--url", server.url, "--max-tokens", "12")
     found = re.findall(r"(with\w*) replay: (\S+) from the server's on average, (\S+) at most", out)

@@ -15,15 +15,13 @@ pytestmark = pytest.mark.e2e
 PROGRAMS = sorted((ROOT / "examples").glob("engine_*.py"))
 # Engines with processes first: those without leave threads behind, which a process that is forked then waits for.
 TOGETHER = ["engine_llm", "engine_async", "engine_workers"]
-OWN_CLASSES = "own_classes"
 DECODER_LAYERS, MOE_LAYERS = 6, [1, 2, 3, 4, 5]
 Answers = dict[str, list[tuple[list[int], np.ndarray]]]
 
 
 def run(model: Path, out: Path, *names: str, launcher: tuple[str, ...] = (), **env: str) -> list[Answers]:
     """The answers of the programs `names`, from each process that ran them."""
-    folders = {name: "tests/e2e" if name == OWN_CLASSES else "examples" for name in names}
-    programs = [str(ROOT / folder / f"{name}.py") for name, folder in folders.items()]
+    programs = [str(ROOT / "examples" / f"{name}.py") for name in names]
     arguments = (str(out), str(model), json.dumps(OPTIONS), *programs)
     run_program(*launcher, "tests.e2e.examples", *arguments, env={**FULL_PRECISION, **env})
     return [pickle.loads(path.read_bytes()) for path in sorted(out.parent.glob(f"{out.name}.*"))]
@@ -40,7 +38,7 @@ def check(tokens: list[int], rows: np.ndarray, oracle: Oracle) -> None:
 
 @pytest.fixture(scope="module")
 def together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    (answers,) = run(tiny_model, tmp_path_factory.mktemp("examples") / "out", *TOGETHER, OWN_CLASSES)
+    (answers,) = run(tiny_model, tmp_path_factory.mktemp("examples") / "out", *TOGETHER)
     return answers
 
 
@@ -55,12 +53,6 @@ def test_programs_in_one_process(together: Answers, oracle: Oracle, name: str, c
         assert len(before) + len(rows) == len(second) - 1
     else:
         assert all(len(rows) == len(tokens) - 1 for tokens, rows in together[name])
-
-
-def test_a_worker_and_a_scheduler_of_the_programs_own(together: Answers, oracle: Oracle) -> None:
-    ((tokens, rows),) = together[OWN_CLASSES]
-    assert len(rows) == len(tokens) - 1
-    check(tokens, rows, oracle)
 
 
 @pytest.mark.release

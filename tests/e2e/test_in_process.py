@@ -9,12 +9,47 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.e2e.harness import NGRAM, OPTIONS, Oracle, prompt_of
 
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+else:
+    from vllm.v1.worker.gpu_worker import Worker
+
 pytestmark = pytest.mark.e2e
+
+
+class OwnWorker(Worker):
+    """Counts its steps, as the scheduler does."""
+
+    steps = 0
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        self.steps += 1
+        return super().execute_model(*args, **kwargs)
+
+
+class Extension:
+    steps: int
+
+    def how_many(self) -> int:
+        return self.steps
+
+
+class OwnScheduler(Scheduler):
+    steps = 0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        OwnScheduler.steps += 1
+        return super().schedule(*args, **kwargs)
+
+
+OWN = {"worker_cls": "OwnWorker", "worker_extension_cls": "Extension", "scheduler_cls": "OwnScheduler"}
 
 
 @contextmanager
@@ -38,14 +73,18 @@ def check(output: RequestOutput, oracle: Oracle) -> None:
 
 
 def test_every_row_of_chunked_prompts_choices_and_prefix_hits(tiny_model: Path, oracle: Oracle) -> None:
+    """With classes of the program's own, which the capture is mixed into."""
     first = [prompt_of(length, seed=length) for length in (1, 63, 64, 65, 200)]
     second = [prompt[: len(prompt) // 2] + prompt_of(40, seed=7) for prompt in first]  # hits half of each
     params = SamplingParams(n=2, max_tokens=24, temperature=1.0, ignore_eos=True)
-    with program(tiny_model) as llm:
+    own = {name: f"{__name__}.{value}" for name, value in OWN.items()}
+    with program(tiny_model, async_scheduling=False, **own) as llm:
         for prompts in (first, first, second):
             for output in llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False):
                 assert len(output.outputs) == 2
                 check(output, oracle)
+        assert llm.collective_rpc("how_many")[0] >= 3 * 24
+    assert OwnScheduler.steps >= 3 * 24
 
 
 def test_a_runner_that_runs_fewer_drafts_than_were_scheduled(
