@@ -38,9 +38,3 @@ def hide_transformers_progress() -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-
-
-def aligned(lines: list[list[str]]) -> list[str]:
-    """The rows of a table, with right-aligned cells."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]

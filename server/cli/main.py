@@ -60,7 +60,6 @@ def _flush() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Runs a command; returns its exit status."""
     if not argv or argv[0] not in COMMANDS:
         parser = argparse.ArgumentParser(prog="routed-experts", epilog=EPILOG)
         parser.add_argument("--version", action="version", version=f"routed-experts-server {VERSION}")

@@ -134,7 +134,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -232,7 +231,6 @@ def prepared_folders(settings: Settings, port: int | str) -> Iterator[None]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Runs vLLM's `serve` until it stops."""
     command = ServeSubcommand()
     try:
         command.validate(args)

@@ -39,7 +39,6 @@ class CapturedEngine:
 
     @property
     def num_experts(self) -> int:
-        """Experts per layer."""
         return self.info.num_experts
 
     @property

@@ -32,9 +32,7 @@ class UnavailablePlugin:
         self.error = error
 
     def attach_router(self, app: Any) -> None:
-        """Raises `UnsupportedConfig`."""
         raise self.error
 
     async def init_state(self, engine_client: Any, state: Any, args: Any) -> None:
-        """Raises `UnsupportedConfig`."""
         raise self.error

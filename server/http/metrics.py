@@ -110,7 +110,6 @@ def count_stored(succeeded: bool) -> None:
 
 
 def show_store(num_bytes: int) -> None:
-    """Exports the size of stored arrays."""
     STORE_BYTES.labels(_model).set(num_bytes)
 
 
@@ -126,8 +125,6 @@ def count_dropped(reason: str, count: int = 1) -> None:
 
 
 class EngineMetrics:
-    """The metrics of engines."""
-
     def __init__(self, model: str, layer_ids: Sequence[int], num_experts: int) -> None:
         self._model = model
         self._layer_ids = layer_ids  # decoder layer of each of the L layers
@@ -135,7 +132,6 @@ class EngineMetrics:
         self._last: dict[int, EngineStats] = {}
 
     def update(self, stats: EngineStats) -> None:
-        """Exports the counters that an engine reported."""
         last = self._last.get(stats.engine, EngineStats(stats.engine))
         self._last[stats.engine] = stats
         labels = self._model, str(stats.engine)

@@ -193,8 +193,6 @@ class Record:
 
 
 class RecordedChoice(RecordedRows):
-    """The rows of one choice of a record."""
-
     def __init__(self, recorder: "Recorder", record: Record, client_asks: bool) -> None:
         super().__init__(record.request_id)
         self.client_asks = client_asks

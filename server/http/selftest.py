@@ -265,7 +265,6 @@ class _Rank:
 
 
 def _tokens(choice: Routing) -> list[int]:
-    """Prompt and generated tokens of a choice."""
     return [*(choice.prompt_token_ids or ()), *(choice.token_ids or ())]
 
 

@@ -191,7 +191,6 @@ class RoutedServing:
         return options
 
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
-        """How the arrays of a request reach the client."""
         if not options.by_reference or self.server.store is None:
             return Delivery()
         return ReferenceMaker(self.server.store, request._has_left)
@@ -217,7 +216,6 @@ class RoutedServing:
             )
 
     def encoder(self, options: RoutingOptions) -> Encoder:
-        """The encoder for a request with `options`."""
         assert self.captured is not None
         dtype = codec.resolve_dtype(options.dtype, self.captured.num_experts)
         layers = self.captured.layers if options.layers == "all" else None
@@ -249,12 +247,11 @@ class RoutedServing:
         options = options_of(request)
         if options is None:
             return await make(request, results, *args)
-        rows = self.rows_of(request, options)
+        rows = self.rows_of(options)
         response = await make(request, rows.collect_from(results), *args)
         return response if isinstance(response, ErrorResponse) else self.whole(request, response, rows)
 
-    def rows_of(self, request: Any, options: RoutingOptions) -> CollectedRows:
-        """What collects the rows of an unstreamed response."""
+    def rows_of(self, options: RoutingOptions) -> CollectedRows:
         assert self.captured is not None
         return CollectedRows(options, self.captured.row_shape(options.weights))
 
@@ -269,22 +266,17 @@ class RoutedServing:
         encoder, delivery = self.encoder(rows.options), self.delivery(request, rows.options)
         return RoutedResponse(response, rows, encoder, is_list, delivery, self._max_bytes)
 
-    def _error_event(self, error: Exception) -> str:
-        said = isinstance(error, LostRowsError | StreamLimitError)
-        event: str = self.create_streaming_error_response(  # type: ignore[attr-defined]
-            str(error) if said else "The server failed to encode the routing of this response.",
-            err_type="InternalServerError",
-            status_code=HTTPStatus.INTERNAL_SERVER_ERROR,
-        )
-        return event
+    def _error_event(self, error: Exception) -> Any:
+        is_told = isinstance(error, LostRowsError | StreamLimitError)
+        text = str(error) if is_told else "The server failed to encode the routing of this response."
+        about = {"err_type": "InternalServerError", "status_code": HTTPStatus.INTERNAL_SERVER_ERROR}
+        return self.create_streaming_error_response(text, **about)  # type: ignore[attr-defined]
 
 
 class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
     """`POST /v1/completions`."""
 
-    async def create_completion(
-        self, request: CompletionRequest, raw_request: Any = None
-    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
+    async def create_completion(self, request: CompletionRequest, raw_request: Any = None) -> Any:
         self.begin(request, raw_request)
         return await super().create_completion(request, raw_request)
 
@@ -315,7 +307,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
         make = super().request_output_to_completion_response
         if options is None:
             return make(final_res_batch, request, *args, **kwargs)
-        rows = self.rows_of(request, options)
+        rows = self.rows_of(options)
         for output in final_res_batch:
             rows.collect(output)
         prompt = request.prompt
@@ -326,9 +318,7 @@ class RoutedServingCompletion(RoutedServing, OpenAIServingCompletion):
 class RoutedServingChat(RoutedServing, OpenAIServingChat):
     """`POST /v1/chat/completions`."""
 
-    async def create_chat_completion(
-        self, request: ChatCompletionRequest, raw_request: Any = None
-    ) -> AsyncGenerator[str, None] | ErrorResponse | Any:
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Any = None) -> Any:
         self.begin(request, raw_request)
         return await super().create_chat_completion(request, raw_request)
 

@@ -70,7 +70,6 @@ def other_paths(app: FastAPI) -> list[str]:
 
 
 def is_ours(route: Route | Mount) -> bool:
-    """Whether a route's function is one of this project."""
     return str(getattr(getattr(route, "endpoint", None), "__module__", "")).partition(".")[0] == _OURS
 
 

@@ -16,7 +16,6 @@ page_router = APIRouter(include_in_schema=False)
 @page_router.get(PAGE_PATH)
 @page_router.get(PAGE_PATH + "/{name}")
 async def page(raw_request: Request, name: str | None = None) -> Response:
-    """A file of the page."""
     found = page_file(PAGE_PATH if name is None else f"{PAGE_PATH}/{name}", page_config(raw_request))
     if found is None:
         return Response("File not found.", status_code=404)

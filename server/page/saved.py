@@ -12,11 +12,7 @@ TOO_LARGE = f"Files of more than {MAX_BYTES >> 20} MiB at once: open them with r
 
 
 def read(body: bytes) -> Iterator[str]:
-    """The lines of `page_lines` for files in the body of a request, `[[name, text], …]`.
-
-    Raises:
-        ValueError: the body is another one.
-    """
+    """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises `ValueError` for another."""
     try:
         files = [(str(name), StringIO(text)) for name, text in json.loads(body)]
     except (TypeError, ValueError, RecursionError) as error:

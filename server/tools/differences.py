@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.protocol.collect import Routing, RoutingError
-from routed_experts.server.cli.console import aligned
 from routed_experts.server.tools.reference import Ids, Reference, Scores
 
 
@@ -258,3 +257,9 @@ def table(report: dict[str, Any]) -> str:
 
 def _cell(value: str | float | None) -> str:
     return "" if value is None else f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+def aligned(lines: list[list[str]]) -> list[str]:
+    """The rows of a table, with right-aligned cells."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
+from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.server.vllm_api import VLLM_VERSION
 from tests.contract.engine import K, L, Tokens, _digest
-from tests.contract.hostile import PULL, VALID, Hostile, check_response
+from tests.contract.hostile import PULL, SPEC, VALID, Hostile, check_response
 from tests.contract.loads import TracingExecutor, _Metadata
 from tests.contract.offloading import NAME, OffloadingExecutor
 from tests.contract.served import DECODER_LAYERS, SIZES, ServedExecutor, served
@@ -37,6 +40,8 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 LIMIT_S = 120
+IS_DESCRIBED = VLLM_VERSION.split("+")[0] == SUPPORTED_VLLM[-1]
+"""Whether `openapi.yaml` is made with this vLLM."""
 COMPLETIONS = "/v1/completions"
 # The model that does arithmetic gives no log probabilities, which beam search takes too. Grammars are compiled by other
 # projects, for as long as they like.
@@ -116,6 +121,14 @@ def check_alive(client: httpx.Client) -> None:
         sequence.append(token)
 
 
+def check_described(response: httpx.Response) -> None:
+    """The description has the status of an answer, and the form of JSON."""
+    described = SPEC["paths"][response.request.url.path]["post"]["responses"][str(response.status_code)]
+    if response.headers["content-type"].startswith("application/json"):
+        schema = {**described["content"]["application/json"]["schema"], "components": SPEC["components"]}
+        jsonschema.Draft202012Validator(schema).validate(response.json())
+
+
 def body_of(**params: Any) -> tuple[str, dict[str, Any]]:
     """A request that pulls KV, with rows."""
     rows = {"data": base64.b64encode(bytes(2 * L * K)).decode(), "dtype": "int16", "shape": [1, L, K], "until": 1 << 39}
@@ -136,6 +149,8 @@ def test_no_request_is_the_servers_fault(client: httpx.Client, asked: tuple[str,
     response = client.post(path, content=content, headers={"Content-Type": "application/json"}, timeout=LIMIT_S)
     try:
         check_response(response)
+        if IS_DESCRIBED:
+            check_described(response)
         check_alive(client)
-    except (AssertionError, httpx.HTTPError) as error:
+    except (AssertionError, KeyError, jsonschema.ValidationError, httpx.HTTPError) as error:
         raise AssertionError(f"after {path} {content}: {error}") from error

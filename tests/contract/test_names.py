@@ -4,7 +4,6 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +20,7 @@ from vllm.envs import disable_envs_cache
 from vllm.exceptions import VLLMValidationError
 
 from routed_experts.protocol.models import PREFIXES, RoutingFields
-from routed_experts.server.http import plugin
+from routed_experts.server.cli import serve
 from routed_experts.server.http.unsupported_routes import refuse_on_other_routes
 from routed_experts.server.http.vllm_http import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from tests.contract.served import serving, vllms
@@ -34,28 +33,15 @@ NAMED = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
 
 
 @pytest.fixture(scope="module")
-def apps() -> list[FastAPI]:
-    """The applications of the servers that started."""
-    return []
-
-
-@pytest.fixture(scope="module")
-def api(tiny_model: Path, apps: list[FastAPI]) -> Iterator[Server]:
+def api(tiny_model: Path) -> Iterator[Server]:
     """With all routes that vLLM can have."""
-    begin = plugin.RoutedExpertsPlugin.attach_router
-
-    def attach_router(self: plugin.RoutedExpertsPlugin, app: FastAPI) -> None:
-        apps.append(app)
-        begin(self, app)
-
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as environment:
+    with pytest.MonkeyPatch.context() as environment:
         for variable in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
             environment.setenv(variable, "1")
         disable_envs_cache()
-        stack.callback(disable_envs_cache)
-        with patch.object(plugin.RoutedExpertsPlugin, "attach_router", attach_router):
-            server = stack.enter_context(serving(tiny_model, "--enable-scale-out"))
-        yield server
+        with serving(tiny_model, "--enable-scale-out") as server:
+            yield server
+    disable_envs_cache()
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +136,9 @@ def test_h7_messages_say_what_is_meant(api: Server) -> None:
 # ---- routes that are not ours ----
 
 
-def test_h3_no_route_takes_our_fields_in_silence(api: Server, apps: list[FastAPI]) -> None:
+def test_h3_no_route_takes_our_fields_in_silence(api: Server) -> None:
     """H3. Every route that vLLM has, with whatever method takes a body."""
-    args = apps[0].state.args
+    args = serve.parse(["model", "--enable-scale-out"])
     with patch("vllm.plugins.load_endpoint_plugins", lambda _: []):
         routes = [route for route in build_app(args, ("generate",)).routes if isinstance(route, Route)]
     asked = [

@@ -50,26 +50,26 @@ def test_decoding_in_one_line(documented: list[str]) -> None:
     assert np.array_equal(names["decode"](encode(rows, fmt="object", dtype="int16", start=0)), rows)
 
 
-def test_collecting_a_stream(server: Server, documented: list[str]) -> None:
-    (program,) = documented
+@pytest.fixture
+def names(server: Server) -> dict[str, Any]:
+    """What the examples use."""
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    names: dict[str, Any] = {"client": client, "model": "tiny-moe", "prompt": "Which experts?"}
+    return {"client": client, "model": "tiny-moe", "prompt": "Which experts?"}
+
+
+def test_collecting_a_stream(names: dict[str, Any], documented: list[str]) -> None:
+    (program,) = documented
     exec(program, names)
     routing = names["routing"]
     assert len(routing.prompt_rows) == len("Which experts?")
     assert len(routing.generated_rows) == len(routing.token_ids) - 1
 
 
-def test_references(server: Server, documented: list[str]) -> None:
+def test_references(names: dict[str, Any], documented: list[str]) -> None:
     (program,) = documented
-    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    names: dict[str, Any] = {"client": client, "model": "tiny-moe", "prompt": "Which experts?"}
     exec(program, names)
-    assert names["fetch"](names["reference"], base_url=names["base_url"]).shape == (
-        5,
-        names["reference"]["shape"][0],
-        4,
-    )
+    rows = names["fetch"](names["reference"], base_url=names["base_url"])
+    assert rows.shape == (5, names["reference"]["shape"][0], 4)
 
 
 def test_plotting(documented: list[str]) -> None:

@@ -1,10 +1,9 @@
-"""A process that runs commands on files, as `test_hostile_files.py` asks, with 1 GiB of memory beside its libraries."""
+"""What a process of `test_hostile_files.py` runs, with 1 GiB of memory beside its libraries."""
 
 import contextlib
 import io
 import json
 import resource
-import sys
 import traceback
 from pathlib import Path
 
@@ -35,6 +34,14 @@ def ask_for_all(server: view.ViewServer) -> None:
             json.loads(line.encode())
 
 
+def begin() -> None:
+    view.ViewServer.serve_forever = ask_for_all  # type: ignore[assignment,method-assign]
+    np.zeros(1) @ np.zeros(1)  # BLAS takes its memory
+    (size,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line)
+    limit = int(size) * 1024 + GIB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
 def run(command: list[str]) -> dict[str, object]:
     out, err = io.StringIO(), io.StringIO()
     try:
@@ -43,18 +50,3 @@ def run(command: list[str]) -> dict[str, object]:
     except BaseException:  # noqa: BLE001 what a user would see
         status = traceback.format_exc()
     return {"command": command, "status": status, "err": err.getvalue()}
-
-
-def serve() -> None:
-    view.ViewServer.serve_forever = ask_for_all  # type: ignore[assignment,method-assign]
-    np.zeros(1) @ np.zeros(1)  # BLAS takes its memory
-    (size,) = (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line)
-    limit = int(size) * 1024 + GIB
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    for line in sys.stdin:
-        for command in commands(*json.loads(line)):
-            print(json.dumps(run(command)), flush=True)
-
-
-if __name__ == "__main__":
-    serve()

@@ -25,8 +25,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pydantic import BaseModel, ValidationError, field_validator
-from pydantic_core import PydanticCustomError
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.envs import disable_envs_cache
 from vllm.ray.ray_env import get_env_vars_to_copy
@@ -306,22 +304,6 @@ def test_errors_of_the_hub_below_those_of_others(name: str, sentence: str, is_ex
     error = OSError("vLLM's own\nand more")
     setattr(error, "__cause__" if is_explicit else "__context__", type(name, (Exception,), {})())
     assert preflight.sentence_of(error, "m") == sentence.format(model="m")
-
-
-def test_an_error_of_pydantic_without_a_link() -> None:
-    """Errors of its own kinds have a fourth line, with a link."""
-
-    class Size(BaseModel):
-        size: int
-
-        @field_validator("size")
-        @classmethod
-        def check(cls, value: int) -> int:
-            raise PydanticCustomError("odd", "must be even")
-
-    with pytest.raises(ValidationError) as caught:
-        Size(size=3)
-    assert preflight.sentence_of(caught.value, "model") == "size: must be even."
 
 
 # ---- versions ----

@@ -310,19 +310,13 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["export", str(file), *words]) == 2
         assert sentence in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
+    for flags, sentence in [
         ("FILE -o out.xyz", "--output out.xyz names no format: set --format"),
         ("FILE -o out.csv --per token", "--per token is for parquet"),
         ("-o out.csv", "give files, or --url and --prompts"),
         ("-o out.csv --url host", "give files, or --url and --prompts"),
         ("FILE -o out.csv --url host --prompts p", "give files, or --url and --prompts"),
-    ],
-)
-def test_command_lines(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["export", *words.split()])
-    assert sentence in capsys.readouterr().err
+    ]:
+        with pytest.raises(SystemExit):
+            main(["export", *flags.split()])
+        assert sentence in capsys.readouterr().err

@@ -7,11 +7,8 @@ import base64
 import copy
 import json
 import os
-import select
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
-from tests.server.hostile_files import commands
+from tests.server import hostile_files
 
 SECONDS = 10
 Run = Callable[[str | bytes], list[dict[str, Any]]]
@@ -30,38 +27,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """Runs all commands on a file with some text; what they say and return."""
     folder = tmp_path_factory.mktemp("hostile")
     file = folder / "answers.jsonl"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.server.hostile_files"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        bufsize=0,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    output, received = process.stdout, bytearray()
+    with pytest.MonkeyPatch.context() as environment:
+        for library in ("OPENBLAS", "OMP", "ARROW"):
+            environment.setenv(f"{library}_NUM_THREADS", "1")
+        with get_context("spawn").Pool(1, hostile_files.begin) as process:
+            process.apply(len, ([],))  # the start imports libraries
 
-    def line(seconds: float) -> dict[str, Any]:
-        while b"\n" not in received:
-            assert select.select([output], [], [], seconds)[0], f"no end within {seconds} s"
-            piece = os.read(output.fileno(), 1 << 16)
-            assert piece, "the process died"
-            received.extend(piece)
-        text, _, rest = received.partition(b"\n")
-        received[:] = rest
-        found: dict[str, Any] = json.loads(text)
-        return found
+            def run(text: str | bytes) -> list[dict[str, Any]]:
+                file.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
+                commands = hostile_files.commands(str(file), str(folder))
+                return [process.apply_async(hostile_files.run, (each,)).get(SECONDS) for each in commands]
 
-    def run(text: str | bytes) -> list[dict[str, Any]]:
-        file.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
-        process.stdin.write(json.dumps([str(file), str(folder)]).encode() + b"\n")  # type: ignore[union-attr]
-        # The first start imports libraries.
-        return [line(SECONDS if place else 60 + SECONDS) for place in range(len(commands("", "")))]
-
-    yield run
-    process.kill()
-    process.wait()
+            yield run
 
 
 def check(results: list[dict[str, Any]]) -> None:
