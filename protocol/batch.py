@@ -14,11 +14,8 @@ from routed_experts.protocol.collect import PROMPT_END_UNKNOWN, Routing, Routing
 Number = TypeVar("Number", bound=np.generic)
 _Tokens = NDArray[np.int64]
 
-_SUM_TOLERANCE = 0.01
-"""What rounding to 16 bits may change in the sum of a token's weights."""
 
-
-def verify(routing: Routing, num_experts: int, weights_sum: float | None = None) -> None:
+def verify(routing: Routing, num_experts: int) -> None:
     """Checks that all ids of `routing` are known, in range, and distinct within each layer of a row.
 
     Weights, where `routing` has them, must be finite.
@@ -28,32 +25,18 @@ def verify(routing: Routing, num_experts: int, weights_sum: float | None = None)
     ...
     routed_experts.protocol.collect.RoutingError: position 7, layer 1: an expert twice: [2, 2]
 
-    Args:
-        weights_sum: what the weights of a token in a layer add up to, if the model says: 1 where it normalises them.
-
     Raises:
         RoutingError: an id is -1, out of range, or twice in a layer of a row, or weights are not as they must be; names
             the first.
     """
     ids = arguments.instance("routing", routing, Routing).rows
     num_experts = arguments.integer("num_experts", num_experts, least=1)
-    if weights_sum is not None:
-        weights_sum = arguments.number("weights_sum", weights_sum)
     _reject(routing, ids == UNKNOWN, "not known")
     _reject(routing, (ids < 0) | (ids >= num_experts), f"out of the range of {num_experts} experts")
     ordered = np.sort(ids, axis=2)
     _reject(routing, ordered[:, :, 1:] == ordered[:, :, :-1], "an expert twice")
-    if routing.weights is None:
-        if weights_sum is not None:
-            raise RoutingError("the response has no weights")
-        return
-    weights = routing.weights
-    _reject(routing, ~np.isfinite(weights), "weights that are not finite", weights)
-    if weights_sum is not None:
-        off = np.abs(weights.sum(axis=2, keepdims=True, dtype=np.float64) - weights_sum)
-        _reject(
-            routing, off > _SUM_TOLERANCE * abs(weights_sum), f"weights that do not add up to {weights_sum}", weights
-        )
+    if routing.weights is not None:
+        _reject(routing, ~np.isfinite(routing.weights), "weights that are not finite", routing.weights)
 
 
 def scaled(weights: NDArray[np.float32], info: Mapping[str, Any]) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import IO, Any, Literal, TypedDict, get_args
+from typing import IO, Any, Literal, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,44 +108,18 @@ def count_missing(rows: NDArray[Any]) -> int:
     return int((rows == UNKNOWN).any(axis=(1, 2)).sum())
 
 
-def encode(rows: NDArray[np.integer[Any]], *, fmt: Format, dtype: str, start: int) -> RowsObject | str | list[Any]:
-    """`rows` ([n, L, K], any integer type) in one of the wire forms. The server has a faster encoder of its own.
+def encode(array: NDArray[Any], start: int) -> RowsObject:
+    """Rows of ids, or their weights ([n, L, K]), in the form `object`. The server has an encoder of every form.
 
     Args:
-        rows: expert ids; -1 where unknown.
-        fmt: `object`, `npy` (base64 of a .npy file), `raw` (base64 of the bare array) or `list`.
-        dtype: a result of `resolve_dtype`.
+        array: of int16, uint8, int32, or float32; -1 or NaN where unknown.
         start: absolute position of the first row, in tokens.
-
-    Raises:
-        CodecError: `dtype` cannot hold an id, or cannot hold the -1 of an unknown row.
     """
-    arguments.one_of("fmt", fmt, get_args(Format))
-    arguments.one_of("dtype", dtype, _INTEGER_DTYPES)
-    start, rows = arguments.integer("start", start), arguments.array("rows", rows, "iu", "nLK")
-    limits, low, high = np.iinfo(NUMPY_DTYPES[dtype]), rows.min(initial=0), rows.max(initial=0)
-    if low < limits.min or high > limits.max:
-        raise CodecError(f"{dtype} cannot hold ids from {low} to {high}: use int16")
-    if fmt == "list":
-        listed: list[Any] = rows.tolist()
-        return listed
-    array = np.ascontiguousarray(rows, dtype=NUMPY_DTYPES[dtype])
-    if fmt == "npy":
-        buffer = io.BytesIO()
-        np.save(buffer, array, allow_pickle=False)
-        return base64.b64encode(buffer.getbuffer()).decode()
-    form = _object(array, dtype, start)
-    return form["data"] if fmt == "raw" else form
-
-
-def encode_weights(weights: NDArray[np.float32], *, start: int) -> RowsObject:
-    """`weights` ([n, L, K]; NaN where unknown) in the form `object`."""
-    return _object(np.ascontiguousarray(weights, dtype="<f4"), "float32", start)
-
-
-def _object(array: NDArray[Any], dtype: str, start: int) -> RowsObject:
-    data, shape = base64.b64encode(array.tobytes()).decode(), list(array.shape)
-    return {"data": data, "shape": shape, "dtype": dtype, "start": start, "missing": count_missing(array)}
+    array = arguments.array("array", array, "iuf", "nLK")
+    name, missing = arguments.one_of("dtype of array", array.dtype.name, NUMPY_DTYPES), count_missing(array)
+    data = base64.b64encode(np.ascontiguousarray(array, dtype=NUMPY_DTYPES[name]).tobytes()).decode()
+    start = arguments.integer("start", start)
+    return {"data": data, "shape": list(array.shape), "dtype": name, "start": start, "missing": missing}
 
 
 def decode(

@@ -13,7 +13,6 @@ except ModuleNotFoundError as error:
         "routed_experts.protocol.models needs pydantic: pip install 'pydantic>=2'", name=error.name
     ) from None
 
-from routed_experts.protocol import arguments
 from routed_experts.protocol.codec import Format, WireDtype
 
 Layout = Literal["split", "joined"]
@@ -154,9 +153,7 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
         FieldError: an invalid value, an unknown routing field, or a field without the opt-in. The last case reveals a
             gateway that removes the opt-in.
     """
-    check_names(arguments.instance("body", body, Mapping))
-    if defaults is not None:
-        arguments.instance("defaults", defaults, Mapping)
+    check_names(body)
     own = given = {name: body[name] for name in RoutingFields.model_fields if name in body}
     if defaults and given.get(OPT_IN) is not False:
         filled = {**_left_out(defaults, given), **given}
@@ -198,7 +195,7 @@ def parse_options(body: Mapping[str, Any], defaults: Mapping[str, Any] | None = 
 
 def check_names(names: Iterable[str]) -> None:
     """Raises `FieldError` for a name that has the prefix of routing fields but is unknown."""
-    for name in arguments.each("names", names, str):
+    for name in names:
         if name.startswith(PREFIXES) and name not in RoutingFields.model_fields:
             _refuse_unknown(name)
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from routed_experts.protocol.codec import encode, encode_weights
+from routed_experts.protocol.codec import encode
 from routed_experts.protocol.collect import Asked, Collector, Routing, RoutingError, is_number, without_envelope
 from routed_experts.protocol.sse import EventError, EventReader
 
@@ -169,8 +169,8 @@ def _line(answer: SavedAnswer, routing: Routing, is_one_of_several: bool) -> str
     rest = {
         "prompt_len": routing.prompt_len,
         "finish_reason": routing.finish_reason,
-        "rows": encode(routing.rows, fmt="object", dtype="int16", start=start),
-        "weights": None if weights is None else encode_weights(weights, start=start),
+        "rows": encode(routing.rows, start),
+        "weights": None if weights is None else encode(weights, start),
     }
     return f'{json.dumps(head)[:-1]}, "tokens": [{", ".join(texts)}], {json.dumps(rest)[1:]}\n'
 

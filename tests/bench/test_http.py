@@ -12,7 +12,7 @@ from bench.http import CPU_CASES, Case, figures, lines_of, requests_of
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_load import Load, Result
 from bench.http_table import table
-from routed_experts.protocol.codec import encode
+from tests.protocol.forms import encode
 
 pytestmark = pytest.mark.release
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from routed_experts.protocol.codec import encode, encode_weights
 from routed_experts.server.cli.main import main
 from routed_experts.server.tools import running
 from routed_experts.server.tools.reference import Reference
 from tests.e2e.harness import Oracle, Server, free_port, prompt_of
 from tests.e2e.shapes import SHAPES, HookOracle, Shape, make_model
+from tests.protocol.forms import encode
 
 P, G, L, K = 20, 7, 5, 4
 TOKENS = prompt_of(P + G, seed=11)
@@ -32,8 +32,8 @@ def answer_of(
     rows: np.ndarray, tokens: list[int] = TOKENS, start: int = 0, weights: np.ndarray | None = None, **form: Any
 ) -> dict[str, Any]:
     def arrays(prefix: str, first: int, end: int) -> dict[str, Any]:
-        ids = encode(rows[first:end], start=first, **{"fmt": "object", "dtype": "int16", **form})
-        beside = {} if weights is None else {"expert_weights": encode_weights(weights[first:end], start=first)}
+        ids = encode(rows[first:end], start=first, **form)
+        beside = {} if weights is None else {"expert_weights": encode(weights[first:end], start=first)}
         return {f"{prefix}routed_{name}": value for name, value in {"experts": ids, **beside}.items()}
 
     choice = {"index": 0, "finish_reason": "length", "prompt_token_ids": tokens[:P], "token_ids": tokens[P:]}

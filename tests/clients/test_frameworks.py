@@ -11,11 +11,12 @@ import orjson
 import pytest
 
 from routed_experts.protocol.batch import spread_layers
-from routed_experts.protocol.codec import encode, resolve_dtype
+from routed_experts.protocol.codec import resolve_dtype
 from tests.clients import consumers as of
 from tests.clients.consumers import Rejected
 from tests.e2e.harness import Oracle, Server, prompt_of
 from tests.protocol.answers import rows_of
+from tests.protocol.forms import encode
 
 P, G = 9, 6
 TOTAL = P + G

@@ -1,7 +1,6 @@
 """Every form of rows and weights, at every endpoint, whole and streamed, against the codec's plain statement of it."""
 
 import base64
-import io
 import itertools
 import random
 import re
@@ -20,6 +19,7 @@ from routed_experts.protocol.fetch import fetch
 from tests.contract.engine import NUM_EXPERTS, K, L, weights_for
 from tests.contract.served import DECODER_LAYERS, LAYER_IDS, rows_of, serving
 from tests.e2e.harness import CHAT, COMPLETIONS, Server, prompt_of, read_events
+from tests.protocol.forms import encode
 from tests.server.known import as_json
 
 GENERATE = "/inference/v1/generate"
@@ -82,15 +82,7 @@ class Form:
 
     def encoded(self, array: np.ndarray, first: int) -> Any:
         """`array` as it stands in an answer."""
-        if array.dtype != np.float32:
-            return codec.encode(array, fmt=self.fmt, dtype=self.dtype, start=first)
-        if self.fmt == "object":
-            return codec.encode_weights(array, start=first)
-        if self.fmt == "list":
-            return [[[None if np.isnan(x) else x for x in layer] for layer in row] for row in array.tolist()]
-        file = io.BytesIO()
-        np.save(file, array)
-        return base64.b64encode(file.getvalue() if self.fmt == "npy" else array.tobytes()).decode()
+        return encode(array, fmt=self.fmt, dtype=self.dtype, start=first)
 
     def decoded(self, name: str, pieces: Iterable[Any]) -> np.ndarray:
         shape: dict[str, Any] = {"num_layers": DECODER_LAYERS if self.has_dense else L, "top_k": K}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from openai import OpenAI
 
-from routed_experts.protocol.codec import encode
 from tests.contract.served import serving_weights
 from tests.e2e.harness import FLOAT32, ON_GPU, Server
+from tests.protocol.forms import encode
 
 pytestmark = pytest.mark.release
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT, encode, encode_weights
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT
+from tests.protocol.forms import encode
 
 TEXT = (
     "The router sends every token to a few experts, and which ones it takes depends on what it reads. Some prefer "
@@ -41,8 +42,7 @@ def weights_of(rows: np.ndarray, seed: int = 0) -> np.ndarray:
 
 def array(rows: np.ndarray, start: int = 0) -> Any:
     """Of ids or weights."""
-    is_ids = rows.dtype != np.float32
-    return encode(rows, fmt="object", dtype="int16", start=start) if is_ids else encode_weights(rows, start=start)
+    return encode(rows, start=start)
 
 
 def answer(

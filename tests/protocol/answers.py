@@ -1,15 +1,14 @@
 """Answers as the server sends them, made from rows that are known beforehand."""
 
-import base64
-import io
 import json
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from routed_experts.protocol.codec import UNKNOWN_WEIGHT, Format, count_missing, encode, encode_weights
+from routed_experts.protocol.codec import UNKNOWN_WEIGHT, Format, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts
+from tests.protocol.forms import encode
 
 EXPERTS, LAYERS, TOP_K = 60, 3, 4
 
@@ -63,20 +62,10 @@ class Told:
     def encode(self, rows: np.ndarray, start: int) -> Any:
         return encode(rows, fmt=self.fmt, dtype=self.dtype, start=start)
 
-    def encode_weights(self, rows: np.ndarray, start: int) -> Any:
-        weights, buffer = weights_of(rows), io.BytesIO()
-        if self.fmt == "object":
-            return encode_weights(weights, start=start)
-        if self.fmt == "list":
-            return json.loads(json.dumps(weights.tolist()).replace("NaN", "null"))
-        if self.fmt == "npy":
-            np.save(buffer, weights)
-        return base64.b64encode(buffer.getvalue() or weights.tobytes()).decode()
-
     def arrays(self, rows: np.ndarray, start: int, prefix: str = "") -> dict[str, Any]:
         """The fields of some rows."""
         ids = {f"{prefix}routed_experts": self.encode(rows, start)}
-        return ids | ({f"{prefix}routed_expert_weights": self.encode_weights(rows, start)} if self.weights else {})
+        return ids | ({f"{prefix}routed_expert_weights": self.encode(weights_of(rows), start)} if self.weights else {})
 
 
 def answer(*prompts: Told, is_list: bool = False) -> dict[str, Any]:

@@ -52,7 +52,7 @@ ASKED |= {"dtype": NOT_WIRE_DTYPES, "media": (5, "x", None, [1], [None]), "promt
 CASES: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, tuple[Any, ...]]]] = {
     batch.verify: (
         {"routing": ROUTING, "num_experts": 60},
-        {"routing": NOT_ROUTINGS, "num_experts": (*NOT_COUNTS, 0), "weights_sum": ("1", [1.0], torch.float32)},
+        {"routing": NOT_ROUTINGS, "num_experts": (*NOT_COUNTS, 0)},
     ),
     batch.scaled: (
         {"weights": WEIGHTS, "info": {"weights_scale": [1.0] * 3}},
@@ -92,15 +92,7 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, tuple[Any, ...]]
         {"name": (*NOT_WIRE_DTYPES, "float32"), "num_experts": (*NOT_COUNTS, 0)},
     ),
     codec.count_missing: ({"rows": ROWS}, {"rows": (*NOT_ARRAYS, ROWS[0], WEIGHTS.astype(np.float64))}),
-    codec.encode: (
-        {"rows": ROWS, "fmt": "object", "dtype": "int16", "start": 0},
-        {
-            "rows": NOT_IDS,
-            "fmt": ("x", None, 5, "paired"),
-            "dtype": (*NOT_WIRE_DTYPES, "float32"),
-            "start": NOT_COUNTS,
-        },
-    ),
+    codec.encode: ({"array": ROWS, "start": 0}, {"array": (*NOT_ARRAYS, ROWS.astype(np.int64)), "start": NOT_COUNTS}),
     codec.decode: ({"value": [[[1]]]}, {"dtype": NOT_WIRE_DTYPES, **FORM}),
     codec.decode_weights: ({"value": [[[1.0]]]}, FORM),
     collect.collect: ({"source": ANSWER}, {"source": (None, 5, object(), torch.int64), **ASKED}),
@@ -148,8 +140,6 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, tuple[Any, ...]]
             "timeout_s": NOT_NUMBERS,
         },
     ),
-    models.parse_options: ({"body": {}}, {"body": NOT_MAPPINGS, "defaults": NOT_MAPPINGS[1:]}),
-    models.check_names: ({"names": []}, {"names": (None, 5, "x", [5], [None])}),
     models.check_defaults: ({"defaults": {}}, {"defaults": NOT_MAPPINGS}),
     sse.EventReader.feed: ({"self": sse.EventReader()}, {"text": (None, 5, ["x"], object())}),
 }

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 
-from routed_experts.protocol.codec import Format, encode
+from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
 from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, sse, stream, weights_of
+from tests.protocol.forms import encode
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 RAW: dict[str, Any] = {"num_layers": LAYERS, "top_k": TOP_K}

@@ -1,4 +1,4 @@
-"""The bytes of arrays, against the plain statement of the forms in `protocol.codec.encode`."""
+"""The bytes of arrays, against the plain statement of the forms."""
 
 import base64
 import itertools
@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from routed_experts.protocol import codec
-from routed_experts.protocol.codec import encode
 from routed_experts.server.http.encoding import LINE_BYTES, Encoder, LostRowsError
+from tests.protocol.forms import encode
 
 SHAPES = [(48, 8, 128), (2, 3, 300)]  # L, K, experts
 FORMATS: list[Any] = list(get_args(codec.Format))

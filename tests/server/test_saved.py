@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol.codec import decode, decode_weights, encode, encode_weights
+from routed_experts.protocol.codec import decode, decode_weights, encode
 from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
 from routed_experts.server.cli.console import CommandError
@@ -214,7 +214,7 @@ def test_choices_that_would_take_more_memory_than_there_is() -> None:
     """Each has the rows of the prompt."""
     rows = np.zeros((1 << 17, 1, TOP_K), np.int16)
     choices = [{"index": index, "finish_reason": None} for index in range(1000)]
-    body = {"choices": choices, "prompt_routed_experts": encode(rows, fmt="object", dtype="int16", start=0)}
+    body = {"choices": choices, "prompt_routed_experts": encode(rows, 0)}
     tracemalloc.start()
     try:
         (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
@@ -258,7 +258,7 @@ def test_what_the_page_shows() -> None:
 def test_weights_and_what_the_page_cannot_show() -> None:
     body = answer(Told(rows_of(2, 1), [rows_of(1, 2)], layout="joined"))
     weights = np.random.default_rng(0).random((3, LAYERS, TOP_K), dtype=np.float32)
-    body["choices"][0]["routed_expert_weights"] = encode_weights(weights, start=0)
+    body["choices"][0]["routed_expert_weights"] = encode(weights, 0)
     (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
     assert np.array_equal(decode_weights(line["weights"]), weights)
     far = answer(Told(rows_of(2, 1), [rows_of(1, 2)], fmt="object", layout="joined"))
