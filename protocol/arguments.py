@@ -79,7 +79,7 @@ def array(name: str, value: Any, kinds: str, shape: str = "") -> NDArray[Any]:
 
 def fitting(name: str, value: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     """`value`, one or several numbers, as an array of `dtype`, if that can hold it."""
-    found = array(name, value, "biu" if dtype.kind in "iu" else "biuf")
+    found = array(name, value, "iu" if dtype.kind in "iu" else "biuf")
     if dtype.kind in "iu" and found.size:
         limits = np.iinfo(dtype)
         if found.min() < limits.min or found.max() > limits.max:

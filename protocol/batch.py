@@ -409,7 +409,7 @@ def _aligned(
     """The arrays of `routings`, ids or weights, as `align` has them."""
     places = _places(routings, length, padding, num_tokens)
     shape, repeats = routings[0].rows.shape[1:], isinstance(last, str) and last == "repeat"
-    of_last = None if repeats else _filler("last", last, dtype, shape)
+    of_last = None if repeats else _filler("last, if it is not 'repeat',", last, dtype, shape)
     batch = np.empty((len(routings), length, *shape), dtype=dtype)
     batch[...] = _filler("pad", pad, dtype, shape)
     for columns, routing, array, (count, first) in zip(batch, routings, arrays, places, strict=True):

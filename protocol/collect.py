@@ -46,7 +46,7 @@ _LARGEST_COUNT = (1 << 53) - 1
 _MOST_TEXTS = 1 << 24
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 
-_PLAIN = (str, bytes, int, float, list, tuple)
+_PLAIN = (str, bytes, bytearray, memoryview, int, float, list, tuple)
 """Values of JSON in place of an object. Python's have attributes that are not fields."""
 
 
@@ -177,6 +177,8 @@ def collect(source: Any, **asked: Unpack[Asked]) -> list[Routing]:
         RoutingError: rows are missing, doubled or of another shape; the response is an error or was cut short.
     """
     collector = Collector(**asked)
+    if isinstance(source, bytearray | memoryview):
+        source = bytes(source)
     if isinstance(source, bytes | str):
         try:
             source = json.loads(source) if source.lstrip()[:1] in ("{", b"{") else [source]

@@ -138,8 +138,9 @@ def _mapped(reference: Mapping[str, Any], dtype: np.dtype[Any]) -> NDArray[Any] 
     if not reference.get("path"):
         return None
     num_rows, num_layers, top_k = reference["shape"]
+    path = arguments.instance("path of reference", reference["path"], str)  # a number would be an open file
     try:
-        with open(reference["path"], "rb") as file:
+        with open(path, "rb") as file:
             if read_npy_header(file) != ((num_layers, num_rows, top_k), dtype, "C"):
                 return None
             return np.memmap(file, dtype, "r", file.tell(), (num_layers, num_rows, top_k))

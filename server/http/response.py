@@ -14,6 +14,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
 
 from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import Rows, count_missing
@@ -238,18 +239,29 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     parts = iter([body]) if isinstance(body, bytes) else body
     if isinstance(body, bytes):
         headers = {**headers, "content-length": str(len(body))}
-    return StreamingResponse(_in_turns(answer, parts), 200, headers, MSGPACK if packed else _JSON)
+    response = _Response(_in_turns(parts), 200, headers, MSGPACK if packed else _JSON)
+    response.answer = answer
+    return response
 
 
-async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Other tasks run between two parts. Stored arrays are kept only if the client is there now."""
-    try:
-        answer.delivery.mark_sent()
-        for part in parts:
-            yield part
-            await asyncio.sleep(0)
-    finally:
-        answer.count()
+class _Response(StreamingResponse):
+    """Keeps stored arrays only if the client is there when it is sent."""
+
+    answer: RoutedResponse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.answer.delivery.mark_sent()
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.answer.count()
+
+
+async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """Other tasks run between two parts."""
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)
 
 
 def wants_msgpack(accept: str) -> bool:

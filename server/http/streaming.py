@@ -172,11 +172,13 @@ class SSERewriter:
 
     def _take_prompt(self, prompt: _Prompt) -> list[Rows] | None:
         """Takes the rows of a pending prompt; None if they have not arrived or are not sent."""
-        for source in map(self._choices.__getitem__, prompt.keys):
-            if source.buffer.end >= prompt.length or source.is_complete:
-                break
-        else:
+        states = [self._choices[key] for key in prompt.keys]
+        # One that has them, before one that is complete without: its rows were lost.
+        found = [each for each in states if each.buffer.end >= prompt.length]
+        found = found or [each for each in states if each.is_complete]
+        if not found:
             return None
+        source = found[0]
         prompt.is_pending = False
         shape = self.encoder.row_shape if source.is_complete else None
         rows = source.buffer.take(self.options.prompt_start, prompt.length, shape)
@@ -196,7 +198,7 @@ class SSERewriter:
             rows = [*map(owned_copy, rows)]
             of_prompt, own_rows = split_at(rows, prompt.length - first)
             state.counted += own_rows
-            if of_prompt and prompt.counter in (None, state):
+            if of_prompt and (prompt.counter is None or prompt.counter is state):
                 prompt.counter = state
                 prompt.counted += of_prompt
         if not options.rows:

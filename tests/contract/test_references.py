@@ -12,21 +12,24 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import Event, get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
 from examples import dataset
 from routed_experts.protocol.fetch import FetchError, Range, fetch
+from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.cli.serve import prepared_folders
 from routed_experts.server.http import references
 from routed_experts.server.http import stored_arrays as route
 from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ReferenceMaker
+from routed_experts.server.http.response import CollectedRows, RoutedResponse, respond
 from routed_experts.server.http.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore
 from routed_experts.server.outputs.folders import default_folder
@@ -341,6 +344,32 @@ def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
     asyncio.run(leave())
     store.writer.submit(lambda: None).result(60)
     assert len(maker.unsent_ids) == 2
+    wait_until_empty(tmp_path / "store")
+
+
+def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None:
+    """Behind a middleware in which sending takes turns, the body is then never asked for."""
+    maker = ReferenceMaker(ArrayStore(tmp_path / "store", 1 << 20), lambda: True)
+    encoder = Encoder("object", "int16", (L, K), 1 << 15)
+
+    class Answer(RoutedResponse):
+        def encode(self, packed: bool) -> bytes:
+            self.delivery.references(self.encoder, [("routed_experts", 0, [])])
+            return b"{}"
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def leave() -> None:
+        app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace()))
+        request = Request({"type": "http", "asgi": {"spec_version": "2.3"}, "headers": [], "app": app})
+        rows = CollectedRows(RoutingOptions(), (L, K))
+        answer = Answer(SimpleNamespace(kv_transfer_params=None), rows, encoder, False, maker)  # type: ignore[arg-type]
+        response = await respond(answer, request)
+        await response(request.scope, receive, lambda message: asyncio.sleep(0))
+
+    asyncio.run(leave())
+    assert len(maker.unsent_ids) == 1
     wait_until_empty(tmp_path / "store")
 
 

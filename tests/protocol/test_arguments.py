@@ -32,7 +32,7 @@ NOT_WEIGHTS = (*NOT_ARRAYS, WEIGHTS[0, 0], ROWS)
 NOT_INTEGER_DTYPES = ("x", None, 5, "float32", np.float32, torch.float32, torch.bfloat16, object(), "i4,i4", "(2,-1)i4")
 NOT_WIRE_DTYPES = ("x", None, 5, "int64", np.int16, torch.int16, ["int16"])
 NOT_MAPPINGS = (None, 5, "x", [1], ROWS)
-LAST = ("repaet", None, 1.5, [1, 2, 3], 2**15, torch.int64)
+LAST = ("repaet", None, True, 1.5, [1, 2, 3], 2**15, torch.int64)
 PADDING = ("packed", "", None, 1.5, True, [1, 2], torch.int64, np.array(["left"]), -1)
 NUM_TOKENS = (5, "9", ["9"], [1.5], [-1], [], [9, 9], [None])
 PAD = (None, "x", [1, 2, 3], [[1], [2]], 1.5, 2**15, np.nan, torch.int64, object())
@@ -132,6 +132,7 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, tuple[Any, ...]]
                 {},
                 *({**REFERENCE, "shape": each} for each in (None, 5, "834", [8, 3], [8, 3, -1], [8, 3, 1.5])),
                 *({**REFERENCE, "dtype": each} for each in NOT_WIRE_DTYPES),
+                *({**REFERENCE, "path": each} for each in (5, ["x"], b"x")),
             ),
             "layers": RANGES,
             "tokens": RANGES,

@@ -210,7 +210,7 @@ class TestServerSentEvents:
 
     def test_a_whole_body(self) -> None:
         text, events = json.dumps(answer(told())), sse(stream(told()))
-        for body in (text, text.encode(), events):
+        for body in (text, text.encode(), bytearray(text.encode()), memoryview(text.encode()), events):
             check_all(collect(body), told())
 
     def test_invalid_streams(self) -> None:

@@ -335,6 +335,14 @@ def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -
     assert [placed(chunk) for chunk in chunks] == [(None, None), ([0, 1], [2]), (None, [3])]
 
 
+@pytest.mark.parametrize("at_end", [False, True])
+def test_a_prompt_comes_from_a_choice_that_has_it(at_end: bool) -> None:
+    """Not from one that is complete without it, as its rows were lost."""
+    merged = output(4, choice(1, buffer_of((0, rows_of(0, 4))), 1), choice(1, RowBuffer(), 0))
+    chunks = stream(aligner_of(2, at_end=at_end), [merged])
+    assert [placed(chunk)[0] for chunk in chunks] == [[0, 1, 2, 3], None]
+
+
 def test_errors_end_the_stream_with_an_event() -> None:
     class Failing(Encoder):
         def parts(self, *args: Any) -> Iterator[bytes]:
