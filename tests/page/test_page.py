@@ -111,8 +111,12 @@ def test_play_shows_it_grow(tab: Tab, viewed: Viewed) -> None:
 
 
 def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path) -> None:
+    """On a server whose own defaults are others than the page's."""
+    own = {"routed_experts_format": "list", "routed_experts_stream": "at_end", "routed_experts_prompt_start": 1}
+    flags = "--stream-interval", "5", "--routed-experts-default", json.dumps({**own, "return_routed_experts": True})
     body = {"model": "tiny", "prompt": "Hello there", "max_tokens": 24, "stream": True, **ASK}
-    with serving(tiny_model, "--stream-interval", "5") as server:
+    body |= {"routed_experts_format": "object", "routed_experts_prompt_start": 0}
+    with serving(tiny_model, *flags) as server:
         with server.client() as client:
             stream = client.post("/v1/completions", json=body).text
         (routing,) = collect(stream)

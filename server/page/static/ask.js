@@ -65,9 +65,15 @@ function bodyOf(isChat, { model, hasWeights }) {
     seed: $("seed").value === "" ? undefined : Number($("seed").value),
     stream: true,
     return_token_ids: true,
+    // All that changes what comes, whatever the server's own defaults are.
     return_routed_experts: true,
-    routed_experts_layers: "moe",
+    routed_experts_prompt_start: 0,
+    routed_experts_format: "object",
     routed_experts_dtype: "int16",
+    routed_experts_layout: "split",
+    routed_experts_layers: "moe",
+    routed_experts_delivery: "inline",
+    routed_experts_stream: "with_tokens",
     return_routed_expert_weights: hasWeights || undefined,
   };
 }
