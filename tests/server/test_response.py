@@ -190,10 +190,14 @@ def long_answer(rows: int, tokens: int = 1, choices: int = 1, **options: Any) ->
 
 async def sent(response: HttpResponse) -> tuple[bytes, int]:
     """The whole body, and in how many parts it came."""
-    if hasattr(response, "body_iterator"):
-        parts = [part async for part in response.body_iterator]
-        return b"".join(parts), len(parts)
-    return response.body, 1
+    parts: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        if body := message.get("body"):
+            parts.append(body)
+
+    await response({"type": "http", "method": "POST"}, asyncio.Event().wait, send)
+    return b"".join(parts), len(parts)
 
 
 def answered(answer: Any, accept: str | None = None) -> tuple[HttpResponse, bytes, int]:
