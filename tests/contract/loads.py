@@ -277,6 +277,8 @@ class TracingExecutor(around.ArithmeticExecutor):
 
     def compute(self, request_id: str, sequence: Sequence, tokens: Tokens, start: int, end: int) -> Rows:
         if self._bad_blocks.intersection(sequence.blocks):  # the step runs all the same, for nothing
+            for slot in sequence.slots(start, end):
+                self._kv[slot], self._number[slot] = NOTHING
             return np.zeros((end - start, L, K), np.int16)
         rows = super().compute(request_id, sequence, tokens, start, end)
         for row, slot in zip(rows, sequence.slots(start, end), strict=True):

@@ -23,7 +23,7 @@ from routed_experts.capture.engine.kv_transfer import pulls
 from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.prefill_rows import PARAM
 from tests.contract.engine import BLOCK, Client, tokens
-from tests.contract.loads import LEASE_S, NAME, PULL, engine_with_store, store
+from tests.contract.loads import LEASE_S, NAME, NOTHING, PULL, engine_with_store, slots_of, store
 from tests.contract.offloading import NAME as OFFLOADING
 from tests.contract.offloading import check_keys, engine_that_offloads, num_loaded
 
@@ -130,6 +130,8 @@ class Machine(RuleBasedStateMachine):
 
     def step(self, seconds: float = 0) -> None:
         self.kept.clock.passed += seconds
+        left = {block.block_id for block in self._not_loaded() if block.ref_cnt == 0}
+        self.core.scheduler.kv_cache_manager.evict_blocks(left)
         self.client.step()
         self.prefill.step()
 
@@ -170,7 +172,7 @@ class Machine(RuleBasedStateMachine):
             self._ask([*before[: 9 * BLOCK], *prompt[:3]], **about)
         elif asks is not None:
             self._ask(prompt, **about)
-        if event == "abort":
+        if event == "abort" and all(block.ref_cnt < 2 for block in self._not_loaded()):
             self.gone.add(name := names[at % len(names)])
             self.client.abort(name)
         elif event == "empty":
@@ -234,6 +236,18 @@ class Machine(RuleBasedStateMachine):
         (manager,) = self.core.scheduler.kv_cache_manager.coordinator.single_type_managers
         loading = manager.req_to_blocks.keys() - {request.request_id for request in self.core.scheduler.running}
         return bool(loading or (self.core.scheduler.defer_block_free and self.core.batch_queue))
+
+    def _not_loaded(self) -> list[Any]:
+        """Blocks in the prefix cache whose load within a step failed, and those computed from them.
+
+        With "recompute", `Scheduler._handle_invalid_blocks` of vLLM 0.32 leaves them there, for the first request that
+        has them to compute again. If that is preempted or aborted before, others read whatever KV they hold, with or
+        without this capture; it is not so here.
+        """
+        if self.kept.is_async or not self.kept.fails:
+            return []
+        cached = [each for each in self.core.scheduler.kv_cache_manager.block_pool.blocks if each.block_hash]
+        return [each for each in cached if NOTHING in self.core.model_executor.get(slots_of(each.block_id))]
 
     # ---- what must be so then ----
 

@@ -135,3 +135,15 @@ def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
         assert kept.num_loaded == 1
         client.finish(missing=BLOCK)
         assert client.causes == {Cause.KV_STORE: BLOCK}, "E2: no fault"
+
+
+def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:
+    """vLLM 0.32 leaves those of loads within steps in the prefix cache: who asks for rows does not use them."""
+    client, kept = warm
+    kept.fails = 1
+    client.add("left", PROMPT, start=None)
+    while not kept.num_failed:
+        client.step()
+    client.abort("left")
+    client.answer("asks", PROMPT)
+    client.finish(but="left")
