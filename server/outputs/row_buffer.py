@@ -280,14 +280,16 @@ class RowBuffers:
         """vLLM's `add_request`; each choice of a prompt passes it just before it goes to the engine."""
         put_rows(request, request_index)
         states, record = self._processor.request_states, None
-        if request.request_id not in states:  # else more of a prompt that is streamed in
+        is_new = request.request_id not in states  # else more of a prompt that is streamed in
+        if is_new:
             record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
         asked = opt_in_of(request.sampling_params)
         state = states[request.request_id]
         state.ends_with_rows = asked is not None and asked.final_only
-        if record is not None:
-            buffer = RowBuffer(state.external_req_id) if record.client_asks else None
+        if is_new and asked is not None:
+            # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first one's buffer stays.
+            buffer = RowBuffer(state.external_req_id) if record is None or record.client_asks else None
             BufferedRequestState.give(state, buffer, record)
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:

@@ -318,6 +318,19 @@ def test_an_abort_of_a_choice_whose_rows_come_at_its_end_waits_for_them(n: int, 
     assert not frontend.processor.external_req_ids
 
 
+def test_outputs_have_their_buffer_before_any_row() -> None:
+    """Up to 0.30 vLLM keeps the first of several outputs that it merges for a slow reader, with what is on it."""
+    asks = SamplingParams(output_kind=DELTA, detokenize=False)
+    opt_in(asks, prompt_start=3, at_end=True)
+    frontend = Frontend()
+    queue = frontend.add("b", params=asks)
+    frontend.step(output("b", 1))
+    (buffer,) = buffers_of(take(queue))
+    frontend.step(output("b", 1, first=3, finish=STOP))
+    assert buffers_of(take(queue)) == [buffer]
+    assert positions(buffer.take(3, 4, (L, K))) == [3]
+
+
 # ---- the memory of rows that wait ----
 
 
