@@ -239,26 +239,27 @@ async def respond(answer: Any, raw_request: Request) -> Response:
     parts = iter([body]) if isinstance(body, bytes) else body
     if isinstance(body, bytes):
         headers = {**headers, "content-length": str(len(body))}
-    response = _Response(_in_turns(parts), 200, headers, MSGPACK if packed else _JSON)
+    response = _Response(_in_turns(answer, parts), 200, headers, MSGPACK if packed else _JSON)
     response.answer = answer
     return response
 
 
 class _Response(StreamingResponse):
-    """Keeps stored arrays only if the client is there when it is sent."""
+    """Deletes stored arrays also where the body is not asked for, as the client left before."""
 
     answer: RoutedResponse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.answer.delivery.mark_sent()
         try:
             await super().__call__(scope, receive, send)
         finally:
+            self.answer.delivery.delete_unsent()
             self.answer.count()
 
 
-async def _in_turns(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def _in_turns(answer: RoutedResponse, parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Other tasks run between two parts."""
+    answer.delivery.mark_sent()
     for part in parts:
         yield part
         await asyncio.sleep(0)
