@@ -51,7 +51,8 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", connectors.ON_LOAD_VARIABLE):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "0")
+    allowed = os.environ.get(versions.ALLOW_UNTESTED_VARIABLE, "0")  # by `make test-next`
+    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, allowed)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     monkeypatch.setattr(logging, "raiseExceptions", False)  # vLLM's handler keeps the output of the test before
@@ -122,8 +123,7 @@ def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left.value.code == 2
 
 
-def test_help_is_of_this_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "1")
+def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
     code, said, _ = run(capsys, "serve", "--help")
     assert code == 0
     ours, _, vllms = said.partition("Config Groups:")
@@ -323,6 +323,7 @@ def test_an_untested_vllm_is_allowed_in_all_processes(
 ) -> None:
     if others is not None:
         monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", others)
+    monkeypatch.setenv(versions.ALLOW_UNTESTED_VARIABLE, "0")
     monkeypatch.setattr(versions, "UNTESTED_VLLM", ("9.9.9",))
     monkeypatch.setattr(versions.vllm, "__version__", "9.9.9")
     argv = ("serve", "model", "--port", "0", "--worker-cls", "their.Class")
