@@ -89,7 +89,10 @@ class KVLoad:
 class NoExternalKV:
     """In place of `ExternalKVTracker` without a connector."""
 
-    writes_behind_hit, kept_bytes, pulls = True, 0, Pulls(None)
+    writes_behind_hit, kept_bytes = True, 0
+
+    def __init__(self) -> None:
+        self.pulls = Pulls(None)  # of this engine: a process may have several
 
     def pop_loads(self, *step: Any) -> list[KVLoad | OffloadLoad]:
         return []
