@@ -137,17 +137,16 @@ def status(column: str, cell: list[str] | str | None, runs: dict[str, Run]) -> s
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator[str]:
-    """The lines of the table. The last column has the GPUs and days of the tests' last runs, and remarks."""
+    """The lines of the table. The last column has the GPUs of the tests' last runs, and remarks."""
     yield f"| feature | {' | '.join(COLUMNS.values())} | GPUs, remarks |"
     yield f"|{'---|' * (len(COLUMNS) + 2)}"
     for feature in features:
         if "group" in feature:
-            yield f"| **{feature['group']}** |{' |' * (len(COLUMNS) + 1)}"
+            yield f"| **{feature['group']}** {'|' * (len(COLUMNS) + 2)}"
         cells = {column: feature.get(column) for column in COLUMNS}
         listed = [cell for column, cell in cells.items() if column not in _IN_CI and isinstance(cell, list)]
         last = [run for tests in listed for test in tests for run in last_runs(runs, test)]
-        machines = {(re.sub("NVIDIA | 80GB HBM3", "", run["device"]), run["date"]) for run in last}
-        remarks = [f"{device} {date}" for device, date in sorted(machines)]
+        remarks = sorted({re.sub("NVIDIA | 80GB HBM3", "", run["device"]) for run in last})
         remarks += [feature[name] for name in ("why", "note") if name in feature]
         shown = [status(column, cell, runs) for column, cell in cells.items()]
         yield f"| {' | '.join([feature['name'], *shown, '; '.join(remarks)])} |"
