@@ -11,6 +11,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def both(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Wei
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in FULL_PRECISION.items():
         monkeypatch.setenv(variable, value)
+    # A forked engine inherits pytest's stdout and the tests' CUDA.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 
 
 def as_answer(prompt: list[int], tokens: list[int], array: np.ndarray) -> Answer:
@@ -339,6 +342,9 @@ def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None
 
         def metadata(self) -> list[ParamMeta]:
             return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.items()]
+
+        if isinstance(WeightSource.metadata, property):  # from vLLM 0.33 on
+            metadata = cached_property(metadata)
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter(self.weights.items())
