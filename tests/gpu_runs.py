@@ -32,7 +32,7 @@ MATRIX = ROOT / "docs/support.md"
 COLUMNS = {
     "cpu": "CPU",
     "v1": "CUDA V1",
-    "v2": "CUDA V2",
+    "v2": "CUDA",
     "weights": "weights CPU",
     "weights_cuda": "weights CUDA",
 }
@@ -136,18 +136,24 @@ def status(column: str, cell: list[str] | str | None, runs: dict[str, Run]) -> s
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator[str]:
-    """The lines of the table. Features of a group whose cells and remarks are the same share one."""
+    """The lines of the table. Features of a group whose cells and remarks are the same share one.
+
+    V1 was run with few features, so it is a remark.
+    """
     groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
     group = ""
     for feature in features:
         group = feature.get("group", group)
-        cells = [status(column, feature.get(column), runs) for column in COLUMNS]
-        remarks = "; ".join(feature[name] for name in ("why", "note") if name in feature)
-        groups.setdefault(group, {}).setdefault((*cells, remarks), []).append(feature["name"])
-    yield f"| feature | {' | '.join(COLUMNS.values())} | remarks |"
-    yield f"|{'---|' * (len(COLUMNS) + 2)}"
+        cells = {column: status(column, feature.get(column), runs) for column in COLUMNS}
+        v1 = cells.pop("v1")
+        remarks = [f"V1: {v1}"] if v1 != UNTESTED else []
+        remarks += [feature[name] for name in ("why", "note") if name in feature]
+        groups.setdefault(group, {}).setdefault((*cells.values(), "; ".join(remarks)), []).append(feature["name"])
+    shown = [name for column, name in COLUMNS.items() if column != "v1"]
+    yield f"| feature | {' | '.join(shown)} | remarks |"
+    yield f"|{'---|' * (len(shown) + 2)}"
     for group, lines in groups.items():
-        yield f"| **{group}** {'|' * (len(COLUMNS) + 2)}"
+        yield f"| **{group}** {'|' * (len(shown) + 2)}"
         for cells_and_remarks, names in lines.items():
             yield f"| {' | '.join(['; '.join(names), *cells_and_remarks])} |"
 

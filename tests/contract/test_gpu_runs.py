@@ -78,4 +78,4 @@ def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool) -> 
     assert (status("v2", names, RUNS), status("cpu", names, RUNS)) == (found, "exact"), "CI runs those on CPUs"
     features = [{"name": name, "v1": "refused: b.py", "v2": names, "note": "odd"} for name in ("it", "other")]
     line = list(matrix([*features, {"name": "third"}], RUNS))[-2]
-    assert line == f"| it; other | untested | refused | {found} | untested | untested | odd |"
+    assert line == f"| it; other | untested | {found} | untested | untested | V1: refused; odd |"
