@@ -205,3 +205,17 @@ def test_concessions_go_with_their_version() -> None:
     """What was done for a version that is not known any more must not stay."""
     known = {version.rpartition(".")[0] for version in KNOWN}
     assert [(place, version) for place, version in concessions() if version not in known] == []
+
+
+def test_no_model_asks_whether_vllm_captures() -> None:
+    """vLLM's own flag is off here, so a model that skips its routers unless the flag is set would leave no choice to
+    capture. Kernels for AMD do; the capture is refused there. DeepSeek-V4.1 keeps the rows that it trims from prompts
+    (bounded replay), which is refused too."""
+    root = Path(vllm.__file__).parent
+    asking = {
+        str(file.relative_to(root))
+        for folder in ("models", "model_executor")
+        for file in (root / folder).rglob("*.py")
+        if re.search("aux_output_config|enable_return_routed_experts", file.read_text(encoding="utf-8"))
+    }
+    assert {file for file in asking if "/amd/" not in file} <= {"models/deepseek_v41/nvidia/model_state.py"}
