@@ -41,7 +41,7 @@ logger = get_logger(__name__)
 
 _SWEEP_S = 15.0
 _STREAMS_PER_PROCESS = 256
-"""With rows beside each token a stream takes 80 to 110 µs of an API process's CPU a token, and a step of so many
+"""With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a step of so many
 streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
 ADDRESS_FILE_VARIABLE = "ROUTED_EXPERTS_ADDRESS_FILE"
 
