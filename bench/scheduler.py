@@ -181,28 +181,21 @@ VARIANTS = [("captured, not asked for", False), ("returned", True)]
 AT_END = "returned at the end"
 
 
-def queue_table(running: int, waiting: tuple[int, ...], steps: int = 200) -> str:
-    """Markdown: median microseconds of the scheduler's thread in a step of `running` requests, with others in the
-    queue."""
-    lines = ["| | " + " | ".join(f"{count:,} waiting" for count in waiting) + " |"]
-    lines.append("| --- " * (len(waiting) + 1) + "|")
+def step_table(running: int, steps: int = 200) -> str:
+    """Markdown: median microseconds of the scheduler's thread in a step of `running` requests."""
+    lines = ["| | the whole step | of it the capture |", "| --- " * 3 + "|"]
     for name, asks in [*VARIANTS, (AT_END, True)]:
-        whole, ours = [], []
         made = Steps(config=engine_config(max_num_seqs=running), num_blocks=running * 20 + NUM_BLOCKS)
         for index in range(running):
             made.add(prompt_of(BLOCK, index), 10_000, asks, at_end=name == AT_END)
-        added = 0
-        for count in tqdm(waiting, desc=f"queue, {name}", unit=" queues", disable=None):
-            for _ in range(count - added):
-                made.add([1, 2, 3], 8, asks)
-            added = count
-            made.step()
-            made.age()
-            taken = [made.step() for _ in range(steps)]
-            whole.append(f"{1e6 * median(step.seconds for step in taken):.0f} µs")
-            ours.append(f"{1e6 * median(step.ours for step in taken):.0f} µs")
+        made.step()
+        made.age()
+        taken = [made.step() for _ in tqdm(range(steps), desc=f"steps, {name}", unit=" steps", disable=None)]
+        whole, ours = (
+            1e6 * median(values) for values in zip(*((step.seconds, step.ours) for step in taken), strict=True)
+        )
+        lines.append(f"| {name} | {whole:.0f} µs | {ours:.0f} µs |")
         gc.unfreeze()
-        lines += [f"| {name}: the whole step | {' | '.join(whole)} |", f"| of it the capture | {' | '.join(ours)} |"]
     return "\n".join(lines)
 
 
@@ -264,9 +257,7 @@ def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     for running in RUNNING:
-        print(
-            f"{running:,} requests\n\n{queue_table(running, (0, 5_000, 20_000) if running == RUNNING[0] else (0,))}\n"
-        )
+        print(f"{running:,} requests\n\n{step_table(running)}\n")
     print(f"{RUNNING[1]:,} requests that end in one step\n\n{ends_table(RUNNING[1])}\n")
     print(long_prompt_table())
 
