@@ -6,25 +6,13 @@ import numpy as np
 import pytest
 
 from routed_experts.capture import prefill_rows
-from routed_experts.capture.rows import captures_weights, joined
+from routed_experts.capture.rows import joined
 from routed_experts.server.outputs import prefill_param
-from tests.contract import engine as engines
-from tests.contract.engine import BLOCK, Client, K, L, engine, tokens, weights_for
+from tests.contract.engine import BLOCK, Client, K, L, tokens, weights_for
 from tests.contract.loads import PULL, engine_with_store, store
 from tests.contract.offloading import NAME as OFFLOADS
 from tests.contract.offloading import engine_that_offloads
 from tests.contract.test_prefill_rows import REMOTE, Pair
-
-
-def test_only_who_asks_is_sent_weights(is_async: bool) -> None:
-    client = Client(engine(is_async, weights=True, chunk=48))
-    for index, prompt in enumerate((tokens(9), tokens(100), tokens(100), tokens(150, seed=1))):
-        client.add(f"with-{index}", prompt, weights=True)
-        client.add(f"ids-{index}", prompt)
-        client.add(f"none-{index}", prompt, start=None)
-    client.add("several", tokens(70), n=3, weights=True, max_tokens=20)
-    client.finish()
-    assert client.num_weights > 3 * 100
 
 
 class Pairs(Pair):
@@ -56,21 +44,6 @@ def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
         assert pair.missing([*prompt, *tokens(20, seed=2)], None, weights=True) == []
         assert kept.num_loaded == 1
         assert pair.decode.num_weights == length + 8 + length + 20 + 3
-
-
-def test_who_did_not_ask_hands_over_what_an_engine_without_weights_does() -> None:
-    handed = []
-    for weights in (True, False):
-        with store() as kept:
-            pair = Pair(kept, weights=weights)
-            engines._digest.cache_clear()
-            handed.append(pair.export_rows(tokens(100))[prefill_rows.PARAM])
-    for one in handed:
-        del one["until"]
-        rows = np.frombuffer(one.pop("data"), dtype=np.int16).reshape(100, L, K).copy()
-        rows[:, :2, -1] = 0  # the number of the computation
-        one["rows"] = rows.tolist()
-    assert handed[0] == handed[1]
 
 
 @pytest.mark.parametrize("plain_prefill", [False, True])
@@ -175,28 +148,3 @@ def test_odd_values_over_http() -> None:
     forged = prefill_param.PrefillRowsParam({**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]})
     with pytest.raises(prefill_param.PrefillRowsError):
         forged.parse((3, L * K // 3), 300)
-
-
-def test_without_the_option_messages_are_as_before(monkeypatch: pytest.MonkeyPatch, is_async: bool) -> None:
-    """And so they are with it, of requests that ask for ids alone: byte for byte."""
-    seen: dict[bool, list[bytes]] = {}
-    for weights in (False, True):
-        core = engine(is_async, weights=weights)
-        assert captures_weights(core.scheduler.vllm_config) is weights
-        core.capture.output_queue.part_bytes = 1 << 30
-        client, messages = Client(core), list[bytes]()
-        take = client._ids
-
-        def keep(output_id: str, rows: np.ndarray, take: Any = take, messages: Any = messages) -> Any:
-            messages.append(b"%s %s" % (output_id.encode(), rows.tobytes()))
-            return take(output_id, rows)
-
-        monkeypatch.setattr(client, "_ids", keep)
-        for index in range(4):
-            client.add(f"r{index}", tokens(40 * index + 1, seed=index), n=1 + index % 2)
-        client.finish()
-        seen[weights] = messages
-        cache = core.capture.cache
-        assert cache is not None
-        assert cache.row_shape == ((3 if weights else 1) * L, K)
-    assert seen[False] == seen[True] != []
