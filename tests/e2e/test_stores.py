@@ -76,16 +76,6 @@ def test_who_asks_for_rows_has_those_of_what_was_computed(server: Server, policy
     assert loaded(server) - before == (3 * BLOCK if policy == "missing" else 0)
 
 
-def test_who_does_not_ask_loads(server: Server, policy: str, oracle: Oracle) -> None:
-    prompt = prompt_of(100, seed=2)
-    text = server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"]
-    before = evicted(server, 200)
-    assert server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"] == text
-    assert loaded(server) - before == 3 * BLOCK
-    assert unknown(ask(server, prompt, 5), oracle) == UNKNOWN[policy]
-    assert loaded(server) - before == 3 * BLOCK
-
-
 def test_a_mix(server: Server, policy: str, oracle: Oracle) -> None:
     dice = random.Random(3)
     prompts = [prompt_of(dice.randrange(40, 200), seed=300 + each) for each in range(12)]

@@ -79,23 +79,6 @@ def test_the_cpu_build_is_taken_where_it_can_be_had(wheels: Path, checkout: Path
     assert "Installing" not in setup(checkout, both), "it does nothing twice"
 
 
-def test_else_the_cuda_build_comes_with_its_libraries(wheels: Path, checkout: Path) -> None:
-    said = setup(checkout, wheels)
-    packages = installed(checkout)
-    assert not packages["torch"].endswith("+cpu")
-    assert packages.keys() >= LIBRARIES.keys()
-    assert "CUDA build" in line_about_torch(said)
-    assert "PIP_OPTIONS" in line_about_torch(said)
-    assert "is ignored: it is neither a file nor a directory" not in said  # pip would say so of each package
-
-
-def test_what_goes_wrong_is_shown(wheels: Path, checkout: Path) -> None:
-    (checkout / "requirements-cpu.txt").write_text("missing-package==1.0\n")
-    with pytest.raises(AssertionError, match="No matching distribution found for missing-package"):
-        setup(checkout, wheels)
-    assert not list(checkout.glob(".venv/.installed-*"))
-
-
 @pytest.mark.parametrize(
     ("status", "wanted", "other"), [(0, "[cuda]", "requirements-cpu.txt"), (9, "requirements-cpu.txt", "[cuda]")]
 )
