@@ -29,12 +29,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from bench.played_executor import Player
 from bench.shapes import QWEN3_30B_A3B
 from routed_experts.capture import SCHEDULER
 from routed_experts.capture.engine.scheduler import SchedulerCapture
-from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, request_of_prompt
-from routed_experts.capture.pipeline import StepRows
 
 BLOCK = 16
 CHUNK = 8192
@@ -88,6 +87,7 @@ class Steps:
             for name in ("build_connector_meta", "receive", "take_output", "distribute"):
                 setattr(connector, name, self._timed(getattr(connector, name)))
         self._rows = np.random.default_rng(0).integers(0, 128, (CHUNK, num_layers, top_k)).astype(np.int16)
+        self._player = Player(self._rows, BLOCK, self._is_captured)
         self._forward_s = forward_s
         self._added = 0
 
@@ -139,22 +139,7 @@ class Steps:
         return call
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        cached = step.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        ids = list(step.num_scheduled_tokens)
-        sampled, slots = [], []
-        for request_id, count in step.num_scheduled_tokens.items():
-            start, request = starts[request_id], self.scheduler.requests[request_id]
-            sampled.append([7] if start + count >= request.num_tokens else [])
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            positions = np.arange(start, start + count)
-            slots.append(np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK)
-        output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)
-        if ids and self._is_captured:
-            offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
-            attach(output, StepRows(self._rows[: offsets[-1]].copy(), np.concatenate(slots), offsets))
-        return output
+        return self._player.play(step)
 
 
 def engine_config(is_captured: bool = True, **options: Any) -> VllmConfig:

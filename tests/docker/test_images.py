@@ -290,24 +290,6 @@ def test_gpu_image_adds_only_this_project_and_orjson(builder: Builder, vllm_stan
     assert {line.partition("==")[0] for line in after - before} == {"orjson", "routed-experts-server"}
 
 
-def test_compose_file_fits_the_image() -> None:
-    """There may be no compose on the machine; what it names must exist nevertheless."""
-    path = ROOT / "docker/compose.yaml"
-    compose = yaml.safe_load(path.read_text())
-    service = compose["services"]["server"]
-    context = (path.parent / service["build"]["context"]).resolve()
-    assert context == ROOT
-    assert (context / service["build"]["dockerfile"]).is_file()
-    (volume,) = service["volumes"]
-    name, target = volume.split(":")
-    assert name in compose["volumes"]
-    assert f"HOME={target}" in (ROOT / "docker/Dockerfile").read_text()
-    assert service["read_only"] is True
-    assert service["tmpfs"] == ["/tmp:exec"]
-    assert service["ports"] == [f"${{PORT:-{PORT}}}:{PORT}"]
-    assert service["ipc"] == "host"
-
-
 def test_whatever_runs_the_image_waits_for_the_server() -> None:
     """Longer than the server takes at most, which is the time of its flag and what ends vLLM's processes after it."""
     longest = serve.SHUTDOWN_TIMEOUT_S + 5

@@ -20,9 +20,8 @@ from tests.e2e.harness import (
     decode,
     one,
     prompt_of,
-    serving,
 )
-from tests.e2e.shapes import DENSE, SHAPES, SLIDING_ONLY, HookOracle, Shape, attach_adapter, make_model
+from tests.e2e.shapes import DENSE, SHAPES, SLIDING_ONLY, HookOracle, Shape, make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -104,22 +103,3 @@ def test_models_that_are_refused(shape: Shape, said: str, tmp_path: Path) -> Non
     flags = (tmp_path / "model", tmp_path / "log", *FLAGS)
     with pytest.raises(Exception, match=f"The model has {said}"), serving_quickly(*flags):
         pass
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not ON_GPU, reason="with LoRA, vLLM's MoE layers need Triton")
-def test_adapter_and_base_are_exact_and_share_no_prefix(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """A LoRA adapter on the attention: it changes the routing, though no expert and no router is in it."""
-    adapter = tmp_path / "adapter"
-    merge = attach_adapter(oracle.model.config, adapter)
-    adapted = Oracle(tiny_model)
-    merge(adapted.model)
-    prompt = prompt_of(300, seed=1)
-    assert not np.array_equal(adapted.rows(prompt), oracle.rows(prompt)), "the adapter changes nothing"
-    flags = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}")
-    flags += ("--enforce-eager", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj")
-    # vLLM's kernels for adapters assert 16-bit types, in which near-ties would decide, but work in float32. Without
-    # assertions torch.compile does not work.
-    with serving(tiny_model, tmp_path / "log", *FLAGS, *flags, env={"PYTHONOPTIMIZE": "1"}) as server:
-        for model, expected in (("tiny", oracle), ("adapter", adapted), ("tiny", oracle), ("adapter", adapted)):
-            check(one(server, model=model, prompt=prompt, max_tokens=9, ignore_eos=True), expected)
