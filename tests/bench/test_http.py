@@ -74,15 +74,6 @@ def test_a_token_came_when_the_last_byte_of_its_event_did() -> None:
     assert (answer.fault, answer.tokens) == ("", [[0.0, 2.0, 2.0]])
 
 
-def test_chunks_with_several_tokens_and_pieces_without() -> None:
-    first, second, _ = chunks()
-    pieces = [{"choices": [{"index": 0, "text": ""}], "prompt_routed_experts": encoded(ids(P)[:3], 0)}]
-    pieces.append({**first, "prompt_routed_experts": encoded(ids(P)[3:], 3)})
-    second["choices"][0] |= {"text": WORDS[1] + WORDS[2], "routed_experts": encoded(ids(2), P)}
-    answer = seen(streamed([*pieces, second]))
-    assert (answer.fault, answer.rows, answer.tokens) == ("", P + G - 1, [[2.0, 3.0, 3.0]])
-
-
 def test_unstreamed_choices() -> None:
     arrays = [encoded(ids(G - 1, seed), P) for seed in range(2)]
     choices = [{"index": i, "text": "".join(WORDS), "routed_experts": own} for i, own in enumerate(arrays)]
@@ -128,10 +119,6 @@ def filled(value: int) -> str:
 )
 def test_what_is_wrong_is_a_fault(pieces: list[bytes], says: str) -> None:
     assert says in seen(pieces).fault
-
-
-def test_rows_that_were_not_asked_for_are_a_fault() -> None:
-    assert "rows of the prompt" in seen(streamed(chunks()), "none").fault
 
 
 def result(role: str, sent: float, times: list[float]) -> Result:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -321,14 +321,9 @@ class HookOracle(Oracle):
         self._seen.append(output[0].nonzero()[:, 1].reshape(-1, self.top_k))
 
 
-def attach_adapter(
-    config: PreTrainedConfig, directory: Path, scale: float = 0.1, seed: int = _SEED
-) -> Callable[[PreTrainedModel], None]:
-    """Writes a random LoRA adapter for the attention projections of a Qwen3-MoE model to `directory`.
-
-    Returns a function that merges the same adapter into a Hugging Face model.
-    """
-    rank, alpha = 8, 16
+def write_adapter(config: PreTrainedConfig, directory: Path, seed: int) -> None:
+    """Writes a random LoRA adapter for the attention projections of a Qwen3-MoE model to `directory`."""
+    rank, alpha, scale = 8, 16, 0.1
     generator = torch.Generator().manual_seed(seed)
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
@@ -345,16 +340,6 @@ def attach_adapter(
     described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "bias": "none"}
     described["target_modules"] = sorted(sizes)
     (directory / "adapter_config.json").write_text(json.dumps(described))
-
-    def merge(model: PreTrainedModel) -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                key = name.removesuffix(".weight")
-                if f"{key}.lora_A.weight" in tensors:
-                    down, up = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
-                    parameter += alpha / rank * (up @ down)
-
-    return merge
 
 
 def keep_few_letters(tensors: dict[str, torch.Tensor], *heads: str) -> None:

@@ -10,14 +10,11 @@ import torch
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ASK,
-    COMPLETIONS,
     FLOAT32,
     ON_GPU,
     Oracle,
-    Server,
     answers_of,
     check,
-    decode,
     one,
     prompt_of,
 )
@@ -68,7 +65,6 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
         assert len(answers) == len(prompts)
         for answer in answers:
             check(answer, oracle, shape.num_experts)
-        _check_dtypes(server, shape.num_experts)
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a CPU only")
@@ -76,19 +72,6 @@ def test_exact_where_the_cpu_has_amx(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """As far as another CPU can be told so: vLLM asks this function which kernels to choose."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     test_exact(next(shape for shape in SHAPES if "latent" in shape.name), tmp_path)
-
-
-def _check_dtypes(server: Server, num_experts: int) -> None:
-    """uint8 holds 256 experts, and is refused for more."""
-    body = {"prompt": "abc", "max_tokens": 3, "return_routed_experts": True}
-    rows = server.complete(**body)["prompt_routed_experts"]
-    auto = server.complete(**body, routed_experts_dtype="auto")["prompt_routed_experts"]
-    assert auto["dtype"] == ("uint8" if num_experts <= 256 else "int16")
-    assert np.array_equal(decode(auto), decode(rows))
-    if num_experts > 256:
-        with server.client() as client:
-            response = client.post(COMPLETIONS, json={"model": "tiny", **body, "routed_experts_dtype": "uint8"})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "routed_experts_dtype")
 
 
 REFUSED = (
