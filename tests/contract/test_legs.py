@@ -248,7 +248,7 @@ WRONG_PULL = {**PULLED, "remote_engine_id": []}
 WRONG: list[tuple[str, Any]] = [
     *(("routed_experts", each) for each in (None, "AAAA", encoded((2, L, K + 1)), encoded((2, L, K), "int32"))),
     *(("routed_experts", each) for each in (encoded((2, L, K), fill=-2), encoded((99, L, K)))),
-    *(("routed_experts", {**FITS, "data": data}) for data in (None, "!", encoded((1, L, K))["data"])),
+    *(("routed_experts", {**FITS, "data": data}) for data in (None, FITS["data"] + "!", encoded((1, L, K))["data"])),
     *(("routed_experts", {**FITS, "until": until}) for until in (None, 1e300)),
     *(("remote_engine_id", []), ("remote_request_id", None), ("remote_host", 1), ("remote_port", "5600; rm")),
     *(("remote_block_ids", [1, 2]), ("tp_size", "1"), ("remote_num_tokens", 1.5), ("do_remote_prefill", "yes")),

@@ -66,17 +66,11 @@ needs_buildah = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Builder:
-    """buildah with a store of its own.
+    """buildah with a store of its own."""
 
-    Attributes:
-        folder: holds the store and all that buildah writes.
-        driver: how layers are stored. Where the kernel does not let overlays be mounted, each is a copy of all below.
-        build_options: options of every build, which let its pip find packages as this machine's pip does.
-    """
-
-    folder: Path
-    driver: str
-    build_options: tuple[str, ...]
+    folder: Path  # holds the store and all that buildah writes
+    driver: str  # how layers are stored. Where the kernel does not let overlays be mounted, each is a copy of all below
+    build_options: tuple[str, ...]  # options of every build, which let its pip find packages as this machine's pip does
 
     def command(self, *args: str) -> list[str]:
         env = ("env", f"TMPDIR={self.folder}", "BUILDAH_ISOLATION=chroot")

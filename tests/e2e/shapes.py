@@ -22,33 +22,21 @@ _SEED = 20261121
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture, and what its arrays must look like.
-
-    Attributes:
-        model_type: as in `config.json`.
-        options: of the Hugging Face configuration, beside those that all shapes share.
-        layer_ids: decoder layers that have experts.
-        router_std: of the router's weights. Wide ones keep the experts' scores apart, so that rounding never
-            decides which one is chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
-        env: of the server.
-        flags: of the server, in float32.
-        engine: further arguments of vLLM, in 16 bits.
-        prefix_cache: whether vLLM has a prefix cache for it.
-        needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
-        needs_cpu: why it is not run on a GPU, if it is not.
-    """
+    """An architecture, and what its arrays must look like."""
 
     name: str
-    model_type: str
-    options: dict[str, Any]
-    layer_ids: tuple[int, ...]
+    model_type: str  # as in `config.json`
+    options: dict[str, Any]  # of the Hugging Face configuration, beside those that all shapes share
+    layer_ids: tuple[int, ...]  # decoder layers that have experts
+    # Of the router's weights. Wide ones keep the experts' scores apart, so that rounding never decides which one is
+    # chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
     router_std: float = 1.0
-    env: Mapping[str, str] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    prefix_cache: bool = True
-    needs_gpu: str = ""
-    needs_cpu: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)  # of the server
+    flags: tuple[str, ...] = ()  # of the server, in float32
+    engine: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM, in 16 bits
+    prefix_cache: bool = True  # whether vLLM has a prefix cache for it
+    needs_gpu: str = ""  # why vLLM's CPU build cannot run it, if it cannot
+    needs_cpu: str = ""  # why it is not run on a GPU, if it is not
 
     @property
     def num_experts(self) -> int:
