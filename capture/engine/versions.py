@@ -35,11 +35,16 @@ def check_vllm_version(allow_untested: bool = False) -> None:
     if installed not in UNTESTED_VLLM:
         lacks = missing()
         raise UnsupportedConfig(f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}.")
-    if not (allow_untested or os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"):
+    if not (allow_untested or untested_is_allowed()):
         raise UnsupportedConfig(
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
             "that another program builds), though not all tests have passed on it."
         )
+
+
+def untested_is_allowed() -> bool:
+    """Whether the flag or the variable allows what no test has run."""
+    return os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"
 
 
 def _installed() -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context, set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -39,9 +39,11 @@ from routed_experts.capture.engine.binding import (
 )
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
+from routed_experts.capture.engine.versions import ALLOW_UNTESTED_VARIABLE
 from routed_experts.capture.pipeline import StepRows
 from routed_experts.capture.rows import WEIGHTS_KEY, ids_of, weights_of
 from routed_experts.capture.seams import cpu_kernels
+from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
 from tests.contract.served import worker_in_this_process
 
 with_routers = pytest.mark.skipif(
@@ -251,6 +253,63 @@ def test_ids_that_came_from_outside_are_not_held(engine: Engine, monkeypatch: py
     assert (capturer.cache.ids[1] == -1).all()
     capturer.flush_stores()
     assert (capturer.cache.ids[1][:3] == 1).all()
+
+
+class FusedLayers(torch.nn.Module):
+    """Two of vLLM's own fused MoE layers. Their kernel is for GPUs: on a CPU they end where it would begin."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        model = pytest.importorskip("vllm.models.deepseek_v4.nvidia.model", exc_type=ImportError)
+        sizes: dict[str, int] = {
+            "num_local_experts": 12,
+            "experts_start_idx": 0,
+            "hidden_size": 64,
+            "intermediate_size": 32,
+        }
+        self.layers = torch.nn.ModuleList(
+            model.DeepseekV4MegaMoEExperts(
+                config, num_experts=12, num_logical_experts=8, top_k=4, prefix=f"fused.{layer}", **sizes
+            )
+            for layer in (3, 1)  # not in the order of the decoder
+        )
+
+    def forward(self, ids: torch.Tensor) -> None:
+        for layer in self.layers:
+            with pytest.raises((AttributeError, AssertionError, ImportError, RuntimeError, ValueError)):
+                layer(torch.zeros(len(ids), 64), torch.ones(ids.shape), ids + layer.layer_id, activation_clamp=None)
+
+
+@pytest.mark.skipif(RoutedExpertsCaptureSource == (), reason="fused MoE layers are captured since vLLM 0.28")
+def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused until a GPU has run them, unless allowed; then they give logical ids, before experts are replicated."""
+    monkeypatch.setattr(engine.config.compilation_config, "static_forward_context", {})
+    model = FusedLayers(engine.config)
+    monkeypatch.delenv(ALLOW_UNTESTED_VARIABLE, raising=False)
+    with pytest.raises(UnsupportedConfig, match=r"MegaMoE.*--moe-backend, or add --allow-untested-vllm"):
+        find_moe_layers(model)
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
+    layers = find_moe_layers(model)
+    assert (layers.shape.layer_ids, layers.shape.num_experts, layers.shape.top_k) == ((1, 3), 8, 4)
+    with pytest.raises(UnsupportedConfig, match=r"MegaMoE.*not their weights"):
+        check_weights(layers, is_eager=True)
+
+    for layer in model.layers:  # each logical expert has another number as a physical one
+        layer.eplb_state.logical_to_physical_map = torch.arange(8).flip(0).unsqueeze(1)
+        layer.eplb_state.logical_replica_count = torch.ones(8, dtype=torch.int64)
+        layer.eplb_state.expert_load_view = torch.zeros(12, dtype=torch.int64)
+        layer.eplb_state.should_record_tensor = torch.zeros((), dtype=torch.bool)
+    capturer = Capturer(layers.shape, [2], 0, 8, 1, torch.device("cpu"))
+    capturer.cache.ids.fill_(-1)
+    bind(layers, capturer, dp_rank=0, dp_size=1)
+    ids = torch.tensor([[0, 1, 2, 3], [4, 3, 2, 0]])
+    model(ids)
+    assert torch.equal(capturer.cache.ids[:, :2], torch.stack([ids + 1, ids + 3]).int())
+    assert (capturer.cache.ids[:, 2:] == -1).all()
+
+    monkeypatch.setattr(get_tp_group(), "world_size", 2)
+    with pytest.raises(UnsupportedConfig, match="without tensor parallelism"):
+        find_moe_layers(model)
 
 
 # ---- weights, as the layers hand them to their experts ----

@@ -4,12 +4,14 @@ weights of its moment, and sleep gives back what it gives back without the captu
 Run by hand on a machine with a GPU, on which nothing else runs meanwhile. `tests/gpu_runs.py` says how.
 """
 
+import asyncio
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from tests.conftest import SERVER_FLAGS
-from tests.e2e.changes import Paused, Weights, make_weights, roll_out
+from tests.e2e.changes import LONG, Across, Paused, Weights, make_weights, roll_out
 from tests.e2e.harness import FULL_PRECISION, OPTIONS, Answer, Server, check, prompt_of, serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -43,6 +45,8 @@ def both(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Wei
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in FULL_PRECISION.items():
         monkeypatch.setenv(variable, value)
+    # A forked engine inherits pytest's stdout and the tests' CUDA.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
 
 
 def as_answer(prompt: list[int], tokens: list[int], array: np.ndarray) -> Answer:
@@ -51,7 +55,7 @@ def as_answer(prompt: list[int], tokens: list[int], array: np.ndarray) -> Answer
     return Answer(prompt, tokens, 0, rows[: len(prompt)], rows[len(prompt) :])
 
 
-# ---- LLM with graphs: levels, tags, orders, over and over ----
+# ---- LLM, V2 runner with graphs: levels, tags, orders, over and over ----
 
 
 @contextmanager
@@ -150,11 +154,7 @@ def awake(engine: Trained, weights: int, level: int) -> None:
 ORDERS = [as_verl_does, as_nemo_rl_does, without_new_weights, kv_cache_first, awake]
 
 
-@pytest.mark.parametrize("runner", ["V1", "V2"])
-def test_levels_tags_and_orders_over_and_over(
-    both: list[Weights], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, runner: str
-) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", str(int(runner == "V2")))
+def test_levels_tags_and_orders_over_and_over(both: list[Weights], capsys: pytest.CaptureFixture[str]) -> None:
     working: dict[str, dict[str, int]] = {}
     asleep: dict[str, dict[str, int]] = {}
     for captures, ends in ((True, {"early": WARM_CYCLES, "late": CYCLES}), (False, {"without": WARM_CYCLES})):
@@ -180,6 +180,125 @@ def test_levels_tags_and_orders_over_and_over(
     assert more <= 16 * MIB
 
 
+# ---- AsyncLLM, V1 runner: what runs meanwhile ----
+
+
+@dataclass
+class Rollout:
+    """A request under way in an `AsyncLLM`."""
+
+    prompt: list[int]
+    tokens: list[int]
+    arrays: list[np.ndarray]
+    finish_reason: str | None = None
+
+    async def read(self, outputs: AsyncIterator[Any]) -> None:
+        async for output in outputs:
+            (choice,) = output.outputs
+            self.tokens += choice.token_ids
+            self.finish_reason = choice.finish_reason
+            if choice.routed_experts is not None:
+                self.arrays.append(choice.routed_experts)
+
+    async def wait_for(self, num_tokens: int) -> None:
+        while len(self.tokens) < num_tokens:
+            await asyncio.sleep(0.001)
+
+    async def wait_until_quiet(self) -> int:
+        while True:
+            before = len(self.tokens)
+            await asyncio.sleep(0.2)
+            if len(self.tokens) == before:
+                return before
+
+    def answer(self) -> Answer:
+        return as_answer(self.prompt, self.tokens, np.concatenate(self.arrays))
+
+
+def test_requests_that_run_meanwhile(both: list[Weights], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    asyncio.run(run_meanwhile(both))
+
+
+async def run_meanwhile(both: list[Weights]) -> None:
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options = {**SLEEPING, "enable_return_routed_experts": True, "max_num_batched_tokens": 64}
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(both[0].model), **options))
+    weights = 0
+
+    async def change() -> None:
+        nonlocal weights
+        weights = 1 - weights
+        await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(both[weights].update)})
+
+    def start(number: int, max_tokens: int = LONG) -> tuple[Rollout, asyncio.Task[None]]:
+        prompt: Any = prompt_of(70 + number, seed=number)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        params.output_kind = RequestOutputKind.DELTA
+        rollout = Rollout(prompt, [], [])
+        outputs = engine.generate({"prompt_token_ids": prompt}, params, f"request {number}")
+        return rollout, asyncio.create_task(rollout.read(outputs))
+
+    async def pause(keeps_kv: bool) -> None:
+        await engine.pause_generation(mode="keep", clear_cache=not keeps_kv)
+
+    async def resume() -> None:
+        await change()
+        await engine.resume_generation()
+
+    async def sleep(level: int) -> None:
+        await engine.sleep(level=level, mode="keep")
+
+    async def wake_up() -> None:
+        await engine.wake_up(tags=["weights"])
+        await change()
+        await engine.wake_up(tags=["kv_cache"])
+
+    ways: list[tuple[bool, Callable[[], Awaitable[None]], Callable[[], Awaitable[None]]]] = [
+        (False, lambda: pause(False), resume),
+        (True, lambda: pause(True), resume),
+        (False, lambda: sleep(1), wake_up),
+        (False, lambda: sleep(2), wake_up),
+    ]
+    try:
+        assert (await engine.collective_rpc("routed_experts_info"))[0]["runner"] == "v1"
+        number = 0
+        for keeps_kv, stop, go_on in ways * 2:
+            before = both[weights].oracle
+            running = [start(number := number + 1) for _ in range(3)]
+            await asyncio.gather(*(rollout.wait_for(10) for rollout, _ in running))
+            await stop()
+            counts = [await rollout.wait_until_quiet() for rollout, _ in running]
+            late = start(number := number + 1, max_tokens=8)
+            await go_on()
+            await asyncio.gather(*(task for _, task in (*running, late)))
+            for (rollout, _), count in zip(running, counts, strict=True):
+                assert 10 <= count < LONG
+                first = len(rollout.prompt) + count - 1
+                check(rollout.answer(), Across(before, both[weights].oracle, first, keeps_kv))
+            check(late[0].answer(), both[weights].oracle)
+            await engine.reset_prefix_cache()
+
+        for mode in ("wait", "abort"):
+            rollout, task = start(number := number + 1, max_tokens=120)
+            await rollout.wait_for(10)
+            before = both[weights].oracle
+            await engine.sleep(level=2, mode=mode)
+            await task
+            assert rollout.finish_reason == ("length" if mode == "wait" else "abort")
+            check(rollout.answer(), before)
+            await wake_up()
+            rollout, task = start(number := number + 1, max_tokens=20)
+            await task
+            check(rollout.answer(), both[weights].oracle)
+    finally:
+        engine.shutdown()
+
+
 # ---- over HTTP, V2 runner with graphs ----
 
 
@@ -203,6 +322,9 @@ def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None
 
         def metadata(self) -> list[ParamMeta]:
             return [ParamMeta(name, weight.dtype, tuple(weight.shape)) for name, weight in self.weights.items()]
+
+        if isinstance(WeightSource.metadata, property):  # from vLLM 0.33 on
+            metadata = cached_property(metadata)
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             return iter(self.weights.items())
