@@ -22,11 +22,8 @@ def kv_transfer_config(num_bytes: int, **extra: Any) -> dict[str, Any]:
 
 
 class LateWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies as late as it may, and in no order: until it reports a copy nothing may touch its blocks.
-
-    Args:
-        chance: how likely a copy is done the next time that the worker is asked.
-    """
+    """Copies as late as it may, and in no order: until it reports a copy nothing may touch its blocks. `chance` is how
+    likely a copy is done the next time that the worker is asked."""
 
     def __init__(self, chance: float) -> None:
         self._chance = chance
