@@ -4,7 +4,7 @@ import importlib
 import itertools
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ from tests import next_vllm
 
 ROOT = Path(__file__).parents[2]
 KNOWN = (*SUPPORTED_VLLM, *UNTESTED_VLLM)
-CODE = ("capture", "server", "protocol", "bench", "tests")
-
 Seam = tuple[str, str, Callable[[], bool]]
 """What older versions do not have, the first version that has it, and whether the installed one lacks it."""
 SEAMS: tuple[Seam, ...] = (
@@ -190,21 +188,6 @@ def test_what_a_newer_version_lacks_is_listed(monkeypatch: pytest.MonkeyPatch) -
     assert {name.replace(":", ".") for name in REQUIRED} <= before
     monkeypatch.delattr("vllm.v1.engine.output_processor.OutputProcessor.add_request")
     assert before - next_vllm.names() == {"vllm.v1.engine.output_processor.OutputProcessor.add_request"}
-
-
-def concessions() -> Iterator[tuple[str, str]]:
-    """Every place that is there for one version of vLLM: file and line, and the version."""
-    for folder in CODE:
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-                for version in re.findall(r"# vLLM (\d+\.\d+)", line):
-                    yield f"{file.relative_to(ROOT)}:{number}", version
-
-
-def test_concessions_go_with_their_version() -> None:
-    """What was done for a version that is not known any more must not stay."""
-    known = {version.rpartition(".")[0] for version in KNOWN}
-    assert [(place, version) for place, version in concessions() if version not in known] == []
 
 
 def test_no_model_asks_whether_vllm_captures() -> None:

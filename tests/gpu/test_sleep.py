@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from tests.conftest import SERVER_FLAGS
-from tests.e2e.changes import LONG, Across, Paused, Weights, make_weights, reload_weights, roll_out
+from tests.e2e.changes import LONG, Across, Paused, Weights, make_weights, roll_out
 from tests.e2e.harness import FULL_PRECISION, OPTIONS, Answer, Server, check, prompt_of, serving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -308,26 +308,6 @@ def dev_server(both: list[Weights], tmp_path_factory: pytest.TempPathFactory) ->
     env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
     with serving(both[0].model, tmp_path_factory.mktemp("log") / "log", *flags, env=env) as server:
         yield server
-
-
-def test_over_http(dev_server: Server, both: list[Weights]) -> None:
-    roll_out(dev_server, both[0].oracle)
-    for turn, level in enumerate((2, 1, 2, 1), 1):
-        weights, others = both[turn % 2], both[1 - turn % 2]
-        dev_server.post(f"/sleep?level={level}")
-        dev_server.post("/wake_up?tags=weights")
-        reload_weights(dev_server, weights)
-        dev_server.post("/wake_up?tags=kv_cache")
-        dev_server.post("/reset_prefix_cache")
-        roll_out(dev_server, weights.oracle)
-
-        paused = Paused(dev_server, "/pause?mode=keep", seed=turn)
-        reload_weights(dev_server, others)
-        dev_server.post("/resume")
-        paused.check(weights.oracle, others.oracle)
-        dev_server.post(f"/sleep?level={level}&mode=wait")
-        dev_server.post("/wake_up")
-        reload_weights(dev_server, weights)
 
 
 def test_weights_from_a_trainer(dev_server: Server, both: list[Weights]) -> None:
