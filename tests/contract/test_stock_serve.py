@@ -18,9 +18,8 @@ from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.server.inprocess.engine_hooks import _beam_search_online
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.settings import SettingsError
-from tests.contract.engine import K, L
 from tests.contract.served import DECODER_LAYERS, every_layer_of, rows_of, serving, vllms
-from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, same
+from tests.e2e.harness import Server, prompt_of
 
 OVERRIDES = json.dumps({"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS})
 MESSAGES = [{"role": "user", "content": "Which experts?"}]
@@ -90,16 +89,6 @@ def test_vllms_own_endpoint(request: pytest.FixtureRequest, plugins: str, start:
 # ---- with the endpoint plugin named ----
 
 
-def test_requests_that_ask(extended: Server) -> None:
-    body = {**ASK, "prompt": prompt_of(70, 1), "max_tokens": 9, "n": 3, "temperature": 1.0}
-    whole = answers_of(extended.complete(**body))
-    for one, other in zip(whole, answers_of_stream(extended.stream(**body), per_prompt=3), strict=True):
-        same(one, other)
-        rows = rows_of([*one.prompt, *one.tokens][:-1])
-        assert np.array_equal(np.concatenate([one.prompt_rows, one.rows]), rows)
-    assert (extended.info()["num_layers"], extended.info()["top_k"]) == (L, K)
-
-
 def test_requests_that_do_not_ask_get_nothing(extended: Server) -> None:
     """And may be searched with beams: the executor has no log probabilities, so vLLM's search fails later."""
     body = {"prompt": prompt_of(10, 1), "max_tokens": 3}
@@ -109,13 +98,6 @@ def test_requests_that_do_not_ask_get_nothing(extended: Server) -> None:
     with extended.client() as client:
         response = client.post("/v1/completions", json={"model": "tiny", **body, "use_beam_search": True, "n": 2})
     assert response.status_code != 400, response.text
-
-
-def test_vllms_own_endpoint_can_be_asked_in_our_way(extended: Server) -> None:
-    prompt = prompt_of(20, 3)
-    answer = generate(extended, prompt, routed_experts_format="list", routed_experts_layout="joined")
-    for choice in answer["choices"]:
-        assert choice["routed_experts"] == rows_of([*prompt, *choice["token_ids"]][:-1]).tolist()
 
 
 def settings(**keys: Any) -> tuple[str, str]:
