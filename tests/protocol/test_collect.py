@@ -4,7 +4,6 @@ import asyncio
 import base64
 import copy
 import json
-import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any, get_args
@@ -19,7 +18,20 @@ from openai.types.chat import ChatCompletionChunk
 
 from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, sse, stream, weights_of
+from tests.protocol.answers import (
+    EXPERTS,
+    JSON,
+    LAYERS,
+    TOP_K,
+    Told,
+    answer,
+    histogram,
+    peak_of,
+    rows_of,
+    sse,
+    stream,
+    weights_of,
+)
 from tests.protocol.forms import encode
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
@@ -476,26 +488,9 @@ def test_f1_a_prompt_that_is_longer_than_any() -> None:
         del each["choices"][0]["prompt_token_ids"], each["choices"][0]["token_ids"]
     body["prompt_routed_experts"]["start"] = 2**28
     joined["choices"][0]["prompt_token_ids"] = [1]  # a row is far behind the prompt
-    tracemalloc.start()
-    try:
-        found = [collect(each, prompt_start=None)[0] for each in (body, joined)]
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
+    found, peak = peak_of(lambda: [collect(each, prompt_start=None)[0] for each in (body, joined)])
+    assert peak < 1 << 20
     assert [(routing.prompt_len, routing.texts) for routing in found] == [(2**28 + 9, None), (1, None)]
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 3)
-    | st.sampled_from(
-        [2**31, 2**70, -(10**400), 10**18, 1e308, float("inf"), float("nan"), "", "x", "\ud800", "k05VTVBZ"]
-    )
-    | st.floats(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["index", "data"]), inner, max_size=2),
-    max_leaves=5,
-)
 
 
 @SETTINGS
