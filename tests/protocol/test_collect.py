@@ -260,17 +260,6 @@ def test_weights_that_are_not_of_the_ids_beside_them() -> None:
     refused("rows of 2 prompts, but weights of 1", body)
 
 
-def test_a_broken_off_stream_keeps_what_arrived() -> None:
-    collector = Collector()
-    for chunk in stream(told())[:4]:
-        collector.take(chunk)
-    (routing,) = collector.so_far()
-    assert np.array_equal(routing.rows, told().whole()[: 9 + 3])
-    assert routing.token_ids == tuple(told().token_ids(0)[:4])
-    with pytest.raises(RoutingError, match="choice 0 was not finished"):
-        collector.finish()
-
-
 def test_streams_that_are_not_whole() -> None:
     def changed(change: Callable[[Chunks], Any], **options: Any) -> Any:
         chunks = copy.deepcopy(stream(told(**options), piece=2))
@@ -299,6 +288,7 @@ def test_streams_that_are_not_whole() -> None:
         (update(**told().encode(rows_of(1, layers=2), 10)), r"choice 0: rows of shape \(2, 4\), not \(3, 4\)"),
         (update(shape=[2, 3, 4]), "choice 0: not an array of expert ids"),
         (update(missing=1), "choice 0: 0 rows are not known, said to be 1"),
+        (lambda chunks: chunks.pop(), "choice 0 was not finished"),
     ]
     for change, message in cases:
         refused(message, changed(change))
