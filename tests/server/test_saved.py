@@ -20,7 +20,6 @@ ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
 OTHER = Told(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
 ROWS = [ONE.whole(), OTHER.whole()]
 INFO = {"model": "m", "num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": [1, 2, 4]}
-RAW = ModelInfo(num_layers=LAYERS, top_k=TOP_K, rows_dtype="int32")
 
 
 def sse(*chunks: Any, end: str = "\n\n") -> str:
@@ -64,15 +63,6 @@ def test_every_kind_of_file(tmp_path: Path, text: str) -> None:
     answers = found(tmp_path, text)
     for rows, (routing,) in zip(ROWS, (one.routings() for one in answers), strict=True):
         assert np.array_equal(routing.rows, rows)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "layout"), [("object", "split"), ("npy", "joined"), ("raw", "split"), ("list", "joined")]
-)
-def test_every_form(tmp_path: Path, fmt: Any, layout: str) -> None:
-    told = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], fmt=fmt, layout=layout, dtype="int32")
-    answers = found(tmp_path, body(told), given=RAW)
-    assert all(np.array_equal(one.rows, told.whole(i)) for i, one in enumerate(answers[0].routings()))
 
 
 def test_lines_are_counted(tmp_path: Path) -> None:
