@@ -16,7 +16,7 @@ from routed_experts.server.page import page_files
 from routed_experts.server.tools.saved import opened
 from tests.contract.engine import weights_for
 from tests.contract.served import serving
-from tests.e2e.harness import ASK, Oracle, Server, answers_of, wait_until
+from tests.e2e.harness import ASK, Oracle, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 from tests.page.conftest import Viewed
@@ -107,23 +107,6 @@ def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path) -> None:
         ended(tab)
         tab.wait("!$('#tokens-a .number')")
         assert shown_tokens(tab) == texts_of([*(routing.prompt_token_ids or ()), *(routing.token_ids or ())])
-
-
-def test_opened_files_of_the_served_model_have_texts(tab: Tab, api: Server, tmp_path: Path) -> None:
-    """page: as its live responses; those of another model have ids."""
-    body = api.complete(prompt="Hello there", max_tokens=6, **ASK)
-    choice = body["choices"][0]
-    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
-    tab.open(f"{api.url}/routed_experts")
-    tab.wait_for("#ask")
-    for model, texts in (("another", [f"#{one}" for one in ids]), (body["model"], texts_of(ids))):
-        file = tmp_path / f"{model}.json"
-        file.write_text(json.dumps({**body, "model": model}))
-        assert not [url for url in tab.requested if url.endswith("texts")]
-        tab.give_file("#file", file)
-        tab.wait(f"$('#pick-a').selectedOptions[0]?.text.startsWith('{model}.json')")
-        wait_until(lambda: shown_tokens(tab) == texts, lambda: f"{shown_tokens(tab)}", 60)  # noqa: B023
-    assert [url for url in tab.requested if url.endswith("texts")] == [f"{api.url}/{TEXTS}"]
 
 
 def test_nothing_is_compared_that_nobody_chose(tab: Tab, api: Server, tmp_path: Path) -> None:

@@ -146,15 +146,6 @@ def test_nothing_is_left_behind(how: str) -> None:
     assert buffer() is None
 
 
-def test_installing_twice_is_harmless() -> None:
-    frontend = Frontend()
-    replaced = frontend.processor.process_outputs
-    assert RowBuffers.install(frontend.processor) is frontend.buffers
-    assert frontend.processor.process_outputs == replaced
-    frontend.step(output("a", 1, first=0, rows=3))
-    assert frontend.taken(3) == [[0, 1, 2]]
-
-
 def test_pushes_and_takes_in_any_order() -> None:
     """Arrays with gaps, overlaps and unknown rows: what came first is kept, at its position, and taken once."""
     for seed in range(300):
