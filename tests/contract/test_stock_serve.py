@@ -104,15 +104,6 @@ def settings(**keys: Any) -> tuple[str, str]:
     return "--additional-config", json.dumps(keys)
 
 
-def test_server_wide_defaults(tiny_model: Path) -> None:
-    prompt, defaults = prompt_of(9, 4), {"return_routed_experts": True, "routed_experts_format": "list"}
-    with stock(tiny_model, "routed_experts", *settings(routed_experts_default=defaults)) as server:
-        answer = server.complete(prompt=prompt, max_tokens=3, return_token_ids=True)
-    rows = rows_of([*prompt, *answer["choices"][0]["token_ids"]][:-1])
-    assert answer["prompt_routed_experts"] == rows[:9].tolist()
-    assert answer["choices"][0]["routed_experts"] == rows[9:].tolist()
-
-
 def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -> None:
     folder, fields = tmp_path / "store", {"return_routed_experts": True, "routed_experts_delivery": "reference"}
     given = {"routed_experts_store": str(folder), "routed_experts_store_bytes": 100_000, "routed_experts_page": False}

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import Completion
-from openai.types.chat import ChatCompletionChunk
 
 from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
@@ -160,21 +158,6 @@ def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
         body = answer(told(n=3))
         body["choices"] = [body["choices"][index] for index in left]
         refused(r"not all of the answer's|no choices|give n", body, n=3)
-
-
-def test_objects_of_the_openai_client() -> None:
-    expected = told()
-    body = Completion.construct(**answer(expected))
-    body.choices = [type("Choice", (), choice) for choice in answer(expected)["choices"]]
-    check(collect(body)[0], expected)
-    chunks = []
-    for chunk in stream(expected):
-        prompt_token_ids = chunk["choices"][0].pop("prompt_token_ids", None)
-        chunk["choices"][0]["delta"] = {"content": chunk["choices"][0].pop("text", "")}
-        chunk |= {"prompt_token_ids": prompt_token_ids} if prompt_token_ids else {}
-        chunk |= {"id": "1", "created": 1, "model": "tiny", "object": "chat.completion.chunk"}
-        chunks.append(ChatCompletionChunk.model_validate(chunk))
-    check(collect(iter(chunks))[0], expected)
 
 
 class TestServerSentEvents:
