@@ -9,9 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from threading import get_ident
+from threading import Event, get_ident
 from types import SimpleNamespace
 from typing import Any
 
@@ -321,6 +321,30 @@ def test_arrays_that_no_client_was_told_of_are_deleted(tiny_model: Path, tmp_pat
             wait_until_empty(tmp_path / "store")
             assert '"url"' in client.post(COMPLETIONS, json=ask | {"routed_experts_prompt_start": 18}).text
         assert len(stored_in(tmp_path / "store")) == 2
+
+
+def test_a_client_that_leaves_before_it_is_told(tmp_path: Path) -> None:
+    store, goes_on = ArrayStore(tmp_path / "store", 1 << 20), Event()
+    maker, encoder = ReferenceMaker(store, lambda: False), Encoder("object", "int16", (L, K), 1 << 15)
+
+    def prepare() -> None:
+        maker.references(encoder, [("routed_experts", 0, [])])
+        goes_on.wait(60)
+        maker.references(encoder, [("routed_experts", 0, [])])
+
+    async def leave() -> None:
+        task = asyncio.create_task(maker.run(1, prepare))
+        while not maker.unsent_ids:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        goes_on.set()
+
+    asyncio.run(leave())
+    store.writer.submit(lambda: None).result(60)
+    assert len(maker.unsent_ids) == 2
+    wait_until_empty(tmp_path / "store")
 
 
 def test_a_client_that_leaves_before_the_response_begins(tmp_path: Path) -> None:
