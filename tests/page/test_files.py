@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -30,6 +29,7 @@ from tests.contract.served import serving
 from tests.documentation import ROOT
 from tests.e2e.harness import Server
 from tests.page.answers import answer, rows_of
+from tests.protocol.answers import peak_of
 
 Viewed = Callable[..., str]
 
@@ -196,14 +196,14 @@ def test_f3_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "0.jsonl").write_text(json.dumps(info))
         (folder / "1.jsonl").write_text(f"{line}\n" * count)
-        tracemalloc.start()
-        try:
+
+        def layers(folder: Path = folder) -> list[int]:
             with ExitStack() as stack:
                 (file,) = view.viewed_files([str(folder)], ModelInfo(), stack)
-            lines = [len(json.loads(each)["info"]["layer_ids"]) for each in file.lines(ModelInfo())]
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
+            return [len(json.loads(each)["info"]["layer_ids"]) for each in file.lines(ModelInfo())]
+
+        lines, peak = peak_of(layers)
+        peaks.append(peak)
         assert lines == [2] * count, "the file before says which layers they are"
     assert peaks[1] < 1.1 * peaks[0] + 50_000
     assert 95 * len(line) > 5_000_000, "the files differ by more"

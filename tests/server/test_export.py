@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -20,7 +19,7 @@ from routed_experts.server.cli.main import INTERRUPTED, main
 from routed_experts.server.tools import export
 from routed_experts.server.tools.running import bodies_of
 from tests.documentation import ROOT
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream, weights_of
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, peak_of, rows_of, sse, stream, weights_of
 
 LAYER_IDS = [1, 3, 4]
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": LAYER_IDS}
@@ -241,13 +240,12 @@ def test_memory_does_not_grow(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         file.write_text(f"{line}\n" * answers)
         of_arrow = pa.proxy_memory_pool(pool)
         pa.set_memory_pool(of_arrow)
-        tracemalloc.start()
         try:
-            assert main(["export", str(file), "-o", str(tmp_path / name)]) == 0
-            peaks.append(tracemalloc.get_traced_memory()[1] + (of_arrow.max_memory() or 0))
+            status, peak = peak_of(lambda file=file: main(["export", str(file), "-o", str(tmp_path / name)]))
         finally:
-            tracemalloc.stop()
             pa.set_memory_pool(pool)
+        assert status == 0
+        peaks.append(peak + (of_arrow.max_memory() or 0))
     assert peaks[1] < 1.25 * peaks[0] + len(line), peaks
 
 
