@@ -244,7 +244,7 @@ class Recorder(NoRecorder):
         if params is None or self._is_closed or _LEFT_OUT.get():
             return None
         try:
-            asked = OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG))
+            asked = OptIn.of(params)
             if parent is None:
                 record = self._new(request, params, asked, 1)
             else:  # all choices of a prompt, or none

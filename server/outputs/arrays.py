@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.message import OptIn
 from routed_experts.capture.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
@@ -22,7 +23,6 @@ from routed_experts.server.outputs.row_buffer import (
     RowBuffers,
     is_complete,
     opt_in,
-    opt_in_of,
 )
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
@@ -250,7 +250,7 @@ class InProcessCapture:
         """vLLM's `add_request`, with the opt-in. Refuses a prompt that is streamed in: its rows have no fixed
         positions."""
         params = request.sampling_params
-        if not self.is_on or params is None or opt_in_of(params) is not None:
+        if not self.is_on or params is None or OptIn.of(params) is not None:
             self._add(request, prompt, parent_req, request_index, queue)
             return
         if request.resumable:

@@ -56,11 +56,6 @@ def opt_in(
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
 
-def opt_in_of(params: SamplingParams | None) -> OptIn | None:
-    """What `opt_in` did to a request; None if it did nothing."""
-    return OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) if params is not None else None
-
-
 class RowBuffer:
     """The rows of one choice that arrived from the engine and were not taken yet.
 
@@ -284,7 +279,7 @@ class RowBuffers:
         if is_new:
             record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
-        asked = opt_in_of(request.sampling_params)
+        asked = OptIn.of(request.sampling_params)
         state = states[request.request_id]
         state.ends_with_rows = asked is not None and asked.final_only
         if is_new and asked is not None:

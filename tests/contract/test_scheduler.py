@@ -523,15 +523,15 @@ def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
     looks = []
     step = None
     for count in (5, 500):
-        for index in range(len(core.capture.requests.tracked), count):
+        for index in range(len(core.capture.distributor.tracked), count):
             client.add(str(index), tokens(3, index))
         step = step or core.scheduler.schedule()
         step.num_scheduled_tokens = {CountedId(name): each for name, each in step.num_scheduled_tokens.items()}
         assert len(step.num_scheduled_tokens) == 2
-        requests = core.capture.requests
+        requests = core.capture.distributor
         for kept in ("tracked", "_open", "_prefilling"):
             setattr(requests, kept, {CountedId(name): state for name, state in getattr(requests, kept).items()})
-        assert len(core.capture.requests.tracked) == count
+        assert len(core.capture.distributor.tracked) == count
         CountedId.looks = 0
         core.capture.build_connector_meta(step, core.scheduler.requests)
         looks.append(CountedId.looks)

@@ -220,7 +220,7 @@ def test_hundreds_of_cycles_leave_nothing_behind() -> None:
             client.run()
             for kept in (client.received, client.prompts, client.messages, client.stats, trained.executor.sampled):
                 kept.clear()
-        kept_by_us = vars(capture) | vars(capture.requests) | vars(capture.output_queue) | vars(capture.prefill_rows)
+        kept_by_us = vars(capture) | vars(capture.distributor) | vars(capture.output_queue) | vars(capture.prefill_rows)
         sizes = {name: len(value) for name, value in kept_by_us.items() if hasattr(value, "__len__")}
         assert sizes.pop("_sent_prompts") <= distributor._SENT_PROMPTS
         gc.collect()
