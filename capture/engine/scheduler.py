@@ -17,7 +17,7 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.distributor import RowDistributor, RowSource, Step
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, LocalHit, NoExternalKV
-from routed_experts.capture.engine.prefill_rows import PrefillRowsExchange
+from routed_experts.capture.engine.prefill_exchange import PrefillRowsExchange
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, STATS, pack

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, is_time, without_rows
-from routed_experts.capture.rows import joined, weights_of
+from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, encode, is_time, without_rows
+from routed_experts.capture.rows import ids_of, joined, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 
@@ -107,10 +107,10 @@ def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, An
         return params
     value = params[PARAM]
     if value["dtype"] == WORDS and (rows := decode(value)) is not None:
-        ids = np.ascontiguousarray(rows.ids)
-        name = "uint8" if ids.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max else "int16"
-        value = {**value, "data": ids.astype(name).tobytes(), "dtype": name, "shape": list(ids.shape)}
-        value[WEIGHTS] = weights_of(np.asarray(rows.rows, dtype=np.int16)).tobytes()
+        words = np.asarray(rows.rows, dtype=np.int16)
+        ids = encode(ids_of(words), rows.until)
+        assert ids is not None  # they take at most a third of what the rows took
+        value = {**ids, WEIGHTS: weights_of(words).tobytes()}
     if not packed:
         value = value | {name: pybase64.b64encode_as_string(value[name]) for name in ("data", WEIGHTS) if name in value}
     return {**params, PARAM: value}

@@ -1,7 +1,6 @@
 """Takes prompt rows off requests that come with KV of a prefill instance, and adds them to prefills that end."""
 
 from copy import copy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +16,7 @@ from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.host_cache import HostCache
 from routed_experts.capture.message import OptIn
 from routed_experts.capture.prefill_rows import PARAM
-from routed_experts.capture.rows import ids_of, ids_shape
-from routed_experts.protocol.codec import Rows
+from routed_experts.capture.rows import ids_shape
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")
 
@@ -114,19 +112,12 @@ class PrefillRowsExchange:
 
     def _encoded(self, cache: HostCache, request: Request, count: int) -> dict[str, Any] | None:
         """The first `count` rows, with weights if the request asks for them and they are not too many."""
-        until = self.pulls.until()
-        read = partial(cache.read, block_ids(self._source.block_table(request.request_id)))
-        shape, opt_in = cache.row_shape, OptIn.of(request.sampling_params)
-        if not self._has_weights:
-            return prefill_rows.encode(read, count, shape, until)
-        if opt_in is not None and opt_in.weights:
-            value = prefill_rows.encode(read, count, shape, until, has_weights=True)
-            if value is not None:
-                return value
-
-        def read_ids(first: int, out: Rows) -> None:
-            rows = np.empty((len(out), *shape), dtype=out.dtype)
-            read(first, rows)
-            out[:] = ids_of(rows)
-
-        return prefill_rows.encode(read_ids, count, ids_shape(shape), until)
+        ids = ids_shape(cache.row_shape) if self._has_weights else cache.row_shape
+        if count * ids[0] * ids[1] > prefill_rows.MAX_BYTES:
+            return None
+        rows, opt_in = np.empty((count, *cache.row_shape), dtype=np.int16), OptIn.of(request.sampling_params)
+        cache.read(block_ids(self._source.block_table(request.request_id)), 0, rows)
+        value, until = None, self.pulls.until()
+        if self._has_weights and opt_in is not None and opt_in.weights:
+            value = prefill_rows.encode(rows, until, has_weights=True)
+        return value or prefill_rows.encode(cache.ids(rows), until)
