@@ -52,6 +52,7 @@ class ReferenceMaker(Delivery):
 
     store: ArrayStore
     has_left: Callable[[], bool]  # whether the client has closed its connection
+    names_files: bool = False  # whether references name the files
     unsent_ids: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
@@ -106,7 +107,7 @@ class ReferenceMaker(Delivery):
         count_stored(succeeded=True)
         # The URL is relative to the API's base.
         reference = stored.reference(array, start, missing, url=f"{_ROWS}/{stored.id}")
-        return {**reference, "path": str(stored.path)} if self.store.include_paths else reference
+        return {**reference, "path": str(stored.path)} if self.names_files else reference
 
 
 def has_left(request: Request) -> bool:

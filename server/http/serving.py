@@ -193,7 +193,7 @@ class RoutedServing:
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
         if not options.by_reference or self.server.store is None:
             return Delivery()
-        return ReferenceMaker(self.server.store, request._has_left)
+        return ReferenceMaker(self.server.store, request._has_left, self.server.settings.routed_experts_store_paths)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None:

@@ -17,6 +17,7 @@ from starlette.types import Send
 from routed_experts.protocol.codec import read_npy_header
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
+from routed_experts.server.outputs.folders import MEMORY
 from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
 
 STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
@@ -141,7 +142,8 @@ def delete_array(request: Request, store: ArrayStore | None, key: str) -> Respon
 
 async def _run(store: ArrayStore | None, function: Callable[..., T], *args: Any) -> T:
     """Calls `function`, which reads files of `store`, in a thread if they are on a disk."""
-    return function(*args) if store is None or store.is_in_memory else await run_in_threadpool(function, *args)
+    is_fast = store is None or store.folder.is_relative_to(MEMORY)
+    return function(*args) if is_fast else await run_in_threadpool(function, *args)
 
 
 def _ask(store: ArrayStore | None, method: Callable[[ArrayStore, str], T], key: str) -> T:
