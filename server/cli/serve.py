@@ -20,11 +20,7 @@ from vllm.v1.engine import utils as engine_utils
 from routed_experts.capture.engine.classes import is_capturing, scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
-from routed_experts.capture.engine.versions import (
-    ALLOW_UNTESTED_FLAG,
-    ALLOW_UNTESTED_VARIABLE,
-    UnsupportedConfig,
-)
+from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UNTESTED_VARIABLE, UnsupportedConfig
 from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import cli_env_setup, configure_logging_from_args
 from routed_experts.protocol.version import VERSION

@@ -250,11 +250,7 @@ class PairedEncoder(Encoder):
     _columns = 2
 
     def __init__(
-        self,
-        shape: tuple[int, int],
-        num_experts: int,
-        layers: tuple[Sequence[int], int] | None,
-        scale: Sequence[float],
+        self, shape: tuple[int, int], num_experts: int, layers: tuple[Sequence[int], int] | None, scale: Sequence[float]
     ) -> None:
         super().__init__("object", "int32", shape, num_experts, layers)
         self.row_shape = row_shape(*shape, with_weights=True)

@@ -17,13 +17,7 @@ from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.outputs.row_buffer import (
-    BufferedRequestState,
-    RowBuffer,
-    RowBuffers,
-    is_complete,
-    opt_in,
-)
+from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete, opt_in
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,

@@ -94,10 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="routed-experts view",
-        description="Shows saved responses in a browser.",
-    )
+    parser = argparse.ArgumentParser(prog="routed-experts view", description="Shows saved responses in a browser.")
     parser.add_argument(
         "file",
         nargs="*",
