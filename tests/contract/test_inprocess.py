@@ -41,6 +41,7 @@ from routed_experts.capture.engine.worker import WorkerCapture
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
+from routed_experts.capture.seams.http import _first
 from routed_experts.protocol.fetch import ArrayReference, FetchError
 from routed_experts.server.http import entry_point
 from routed_experts.server.outputs.array_store import ArrayStore
@@ -220,7 +221,9 @@ def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: P
     assert store.used_bytes == 0
 
 
-@pytest.mark.skipif(cpu_kernels.is_needed(), reason="vLLM 0.29 and older: does not check it")
+@pytest.mark.skipif(
+    _first("select_experts", *cpu_kernels._MODULES) is not None, reason="vLLM 0.29 and older: does not check it"
+)
 def test_a_start_behind_the_prompt_is_vllms_error(llm: LLM) -> None:
     with pytest.raises(VLLMValidationError, match="routed_experts_prompt_start must be between 0"):
         generate(llm, prompts_of(5), params(routed_experts_prompt_start=6))
