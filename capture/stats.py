@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +30,6 @@ class EngineStats:
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
     rows_forgotten: int = 0  # rows discarded because the KV connector did something unexpected
-
-    def encode(self) -> dict[str, Any]:
-        """As plain numbers and lists."""
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, encoded: dict[str, Any]) -> "EngineStats":
-        """Undoes `encode`."""
-        return cls(**encoded)
 
 
 class ExpertLoad:

@@ -1,6 +1,7 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -122,7 +123,7 @@ class SchedulerConnector(ConnectorSlot):
             is_idle, len(self.distributor.tracked), lambda: self.external_kv.kept_bytes + self.cache.used_bytes
         )
         if stats is not None:  # for one process, because metrics are summed over processes
-            notes.setdefault(0, {})[STATS] = stats.encode()
+            notes.setdefault(0, {})[STATS] = asdict(stats)
         for client in {**messages, **notes}:
             message = messages.setdefault(client, EngineCoreOutputs())
             rows = pack(message.outputs, singles.get(client, ()))

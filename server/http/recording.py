@@ -32,7 +32,7 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.outputs.folders import open_private, private_folder, try_lock, write_all
-from routed_experts.server.outputs.row_buffer import NoRecorder, RecordedRows, RowBuffer
+from routed_experts.server.outputs.row_buffer import NoRecorder, RowBuffer
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -192,7 +192,9 @@ class Record:
     prompt_len: int = 0
 
 
-class RecordedChoice(RecordedRows):
+class RecordedChoice(RowBuffer):
+    """The rows of one choice for the record. If the client asked for rows too, they also go into a buffer for it."""
+
     def __init__(self, recorder: "Recorder", record: Record, client_asks: bool) -> None:
         super().__init__(record.request_id)
         self.client_asks = client_asks
@@ -206,6 +208,7 @@ class RecordedChoice(RecordedRows):
             RowBuffer.__init__(self)  # frees the rows before
 
     def finish(self, state: RequestState, finish_reason: str) -> None:
+        """Called once, when the choice has its last token or is aborted."""
         try:
             self._recorder.finish(self._record, self, state, finish_reason)
         except Exception as error:  # noqa: BLE001 the response does not depend on it
@@ -217,8 +220,6 @@ class Recorder(NoRecorder):
 
     All methods but those of the thread run in the event loop.
     """
-
-    is_on = True
 
     def __init__(self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool) -> None:
         self._captured = captured

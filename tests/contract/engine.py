@@ -556,7 +556,7 @@ class Client:
         unpacker = self._unpackers[engine_index]
         notes = unpacker.open(message.outputs, message=message.timestamp)
         if STATS in notes:
-            self.stats.append(EngineStats.decode(notes[STATS]))
+            self.stats.append(EngineStats(**notes[STATS]))
         for unknown in itertools.starmap(UnknownRows, notes.get(CAUSES, ())):
             self.causes[Cause(unknown.cause)] += unknown.num_rows
             self.explained[unknown.request_id] += unknown.num_rows
