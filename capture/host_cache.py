@@ -103,7 +103,6 @@ class HostCache:
         return np.where(self._written_by_slot[slots], np.uint8(Cause.FAULT), self._causes.reshape(-1)[slots])
 
     def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `slots` ([n]) have rows."""
         written: NDArray[np.bool_] = within(slots, self._written.size)
         written &= self._written_by_slot[np.where(written, slots, 0)]
         return written

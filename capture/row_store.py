@@ -19,7 +19,6 @@ class RowStore:
 
     @property
     def used_bytes(self) -> int:
-        """Memory that the rows take."""
         return self._rows.used_bytes
 
     def is_complete(self, chunk: int, with_weights: bool = False) -> bool:

@@ -31,8 +31,6 @@ from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captu
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused configuration."""
-
     name: str  # short, as in `docs/support.md`
     applies: Callable[[VllmConfig], bool]  # true for a configuration to refuse
     message: str  # the reason, and what to change

@@ -154,7 +154,6 @@ class RowDistributor:
     # ---- what happens to requests ----
 
     def add(self, request: Request, opt_in: OptIn | None) -> None:
-        """Starts tracking a request that opted in."""
         if opt_in is None:
             return
         state = RequestRows(

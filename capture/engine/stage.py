@@ -21,7 +21,6 @@ _ROWS = "routed_experts"
 
 
 def gather_stages(own: RowShape) -> list[RowShape]:
-    """The row shapes of all pipeline stages, in order."""
     group = get_pp_group()
     shapes: list[Any] = [own] * group.world_size
     if group.world_size > 1:

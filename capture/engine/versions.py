@@ -25,7 +25,7 @@ class UnsupportedConfig(ValueError):
 def check_vllm_version(allow_untested: bool = False) -> None:
     """Raises `UnsupportedConfig` for a version of vLLM that is not supported, or not tested and not allowed, here or by
     the environment variable."""
-    installed = _installed()
+    installed = vllm.__version__.split("+")[0]
     if installed in SUPPORTED_VLLM:
         return
     message = (
@@ -40,10 +40,6 @@ def check_vllm_version(allow_untested: bool = False) -> None:
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
             "that another program builds), though not all tests have passed on it."
         )
-
-
-def _installed() -> str:
-    return vllm.__version__.split("+")[0]
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

@@ -166,7 +166,6 @@ def _set_everywhere(variable: str, value: str) -> None:
 
 
 def tiny_model_dir() -> Path:
-    """The tiny model's folder, in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "routed-experts" / TINY_MODEL_NAME
 

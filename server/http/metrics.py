@@ -111,7 +111,6 @@ def show_store(num_bytes: int) -> None:
 
 
 def count_recorded(num_bytes: int) -> None:
-    """Counts a prompt whose routing was written to a file."""
     RECORDED_REQUESTS.labels(_model).inc()
     RECORDED_BYTES.labels(_model).inc(num_bytes)
 

@@ -178,8 +178,6 @@ class RecordedResponse(BaseModel, extra="allow"):
 
 @dataclass(eq=False)
 class Record:
-    """What is recorded of a prompt."""
-
     request_id: str
     created: int  # Unix time, in seconds
     opt_in: OptIn  # the client's, or the recorder's own

@@ -122,7 +122,6 @@ def has_left(request: Request) -> bool:
 
 
 def cannot_store(error: StoreError) -> HTTPException:
-    """The error for a request whose arrays cannot be stored."""
     return HTTPException(
         HTTPStatus.INSUFFICIENT_STORAGE,
         f"The routed experts cannot be stored: {error}. Delete arrays that were fetched, raise "

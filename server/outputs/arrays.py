@@ -64,7 +64,6 @@ class ArrayForm:
 
     @property
     def is_known(self) -> bool:
-        """Whether the workers have reported the layers of their rows."""
         return self._layer_ids is not None
 
     def learn(self, worker: dict[str, Any]) -> None:
@@ -141,7 +140,6 @@ class ArrayBuffer(RowBuffer):
 
 
 def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReference:
-    """Stores `array` ([n, H, K])."""
     layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
     stored, missing = store.put(layers_first), 0 if array.dtype.kind == "u" else count_missing(array)
     return ArrayReference({**stored.reference(layers_first, start, missing), "path": str(stored.path)})
@@ -253,7 +251,10 @@ class InProcessCapture:
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
         store = self._store_for(params)
-        opt_in(params, start, self.form.has_weights, store is not None, _prompt_id(parent_req))
+        prompt_id = None  # the same for all requests of one prompt with `n` > 1
+        if parent_req is not None:
+            prompt_id = vars(parent_req).setdefault("routed_experts_prompt_id", os.urandom(16))
+        opt_in(params, start, self.form.has_weights, store is not None, prompt_id)
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
         buffer = ArrayBuffer(self.form, request.request_id, start, state.prompt_len, params.output_kind, store)
@@ -288,8 +289,3 @@ class InProcessCapture:
                 if self.form.has_weights:
                     choice.routed_expert_weights = weights
         return output
-
-
-def _prompt_id(parent: Any) -> bytes | None:
-    """A random id, the same for all requests of one prompt with `n` > 1; None without one."""
-    return None if parent is None else vars(parent).setdefault("routed_experts_prompt_id", os.urandom(16))

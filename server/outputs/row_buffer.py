@@ -382,7 +382,6 @@ def owned_copy(rows: Rows) -> Rows:
 
 
 def split_at(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:
-    """Splits `arrays` after `count` rows."""
     first: list[Rows] = []
     for index, rows in enumerate(arrays):
         if len(rows) > count:

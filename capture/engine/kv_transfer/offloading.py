@@ -120,7 +120,6 @@ class OffloadedRows:
         return OffloadLoad(self.store, slots, places, self._cause)
 
     def pop_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
-        """The stores of a scheduled step."""
         keys_of = {id(spec): keys for spec, keys in self._stores}
         stores = []
         for job_id, job in metadata.store_jobs.items():

@@ -28,8 +28,6 @@ Source = tuple[str | None, str | None]
 
 @dataclass
 class _Pull:
-    """A request that pulls KV."""
-
     request: Request
     rows: PrefillRows | None  # of the KV; None once the pull has begun
     until: float  # of `time.monotonic`; no limit once the pull has ended
@@ -45,7 +43,6 @@ class Pulls:
         self._waits_for: dict[str, str] = {}  # later requests for the same KV, and the first one
 
     def __len__(self) -> int:
-        """Number of requests with state here."""
         return len(self._pulls) + len(self._waits_for)
 
     def until(self) -> float:

@@ -71,7 +71,6 @@ class KVLoad:
         return known
 
     def apply(self, cache: HostCache) -> None:
-        """Writes the rows that came with the KV."""
         cache.forget(self.slots, self.cause)
         if self.rows is None:
             return
@@ -183,11 +182,12 @@ class ExternalKVTracker:
                 for blocks in self._blocks_without:
                     if source in blocks:
                         blocks.add(destination)
+            manager = self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
             for request_id, count in step.num_scheduled_tokens.items():
                 start = requests[request_id].num_computed_tokens
                 first, end = -(-start // self._block_size), -(-(start + count) // self._block_size)
                 if first < end:  # a block whose first slot is computed is computed as a whole
-                    computed = {block.block_id for block in self._manager.req_to_blocks[request_id][first:end]}
+                    computed = {block.block_id for block in manager.req_to_blocks[request_id][first:end]}
                     for blocks in self._blocks_without:
                         blocks -= computed - late
         return loads
@@ -205,10 +205,6 @@ class ExternalKVTracker:
                 cut = self._kv_cache_manager.truncate_computed_blocks(blocks, num_tokens)
                 return cut, num_tokens, min(boundary, num_tokens), diverged
         return hit
-
-    @property
-    def _manager(self) -> Any:
-        return self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
 
     # ---- what requests need ----
 
