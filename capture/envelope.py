@@ -1,5 +1,4 @@
-"""The envelope: the first output of a message, which carries rows of the others, causes of unknown rows, and
-statistics."""
+"""The envelope: a message's first output, with the rows of the others, causes of unknown rows, and statistics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_

@@ -50,8 +50,7 @@ _PROMPT_OF, _ROWS_OF = "routed-experts-prompt-of-", "routed-experts-rows-of-"
 
 
 def prompt_output_id(request_id: str) -> str:
-    """Id of outputs that bring rows of a prompt, and no tokens, before the first token of a request. vLLM ignores
-    outputs with unknown request ids."""
+    """Id of outputs that bring rows of a prompt before a request's first token. vLLM ignores unknown request ids."""
     return _PROMPT_OF + request_id
 
 

@@ -10,8 +10,7 @@ from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 PARAM = "routed_experts"
-"""Key in `kv_transfer_params`: the rows; on a prefill request True, which asks for them. Only who asks gets them,
-because bytes are not JSON."""
+"""Key in `kv_transfer_params`: the rows, which are no JSON; on a prefill request True, which asks for them."""
 
 MAX_BYTES = 64 << 20
 """Larger rows are left out, and missing."""

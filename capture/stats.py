@@ -77,8 +77,7 @@ class StatsRecorder:
             self._load.sample(rows)
 
     def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:
-        """The numbers after a step, if they are due: once in an interval, and when the engine gets something to do or
-        has done all."""
+        """The numbers after a step, if they are due: once in an interval, and when the engine begins or ends work."""
         now = self._clock()
         if not (is_idle or self._was_idle or now >= self._next_report):
             return None

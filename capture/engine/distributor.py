@@ -224,8 +224,7 @@ class RowDistributor:
         return blocks
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs]) -> dict[int, list[SingleRows]]:
-        """Puts the rows that became known with a step on its outputs, or into the queue. Returns those of outputs with
-        one row, by API process."""
+        """Puts a step's rows on its outputs, or into the queue. Returns single rows of outputs, by API process."""
         singles = {}
         for client, message in messages.items():
             if self._streams:

@@ -134,8 +134,7 @@ def flag_of(name: str) -> str:
 
 
 def configure(args: argparse.Namespace) -> Settings | None:
-    """Names our worker and scheduler in vLLM's arguments, whose own flag switches our capture here. Gives the settings,
-    or None if nothing is captured."""
+    """Names our worker and scheduler in vLLM's arguments, if its own flag is on; returns the settings then."""
     captures, args.enable_return_routed_experts = args.enable_return_routed_experts, False
     if getattr(args, "allow_untested_vllm", False):
         _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
@@ -251,8 +250,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def checked_configuration(model: str) -> Iterator[None]:
-    """Has an invalid configuration end in one sentence, where vLLM makes it, before an engine process would fail with a
-    stack trace."""
+    """Has an invalid configuration end in one sentence where vLLM makes it, not with a trace of an engine process."""
     program_plugin.register()  # which replaces the same method, and once only
     create = EngineArgs.create_engine_config
 

@@ -173,8 +173,7 @@ class Encoder:
             yield b"]"
 
     def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
-        """The rows of `arrays` as one array [layers, n, K], and how many of them are unknown, which is an error if the
-        dtype cannot hold -1. Counts nothing as sent."""
+        """As `_converted`, with the layers first ([layers, n, K]). Counts nothing as sent."""
         rows, missing = self._converted(arrays)
         item = np.dtype((np.void, rows.shape[2] * self._wire.itemsize))  # numpy moves K ids with one copy
         array = np.empty((rows.shape[1], rows.shape[0], rows.shape[2]), dtype=self._wire)

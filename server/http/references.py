@@ -19,8 +19,7 @@ _ROWS = "routed_experts/rows"
 ROWS_PATH = f"/v1/{_ROWS}"
 
 AT_ONCE_BYTES = 512 << 10
-"""Rows of a response that is made at once, which takes at most about 2 ms. More are prepared in a thread and sent in
-parts, between which other tasks run."""
+"""Rows of a response that is made at once, in about 2 ms. More are made in a thread, and others run between parts."""
 
 T = TypeVar("T")
 Arrays = Iterable[tuple[str, int, list[Rows]]]

@@ -153,8 +153,7 @@ class RoutedServing:
     async def check_lengths(
         self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None
     ) -> None:
-        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large for
-        this server or its store."""
+        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large."""
         options = options_of(request)
         if options is None:
             return

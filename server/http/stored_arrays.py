@@ -101,8 +101,7 @@ def _transport_of(request: Request) -> asyncio.Transport | None:
 async def stored_array(
     request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
 ) -> Response:
-    """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it. Raises errors
-    that become 400, 404, 410, 412 and 500."""
+    """The response for `GET` and `HEAD` of an array, or some `layers` and `tokens` (FIRST:END). Raises HTTP errors."""
     with ExitStack() as opened:
         file = opened.enter_context(await _run(store, _ask, store, ArrayStore.read, key))
         part = await _run(store, _Part, file, key, layers, tokens)
@@ -181,8 +180,7 @@ def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
 
 
 def _byte_range(text: str, size: int) -> tuple[int, int] | None:
-    """First byte and the one after the last of a `Range` header with one range. None for other headers, which are
-    ignored (RFC 9110, 14.2)."""
+    """First byte, and the one after the last, of a `Range` with one range; None for others (RFC 9110, 14.2)."""
     found = _RANGE.fullmatch(text)
     if found is None or not (found[1] or found[2]):
         return None

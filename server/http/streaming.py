@@ -272,8 +272,7 @@ class SSERewriter:
 
 
 def _with_texts(chunk: str, texts: dict[str, str]) -> str:
-    """`chunk` with fields, each with a comma behind it, before others: a prompt's at its top level, others in its
-    choice."""
+    """`chunk` with more fields, each with a comma behind it: a prompt's at its top level, others in its choice."""
     begin = chunk.index(_FIRST_CHOICE) + len(_FIRST_CHOICE)
     of_prompt = "".join(text for name, text in texts.items() if name.startswith("prompt_"))
     of_choice = "".join(text for name, text in texts.items() if not name.startswith("prompt_"))

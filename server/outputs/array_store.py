@@ -101,8 +101,7 @@ class ArrayStore:
             logger.warning(message, *args)
 
     def open(self, lost: str = "") -> str:
-        """The name of this process's subfolder. Makes one if there is none, or only the one called `lost`.
-        Raises `StoreError`."""
+        """This process's subfolder, which is made if there is none, or only one called `lost`. Raises `StoreError`."""
         with self._lock:
             tries = iter(range(_TRIES))
             while self._name in ("", lost):
@@ -218,8 +217,7 @@ class ArrayStore:
         return self.folder / key[: folders.NAME_LENGTH] / f"{key[folders.NAME_LENGTH :]}.npy"
 
     def read(self, key: str) -> FileIO:
-        """The file of an array of any process, whose bytes count until it is closed. Raises `UnknownArrayError`,
-        `ArrayGoneError`, `StoreError`."""
+        """An array's file, whose bytes count until it is closed. Raises the errors of this module."""
         path = self._path(key)
         try:
             file = FileIO(path, opener=folders.open_private)

@@ -202,8 +202,7 @@ class InProcessCapture:
 
     @classmethod
     def install(cls, engine: LLMEngine | AsyncLLM) -> "InProcessCapture":
-        """Replaces `add_request` of the engine's output processor. Each request passes it on its way to the engine, and
-        it creates the state that builds the outputs."""
+        """Replaces the output processor's `add_request`, which each request passes on its way to the engine."""
         processor = engine.output_processor
         buffers = RowBuffers.install(processor)
         every = cls(engine)  # after the buffers, whose `add_request` it calls
@@ -239,8 +238,7 @@ class InProcessCapture:
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """vLLM's `add_request`, with the opt-in. Refuses a prompt that is streamed in: its rows have no fixed
-        positions."""
+        """vLLM's `add_request`, with the opt-in. A prompt that is streamed in has rows without fixed positions."""
         params = request.sampling_params
         if not self.is_on or params is None or OptIn.of(params) is not None:
             self._add(request, prompt, parent_req, request_index, queue)
@@ -273,8 +271,7 @@ class InProcessCapture:
         return self._store if asked == "reference" else None
 
     def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
-        """As `fill`: at once, or in the store's thread at the end of a choice, whose arrays may be stored. Gives
-        `output` then."""
+        """As `fill`: at once, or in the store's thread, where arrays of a choice that has ended may be stored."""
         has_ended = isinstance(output, RequestOutput) and any(each.finish_reason for each in output.outputs)
         if self._store is not None and has_ended:
             return asyncio.wrap_future(self._store.writer.submit(self.fill, output))

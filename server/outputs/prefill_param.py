@@ -95,14 +95,12 @@ def rows_nbytes(params: dict[str, Any] | None) -> int:
 
 
 def has_prompt(params: dict[str, Any] | None, weights: bool) -> bool:
-    """Whether the `kv_transfer_params` of a response have all of a prompt that the request asks for. Weights may be too
-    large to go with the rows."""
+    """Whether `kv_transfer_params` have a prompt's rows as asked for. Weights may be too large to go with them."""
     return rows_nbytes(params) > 0 and params is not None and (params[PARAM]["dtype"] == WORDS or not weights)
 
 
 def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, Any] | None:
-    """`kv_transfer_params` of a response: rows in base64 for JSON, in bytes for MessagePack (`packed`); weights apart
-    from ids."""
+    """`kv_transfer_params` of a response: rows in base64 or (`packed`) as bytes; weights apart from ids."""
     if not params or PARAM not in params:
         return params
     value = params[PARAM]

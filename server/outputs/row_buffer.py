@@ -91,8 +91,7 @@ class RowBuffer:
         self.end = -1  # after the last row that has arrived, without prompts from other choices; -1 at first
 
     def push(self, start: int, rows: Rows) -> None:
-        """Adds `rows` ([n, L, K]) at position `start`. Copies a few rows that wait, so that the engine's message is
-        freed."""
+        """Adds `rows` ([n, L, K]) at position `start`. Copies few rows that wait, to free the engine's message."""
         if start != self.end:
             if self.end < 0 and self._offers:
                 self._accept(start)
@@ -208,8 +207,7 @@ class NoRecorder:
     """Records nothing; see `http.recording.Recorder`."""
 
     def begin(self, request: EngineCoreRequest, parent: Any) -> Any:
-        """Opts in a request (one for each choice) that is to be recorded, before it goes to the engine; None if it is
-        not. Does not raise."""
+        """Opts in a choice's request that is to be recorded, before it goes to the engine; else None. Never raises."""
         return None
 
     def leave_out(self, reason: str) -> None:
@@ -376,8 +374,7 @@ def is_complete(finish_reason: str | None) -> bool:
 
 
 def owned_copy(rows: Rows) -> Rows:
-    """`rows` for code that keeps them. Copies small arrays, which are views of a message with the rows of all requests;
-    see `pack`."""
+    """`rows` for code that keeps them. Copies small arrays, which are views of the rows of all requests; see `pack`."""
     return rows if rows.base is None or rows.nbytes > SMALL_ARRAY_BYTES else rows.copy()
 
 

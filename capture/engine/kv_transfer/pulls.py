@@ -51,8 +51,7 @@ class Pulls:
         return time.time() + self.lease_s * _LEASE_SHARE
 
     def add(self, request: Request, rows: PrefillRows, source: Source, is_first: bool) -> bool:
-        """Adds a request that came with rows of KV that it is to pull; whether it may. Of a prompt's choices, which may
-        be in several engines, the first one may."""
+        """Whether a request that came with rows of KV may pull it: of a prompt's choices in all engines, the first."""
         assert self.lease_s is not None
         now, left = time.monotonic(), rows.until - time.time()
         if not 0 <= left <= self.lease_s:  # more is left only where clocks or leases differ

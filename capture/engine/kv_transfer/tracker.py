@@ -1,5 +1,4 @@
-"""Tracks KV that a connector loads. Its slots have only the rows that came with it; a request that asks for rows may
-recompute instead."""
+"""Tracks KV that a connector loads, whose slots have only the rows that came with it, or lets requests recompute it."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
