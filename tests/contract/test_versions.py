@@ -51,7 +51,11 @@ SEAMS: tuple[Seam, ...] = (
         *("responses of generate without the outputs before", "0.29.0"),
         lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
     ),
-    ("CPU kernels route with a router", "0.30.0", cpu_kernels.is_needed),
+    (
+        "CPU kernels route with a router",
+        "0.30.0",
+        lambda: http._first("select_experts", *cpu_kernels._MODULES) is not None,
+    ),
     ("SSE keep-alive", "0.30.0", lambda: http._keep_alive is None),
     ("--enable-scale-out", "0.30.0", lambda: not http.HAS_SCALE_OUT_FLAG),
     ("an auxiliary output connector", "0.31.0", lambda: not engine.HAS_AUX_OUTPUTS),

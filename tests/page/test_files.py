@@ -22,8 +22,7 @@ from routed_experts.protocol.codec import decode
 from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
-from routed_experts.server.page import page_files
-from routed_experts.server.page.saved import MAX_BYTES
+from routed_experts.server.page import MAX_BYTES, page_files
 from routed_experts.server.tools import view
 from tests.contract.served import serving
 from tests.documentation import ROOT
