@@ -109,6 +109,20 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, boo
     assert not client.causes, "it is a fault"
 
 
+def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
+    """A load beside steps ends later than the step that it begins with."""
+    with store(is_async=True, fetches_hits=True) as kept:
+        client = computed_before(engine_with_store(is_async=is_async), PROMPT)
+        client.add("computes", PROMPT[: BLOCK + 1])
+        client.add("loads", PROMPT, start=None)
+        client.run()
+        assert client.answer("recorded", PROMPT[: BLOCK + 1], allow_missing=True).missing == LOADED[:BLOCK]
+        assert client.answer("asks", PROMPT[: BLOCK + 1]).missing == []
+        assert kept.num_loaded == 1
+        client.finish(missing=BLOCK)
+        assert client.causes == {Cause.KV_STORE: BLOCK}, "E2: no fault"
+
+
 def test_blocks_whose_load_failed_and_that_nobody_computed(warm: Warm) -> None:
     """vLLM 0.32 leaves those of loads within steps in the prefix cache: who asks for rows does not use them."""
     client, kept = warm

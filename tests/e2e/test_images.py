@@ -36,7 +36,7 @@ from tests.e2e.images import (
     needs_torchvision,
     turn,
 )
-from tests.e2e.test_scores import run_in_little_space
+from tests.gpu.test_scores import run_in_little_space
 
 pytestmark = [pytest.mark.e2e, needs_torchvision]
 

@@ -1,7 +1,7 @@
 """An oracle for every precision: the scores that the routers themselves were given, and their rule in plain PyTorch.
 
 No other forward pass in 16 bits, or of quantised weights, agrees bit for bit. So the scores are recorded in the run
-that is checked (`tests/e2e/recorded.py` does that in a real engine), and say which experts must have been chosen: all
+that is checked (`tests/gpu/recorded.py` does that in a real engine), and say which experts must have been chosen: all
 of them, in every layer. What capture and server do is not used. Plain torch and numpy; no engine is imported.
 """
 
