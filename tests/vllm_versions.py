@@ -40,8 +40,7 @@ PAGE = ROOT / "docs/versions.md"
 TESTS = (
     *("tests/contract/test_versions.py", "tests/contract/test_scheduler.py", "tests/contract/test_situations.py"),
     *("tests/contract/test_weights.py", "tests/contract/test_moe_layers.py", "tests/contract/test_inprocess.py"),
-    *("tests/contract/test_expert_weights.py", "tests/contract/test_expert_weights_layers.py"),
-    *("tests/e2e/test_completions.py", "tests/e2e/test_in_process.py"),
+    *("tests/contract/test_prefill_rows.py", "tests/e2e/test_completions.py", "tests/e2e/test_in_process.py"),
 )
 
 PASSED, REFUSED, FAILED = "passed", "refused", "failed"

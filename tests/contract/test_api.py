@@ -111,7 +111,7 @@ def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
     third = names["turn"](
         [*names["second"].prompt_token_ids, *names["second"].token_ids, *prompt_of(9, 5)], names["second"]
     )
-    assert (asked[-1], third.end + 1) == (40, 58)  # as in the page's table
+    assert (asked[-1], third.end + 1) == (40, 58)  # as on the page
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 0), (1, 1), (2, 4)])

@@ -97,26 +97,6 @@ def in_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     return run
 
 
-@in_a_loop
-async def test_hundreds_of_streams_at_once() -> None:
-    """None waits for another's end: each goes on when all have begun."""
-    n = 120  # more than an aiohttp session opens by itself
-    all_there = asyncio.Barrier(n)
-
-    async def answer(request: Request, body: Any) -> Response:
-        async def lines() -> AsyncIterator[bytes]:
-            yield b"data: %d\n\n" % body["prompt"][0]
-            await all_there.wait()
-            yield b"data: [DONE]\n\n"
-
-        return StreamingResponse(lines())
-
-    async with behind_the_proxy(answer) as (client, _):
-        bodies = [{"prompt": [i], "stream": True} for i in range(n)]
-        answers = await asyncio.gather(*(client.post(PATH, json=body) for body in bodies))
-    assert [answer.text for answer in answers] == [f"data: {i}\n\ndata: [DONE]\n\n" for i in range(n)]
-
-
 @pytest.mark.parametrize("before_the_answer", [False, True])
 @in_a_loop
 async def test_a_client_that_leaves(before_the_answer: bool) -> None:

@@ -10,7 +10,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from routed_experts.capture.engine.kv_transfer.connectors import ON_LOAD_VARIABLE
-from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows, OffloadStore
+from routed_experts.capture.engine.kv_transfer.offloading import OffloadedRows
 from routed_experts.capture.host_cache import Cause
 from tests.contract.engine import BLOCK, Client, tokens
 from tests.contract.loads import computed_before
@@ -30,36 +30,10 @@ def policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
-@pytest.mark.parametrize(("num_tokens", "drafts"), [(15, 0), (16, 0), (16, 3), (17, 0)])
-def test_blocks_that_are_copied_out_as_another_gets_them(
-    num_tokens: int, drafts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last block of a request is stored when it has ended. If it is another's by then, that is before the step."""
-    core = engine_that_offloads(answers=True, is_async=True, num_blocks=12, chunk=256, drafts=drafts)
-    came_first: list[bool] = []
-    apply = OffloadStore.apply
-    monkeypatch.setattr(OffloadStore, "apply", lambda *at: came_first.append(at[0].runs_before_step) or apply(*at))
-    client = Client(core)
-    client.add("first", tokens(BLOCK + 1), max_tokens=num_tokens)
-    client.steps(2)
-    client.answer("needs all blocks", tokens(10 * BLOCK + 1, seed=1), max_tokens=2)
-    assert any(came_first) == (num_tokens == 16)
-    client.add("again", [*client.received["first"].sequence, 1])
-    client.finish()
-    assert num_loaded(client) == (BLOCK + num_tokens) // BLOCK
-
-
 @pytest.fixture
 def warm(is_async: bool) -> Client:
     """Of an engine that keeps chunks of PROMPT, which its prefix cache has not."""
     return computed_before(engine_that_offloads(is_async=is_async), PROMPT)
-
-
-def test_what_was_kept_is_loaded_with_its_rows(warm: Client) -> None:
-    for name in ("asks", "hits"):
-        warm.answer(name, PROMPT)
-        assert num_loaded(warm) == 5
-    warm.finish()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "missing"], indirect=True)

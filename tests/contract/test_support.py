@@ -1,4 +1,4 @@
-"""The support matrix: its tests exist, its page is current, and it has every connector."""
+"""The support matrix: what makes it, its tests exist, its page is current, and it has every connector."""
 
 import re
 
@@ -9,7 +9,7 @@ from routed_experts.capture.engine.versions import SUPPORTED_VLLM, UNTESTED_VLLM
 from tests.documentation import ROOT, exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
-from tests.gpu_runs import COLUMNS, FILE, MATRIX, passed, read, rendered, status, support
+from tests.gpu_runs import COLUMNS, FILE, MATRIX, Run, matrix, passed, read, rendered, status, support
 
 pytestmark = pytest.mark.release
 
@@ -52,3 +52,34 @@ def test_supported_versions_passed_on_gpus(version: str) -> None:
     refused = ("n-gram", "pipeline") if version == "0.26.0" else ()
     needed = [engine.name for engine in ENGINES if engine.runner != "v2" and not engine.name.startswith(refused)]
     assert passed(RUNS[version], [f"tests/gpu/test_engines.py::test_every_row_is_exact[{name}]" for name in needed])
+
+
+def run_of(day: int, outcome: str = "passed") -> Run:
+    return {"outcome": outcome, "commit": "abc1234", "date": f"2026-01-0{day}", "device": "NVIDIA H200"}
+
+
+SOME_RUNS = {
+    "a.py::test[one]": run_of(2),
+    "a.py::test[two]": run_of(1),
+    "a.py::test_fails": run_of(1, outcome="failed"),
+}
+
+
+@pytest.mark.parametrize(
+    ("tests", "is_exact", "days"),
+    [
+        (["test[one]"], True, "H200 2026-01-02"),
+        (["test"], True, "H200 2026-01-01; H200 2026-01-02"),
+        (["test_fails"], False, "H200 2026-01-01"),
+        (["test[one]", "test_new"], False, "H200 2026-01-02"),
+        (["tes"], False, ""),
+    ],
+)
+def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool, days: str) -> None:
+    names = [f"a.py::{test}" for test in tests]
+    found = "exact" if is_exact else "untested"
+    assert (status("v2", names, SOME_RUNS), status("cpu", names, SOME_RUNS)) == (found, "exact"), (
+        "CI runs those on CPUs"
+    )
+    *_, line = matrix([{"name": "it", "v1": "refused: b.py", "v2": names, "note": "odd"}], SOME_RUNS)
+    assert line == f"| it | untested | refused | {found} | untested | untested | {f'{days}; '.lstrip('; ')}odd |"

@@ -17,12 +17,12 @@ from tests.e2e.shapes import (
     SIXTEEN_BIT,
     HookOracle,
     Shape,
-    attach_adapter,
     make_draft_model,
     make_eagle_models,
     make_model,
     make_mtp_model,
     make_mxfp4_model,
+    write_adapter,
 )
 
 K, EXPERTS, LAYERS = 4, 16, 3
@@ -310,7 +310,7 @@ def test_drafts_of_a_model_in_16_bits(method: str, is_eager: bool, tiny_model: P
 def test_adapters_in_16_bits(tiny_model: Path, tmp_path: Path) -> None:
     adapters = [tmp_path / "a", tmp_path / "b"]
     for seed, adapter in enumerate(adapters):
-        attach_adapter(AutoConfig.from_pretrained(tiny_model), adapter, seed=seed)
+        write_adapter(AutoConfig.from_pretrained(tiny_model), adapter, seed=seed)
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     lora |= {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     counts = run(tiny_model, {}, **LITTLE_SPACE, **lora, adapters=[str(adapter) for adapter in adapters], turns=3)

@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def test_m1_reports_that_cannot_be_read_do_not_end_the_server(caplog: pytest.Log
     frontend = Frontend()
     frontend.buffers.on_stats = EngineMetrics(MODEL, [1], 8).update
     tokens = frontend.add("b")
-    more, less = (EngineStats(7, rows_captured=count).encode() for count in (5, 4))  # a negative difference
+    more, less = (asdict(EngineStats(7, rows_captured=count)) for count in (5, 4))  # a negative difference
     reports = [{STATS: report} for report in (more, less, {"unknown": 1}, None)]
     reports += [{CAUSES: report} for report in (5, [["b", False, 99, 1]], [5])]
     for report in reports:

@@ -5,6 +5,7 @@ import logging
 import random
 import time
 import weakref
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -273,7 +274,7 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     frontend, seen = Frontend(), []
     other = frontend.add("b")
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
-    sent = EngineCoreOutput(ENVELOPE_ID, [], kv_transfer_params={STATS: stats.encode()})
+    sent = EngineCoreOutput(ENVELOPE_ID, [], kv_transfer_params={STATS: asdict(stats)})
     frontend.step(sent)  # passed over where nobody wants them
     OutputProcessor(None, log_stats=False).process_outputs([sent])  # of a process that has not got so far
     frontend.buffers.on_stats = seen.append
