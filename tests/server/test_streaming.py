@@ -290,6 +290,8 @@ def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -
     steps: list[dict[str, Any]] = [{"late": 1}, {}, {"finish": "stop"}]
     chunks = stream(aligner_of(), (engine.step(**step) for step in steps))
     assert [placed(chunk) for chunk in chunks] == [(None, None), ([0, 1], [2]), (None, [3])]
+    only = stream(aligner_of(histogram=True), [Engine(prompt_len=2).step(finish="stop")])
+    assert [placed(chunk) for chunk in only] == [([0, 1], None)]
 
 
 @pytest.mark.parametrize("at_end", [False, True])
