@@ -202,8 +202,7 @@ def capture_choice(router: BaseRouter, sink: Sink) -> None:
 
 
 def check_weights_are_kept(runner: MoERunner) -> None:
-    """Refuses a layer whose experts' kernel writes into its weights before they are copied, in the first step that is
-    not recorded: vLLM's own, before it is ready."""
+    """Refuses a layer whose experts' kernel changes its weights, in vLLM's own first step before it is ready."""
     experts = runner.routed_experts
     forward = experts.forward_modular
 

@@ -7,8 +7,7 @@ import vllm
 from routed_experts.capture.seams.required import missing
 
 SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-"""Versions of vLLM on which `make test-vllm` and `tests/gpu` passed, oldest first. The newest is what this
-package installs."""
+"""Versions on which `make test-vllm` and `tests/gpu` passed, oldest first. This package installs the newest."""
 
 UNTESTED_VLLM = ("0.33.0",)
 """Versions that the code is written for, but on which not all tests were run or passed."""
@@ -23,9 +22,8 @@ class UnsupportedConfig(ValueError):
 
 
 def check_vllm_version(allow_untested: bool = False) -> None:
-    """Raises `UnsupportedConfig` for a version of vLLM that is not supported, or not tested and not allowed, here or by
-    the environment variable."""
-    installed = _installed()
+    """Raises `UnsupportedConfig` for a vLLM that is unsupported, or untested and not allowed, here or by variable."""
+    installed = vllm.__version__.split("+")[0]
     if installed in SUPPORTED_VLLM:
         return
     message = (
@@ -45,10 +43,6 @@ def check_vllm_version(allow_untested: bool = False) -> None:
 def untested_is_allowed() -> bool:
     """Whether the flag or the variable allows what no test has run."""
     return os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"
-
-
-def _installed() -> str:
-    return vllm.__version__.split("+")[0]
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

@@ -51,7 +51,11 @@ SEAMS: tuple[Seam, ...] = (
         *("responses of generate without the outputs before", "0.29.0"),
         lambda: "FINAL_ONLY" not in ServingTokens.serve_tokens.__code__.co_names,
     ),
-    ("CPU kernels route with a router", "0.30.0", cpu_kernels.is_needed),
+    (
+        "CPU kernels route with a router",
+        "0.30.0",
+        lambda: http._first("select_experts", *cpu_kernels._MODULES) is not None,
+    ),
     ("SSE keep-alive", "0.30.0", lambda: http._keep_alive is None),
     ("--enable-scale-out", "0.30.0", lambda: not http.HAS_SCALE_OUT_FLAG),
     ("an auxiliary output connector", "0.31.0", lambda: not engine.HAS_AUX_OUTPUTS),
@@ -188,3 +192,17 @@ def test_what_a_newer_version_lacks_is_listed(monkeypatch: pytest.MonkeyPatch) -
     assert {name.replace(":", ".") for name in REQUIRED} <= before
     monkeypatch.delattr("vllm.v1.engine.output_processor.OutputProcessor.add_request")
     assert before - next_vllm.names() == {"vllm.v1.engine.output_processor.OutputProcessor.add_request"}
+
+
+def test_no_model_asks_whether_vllm_captures() -> None:
+    """vLLM's own flag is off here, so a model that skips its routers unless the flag is set would leave no choice to
+    capture. Kernels for AMD do; the capture is refused there. DeepSeek-V4.1 keeps the rows that it trims from prompts
+    (bounded replay), which is refused too."""
+    root = Path(vllm.__file__).parent
+    asking = {
+        str(file.relative_to(root))
+        for folder in ("models", "model_executor")
+        for file in (root / folder).rglob("*.py")
+        if re.search("aux_output_config|enable_return_routed_experts", file.read_text(encoding="utf-8"))
+    }
+    assert {file for file in asking if "/amd/" not in file} <= {"models/deepseek_v41/nvidia/model_state.py"}
