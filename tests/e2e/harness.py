@@ -26,7 +26,7 @@ import torch
 import vllm
 from transformers import AutoModelForCausalLM
 
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import INSTALLED_VLLM
 from routed_experts.protocol.fetch import fetch
 
 ROOT = Path(__file__).parents[2]
@@ -624,7 +624,7 @@ def check_mix(server: Server, oracle: Oracle, seed: int) -> None:
 
 def vllm_fails(server: Server, path: str, body: dict[str, Any]) -> bool:
     """Whether a vLLM older than the newest supported one fails a request by itself, without routed experts."""
-    if vllm.__version__.split("+")[0] == SUPPORTED_VLLM[-1]:
+    if vllm.__version__.split("+")[0] == INSTALLED_VLLM:
         return False
     plain = {name: value for name, value in body.items() if "routed_experts" not in name}
     with server.client() as client:
