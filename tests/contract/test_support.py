@@ -81,5 +81,6 @@ def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool) -> 
     assert (status("v2", names, SOME_RUNS), status("cpu", names, SOME_RUNS)) == (found, "exact"), (
         "CI runs those on CPUs"
     )
-    *_, line = matrix([{"name": "it", "v1": "refused: b.py", "v2": names, "note": "odd"}], SOME_RUNS)
-    assert line == f"| it | untested | {found} | untested | untested | V1: refused; odd |"
+    features = [{"name": name, "v1": "refused: b.py", "v2": names, "note": "odd"} for name in ("it", "other")]
+    line = list(matrix([*features, {"name": "third"}], SOME_RUNS))[-2]
+    assert line == f"| it; other | untested | {found} | untested | untested | V1: refused; odd |"
