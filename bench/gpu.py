@@ -85,6 +85,7 @@ CASES = [
     Case("64 + one of 16k", 64, 128, 256, long=16000),
     Case("batch 64", 64, 128, 256),
     Case("batch 1", 1, 128, 256),
+    Case("64 of 1k", 64, 1024, 1024),
     Case("prompts", 2048, 128, 2),  # next to nothing but prefill: what a step of 8,192 prompt tokens costs
 ]
 
