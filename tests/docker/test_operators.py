@@ -1,5 +1,6 @@
 """The manifests and the proxy's configuration in `docker/`, read by their own tools."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -17,7 +18,18 @@ import yaml
 from routed_experts.server.cli import serve
 from tests.contract.served import check, serving
 from tests.documentation import ROOT
-from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, free_port, read_events, wait_until
+from tests.e2e.harness import (
+    ASK,
+    ONE_PROCESS,
+    SMALL_KV,
+    Server,
+    answers_of,
+    answers_of_stream,
+    free_port,
+    read_events,
+    wait_until,
+)
+from tests.e2e.harness import serving as serving_processes
 
 pytestmark = pytest.mark.release
 
@@ -187,3 +199,18 @@ def test_behind_nginx(tiny_model: Path, tmp_path: Path) -> None:
             assert client.get(path, headers=KEY).status_code == 404, path
         large = client.post("/v1/completions", json={**body, "prompt": "x" * (100 << 20)}, headers=KEY)
         assert (large.status_code, large.json()["error"]["type"]) == (400, "BadRequestError"), "not 413 of nginx"
+
+
+@pytest.mark.e2e
+def test_logs_are_json(tiny_model: Path, tmp_path: Path, documented: list[str]) -> None:
+    (tmp_path / "logging.json").write_text(documented[0])
+    environment = {"VLLM_LOGGING_CONFIG_PATH": str(tmp_path / "logging.json")}
+    flags = (*SMALL_KV, *ONE_PROCESS, "--max-model-len", "512")
+    with serving_processes(tiny_model, tmp_path / "log", *flags, env=environment) as server:
+        server.complete(prompt="Hello", max_tokens=2, **ASK)
+    text = server.log.read_text()
+    names = {json.loads(line)["name"] for line in text.splitlines() if line.startswith("{")}
+    assert {"uvicorn.access", "uvicorn.error", "vllm.v1.engine.core"} <= names
+    assert any(name.startswith("vllm.routed_experts.") for name in names)
+    others = [line for line in text.splitlines() if not line.startswith("{")]
+    assert not [line for line in others if re.search(r"\b(INFO|WARNING|ERROR)\b", line)]
