@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from routed_experts.protocol import batch, codec, collect, expert_load, fetch, models, sse
+from routed_experts.protocol import batch, codec, collect, expert_load, fetch, models, ranks, sse
 from routed_experts.protocol.collect import Routing
 from tests.protocol.answers import Told, answer, rows_of
 
@@ -38,6 +38,7 @@ NUM_TOKENS = (5, "9", ["9"], [1.5], [-1], [], [9, 9], [None])
 PAD = (None, "x", [1, 2, 3], [[1], [2]], 1.5, 2**15, np.nan, torch.int64, object())
 
 RANGES = (5, "ab", (1,), (1, 2, 3), (0, 1.5), (None, 2), (2, 1), (0, 99), (-1, 2))
+RANKS = (None, 5, "ab", (1,), (0, 1, 2), (1, 1), (0, 0), (0, 1.5), (-1, 2), (None, 2))
 ALIGN = {"routings": [ROUTING], "length": 9}
 WRONG_ALIGN = {
     "routings": NOT_LISTS_OF_ROUTINGS,
@@ -86,6 +87,30 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, tuple[Any, ...]]
     batch.align_values: (
         {**ALIGN, "values": [[1] * 9]},
         {**WRONG_ALIGN, "values": (None, 5, "x", [], [[1] * 9] * 2, ["x" * 9], [[[1] * 9]], [5]), "pad": ("x", [1])},
+    ),
+    ranks.pack: (
+        {"routings": [ROUTING]},
+        {
+            "routings": NOT_LISTS_OF_ROUTINGS,
+            "multiple": (*NOT_COUNTS, 0),
+            "length": (*NOT_INTEGERS, -1, 8),
+            "num_tokens": NUM_TOKENS,
+            "layers": (None, 5, "x", [1]),
+        },
+    ),
+    ranks.stage_layers: (
+        {"layer_ids": [1, 2, 5], "num_hidden_layers": 6},
+        {
+            "layer_ids": (None, 5, "124", [2, 1], [1, 1], [1, 2, 6], [-1, 1, 2], [1.5, 2, 3], [None] * 3),
+            "num_hidden_layers": NOT_COUNTS,
+            "pipeline": (*RANKS, (0, 4)),
+            "virtual": (*RANKS, (0, 5)),
+            "counts": (5, "6", [5], [3, 3], [6.0], [None]),
+        },
+    ),
+    ranks.token_spans: (
+        {"cu_seqlens": [0, 8, 16]},
+        {"cu_seqlens": (None, 5, "x", [8, 0], [0, 1.5], [-1, 8]), "context": RANKS, "sequence": RANKS},
     ),
     codec.resolve_dtype: (
         {"name": "auto", "num_experts": 60},
