@@ -175,7 +175,7 @@ def _softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def _plain_softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """Of all groups. DeepSeek-V2's router itself sets scores of groups that it did not choose to 0, without gradient."""
+    """Of all groups. DeepSeek-V2's own sets the scores of groups that it does not choose to 0, without a gradient."""
     return logits.float().softmax(dim=-1).gather(1, ids) * _scale(router)
 
 

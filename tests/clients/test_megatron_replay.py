@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from routed_experts.protocol.collect import Routing
-from routed_experts.protocol.ranks import pack, stage_layers, take, token_spans
+from routed_experts.protocol.ranks import stage_layers
 from routed_experts.replay import MegatronReplay, ReplayError
 from tests.clients.test_replay import ByHand
 from tests.protocol.answers import rows_of
@@ -145,22 +146,45 @@ def test_a_stage_replays_each_microbatch(router: str, recompute: bool) -> None:
     assert all(vars(each) == untouched for each in RouterReplay.global_router_replay_instances), "something is left"
 
 
-def test_virtual_stages_get_what_protocol_ranks_cuts() -> None:
-    """Each chunk of a rank has its layers, in a packed batch that context and sequence parallelism cut."""
+def test_the_page(documented: list[str]) -> None:
+    """A rank's rows of a packed batch that is cut by layers, context and sequence parallelism, of two microbatches."""
     routings = [Routing(rows_of(count, count, EXPERTS, len(LAYER_IDS), TOP_K)) for count in (6, 3)]
-    packed = pack(routings, multiple=8)
-    spans = token_spans(packed.cu_seqlens.tolist(), context=(1, 2), sequence=(1, 2))
-    chunks = [chunk_of([2]), chunk_of([4])]  # of four virtual stages, those of the second rank
+    chunk = chunk_of([3, 4])
+    ranks = {
+        "cp": 2,
+        "cp_rank": 1,
+        "tp": 2,
+        "tp_rank": 1,
+        "pp": 2,
+        "pp_rank": 1,
+        "chunks": [chunk],
+        "routings": routings,
+    }
+    found: dict[str, Any] = {**ranks, "info": {"layer_ids": LAYER_IDS, "num_hidden_layers": 4}}
+    found["forward_and_backward"] = lambda: chunk(torch.randn(4, 1, HIDDEN)).backward()
+    exec("\n".join(documented), found)
+    # The second half of chunks 1 and 2 of four: the second sequence's tokens 2 and 3, and padding.
+    rows = np.full((4, 2, TOP_K), -1)
+    rows[0] = routings[1].rows[2, 1:]
+    for place, layer in enumerate(chunk.layers):
+        (routing_map,) = layer.seen
+        assert routing_map[0].nonzero()[:, 0].tolist() == sorted(rows[0, place])
+        assert routing_map.sum(dim=1).tolist() == [TOP_K] * 4
+    assert found["replay"].replayed == 2
+
+
+def test_virtual_stages() -> None:
+    """Each chunk of a rank is fed for itself: of four virtual stages, those of the second rank."""
+    chunks, rows = [chunk_of([2]), chunk_of([4])], rows_for(0)
     with MegatronReplay(chunks) as replay:
-        for v, chunk in enumerate(chunks):
+        for v in range(2):
             layers = stage_layers(LAYER_IDS, 4, pipeline=(1, 2), virtual=(v, 2))
-            rows = take(packed.rows[:, layers], spans)
-            replay.feed(rows, LAYER_IDS[layers], chunk=v)
-            chunk(torch.randn(len(rows), 1, HIDDEN))
+            replay.feed(rows[:, layers], LAYER_IDS[layers], chunk=v)
+        for v, chunk in enumerate(chunks):
+            chunk(hidden_of(v))
             (routing_map,) = chunk.layers[0].seen
-            given = torch.from_numpy(rows[:, 0]).long()
+            given = rows[:, 2 * v].long()
             is_known = (given >= 0).all(dim=1)
-            assert 0 < is_known.sum() < len(rows)
             assert routing_map.gather(1, given.clamp(min=0))[is_known].all()
 
 

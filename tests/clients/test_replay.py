@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 from transformers import AutoModelForCausalLM
 
+from routed_experts.protocol.collect import Routing
 from routed_experts.replay import ReplayError, replayed
 from tests.clients.test_collect import run_example
 from tests.e2e.harness import Server, prompt_of
@@ -271,6 +273,22 @@ def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
         model(input_ids=tokens, use_cache=False)
     with pytest.raises(ReplayError, match="has none of the routers"), replayed(torch.nn.Linear(2, 2), rows):
         pass
+
+
+def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
+    rows = given_rows(QWEN3).numpy().astype(np.int16)
+    routings = [Routing(rows[0, :-1]), Routing(rows[1, :-1])]
+    loss_of = Mock(side_effect=lambda model: model(input_ids=batch(), use_cache=False).logits.sum())
+    found = {
+        "model": load(),
+        "routings": routings,
+        "length": TOKENS,
+        "loss_of": loss_of,
+        "info": {"layer_ids": [0, 1, 2]},
+    }
+    exec("\n".join(documented), found)
+    assert found["replay"].replayed == (rows[:, :-1] >= 0).all(axis=3).sum()
+    assert found["model"].model.layers[1].mlp.gate.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.e2e
