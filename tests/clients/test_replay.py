@@ -29,6 +29,8 @@ BATCH, TOKENS = 2, 12
 FAMILIES = {shape.model_type: shape for shape in (*SHAPES, *SIXTEEN_BIT)}
 QWEN3 = replace(SHAPES[-1], options={**SHAPES[-1].options, "num_experts_per_tok": 3})
 FAMILIES["qwen3_moe"] = QWEN3
+V2 = FAMILIES["deepseek_v2"]
+FAMILIES["deepseek_v2"] = replace(V2, options={**V2.options, "routed_scaling_factor": 2.5})
 ROUTER = r"\.(gate|router)\b.*weight$"
 
 
