@@ -127,7 +127,7 @@ bench-gpu: setup
 	$(BIN)/python -m $(if $(HTTP),bench.http --device cuda,bench.gpu) $(ARGS)
 
 bench-http: setup
-	$(BIN)/python -m bench.http --device $(DEVICE) $(ARGS)
+	$(BIN)/python -m bench.http --device $(DEVICE) $(if $(filter cpu,$(DEVICE)),--without-engine 20) $(ARGS)
 
 # The versions are those of the lists and of the locks that are there; only what these rule out is resolved anew. The CPU
 # lock lacks PyTorch: which build of it there is depends on the index.

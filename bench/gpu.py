@@ -20,6 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench.http_server import free_port
+from bench.http_table import commit_and_device, described
 from bench.shapes import ENGINE_SHAPES, kv_bytes
 from routed_experts.server.cli.console import say
 
@@ -28,19 +29,14 @@ Run = dict[str, float]
 
 @dataclass(frozen=True)
 class Case:
-    """One load.
-
-    Attributes:
-        long: length of one more prompt that arrives among the decoding requests; 0 for none.
-        again: whether the same prompts come in every run.
-    """
+    """One load."""
 
     name: str
     size: int
     prompt_len: int
     new_tokens: int
-    long: int = 0
-    again: bool = False
+    long: int = 0  # length of one more prompt that arrives among the decoding requests; 0 for none
+    again: bool = False  # whether the same prompts come in every run
 
 
 @dataclass
@@ -89,6 +85,7 @@ CASES = [
     Case("64 + one of 16k", 64, 128, 256, long=16000),
     Case("batch 64", 64, 128, 256),
     Case("batch 1", 1, 128, 256),
+    Case("64 of 1k", 64, 1024, 1024),
     Case("prompts", 2048, 128, 2),  # next to nothing but prefill: what a step of 8,192 prompt tokens costs
 ]
 
@@ -222,9 +219,8 @@ def report(results: dict[str, Any], args: argparse.Namespace, ours: Host) -> Non
     beside = "off, beside vLLM's own"
     baseline = {name: "off" for case in results.values() for name in case}
     baseline |= {beside: beside, "vLLM's own": beside}
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    device = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    print(f"\n{device}, {args.repeats} repeats, {args.shape}, {ours.info['num_layers']} MoE layers\n")
+    about, layers = described(commit_and_device("cuda", None)), ours.info["num_layers"]
+    print(f"\n{about}, {args.repeats} repeats, {args.shape}, {layers} MoE layers\n")
     print(table(results, baseline))
     print(f"\nours: {ours.info}", flush=True)
 

@@ -1,7 +1,7 @@
 """What routing costs over HTTP: real servers, clients in processes of their own, variants in turns within one run.
 
-On a GPU with the shape of Qwen3-30B-A3B, on a CPU with a model of as many rows and next to no weights: there the engine
-is slow, and the API process's CPU time per token is the figure. So it is where no model runs at all.
+On a GPU with the shape of Qwen3-30B-A3B, on a CPU with a model of as many rows and next to no weights, or with none at
+all (`--without-engine`): there the API process's CPU time per token is the figure.
 """
 
 import argparse
@@ -57,27 +57,17 @@ class Case:
         return self.streams * (self.prompt_len + self.choices * self.new_tokens) + self.long
 
 
-GPU_CASES = [
+CASES = [
     Case("1", 1, 128, 256),
     Case("64", 64, 128, 256),
     Case("256", 256, 128, 256),
     Case("1024", 1024, 128, 256),
-    Case("1024-short", 1024, 32, 64),  # as much as fits beside another server
+    Case("64-1k", 64, 1024, 1024),
     Case("256-mixed", 256, 128, 256, mixed=True),
     Case("64-prompts", 64, 1536, 32),
     Case("n8", 8, 8192, 256, choices=8),
     Case("long", 64, 128, 384, long=32768),
     Case("arrivals", 48, 1536, 128, over=6.0),
-]
-CPU_CASES = [
-    Case("64", 64, 32, 64),
-    Case("64-mixed", 64, 32, 64, mixed=True),
-    Case("256", 256, 32, 16),
-    Case("1024", 1024, 32, 8),
-    Case("1", 1, 32, 32),
-    Case("n8", 2, 2048, 32, choices=8),
-    Case("long", 16, 32, 128, long=4096, long_at=3.0, gap=0.2, others=50),
-    Case("arrivals", 8, 1024, 16, over=24.0),
 ]
 GPU_FLAGS = ["--load-format", "dummy", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.4"]
 CPU_FLAGS = ["--load-format", "dummy", "--dtype", "float32", "--enforce-eager"]
@@ -113,9 +103,7 @@ def lines_of(variants: list[str], modes: list[str]) -> list[list[Line]]:
     return [lines for lines in (ours, peer if "vllm" in variants else []) if lines]
 
 
-def requests_of(
-    case: Case, line: Line, seed: int, vocab: int, form: str, dtype: str, msgpack: bool = False
-) -> list[Request]:
+def requests_of(case: Case, line: Line, seed: int, vocab: int) -> list[Request]:
     """The requests of one run; the same seed gives the same lengths, and prompts that no other seed gives."""
     rng, lengths = random.Random(seed), random.Random(1)
 
@@ -125,9 +113,7 @@ def requests_of(
         prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
         streamed = line.stream if stream is None else stream
         rows = "none" if line.rows == "joined" and streamed else line.rows  # vLLM's own capture does not stream
-        expected = Expected(prompt_len, tokens, choices, rows, "npy" if line.rows == "joined" else form, dtype)
-        binary = msgpack and line.rows in ("split", "reference") and not streamed
-        return Request(at, role, prompt, streamed, expected, apart=role == "long", msgpack=binary)
+        return Request(at, role, prompt, streamed, Expected(prompt_len, tokens, choices, rows), apart=role == "long")
 
     g = case.new_tokens
     sizes = [lengths.randint(g // 2, g + g // 2) if case.mixed else g for _ in range(case.streams)]
@@ -272,18 +258,14 @@ class Bench:
     def _measure(self, case: Case, line: Line, repeat: int) -> None:
         run = self._once(case, line)
         about = {"case": case.name, "variant": line.variant, "baseline": line.baseline, "repeat": repeat}
-        binary = " MessagePack" if self._args.msgpack and not line.stream else ""
-        form = f"{self._args.form} {self._args.dtype}{binary}" if line.rows == "split" else None
-        about |= {"mode": line.mode, "form": form, "api_servers": self._args.api_servers}
+        about |= {"mode": line.mode, "api_servers": self._args.api_servers}
         self._runs.append({**about, **run, **self._about})
         with (self._out / "results.jsonl").open("a") as file:
             file.write(json.dumps(self._runs[-1]) + "\n")
 
     def _once(self, case: Case, line: Line) -> dict[str, Any]:
         self._seed += 1
-        args = self._args
-        vocab = self._config["vocab_size"]
-        requests = requests_of(case, line, self._seed, vocab, args.form, args.dtype, args.msgpack)
+        requests = requests_of(case, line, self._seed, self._config["vocab_size"])
         server = self._servers[line.server]
         loaded = server.loaded_tokens()
         load = self._clients.run(server, requests, self._routing, TOKEN_CHARS)
@@ -299,22 +281,20 @@ class Bench:
 def main() -> None:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the servers end too
-    every_case = GPU_CASES if args.device == "cuda" else CPU_CASES
     if args.without_engine is not None:
-        every_case = GPU_CASES
         args.serve = ["--distributed-executor-backend", PLAYED, *args.serve]
         os.environ[PLAYED_STEP_MS] = str(args.without_engine)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    every = {case.name: case for case in every_case}
-    every |= {f"{case.name}:{mode}": replace(case, modes=(mode,)) for case in every_case for mode in MODES}
+    every = {case.name: case for case in CASES}
+    every |= {f"{case.name}:{mode}": replace(case, modes=(mode,)) for case in CASES for mode in MODES}
     unknown = set(args.cases) - set(every)
     if unknown:
-        raise SystemExit(f"no such case: {sorted(unknown)}; there are {[case.name for case in every_case]}")
+        raise SystemExit(f"no such case: {sorted(unknown)}; there are {[case.name for case in CASES]}")
     bench = Bench(args)
     for name in args.cases:
         if every[name].slots > bench.slots:
             print(f"{name} does not fit the KV cache at once: see --kv-cache-bytes and --gpus", file=sys.stderr)
-    fitting = [case for case in every_case if case.slots <= bench.slots]
+    fitting = [case for case in CASES if case.slots <= bench.slots]
     runs = bench.run([every[name] for name in args.cases] or fitting)
     print(table(runs))
     if any(run["faults"] for run in runs):
@@ -329,9 +309,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--variants", nargs="+", default=["off", "captured", "returned"])
     parser.add_argument("--modes", nargs="+", default=MODES)
-    parser.add_argument("--form", default="object", help="routed_experts_format")
-    parser.add_argument("--dtype", default="int16", help="routed_experts_dtype")
-    parser.add_argument("--msgpack", action="store_true", help="take unstreamed answers with routing as MessagePack")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--api-servers", type=int, default=1, help="processes that answer HTTP, for each server")
     parser.add_argument("--clients", type=int, default=None, help="client processes: 4, on a CPU 2")

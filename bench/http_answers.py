@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import orjson
 
@@ -32,8 +31,6 @@ class Expected:
     new_tokens: int
     choices: int
     rows: str  # "split", the same "at_end" or by "reference", "joined" (vLLM's own form) or "none"
-    form: str = "object"  # the request's `routed_experts_format`
-    dtype: str = "int16"  # of the forms that do not name it
 
 
 @dataclass
@@ -83,12 +80,11 @@ def _read(answer: Answer, arrivals: Arrivals, expected: Expected, routing: Routi
                 answer.tokens[choice["index"]] += [when] * tokens
         counts = [len(times) for times in answer.tokens]
     else:
-        binary = b"content-type: application/msgpack" in head.lower()
         start = len(head) + 4
         content = raw[start:]
         if b"transfer-encoding: chunked" in head.lower():  # a large answer, in parts
             content = b"".join(raw[begin:end] for begin, end in _chunks(raw, start))
-        body = (msgspec.msgpack.decode if binary else orjson.loads)(content)
+        body = orjson.loads(content)
         rows.add(body)
         counts = [len(choice["text"]) // token_chars for choice in body["choices"]]
     if counts != [expected.new_tokens] * expected.choices:
@@ -168,14 +164,12 @@ class _Rows:
         return self._prompt + sum(self._choices)
 
     def _count(self, array: Any, start: int) -> int:
-        """Rows of an array, in any form, after a look at all that can be seen in it."""
+        """Rows of an array, ours or vLLM's own, after a look at all that can be seen in it."""
         if isinstance(array, dict) and (array["start"] != start or array["missing"]):
             raise Fault(f"start {array['start']} instead of {start}, missing {array['missing']}")
         shape = self._routing.layers, self._routing.top_k
-        if isinstance(array, dict) and "url" in array:  # fetched elsewhere
-            ids = np.zeros(array["shape"], np.int8)
-        else:
-            ids = codec.decode(array, dtype=self._expected.dtype, num_layers=shape[0], top_k=shape[1])
+        by_reference = isinstance(array, dict) and "url" in array  # what it names is not fetched
+        ids = np.zeros(array["shape"], np.int8) if by_reference else codec.decode(array)
         if ids.shape[1:] != shape or (ids.size and not 0 <= ids.min() <= ids.max() < self._routing.num_experts):
             raise Fault(f"no expert ids of {shape}: {ids.shape}")
         return len(ids)

@@ -33,7 +33,6 @@ class Request:
     stream: bool
     expected: Expected
     apart: bool = False  # its client process serves no "stream", whose times its answer's size could disturb
-    msgpack: bool = False  # ask for the answer in MessagePack
 
     def encoded(self) -> bytes:
         """The request as it goes over the wire. The server closes the connection when the answer is complete."""
@@ -48,12 +47,10 @@ class Request:
         if self.expected.choices > 1:
             body |= {"n": self.expected.choices, "temperature": 1}
         if self.expected.rows in ("split", "at_end", "reference"):
-            body |= {"return_routed_experts": True, "routed_experts_dtype": self.expected.dtype}
-            body |= MORE_FIELDS.get(self.expected.rows) or {"routed_experts_format": self.expected.form}
+            body |= {"return_routed_experts": True, **MORE_FIELDS.get(self.expected.rows, {})}
         content = orjson.dumps(body)
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-            f"Accept: application/{'msgpack' if self.msgpack else 'json'}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         return head.encode() + content

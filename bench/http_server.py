@@ -90,16 +90,12 @@ def start(
     log: Path,
     api_servers: int,
     gpu: str | None,  # the only one that it sees; None leaves the choice to the environment
-    apart: list[str] | None = None,  # GPUs of a prefill and a decode server, none for a CPU
+    apart: list[str] | None = None,  # GPUs of a prefill and a decode server behind a proxy, none for a CPU
 ) -> Server:
     """Starts the server of a variant without waiting for it; all else is equal between them.
 
-    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does neither; `plain` is vLLM's
-    own command and `vllm` that with vLLM's own capture.
-
-    Args:
-        gpu: the only one that it sees; None leaves the choice to the environment.
-        apart: the GPUs of a prefill and a decode server behind a proxy, or nothing for a CPU; None for one server.
+    `ours` captures, `recorded` also writes the routing to files beside its log, `off` does neither; `vllm` is vLLM's
+    own command with its own capture.
     """
     env = dict(os.environ)
     if gpu is not None:

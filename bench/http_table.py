@@ -22,8 +22,7 @@ def table(runs: list[Run]) -> str:
     for (case, api_servers, mode), variants in groups.items():
         for variant, mine in variants.items():
             base = variants.get(mine[0]["baseline"], [])
-            form = f" ({mine[0]['form']})" if mine[0]["form"] else ""
-            rows.append(_row(f"{case}, {mode}", api_servers, variant + form, mine, [] if base is mine else base))
+            rows.append(_row(f"{case}, {mode}", api_servers, variant, mine, [] if base is mine else base))
             if base is mine and len(mine) > 1:
                 name = f"{variant}: even turns to odd"
                 rows.append(_row(f"{case}, {mode}", api_servers, name, mine[::2], mine[1::2]))

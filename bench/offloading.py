@@ -19,11 +19,7 @@ _CHUNK_BYTES = 4096  # to which vLLM rounds the one layer that the scheduler is 
 
 
 class OffloadingSteps(Steps):
-    """With a connector that offloads.
-
-    Attributes:
-        num_loaded, num_stored: tokens.
-    """
+    """With a connector that offloads."""
 
     def __init__(self, chunks: int, is_captured: bool, num_layers: int = 48, top_k: int = 8) -> None:
         extra = {"cpu_bytes_to_use": chunks * _CHUNK_BYTES}
@@ -32,7 +28,7 @@ class OffloadingSteps(Steps):
         )
         super().__init__(num_layers, top_k, config=engine_config(is_captured, kv_transfer_config=connector))
         self._underway: list[tuple[int, str | None]] = []  # jobs, and the request that waits for it
-        self.num_loaded = self.num_stored = 0
+        self.num_loaded = self.num_stored = 0  # tokens
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         metadata = step.kv_connector_metadata

@@ -21,58 +21,22 @@ from bench.http_server import PLAYED_SLOTS, PLAYED_STEP_MS
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.protocol.codec import Rows
 
 _TOKEN = 7
 
 
-class PlayedExecutor(Executor):
-    """For `--distributed-executor-backend`."""
+class Player:
+    """Plays the steps of a model, which it learns of from the scheduler's outputs alone."""
 
-    def _init_executor(self) -> None:
-        config = self.model_config.hf_text_config
-        self._num_layers, self._top_k = config.num_hidden_layers, config.num_experts_per_tok
-        self._num_experts = config.num_experts
-        self._is_captured = is_capturing(self.parallel_config.worker_cls)
-        self._block_size = self.cache_config.block_size
-        self._step_s = float(os.environ[PLAYED_STEP_MS]) / 1000
+    def __init__(self, rows: Rows, block_size: int, is_captured: bool) -> None:
+        """`rows` [n, L, K] are repeated by position, so that the same prompt has the same rows each time."""
+        self._rows, self._block_size, self._is_captured = rows, block_size, is_captured
         self._blocks: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
-        rng = np.random.default_rng(0)
-        count = self.scheduler_config.max_num_batched_tokens
-        scores = rng.random((count, self._num_layers, self._num_experts), dtype=np.float32)
-        self._rows = np.argpartition(scores, self._top_k, axis=2)[:, :, : self._top_k].astype(np.int16)
-        self._answers: dict[str, Callable[..., Any]] = {
-            "get_kv_cache_spec": self._kv_cache_spec,
-            "execute_model": self._play,
-            "get_supported_kv_cache_layouts": lambda: ["NHD"],
-            "determine_available_memory": lambda: PLAYED_SLOTS // self._block_size * self._spec().page_size_bytes,
-            "get_supported_tasks": lambda: ("generate",),
-            "compile_or_warm_up_model": lambda: CompilationTimes(0.0, 0.0),
-            "routed_experts_info": self._info,
-        }
 
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        non_block: bool = False,
-    ) -> Any:
-        """What the one worker would say; None where nothing depends on it."""
-        answer = self._answers.get(str(method), lambda *_: None)(*args)
-        if not non_block:
-            return [answer]
-        future: Future[Any] = Future()
-        future.set_result(answer)
-        return [future]
-
-    def check_health(self) -> None:
-        """Nothing can fail."""
-
-    def _play(self, step: SchedulerOutput) -> ModelRunnerOutput:
+    def play(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """A token for every request whose prompt is done, and rows of all tokens."""
-        ends = time.perf_counter() + self._step_s
         for request_id in step.finished_req_ids:
             self._blocks.pop(request_id, None)
             self._lengths.pop(request_id, None)
@@ -104,12 +68,7 @@ class PlayedExecutor(Executor):
                     [self._slots(each, starts[each], n) for each, n in zip(ids, counts, strict=True)]
                 )
                 positions = np.concatenate([np.arange(n) + starts[each] for each, n in zip(ids, counts, strict=True)])
-            # By position, so that the same prompt has the same rows each time.
             attach(output, StepRows(self._rows[positions % len(self._rows)], slots, offsets))
-        if step.kv_connector_metadata is not None:
-            output.kv_connector_output = _transferred(step.kv_connector_metadata)
-        if ids:  # others run no model
-            time.sleep(max(ends - time.perf_counter(), 0))
         return output
 
     def _slot(self, request_id: str, position: int) -> int:
@@ -120,6 +79,58 @@ class PlayedExecutor(Executor):
         positions = np.arange(start, start + count)
         blocks = np.array(self._blocks[request_id])
         return blocks[positions // self._block_size] * self._block_size + positions % self._block_size
+
+
+class PlayedExecutor(Executor):
+    """For `--distributed-executor-backend`."""
+
+    def _init_executor(self) -> None:
+        config = self.model_config.hf_text_config
+        self._num_layers, self._top_k = config.num_hidden_layers, config.num_experts_per_tok
+        self._num_experts = config.num_experts
+        self._block_size = self.cache_config.block_size
+        self._step_s = float(os.environ[PLAYED_STEP_MS]) / 1000
+        count = self.scheduler_config.max_num_batched_tokens
+        scores = np.random.default_rng(0).random((count, self._num_layers, self._num_experts), dtype=np.float32)
+        rows = np.argpartition(scores, self._top_k, axis=2)[:, :, : self._top_k].astype(np.int16)
+        self._player = Player(rows, self._block_size, is_capturing(self.parallel_config.worker_cls))
+        self._answers: dict[str, Callable[..., Any]] = {
+            "get_kv_cache_spec": self._kv_cache_spec,
+            "execute_model": self._play,
+            "get_supported_kv_cache_layouts": lambda: ["NHD"],
+            "determine_available_memory": lambda: PLAYED_SLOTS // self._block_size * self._spec().page_size_bytes,
+            "get_supported_tasks": lambda: ("generate",),
+            "compile_or_warm_up_model": lambda: CompilationTimes(0.0, 0.0),
+            "routed_experts_info": self._info,
+        }
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        non_block: bool = False,
+    ) -> Any:
+        """What the one worker would say; None where nothing depends on it."""
+        answer = self._answers.get(str(method), lambda *_: None)(*args)
+        if not non_block:
+            return [answer]
+        future: Future[Any] = Future()
+        future.set_result(answer)
+        return [future]
+
+    def check_health(self) -> None:
+        """Nothing can fail."""
+
+    def _play(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        ends = time.perf_counter() + self._step_s
+        output = self._player.play(step)
+        if step.kv_connector_metadata is not None:
+            output.kv_connector_output = _transferred(step.kv_connector_metadata)
+        if step.num_scheduled_tokens:  # others run no model
+            time.sleep(max(ends - time.perf_counter(), 0))
+        return output
 
     def _spec(self) -> FullAttentionSpec:
         return FullAttentionSpec(block_size=self._block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)

@@ -29,12 +29,11 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from bench.played_executor import Player
 from bench.shapes import QWEN3_30B_A3B
 from routed_experts.capture import SCHEDULER
 from routed_experts.capture.engine.scheduler import SchedulerCapture
-from routed_experts.capture.engine.transport import attach
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, request_of_prompt
-from routed_experts.capture.pipeline import StepRows
 
 BLOCK = 16
 CHUNK = 8192
@@ -88,6 +87,7 @@ class Steps:
             for name in ("build_connector_meta", "receive", "take_output", "distribute"):
                 setattr(connector, name, self._timed(getattr(connector, name)))
         self._rows = np.random.default_rng(0).integers(0, 128, (CHUNK, num_layers, top_k)).astype(np.int16)
+        self._player = Player(self._rows, BLOCK, self._is_captured)
         self._forward_s = forward_s
         self._added = 0
 
@@ -139,22 +139,7 @@ class Steps:
         return call
 
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        starts = {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-        cached = step.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        ids = list(step.num_scheduled_tokens)
-        sampled, slots = [], []
-        for request_id, count in step.num_scheduled_tokens.items():
-            start, request = starts[request_id], self.scheduler.requests[request_id]
-            sampled.append([7] if start + count >= request.num_tokens else [])
-            (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(request_id)
-            positions = np.arange(start, start + count)
-            slots.append(np.array(blocks)[positions // BLOCK] * BLOCK + positions % BLOCK)
-        output = ModelRunnerOutput(ids, {request_id: index for index, request_id in enumerate(ids)}, sampled)
-        if ids and self._is_captured:
-            offsets = np.cumsum([0, *step.num_scheduled_tokens.values()], dtype=np.int64)
-            attach(output, StepRows(self._rows[: offsets[-1]].copy(), np.concatenate(slots), offsets))
-        return output
+        return self._player.play(step)
 
 
 def engine_config(is_captured: bool = True, **options: Any) -> VllmConfig:
@@ -181,28 +166,21 @@ VARIANTS = [("captured, not asked for", False), ("returned", True)]
 AT_END = "returned at the end"
 
 
-def queue_table(running: int, waiting: tuple[int, ...], steps: int = 200) -> str:
-    """Markdown: median microseconds of the scheduler's thread in a step of `running` requests, with others in the
-    queue."""
-    lines = ["| | " + " | ".join(f"{count:,} waiting" for count in waiting) + " |"]
-    lines.append("| --- " * (len(waiting) + 1) + "|")
+def step_table(running: int, steps: int = 200) -> str:
+    """Markdown: median microseconds of the scheduler's thread in a step of `running` requests."""
+    lines = ["| | the whole step | of it the capture |", "| --- " * 3 + "|"]
     for name, asks in [*VARIANTS, (AT_END, True)]:
-        whole, ours = [], []
         made = Steps(config=engine_config(max_num_seqs=running), num_blocks=running * 20 + NUM_BLOCKS)
         for index in range(running):
             made.add(prompt_of(BLOCK, index), 10_000, asks, at_end=name == AT_END)
-        added = 0
-        for count in tqdm(waiting, desc=f"queue, {name}", unit=" queues", disable=None):
-            for _ in range(count - added):
-                made.add([1, 2, 3], 8, asks)
-            added = count
-            made.step()
-            made.age()
-            taken = [made.step() for _ in range(steps)]
-            whole.append(f"{1e6 * median(step.seconds for step in taken):.0f} µs")
-            ours.append(f"{1e6 * median(step.ours for step in taken):.0f} µs")
+        made.step()
+        made.age()
+        taken = [made.step() for _ in tqdm(range(steps), desc=f"steps, {name}", unit=" steps", disable=None)]
+        whole, ours = (
+            1e6 * median(values) for values in zip(*((step.seconds, step.ours) for step in taken), strict=True)
+        )
+        lines.append(f"| {name} | {whole:.0f} µs | {ours:.0f} µs |")
         gc.unfreeze()
-        lines += [f"| {name}: the whole step | {' | '.join(whole)} |", f"| of it the capture | {' | '.join(ours)} |"]
     return "\n".join(lines)
 
 
@@ -264,9 +242,7 @@ def ends_table(running: int, num_tokens: int = 300, later: int = 60) -> str:
 def main() -> None:
     argparse.ArgumentParser(description=__doc__).parse_args()
     for running in RUNNING:
-        print(
-            f"{running:,} requests\n\n{queue_table(running, (0, 5_000, 20_000) if running == RUNNING[0] else (0,))}\n"
-        )
+        print(f"{running:,} requests\n\n{step_table(running)}\n")
     print(f"{RUNNING[1]:,} requests that end in one step\n\n{ends_table(RUNNING[1])}\n")
     print(long_prompt_table())
 

@@ -52,7 +52,15 @@ GROUPED_256 = {
 # As many experts of which as many are chosen as in Qwen3-Next.
 TEN_OF_512 = {**QWEN3_30B_A3B, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 128}
 
-ENGINE_SHAPES = {"qwen3-30b-a3b": QWEN3_30B_A3B, "grouped-256": GROUPED_256, "ten-of-512": TEN_OF_512}
+# As many of as many as in latent MoE models (Nemotron 3), whose experts are narrow.
+LATENT_22_OF_512 = {**TEN_OF_512, "num_experts_per_tok": 22}
+
+ENGINE_SHAPES = {
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "grouped-256": GROUPED_256,
+    "ten-of-512": TEN_OF_512,
+    "22-of-512": LATENT_22_OF_512,
+}
 
 
 def kv_bytes(config: dict[str, Any]) -> int:

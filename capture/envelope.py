@@ -1,9 +1,8 @@
-"""The envelope: the first output of a message, which carries rows of the others, causes of unknown rows, and
-statistics."""
+"""The envelope: a message's first output, with the rows of the others, causes of unknown rows, and statistics."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ ENVELOPE_ID = "routed_experts"
 `kv_transfer_params` may have CAUSES and STATS."""
 
 CAUSES, STATS = "causes", "stats"
-"""A list of `UnknownRows`: why rows of this message and of later ones are unknown. What `EngineStats.encode` gave."""
+"""A list of `UnknownRows`: why rows of this message and of later ones are unknown. The fields of an `EngineStats`."""
 
 SMALL_ARRAY_BYTES = 16 << 10
 """Rows up to this size are packed. Larger ones, those of prompts, are cheaper to send without a copy."""
@@ -26,21 +25,14 @@ _COLUMNS = 5
 _ALONE = -1  # in place of a number of rows: they are on their own output
 
 
-class Output(Protocol):
-    """A request's part of the engine's message for a step; vLLM's `EngineCoreOutput`."""
-
-    request_id: str
-    routed_experts: Any
-    kv_transfer_params: Any
-
-
-AnyOutput = TypeVar("AnyOutput", bound=Output)
+Output = Any
+"""A request's part of the engine's message for a step: vLLM's `EngineCoreOutput`."""
 
 
 class SingleRows(NamedTuple):
     """One row for each of many outputs of a message."""
 
-    outputs: Sequence[Any]
+    outputs: Sequence[Output]
     starts: Sequence[int] | NDArray[np.int64]  # position of each row
     rows: Rows  # of the step, without weights if those are not asked for
     places: Sequence[int] | NDArray[np.int64]  # index of each row in `rows`
@@ -104,7 +96,7 @@ class Unpacker:
         self._entries: dict[int, tuple[int, Rows | None]] = {}  # by the output's index in the message
         self._num_outputs = 0  # in slices before
 
-    def open(self, outputs: list[AnyOutput], message: object) -> Mapping[str, Any]:
+    def open(self, outputs: list[Output], message: object) -> Mapping[str, Any]:
         """Takes the envelope off `outputs`, the next slice of a message. Gives what it has besides rows. `message`
         tells messages apart, so that what is left of one is never taken for another's."""
         if message != self._message:
@@ -116,7 +108,7 @@ class Unpacker:
         self._num_outputs = 0
         return envelope.kv_transfer_params or {}
 
-    def rows(self, outputs: Sequence[AnyOutput]) -> Iterator[tuple[AnyOutput, int, Rows]]:
+    def rows(self, outputs: Sequence[Output]) -> Iterator[tuple[Output, int, Rows]]:
         """Takes the rows off the slice's outputs: each output that has some, the position of its first row, and its
         rows. Packed ones are views of the message. Rows without an envelope have no position and are dropped."""
         first, self._num_outputs = self._num_outputs, self._num_outputs + len(outputs)

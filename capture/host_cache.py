@@ -103,7 +103,6 @@ class HostCache:
         return np.where(self._written_by_slot[slots], np.uint8(Cause.FAULT), self._causes.reshape(-1)[slots])
 
     def are_written(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of `slots` ([n]) have rows."""
         written: NDArray[np.bool_] = within(slots, self._written.size)
         written &= self._written_by_slot[np.where(written, slots, 0)]
         return written
@@ -145,9 +144,8 @@ class HostCache:
         )
 
     def read(self, block_ids: NDArray[np.int64], first: int, out: Rows) -> None:
-        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written. One
-        copy, during which other threads run. Raises if the block table (from position 0 on) ends too early, or names a
-        block that there is none of."""
+        """Fills `out` ([n, L, K]) with the rows of a sequence from position `first` on; -1 where never written. Other
+        threads run meanwhile. Raises if the block table (from position 0 on) is too short, or names no block."""
         size, end = self.block_size, first + len(out)
         if len(block_ids) * size < end:
             raise ValueError(f"a block table of {len(block_ids)} blocks does not reach position {end}")

@@ -2,7 +2,7 @@
 
 import struct
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from routed_experts.protocol.codec import Rows
 
@@ -40,13 +40,17 @@ class OptIn:
         prompt_start, prompt_id, flags = cls._FORM.unpack(value)
         return cls(prompt_start, prompt_id, bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8))
 
+    @classmethod
+    def of(cls, params: Any) -> "OptIn | None":
+        """What a request with these `SamplingParams` opted in to; None if it did not."""
+        return cls.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
+
 
 _PROMPT_OF, _ROWS_OF = "routed-experts-prompt-of-", "routed-experts-rows-of-"
 
 
 def prompt_output_id(request_id: str) -> str:
-    """Id of outputs that bring rows of a prompt, and no tokens, before the first token of a request. vLLM ignores
-    outputs with unknown request ids."""
+    """Id of outputs that bring rows of a prompt before a request's first token. vLLM ignores unknown request ids."""
     return _PROMPT_OF + request_id
 
 

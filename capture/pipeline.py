@@ -35,8 +35,7 @@ Copy = Callable[[], NDArray[np.int16]]
 
 
 class CpuCopier:
-    """Moves the packed words of one step to the host. Here the device is the host: each step packs into memory of its
-    own, and nothing is left to copy."""
+    """Moves the packed words of one step to the host, which is the device here: nothing is left to copy."""
 
     device_bytes = pinned_bytes = 0  # what it keeps allocated
 

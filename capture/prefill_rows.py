@@ -1,7 +1,6 @@
 """Prompt rows sent from a prefill to a decode instance with the KV, as `kv_transfer_params.routed_experts`."""
 
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -11,8 +10,7 @@ from routed_experts.capture.rows import ids_of
 from routed_experts.protocol.codec import UNKNOWN, Rows
 
 PARAM = "routed_experts"
-"""Key in `kv_transfer_params`: the rows; on a prefill request True, which asks for them. Only who asks gets them,
-because bytes are not JSON."""
+"""Key in `kv_transfer_params`: the rows, which are no JSON; on a prefill request True, which asks for them."""
 
 MAX_BYTES = 64 << 20
 """Larger rows are left out, and missing."""
@@ -27,8 +25,6 @@ _WORDS_BYTES = 3  # for each of ids in int16, with its weight
 
 _LATEST = 1 << 40  # `until` is before it, which NaN and Infinity, as Python's JSON reads them, are not
 
-_PIECE_BYTES = 192 << 10  # of ids, encoded at once: they stay in the processor's cache
-
 
 class PrefillRows(NamedTuple):
     """Rows that came with KV. An engine that captures weights takes ids without them too."""
@@ -42,47 +38,25 @@ class PrefillRows(NamedTuple):
         return ids_of(self.rows) if self.has_weights else self.rows
 
 
-def encode(
-    read: Callable[[int, Rows], None],  # fills an array ([n, L, K]) with the rows from a position on
-    num_rows: int,
-    row_shape: tuple[int, int],  # (L, K), with weights (3L, K)
-    until: float,
-    has_weights: bool = False,
-) -> dict[str, Any] | None:
-    """Rows as `kv_transfer_params` have them, one byte for each id if that is enough. None if they are too large.
+def encode(rows: Rows, until: float, has_weights: bool = False) -> dict[str, Any] | None:
+    """`rows` ([n, L, K], with weights [n, 3L, K]) as `kv_transfer_params` have them, one byte for each id if that is
+    enough. None if they are too large.
 
     Between the processes of an instance `data` is bytes, which are not JSON: so no client of another endpoint can make
     the engine take rows for true. Over HTTP it is base64.
     """
-    for name in (WORDS,) if has_weights else ("uint8", "int16"):
-        dtype = _DTYPES[name]
-        if num_rows * row_shape[0] * row_shape[1] * dtype.itemsize > _limit(name):
-            break
-        if (data := _encoded(read, num_rows, row_shape, dtype)) is not None:
-            return {"data": data, "dtype": name, "shape": [num_rows, *row_shape], "until": until}
-    return None
+    is_narrow = rows.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max  # which -1 is not
+    name = WORDS if has_weights else "uint8" if is_narrow else "int16"
+    dtype = _DTYPES[name]
+    if rows.size * dtype.itemsize > _limit(name):
+        return None
+    data = bytearray(rows.size * dtype.itemsize)
+    np.frombuffer(data, dtype).reshape(rows.shape)[:] = rows  # without another copy
+    return {"data": data, "dtype": name, "shape": [*rows.shape], "until": until}
 
 
 def _limit(name: str) -> int:
     return MAX_BYTES * _WORDS_BYTES if name == WORDS else MAX_BYTES
-
-
-def _encoded(
-    read: Callable[[int, Rows], None], num_rows: int, row_shape: tuple[int, int], dtype: np.dtype[Any]
-) -> bytearray | None:
-    """The rows in `dtype`; None if one byte is not enough for some of them, or they are not known. In place, because
-    fresh memory for a second copy takes longer than all else, and the engine's steps wait."""
-    count = max(_PIECE_BYTES // (row_shape[0] * row_shape[1]), 1)
-    buffer = np.empty((min(count, num_rows), *row_shape), dtype=np.int16)
-    data = bytearray(num_rows * row_shape[0] * row_shape[1] * dtype.itemsize)
-    out = np.frombuffer(data, dtype).reshape(num_rows, *row_shape)
-    for first in range(0, num_rows, count):
-        piece = buffer[: num_rows - first]
-        read(first, piece)
-        if dtype.itemsize == 1 and piece.view(np.uint16).max() > 255:  # -1 too
-            return None
-        out[first : first + len(piece)] = piece
-    return data
 
 
 def is_time(until: Any) -> TypeGuard[float]:

@@ -9,13 +9,11 @@ from routed_experts.protocol.codec import Rows
 
 @dataclass(slots=True, eq=False)
 class RequestRows:
-    """A request with the opt-in."""
-
     request_id: str
     client: int  # index of its API process
     opt_in: OptIn
     num_prompt: int  # tokens of the prompt
-    generation: int  # of the weights when it came
+    weights_epoch: int  # when it came
     is_last_only: bool  # whether generated rows stay in the host cache until it ends
     next_row: int  # rows before it were sent or are held, but for the prompt's
     is_prompt_due: bool = True  # until the first token
@@ -24,7 +22,6 @@ class RequestRows:
 
     @property
     def first_held(self) -> int:
-        """Position of the first of the held rows."""
         return self.next_row - sum(len(rows) for rows in self.held)
 
     @property

@@ -19,7 +19,6 @@ class RowStore:
 
     @property
     def used_bytes(self) -> int:
-        """Memory that the rows take."""
         return self._rows.used_bytes
 
     def is_complete(self, chunk: int, with_weights: bool = False) -> bool:
@@ -42,6 +41,5 @@ class RowStore:
             all_have[chunks] = self.have_rows(places, with_weights).reshape(-1, self.chunk_tokens).all(axis=1)
 
     def fill(self, cache: HostCache, slots: NDArray[np.int64], places: NDArray[np.int64], cause: Cause) -> None:
-        """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are: unwritten, where there are no rows, because
-        of `cause`."""
+        """Makes `slots` ([n]) what `places` ([n], as for `have_rows`) are; unwritten for `cause` without rows."""
         cache.copy_from(self._rows, places, slots, cause)

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +30,6 @@ class EngineStats:
     busiest: list[float] = field(default_factory=list)
     routed: list[float] = field(default_factory=list)
     rows_forgotten: int = 0  # rows discarded because the KV connector did something unexpected
-
-    def encode(self) -> dict[str, Any]:
-        """As plain numbers and lists."""
-        return asdict(self)
-
-    @classmethod
-    def decode(cls, encoded: dict[str, Any]) -> "EngineStats":
-        """Undoes `encode`."""
-        return cls(**encoded)
 
 
 class ExpertLoad:
@@ -87,8 +77,7 @@ class StatsRecorder:
             self._load.sample(rows)
 
     def report(self, is_idle: bool, requests_tracked: int, host_cache_bytes: Callable[[], int]) -> EngineStats | None:
-        """The numbers after a step, if they are due: once in an interval, and when the engine gets something to do or
-        has done all."""
+        """The numbers after a step, if they are due: once in an interval, and when the engine begins or ends work."""
         now = self._clock()
         if not (is_idle or self._was_idle or now >= self._next_report):
             return None

@@ -433,10 +433,7 @@ def _filler(name: str, value: ArrayLike, dtype: np.dtype[Any], shape: tuple[int,
 
 
 def _places(
-    routings: Sequence[Routing],
-    length: int,
-    padding: Literal["left", "right"] | int,
-    num_tokens: Sequence[int] | None,
+    routings: Sequence[Routing], length: int, padding: Literal["left", "right"] | int, num_tokens: Sequence[int] | None
 ) -> list[tuple[int, int]]:
     """For each sequence, how many of its tokens are in the batch, and the column of the first."""
     length = arguments.integer("length", length)

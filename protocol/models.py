@@ -56,9 +56,7 @@ class RoutingFields(BaseModel):
         default=False, description="Return the experts that the router chose for every token in every MoE layer."
     )
     routed_experts_prompt_start: StrictInt = Field(
-        default=0,
-        ge=0,
-        description="First prompt row to return; at most the number of prompt tokens.",
+        default=0, ge=0, description="First prompt row to return; at most the number of prompt tokens."
     )
     routed_experts_start_len: StrictInt = Field(
         default=0, ge=0, description="SGLang's name for `routed_experts_prompt_start`."
@@ -85,8 +83,7 @@ class RoutingFields(BaseModel):
         "vLLM's own capture, with zeros in dense layers (-1 in unknown rows).",
     )
     routed_experts_histogram: StrictBool = Field(
-        default=False,
-        description="Return how often each expert of each layer was chosen, with or without the rows.",
+        default=False, description="Return how often each expert of each layer was chosen, with or without the rows."
     )
     return_routed_expert_weights: StrictBool = Field(
         default=False,

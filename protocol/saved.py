@@ -217,8 +217,7 @@ def _checked(routing: Routing, info: ModelInfo) -> Routing:
 
 
 def read(files: Iterable[tuple[str, TextIO]], given: ModelInfo) -> Iterator[SavedAnswer]:
-    """The responses in files, given as names and texts, in order. `given` are facts about the model from elsewhere,
-    which take precedence."""
+    """The responses in files, given as names and texts. `given` are facts about the model, which take precedence."""
     reader, name, found = Reader(given), "", False
     for name, file in files:
         for answer in reader.read(name, file):
@@ -295,8 +294,7 @@ class _Text:
         self.number = 1
 
     def begin(self) -> str | None:
-        """The next characters that are no spaces; None at the end of the file. A line may have a million values, so it
-        is not copied for each of them."""
+        """The next characters but spaces; None at the end. Does not copy the line, which may have a million values."""
         while True:
             self._go(_SPACES.match(self._text, self._at).end())  # type: ignore[union-attr]
             if self._at < len(self._text):

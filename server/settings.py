@@ -23,8 +23,7 @@ class SettingsError(ValueError):
 
 
 def json_or_text(text: str) -> Any:
-    """The value of a flag: JSON, or a number as Python reads it, such as `.5`. Other text is refused by its kind, with
-    the text in the message."""
+    """The value of a flag: JSON, or a number as Python reads it, such as `.5`. Its kind refuses other text."""
     for read in (json.loads, int, float):
         with suppress(ValueError):
             return read(text)

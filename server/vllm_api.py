@@ -14,12 +14,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM, InputStreamError
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.engine.output_processor import (
-    OutputProcessor,
-    OutputProcessorOutput,
-    RequestOutputCollector,
-    RequestState,
-)
+from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector, RequestState
 from vllm.v1.utils import APIServerProcessManager
 from vllm.version import __version__ as VLLM_VERSION
 

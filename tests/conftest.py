@@ -19,7 +19,7 @@ BLOCK_SIZE = 32
 CHUNK = 64
 ON_THE_SERVER = (
     *("tests/e2e/test_completions.py", "tests/clients/test_collect.py", "tests/clients/test_replay.py::test_the_ex"),
-    *("tests/clients/test_compare.py::test_a_r", "tests/clients/test_frameworks.py::test_a_real_server"),
+    "tests/clients/test_compare.py::test_a_r",
 )
 """Tests of the server below, which so starts once, however many processes of pytest there are."""
 SERVER = "server"

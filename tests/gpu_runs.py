@@ -12,7 +12,6 @@ Here, to merge it into `docs/gpu-runs.json`, and to write the tables of `docs/su
 
 import datetime
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -23,7 +22,7 @@ from typing import Any
 import pytest
 
 from routed_experts.capture.engine.config import REFUSALS
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import INSTALLED_VLLM
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs/gpu-runs.json"
@@ -33,7 +32,7 @@ MATRIX = ROOT / "docs/support.md"
 COLUMNS = {
     "cpu": "CPU",
     "v1": "CUDA V1",
-    "v2": "CUDA V2",
+    "v2": "CUDA",
     "weights": "weights CPU",
     "weights_cuda": "weights CUDA",
 }
@@ -137,20 +136,26 @@ def status(column: str, cell: list[str] | str | None, runs: dict[str, Run]) -> s
 
 
 def matrix(features: Sequence[dict[str, Any]], runs: dict[str, Run]) -> Iterator[str]:
-    """The lines of the table. The last column has the GPUs and days of the tests' last runs, and remarks."""
-    yield f"| feature | {' | '.join(COLUMNS.values())} | GPUs, remarks |"
-    yield f"|{'---|' * (len(COLUMNS) + 2)}"
+    """The lines of the table. Features of a group whose cells and remarks are the same share one.
+
+    V1 was run with few features, so it is a remark.
+    """
+    groups: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    group = ""
     for feature in features:
-        if "group" in feature:
-            yield f"| **{feature['group']}** |{' |' * (len(COLUMNS) + 1)}"
-        cells = {column: feature.get(column) for column in COLUMNS}
-        listed = [cell for column, cell in cells.items() if column not in _IN_CI and isinstance(cell, list)]
-        last = [run for tests in listed for test in tests for run in last_runs(runs, test)]
-        machines = {(re.sub("NVIDIA | 80GB HBM3", "", run["device"]), run["date"]) for run in last}
-        remarks = [f"{device} {date}" for device, date in sorted(machines)]
+        group = feature.get("group", group)
+        cells = {column: status(column, feature.get(column), runs) for column in COLUMNS}
+        v1 = cells.pop("v1")
+        remarks = [f"V1: {v1}"] if v1 != UNTESTED else []
         remarks += [feature[name] for name in ("why", "note") if name in feature]
-        shown = [status(column, cell, runs) for column, cell in cells.items()]
-        yield f"| {' | '.join([feature['name'], *shown, '; '.join(remarks)])} |"
+        groups.setdefault(group, {}).setdefault((*cells.values(), "; ".join(remarks)), []).append(feature["name"])
+    shown = [name for column, name in COLUMNS.items() if column != "v1"]
+    yield f"| feature | {' | '.join(shown)} | remarks |"
+    yield f"|{'---|' * (len(shown) + 2)}"
+    for group, lines in groups.items():
+        yield f"| **{group}** {'|' * (len(shown) + 2)}"
+        for cells_and_remarks, names in lines.items():
+            yield f"| {' | '.join(['; '.join(names), *cells_and_remarks])} |"
 
 
 def filled(page: str, name: str, text: str) -> str:
@@ -174,7 +179,7 @@ def main(files: Sequence[str]) -> int:
         for version, of_tests in read(Path(file)).items():
             runs.setdefault(version, {}).update(of_tests)
     write(FILE, runs)
-    page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(SUPPORTED_VLLM[-1], {}))
+    page = rendered(MATRIX.read_text(encoding="utf-8"), support(), runs.get(INSTALLED_VLLM, {}))
     MATRIX.write_text(page, encoding="utf-8")
     return 0
 

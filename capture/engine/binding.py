@@ -24,7 +24,12 @@ from vllm.v1.worker import ubatching
 
 from routed_experts.capture.capturer import Capturer, LocalTokenSlice, RowShape, Sink
 from routed_experts.capture.engine.config import BOUNDED_REPLAY
-from routed_experts.capture.engine.versions import UnsupportedConfig
+from routed_experts.capture.engine.versions import (
+    ALLOW_UNTESTED_FLAG,
+    ALLOW_UNTESTED_VARIABLE,
+    UnsupportedConfig,
+    untested_is_allowed,
+)
 from routed_experts.capture.rows import WEIGHTS_FLAG
 from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource, RoutedExpertsSink, can_report_choice
@@ -41,17 +46,18 @@ class MoELayers:
 
     runners: tuple[MoERunner, ...]
     shape: RowShape
+    # In place of `runners`: fused layers (MegaMoE), which give their logical ids to a `capture_fn` of their own.
+    fused: tuple[Any, ...] = ()
 
 
 def find_moe_layers(model: torch.nn.Module) -> MoELayers:
     """The MoE layers of `model` and the shape of their rows; a pipeline stage may have none. Refuses layers whose
     routing cannot be captured, or that do not fit one array."""
-    if any(isinstance(module, RoutedExpertsCaptureSource) for module in model.modules()):
-        raise UnsupportedConfig(
-            "The model's fused MoE layers (MegaMoE) cannot be captured: choose another kernel with --moe-backend."
-        )
     if getattr(model, "decoder_replay_layers", None) is not None:
         raise UnsupportedConfig(BOUNDED_REPLAY)
+    fused = [module for module in model.modules() if isinstance(module, RoutedExpertsCaptureSource)]
+    if fused:
+        return _fused_layers(model, fused)
     named = {name: module for name, module in model.named_modules() if isinstance(module, MoERunner)}
     towers = tuple(f"{name}." for name in getattr(model, "_tower_model_names", ()))  # of multimodal models
     if any(name.startswith(towers) for name in named):
@@ -59,18 +65,44 @@ def find_moe_layers(model: torch.nn.Module) -> MoELayers:
     runners = tuple(sorted(named.values(), key=lambda runner: int(runner.layer_id)))
     for runner in runners:
         _check_capturable(runner)
-    layer_ids = tuple(int(runner.layer_id) for runner in runners)
+    kinds = {(int(runner.moe_config.num_logical_experts), _top_k(runner)) for runner in runners}
+    scales = tuple(float(getattr(runner, "routed_scaling_factor", 1.0)) for runner in runners)
+    on_input = any(runner.routed_experts.apply_router_weight_on_input for runner in runners)
+    return MoELayers(runners, _row_shape(runners, kinds, scales, on_input))
+
+
+def _fused_layers(model: torch.nn.Module, fused: Iterable[Any]) -> MoELayers:
+    """MegaMoE layers: one kernel sends the tokens to their experts' ranks and back. Each rank sees its own tokens."""
+    if not untested_is_allowed():
+        raise UnsupportedConfig(
+            "The capture of the model's fused MoE layers (MegaMoE) has not run on a GPU yet: choose another kernel "
+            f"with --moe-backend, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment)."
+        )
+    if get_tp_group().world_size > 1 or any(isinstance(module, MoERunner) for module in model.modules()):
+        raise UnsupportedConfig(
+            "Fused MoE layers (MegaMoE) are captured without tensor parallelism, which spreads tokens over its ranks, "
+            "and without MoE layers of another kind: choose another kernel with --moe-backend, or use data parallelism."
+        )
+    layers = tuple(sorted(fused, key=lambda layer: int(layer.layer_id)))
+    kinds = {(int(layer.num_logical_experts), int(layer.top_k)) for layer in layers}
+    return MoELayers((), _row_shape(layers, kinds), layers)
+
+
+def _row_shape(
+    layers: Iterable[Any],
+    kinds: set[tuple[int, int]],  # experts and top-k of these layers
+    scales: tuple[float, ...] = (),
+    on_input: bool = False,
+) -> RowShape:
+    layer_ids = tuple(int(layer.layer_id) for layer in layers)
     if len(set(layer_ids)) != len(layer_ids):
         raise UnsupportedConfig(f"Several MoE layers share a decoder layer, which rows cannot express: {layer_ids}.")
-    kinds = {(int(runner.moe_config.num_logical_experts), _top_k(runner)) for runner in runners} or {(0, 0)}
-    if len(kinds) != 1:
+    if len(kinds) > 1:
         raise UnsupportedConfig(
             f"The MoE layers differ in experts or top-k, which one array cannot express: {sorted(kinds)}."
         )
-    num_experts, top_k = kinds.pop()
-    scales = tuple(float(getattr(runner, "routed_scaling_factor", 1.0)) for runner in runners)
-    on_input = any(runner.routed_experts.apply_router_weight_on_input for runner in runners)
-    return MoELayers(runners, RowShape(layer_ids, num_experts, top_k, scales, on_input))
+    num_experts, top_k = kinds.pop() if kinds else (0, 0)  # of a pipeline stage without MoE layers
+    return RowShape(layer_ids, num_experts, top_k, scales, on_input)
 
 
 def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
@@ -81,6 +113,11 @@ def has_parts(modules: Iterable[torch.nn.Module]) -> bool:
 
 def check_weights(layers: MoELayers, is_eager: bool) -> None:
     """Raises `UnsupportedConfig` for layers whose weights cannot be captured."""
+    if layers.fused:
+        raise UnsupportedConfig(
+            "Fused MoE layers (MegaMoE) say which experts were chosen but not their weights: choose another kernel "
+            f"with --moe-backend, or remove {WEIGHTS_FLAG}."
+        )
     for runner in layers.runners:
         if runner.is_monolithic and not cpu_kernels.routes_itself(runner):
             raise UnsupportedConfig(
@@ -99,6 +136,8 @@ def check_weights(layers: MoELayers, is_eager: bool) -> None:
 def bind(layers: MoELayers, capturer: Capturer, dp_rank: int, dp_size: int) -> None:
     """Makes every layer write its logical expert ids into its view of the device cache, and their weights if captured:
     inside the opaque MoE operator, so that it works under torch.compile and is recorded by graph capture."""
+    for row, layer in enumerate(layers.fused):
+        layer.capture_fn = capturer.sink(row, local_token_slice(dp_rank) if dp_size > 1 else None)
     tp_rank = get_tp_group().rank_in_group if has_parts(layers.runners) else 0
     for row, runner in enumerate(layers.runners):
         sp_size = int(runner.moe_config.sp_size)
@@ -163,8 +202,7 @@ def capture_choice(router: BaseRouter, sink: Sink) -> None:
 
 
 def check_weights_are_kept(runner: MoERunner) -> None:
-    """Refuses a layer whose experts' kernel writes into its weights before they are copied, in the first step that is
-    not recorded: vLLM's own, before it is ready."""
+    """Refuses a layer whose experts' kernel changes its weights, in vLLM's own first step before it is ready."""
     experts = runner.routed_experts
     forward = experts.forward_modular
 

@@ -15,8 +15,7 @@ _PREFIX = f"{__name__}."
 
 
 def worker_name(given: Any) -> str:
-    """The value for `worker_cls` if a program sets `given`; refused if the capture cannot be mixed in, or there is none
-    for this device."""
+    """The value for `worker_cls` if a program sets `given`. Refuses other devices, and what it cannot be mixed into."""
     device = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else None
     if device is None:
         raise UnsupportedConfig("Routed experts are captured on CUDA and on CPU only.")

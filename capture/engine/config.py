@@ -31,8 +31,6 @@ from routed_experts.capture.seams.arguments import has_other_outputs, vllm_captu
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused configuration."""
-
     name: str  # short, as in `docs/support.md`
     applies: Callable[[VllmConfig], bool]  # true for a configuration to refuse
     message: str  # the reason, and what to change
@@ -210,9 +208,8 @@ def _keeps_every_token(spec: KVCacheSpec) -> bool:
 
 
 def full_attention_group(kv_cache_config: KVCacheConfig) -> int:
-    """Index of the KV cache group whose blocks hold every token of a sequence. Refused are models whose groups all drop
-    tokens (sliding windows, states), so that the rows of a prefix hit could not be found, or whose hits recompute their
-    last tokens without the tokens before them."""
+    """Index of the KV cache group whose blocks hold every token of a sequence. Refuses models whose groups all drop
+    tokens (sliding windows, states), whose hits have no rows, or whose hits compute last tokens without others."""
     if any(seams.replays_prefixes(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups):
         raise UnsupportedConfig(BOUNDED_REPLAY)
     for index, group in enumerate(kv_cache_config.kv_cache_groups):

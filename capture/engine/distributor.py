@@ -149,12 +149,11 @@ class RowDistributor:
         self._prefilling: dict[str, RequestRows] = {}  # rows before their next sampling step are in the host cache
         self._ended: dict[str, RequestRows] = {}  # in this step, or since
         self._sent_prompts: dict[bytes, None] = {}  # those with several requests, oldest first
-        self._generation = 0  # raised when weights may have changed
+        self._weights_epoch = 0  # raised when weights may have changed
 
     # ---- what happens to requests ----
 
     def add(self, request: Request, opt_in: OptIn | None) -> None:
-        """Starts tracking a request that opted in."""
         if opt_in is None:
             return
         state = RequestRows(
@@ -162,7 +161,7 @@ class RowDistributor:
             request.client_index,
             opt_in,
             request.num_prompt_tokens,
-            self._generation,
+            self._weights_epoch,
             is_last_only=opt_in.final_only and not self._has_drafts,
             next_row=request.num_prompt_tokens - 1,
         )
@@ -171,7 +170,7 @@ class RowDistributor:
 
     def weights_may_differ(self) -> None:
         """Called when later steps may use other weights. Requests without a token then get prompt rows of their own."""
-        self._generation += 1
+        self._weights_epoch += 1
 
     def prefill_again(self, request: Request) -> None:
         """Called when a request is preempted, or a load of its KV has failed."""
@@ -225,8 +224,7 @@ class RowDistributor:
         return blocks
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs]) -> dict[int, list[SingleRows]]:
-        """Puts the rows that became known with a step on its outputs, or into the queue. Returns those of outputs with
-        one row, by API process."""
+        """Puts a step's rows on its outputs, or into the queue. Returns single rows of outputs, by API process."""
         singles = {}
         for client, message in messages.items():
             if self._streams:
@@ -298,7 +296,7 @@ class RowDistributor:
         request_id, key = state.request_id, state.opt_in.prompt_id
         if first == state.num_prompt:
             return
-        if state.generation != self._generation:
+        if state.weights_epoch != self._weights_epoch:
             key = request_id.encode()  # for this request alone
         elif state.opt_in.shared:
             if key in self._sent_prompts:

@@ -55,7 +55,6 @@ class OutputQueue:
         return len(self._entries) + len(self._ends)
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether a request's outputs wait for its prompt's rows."""
         return request_id in self._waiting
 
     def send_prompt(self, client: int, request_id: str, key: bytes, rows: PendingRows) -> None:

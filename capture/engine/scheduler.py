@@ -1,6 +1,7 @@
 """The scheduler given to vLLM as `scheduler_cls`: it owns the host cache and tracks each request's rows."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -17,11 +18,12 @@ from vllm.v1.request import Request, RequestStatus
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.distributor import RowDistributor, RowSource, Step
 from routed_experts.capture.engine.kv_transfer.tracker import ExternalKVTracker, LocalHit, NoExternalKV
-from routed_experts.capture.engine.prefill_rows import PrefillRowsExchange, opt_in_of
+from routed_experts.capture.engine.prefill_exchange import PrefillRowsExchange
 from routed_experts.capture.engine.slot import ConnectorSlot
 from routed_experts.capture.engine.transport import detach
 from routed_experts.capture.envelope import CAUSES, ENVELOPE_ID, STATS, pack
 from routed_experts.capture.host_cache import HostCache
+from routed_experts.capture.message import OptIn
 from routed_experts.capture.rows import captures_weights
 from routed_experts.capture.seams.engine import ConnectedScheduler
 from routed_experts.capture.stats import StatsRecorder
@@ -37,15 +39,20 @@ class SchedulerConnector(ConnectorSlot):
         block_size = kv_cache_config.kv_cache_groups[kv_group].kv_cache_spec.block_size
         self.cache = HostCache(kv_cache_config.num_blocks, block_size, captures_weights(config))
         source = RowSource(scheduler, kv_group, self.cache)
-        self.requests = RowDistributor(scheduler, source, has_drafts=config.speculative_config is not None)
-        self.output_queue = self.requests.queue
+        self.distributor = RowDistributor(scheduler, source, has_drafts=config.speculative_config is not None)
+        self.output_queue = self.distributor.queue
         self._stats = StatsRecorder(config.parallel_config.data_parallel_index)
         self._steps: dict[int, Step] = {}  # in flight
         self._num_steps = 0
         self.external_kv: ExternalKVTracker | NoExternalKV = NoExternalKV()
         if config.kv_transfer_config is not None:
             self.external_kv = ExternalKVTracker(
-                scheduler, config.kv_transfer_config, kv_group, self.cache, self.requests.tracked, self._on_unexpected
+                scheduler,
+                config.kv_transfer_config,
+                kv_group,
+                self.cache,
+                self.distributor.tracked,
+                self._on_unexpected,
             )
         self.prefill_rows = PrefillRowsExchange(source, self.external_kv.pulls)
 
@@ -59,20 +66,20 @@ class SchedulerConnector(ConnectorSlot):
     def request_finished(self, request: Request, *more: Any, **options: Any) -> None:
         """Called when a request ends, and when it is preempted, which restarts its prefill."""
         if request.is_finished():
-            self.requests.finish(request)
+            self.distributor.finish(request)
             self.prefill_rows.pulls.forget(request.request_id)
         else:
-            self.requests.prefill_again(request)
+            self.distributor.prefill_again(request)
 
     def reset(self, *more: Any, **options: Any) -> None:
         """Called when the prefix cache was reset, as when weights change: no earlier row is hit then."""
-        self.requests.weights_may_differ()
+        self.distributor.weights_may_differ()
 
     def build_connector_meta(
         self, scheduler_output: SchedulerOutput, requests: Mapping[str, Request], *more: Any, **options: Any
     ) -> int:
         """Called when a step has been scheduled, before its requests are advanced. Its number comes with its output."""
-        step = Step(scheduler_output, self.requests.schedule(scheduler_output, requests))
+        step = Step(scheduler_output, self.distributor.schedule(scheduler_output, requests))
         step.loads = self.external_kv.pop_loads(scheduler_output, requests)
         step.stores = self.external_kv.pop_stores(scheduler_output)
         self._num_steps += 1
@@ -89,7 +96,7 @@ class SchedulerConnector(ConnectorSlot):
             if store.runs_before_step:
                 store.apply(self.cache)
         if step.loads and not self.external_kv.writes_behind_hit:
-            self.requests.before_overwrite()
+            self.distributor.before_overwrite()
         for load in step.loads:
             load.apply(self.cache)
         if copies := scheduler_output.kv_cache_block_copies:
@@ -108,15 +115,15 @@ class SchedulerConnector(ConnectorSlot):
 
     def distribute(self, step: Step, messages: dict[int, EngineCoreOutputs], is_idle: bool) -> None:
         """Adds rows, causes of unknown rows and counters to messages. `is_idle`: whether no request is left."""
-        singles = self.requests.distribute(step, messages)
+        singles = self.distributor.distribute(step, messages)
         notes: dict[int, dict[str, Any]] = {}
-        for client, unknown in self.requests.source.pop_unknown():
+        for client, unknown in self.distributor.source.pop_unknown():
             notes.setdefault(client, {}).setdefault(CAUSES, []).append(unknown)
         stats = self._stats.report(
-            is_idle, len(self.requests.tracked), lambda: self.external_kv.kept_bytes + self.cache.used_bytes
+            is_idle, len(self.distributor.tracked), lambda: self.external_kv.kept_bytes + self.cache.used_bytes
         )
         if stats is not None:  # for one process, because metrics are summed over processes
-            notes.setdefault(0, {})[STATS] = stats.encode()
+            notes.setdefault(0, {})[STATS] = asdict(stats)
         for client in {**messages, **notes}:
             message = messages.setdefault(client, EngineCoreOutputs())
             rows = pack(message.outputs, singles.get(client, ()))
@@ -143,7 +150,7 @@ class SchedulerCapture(ConnectedScheduler):
     def _update_requests_with_invalid_blocks(self, *args: Any, **kwargs: Any) -> tuple[set[str], int, set[int]]:
         affected = super()._update_requests_with_invalid_blocks(*args, **kwargs)
         for request_id in affected[0]:
-            self.aux_output_connector.requests.prefill_again(self.requests[request_id])
+            self.aux_output_connector.distributor.prefill_again(self.requests[request_id])
         return affected
 
     def _connector_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
@@ -154,20 +161,20 @@ class SchedulerCapture(ConnectedScheduler):
         connector = self.aux_output_connector
         connector.prefill_rows.receive(request, self.vllm_config.kv_transfer_config)
         super().add_request(request)
-        connector.requests.add(request, opt_in_of(request))
+        connector.distributor.add(request, OptIn.of(request.sampling_params))
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
         finished = super().finish_requests(request_ids, finished_status)
         if finished_status is not RequestStatus.FINISHED_ABORTED:
             return finished  # vLLM tells the API process of an error with the step's outputs
-        others = self.aux_output_connector.requests.end_aborted(finished, is_asked=request_ids is not None)
+        others = self.aux_output_connector.distributor.end_aborted(finished, is_asked=request_ids is not None)
         # At a pause or the engine's end vLLM tells clients at once that the requests returned here have ended.
         return finished if request_ids is not None else others
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         super().set_pause_state(pause_state)
         if pause_state == PauseState.UNPAUSED:
-            self.aux_output_connector.requests.weights_may_differ()
+            self.aux_output_connector.distributor.weights_may_differ()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

@@ -21,7 +21,6 @@ _ROWS = "routed_experts"
 
 
 def gather_stages(own: RowShape) -> list[RowShape]:
-    """The row shapes of all pipeline stages, in order."""
     group = get_pp_group()
     shapes: list[Any] = [own] * group.world_size
     if group.world_size > 1:
@@ -56,8 +55,7 @@ def join_cache(cache: DeviceCache, num_tokens: int) -> None:
 
 
 class PipelineStage:
-    """Completes the rows of this pipeline stage, receives the previous stages' rows, and sends both on with the hidden
-    states."""
+    """Completes this pipeline stage's rows, and sends them on with those of stages before and the hidden states."""
 
     def __init__(self, runner: GPUModelRunner, capturer: Capturer) -> None:
         self._capturer = capturer

@@ -10,7 +10,6 @@ requests of a step: one array is cheaper than one per request."""
 
 
 def attach(output: ModelRunnerOutput, rows: StepRows) -> None:
-    """Puts a step's rows on its output."""
     output.aux_output_connector_output = {STEP: rows}
 
 

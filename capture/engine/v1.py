@@ -54,8 +54,6 @@ class V1Adapter:
 
 
 class OutputWithRows(AsyncModelRunnerOutput):
-    """An asynchronous output with its step's rows."""
-
     def __init__(self, output: AsyncModelRunnerOutput, pending: PendingStep) -> None:
         self._output = output
         self._pending = pending

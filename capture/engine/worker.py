@@ -12,13 +12,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from routed_experts.capture.capturer import Capturer, RowShape
-from routed_experts.capture.engine.binding import (
-    bind,
-    check_weights,
-    find_moe_layers,
-    has_parts,
-    storing_after_forward,
-)
+from routed_experts.capture.engine.binding import bind, check_weights, find_moe_layers, has_parts, storing_after_forward
 from routed_experts.capture.engine.config import check_engine_config, full_attention_group
 from routed_experts.capture.engine.stage import gather_stages, join_cache
 from routed_experts.capture.engine.v1 import V1Adapter

@@ -2,8 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,14 +16,6 @@ _sinks: list[Sink] = []  # the last one is that of the layer that runs
 
 def _functions() -> list[Any]:
     return [sys.modules[name] for name in _MODULES if hasattr(sys.modules.get(name), "select_experts")]
-
-
-def is_needed() -> bool:
-    """Whether the installed version has such kernels."""
-    for name in _MODULES:
-        with suppress(ImportError):
-            import_module(name)
-    return bool(_functions())
 
 
 def routes_itself(runner: Any) -> bool:

@@ -20,11 +20,7 @@ from vllm.v1.engine import utils as engine_utils
 from routed_experts.capture.engine.classes import is_capturing, scheduler_name, worker_name
 from routed_experts.capture.engine.config import check_engine_config
 from routed_experts.capture.engine.kv_transfer.connectors import MISSING, ON_LOAD_FLAG, ON_LOAD_VARIABLE, RECOMPUTE
-from routed_experts.capture.engine.versions import (
-    ALLOW_UNTESTED_FLAG,
-    ALLOW_UNTESTED_VARIABLE,
-    UnsupportedConfig,
-)
+from routed_experts.capture.engine.versions import ALLOW_UNTESTED_FLAG, ALLOW_UNTESTED_VARIABLE, UnsupportedConfig
 from routed_experts.capture.rows import WEIGHTS_KEY
 from routed_experts.capture.seams.http import cli_env_setup, configure_logging_from_args
 from routed_experts.protocol.version import VERSION
@@ -138,8 +134,7 @@ def flag_of(name: str) -> str:
 
 
 def configure(args: argparse.Namespace) -> Settings | None:
-    """Names our worker and scheduler in vLLM's arguments, whose own flag switches our capture here. Gives the settings,
-    or None if nothing is captured."""
+    """Names our worker and scheduler in vLLM's arguments, if its own flag is on; returns the settings then."""
     captures, args.enable_return_routed_experts = args.enable_return_routed_experts, False
     if getattr(args, "allow_untested_vllm", False):
         _set_everywhere(ALLOW_UNTESTED_VARIABLE, "1")
@@ -170,7 +165,6 @@ def _set_everywhere(variable: str, value: str) -> None:
 
 
 def tiny_model_dir() -> Path:
-    """The tiny model's folder, in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "routed-experts" / TINY_MODEL_NAME
 
@@ -256,8 +250,7 @@ def run(args: argparse.Namespace) -> None:
 
 @contextmanager
 def checked_configuration(model: str) -> Iterator[None]:
-    """Has an invalid configuration end in one sentence, where vLLM makes it, before an engine process would fail with a
-    stack trace."""
+    """Has an invalid configuration end in one sentence where vLLM makes it, not with a trace of an engine process."""
     program_plugin.register()  # which replaces the same method, and once only
     create = EngineArgs.create_engine_config
 

@@ -13,7 +13,7 @@ import orjson
 import pybase64
 from numpy.typing import NDArray
 
-from routed_experts.capture.rows import ids_of, row_shape, weights_of
+from routed_experts.capture.rows import row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import NUMPY_DTYPES, UNKNOWN, CodecError, Format, Rows, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts, sum_weights
@@ -39,8 +39,6 @@ class LostRowsError(CodecError):
 
 @dataclass(slots=True)
 class ResponseCounts:
-    """Counters of one response."""
-
     rows: int = 0
     missing: int = 0  # unknown rows among them
     num_bytes: int = 0  # of the encoded arrays
@@ -78,7 +76,6 @@ class Encoder:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all encoded arrays."""
         return self.counts.num_bytes + (0 if self.weights is None else self.weights.counts.num_bytes)
 
     def named_encoders(self, name: str = "routed_experts") -> dict[str, "Encoder"]:
@@ -142,7 +139,6 @@ class Encoder:
             yield part
 
     def count(self, num_rows: int, missing: int) -> None:
-        """Counts rows as sent."""
         self.counts.rows += num_rows
         self.counts.missing += missing
 
@@ -177,8 +173,7 @@ class Encoder:
             yield b"]"
 
     def layers_first(self, arrays: Sequence[Rows]) -> tuple[NDArray[Any], int]:
-        """The rows of `arrays` as one array [layers, n, K], and how many of them are unknown, which is an error if the
-        dtype cannot hold -1. Counts nothing as sent."""
+        """As `_converted`, with the layers first ([layers, n, K]). Counts nothing as sent."""
         rows, missing = self._converted(arrays)
         item = np.dtype((np.void, rows.shape[2] * self._wire.itemsize))  # numpy moves K ids with one copy
         array = np.empty((rows.shape[1], rows.shape[0], rows.shape[2]), dtype=self._wire)
@@ -189,15 +184,15 @@ class Encoder:
         """Counts how often each expert of each layer was chosen, and adds up weights. Dense layers count as zero."""
         counts = np.zeros((self.shape[0], self._num_experts), dtype=np.int64)
         sums = np.zeros(counts.shape)
-        rows, missing = joined(arrays, self.row_shape), 0
+        rows, missing, has_weights = joined(arrays, self.row_shape), 0, self.row_shape != self.shape
         for part in _parts(rows, max(_PART_BYTES // self._row_bytes, 1)):
             ids = self._ids(part)
             counts += count_experts(ids, self._num_experts)
-            if self._has_weights:
+            if has_weights:
                 sums += sum_weights(ids, weights_of(part), self._num_experts)
             missing += count_missing(ids)
         counted: Histogram = {"counts": self._spread(counts).tolist(), "rows": len(rows), "missing": missing}
-        if self._has_weights:
+        if has_weights:
             counted["weights"] = self._spread(sums).tolist()
         return counted
 
@@ -216,12 +211,8 @@ class Encoder:
         """The array [n, layers, K] that is encoded of `rows`."""
         return self._spread(self._ids(rows))
 
-    @property
-    def _has_weights(self) -> bool:
-        return self.row_shape != self.shape
-
     def _ids(self, rows: Rows) -> Rows:
-        return ids_of(rows) if self._has_weights else rows
+        return rows[:, : self.shape[0]]
 
     def _spread(self, array: NDArray[Any]) -> NDArray[Any]:
         """`array` [..., L, K], with all decoder layers if they are sent."""
@@ -250,11 +241,7 @@ class PairedEncoder(Encoder):
     _columns = 2
 
     def __init__(
-        self,
-        shape: tuple[int, int],
-        num_experts: int,
-        layers: tuple[Sequence[int], int] | None,
-        scale: Sequence[float],
+        self, shape: tuple[int, int], num_experts: int, layers: tuple[Sequence[int], int] | None, scale: Sequence[float]
     ) -> None:
         super().__init__("object", "int32", shape, num_experts, layers)
         self.row_shape = row_shape(*shape, with_weights=True)
@@ -273,7 +260,6 @@ def joined(arrays: Sequence[Rows], shape: tuple[int, int]) -> Rows:
 
 
 def _parts(array: Any, count: int = _PART_BYTES) -> Iterator[Any]:
-    """`array` in parts of `count` items."""
     return (array[first : first + count] for first in range(0, len(array), count))
 
 

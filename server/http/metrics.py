@@ -65,10 +65,7 @@ ENGINE_GAUGES = {
     "host_cache_bytes": _gauge("host_cache_bytes", "Memory of the rows of cached and offloaded tokens.", _ENGINE),
 }
 EXPERT_LOAD = _gauge(
-    "expert_load_ratio",
-    "Recent load of the busiest expert of a layer, divided by the mean load.",
-    _ENGINE,
-    "layer",
+    "expert_load_ratio", "Recent load of the busiest expert of a layer, divided by the mean load.", _ENGINE, "layer"
 )
 
 BUILD_INFO.labels(VERSION, VLLM_VERSION).set(1)
@@ -114,7 +111,6 @@ def show_store(num_bytes: int) -> None:
 
 
 def count_recorded(num_bytes: int) -> None:
-    """Counts a prompt whose routing was written to a file."""
     RECORDED_REQUESTS.labels(_model).inc()
     RECORDED_BYTES.labels(_model).inc(num_bytes)
 

@@ -35,11 +35,14 @@ from routed_experts.server.outputs.folders import default_folder, remove_unused
 from routed_experts.server.page import PAGE_PATH
 from routed_experts.server.page.routes import api_keys, page_router
 from routed_experts.server.settings import Settings, SettingsError
-from routed_experts.server.vllm_api import AsyncLLM, EngineClient, get_logger, rank_of_process
+from routed_experts.server.vllm_api import AsyncLLM, EngineClient, VllmConfig, get_logger, rank_of_process
 
 logger = get_logger(__name__)
 
 _SWEEP_S = 15.0
+_STREAMS_PER_PROCESS = 256
+"""With rows beside each token a stream takes 60 to 140 µs of an API process's CPU a token, and a step of so many
+streams 20 to 25 ms on an H100 or H200 (docs/performance.md)."""
 ADDRESS_FILE_VARIABLE = "ROUTED_EXPERTS_ADDRESS_FILE"
 
 SERVING_CLASSES: dict[str, type[RoutedServing]] = {
@@ -129,7 +132,7 @@ async def announce(state: State, args: Namespace, model: str) -> None:
         return
     shape = (*captured.shape, captured.num_experts)
     has_page = state.routed_experts.settings.routed_experts_page
-    what = what_to_do(args, base, model, has_page)
+    what = what_to_do(args, base, model, has_page) + processes_to_add(captured.engine.vllm_config)
     logger.info("Serving %s: %d MoE layers, top %d of %d experts.\n%s", model, *shape, what)
 
 
@@ -149,6 +152,19 @@ def address(args: Namespace) -> str:
     host = args.host if args.host not in (None, "", "0.0.0.0", "::") else "localhost"
     listens = "localhost" if args.uds else f"{f'[{host}]' if ':' in host else host}:{args.port}"
     return f"{scheme}://{listens}{(args.root_path or '').rstrip('/')}"
+
+
+def processes_to_add(config: VllmConfig) -> str:
+    """A line if the requests that may run at once are more than the API processes stream without being the limit."""
+    at_once = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+    _, processes = rank_of_process(config)
+    needed = -(-at_once // _STREAMS_PER_PROCESS)
+    if needed <= processes:
+        return ""
+    return (
+        f"\n  note   {at_once} requests may run at once; streams with routed experts need an API process for every "
+        f"{_STREAMS_PER_PROCESS}: --api-server-count {needed}"
+    )
 
 
 def what_to_do(args: Namespace, base: str, model: str, has_page: bool) -> str:

@@ -32,7 +32,7 @@ from routed_experts.server.http.engine import CapturedEngine
 from routed_experts.server.http.metrics import count_dropped, count_recorded
 from routed_experts.server.http.response import CollectedRows, RoutedResponse
 from routed_experts.server.outputs.folders import open_private, private_folder, try_lock, write_all
-from routed_experts.server.outputs.row_buffer import NoRecorder, RecordedRows, RowBuffer
+from routed_experts.server.outputs.row_buffer import NoRecorder, RowBuffer
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     CompletionOutput,
@@ -178,8 +178,6 @@ class RecordedResponse(BaseModel, extra="allow"):
 
 @dataclass(eq=False)
 class Record:
-    """What is recorded of a prompt."""
-
     request_id: str
     created: int  # Unix time, in seconds
     opt_in: OptIn  # the client's, or the recorder's own
@@ -192,7 +190,9 @@ class Record:
     prompt_len: int = 0
 
 
-class RecordedChoice(RecordedRows):
+class RecordedChoice(RowBuffer):
+    """The rows of one choice for the record. If the client asked for rows too, they also go into a buffer for it."""
+
     def __init__(self, recorder: "Recorder", record: Record, client_asks: bool) -> None:
         super().__init__(record.request_id)
         self.client_asks = client_asks
@@ -206,6 +206,7 @@ class RecordedChoice(RecordedRows):
             RowBuffer.__init__(self)  # frees the rows before
 
     def finish(self, state: RequestState, finish_reason: str) -> None:
+        """Called once, when the choice has its last token or is aborted."""
         try:
             self._recorder.finish(self._record, self, state, finish_reason)
         except Exception as error:  # noqa: BLE001 the response does not depend on it
@@ -217,8 +218,6 @@ class Recorder(NoRecorder):
 
     All methods but those of the thread run in the event loop.
     """
-
-    is_on = True
 
     def __init__(self, captured: CapturedEngine, files: RecordFiles, share: float, keeps_tokens: bool) -> None:
         self._captured = captured
@@ -244,7 +243,7 @@ class Recorder(NoRecorder):
         if params is None or self._is_closed or _LEFT_OUT.get():
             return None
         try:
-            asked = OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG))
+            asked = OptIn.of(params)
             if parent is None:
                 record = self._new(request, params, asked, 1)
             else:  # all choices of a prompt, or none

@@ -19,8 +19,7 @@ _ROWS = "routed_experts/rows"
 ROWS_PATH = f"/v1/{_ROWS}"
 
 AT_ONCE_BYTES = 512 << 10
-"""Rows of a response that is made at once, which takes at most about 2 ms. More are prepared in a thread and sent in
-parts, between which other tasks run."""
+"""Rows of a response that is made at once, in about 2 ms. More are made in a thread, and others run between parts."""
 
 T = TypeVar("T")
 Arrays = Iterable[tuple[str, int, list[Rows]]]
@@ -52,6 +51,7 @@ class ReferenceMaker(Delivery):
 
     store: ArrayStore
     has_left: Callable[[], bool]  # whether the client has closed its connection
+    names_files: bool = False  # whether references name the files
     unsent_ids: list[str] = field(default_factory=list, init=False)  # ids whose references were not sent yet
 
     async def run(self, num_bytes: int, function: Callable[..., T], *args: Any) -> T:
@@ -106,7 +106,7 @@ class ReferenceMaker(Delivery):
         count_stored(succeeded=True)
         # The URL is relative to the API's base.
         reference = stored.reference(array, start, missing, url=f"{_ROWS}/{stored.id}")
-        return {**reference, "path": str(stored.path)} if self.store.include_paths else reference
+        return {**reference, "path": str(stored.path)} if self.names_files else reference
 
 
 def has_left(request: Request) -> bool:
@@ -121,7 +121,6 @@ def has_left(request: Request) -> bool:
 
 
 def cannot_store(error: StoreError) -> HTTPException:
-    """The error for a request whose arrays cannot be stored."""
     return HTTPException(
         HTTPStatus.INSUFFICIENT_STORAGE,
         f"The routed experts cannot be stored: {error}. Delete arrays that were fetched, raise "

@@ -88,7 +88,7 @@ def unpacked(content: bytes) -> Any:
 class RoutedRequest(RoutingFields):
     """Extension of vLLM's request models."""
 
-    _routing: RoutingOptions | None = PrivateAttr(default=None)
+    _routing: RoutingOptions | None = PrivateAttr(default=None)  # None if the request does not ask for routing
     _has_left: Callable[[], bool] = PrivateAttr()  # whether the client has closed its connection
 
     @model_validator(mode="wrap")
@@ -110,38 +110,26 @@ class RoutedRequest(RoutingFields):
                 raise VLLMValidationError(f"{name} is out of range", parameter=name)
         return request
 
-    @property
-    def routing(self) -> RoutingOptions | None:
-        """The checked routing fields; None if the request does not ask for routing."""
-        return self._routing
-
-    @routing.setter
-    def routing(self, options: RoutingOptions | None) -> None:
-        self._routing = options
-
     def opt_in(self, params: SamplingParams) -> SamplingParams:
         """Adds the opt-in for the engine to `params` if the request asks for routing."""
-        if self.routing is not None:
+        if self._routing is not None:
             # vLLM's models have the field `stream` each, and not their common base.
-            at_end = self.routing.at_end or not getattr(self, "stream", False)
-            opt_in(params, self.routing.prompt_start, self.routing.weights, at_end)
+            at_end = self._routing.at_end or not getattr(self, "stream", False)
+            opt_in(params, self._routing.prompt_start, self._routing.weights, at_end)
         # Not used here. vLLM checks its own field of this name too late, after a stream has begun.
         params.routed_experts_prompt_start = 0
         return params
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
+        return self.opt_in(super().to_sampling_params(*args, **kwargs))  # type: ignore[misc]
 
 
 class RoutedCompletionRequest(RoutedRequest, CompletionRequest):
     """A completion request that may ask for routing."""
 
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
-        return self.opt_in(super().to_sampling_params(*args, **kwargs))
-
 
 class RoutedChatRequest(RoutedRequest, ChatCompletionRequest):
     """A chat completion request that may ask for routing."""
-
-    def to_sampling_params(self, *args: Any, **kwargs: Any) -> SamplingParams:
-        return self.opt_in(super().to_sampling_params(*args, **kwargs))
 
 
 class RoutedGenerateRequest(RoutedRequest, GenerateRequest):

@@ -78,14 +78,12 @@ class CollectedRows:
         return count_missing(ids_of(rows) if self.options.weights else rows)
 
     async def collect_from(self, outputs: AsyncIterator[RequestOutput]) -> AsyncIterator[RequestOutput]:
-        """Yields `outputs` after collecting their rows."""
         async for output in outputs:
             self.collect(output)
             yield output
 
     @property
     def num_rows(self) -> int:
-        """Number of rows in all arrays of the response."""
         return sum(_count(arrays) for *_, arrays in self.arrays()) if self.options.rows else 0
 
     @property
@@ -126,11 +124,6 @@ class RoutedResponse:
         """Size of all rows, including those in `kv_transfer_params`."""
         return self.rows.nbytes + rows_nbytes(self.response.kv_transfer_params)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether the response can be made at once."""
-        return self.nbytes <= AT_ONCE_BYTES
-
     async def prepare(self, packed: bool) -> bytes | Iterator[bytes]:
         """The response body as JSON or MessagePack (`packed`), in parts if it is long. Stores the arrays if the request
         asks for references; if the store cannot take them, they must fit inline."""
@@ -140,7 +133,10 @@ class RoutedResponse:
         """As `prepare`, in this thread."""
         body = body_of(self.response, packed)
         arrays = list(self.rows.arrays()) if self.rows.options.rows else []
-        if self._prompt_goes_with_kv and not self.rows.options.asks_for_inline:
+        options, transfer_params = self.rows.options, self.response.kv_transfer_params
+        # Which have the rows of one prompt, of several those of the first.
+        goes_with_kv = len(self.rows.prompts) == 1 and has_prompt(transfer_params, options.weights)
+        if goes_with_kv and not options.asks_for_inline:
             arrays = [array for array in arrays if array[0] is not None]
         marker = secrets.token_bytes(16)  # random, so that no client can send it; behind it, the index of an array
         inline: list[Iterator[bytes]] = []
@@ -163,16 +159,10 @@ class RoutedResponse:
         first, *texts = encoded(body, packed).split(marker)
         arrays_and_texts = (chain(inline[int.from_bytes(text[:4], "big")], [text[4:]]) for text in texts)
         parts = chain([first], chain.from_iterable(arrays_and_texts))
-        return b"".join(parts) if self.is_small or not inline else parts
+        return b"".join(parts) if self.nbytes <= AT_ONCE_BYTES or not inline else parts
 
     def count(self) -> None:
-        """Counts the response as sent."""
         count_response(self.encoder, self.rows.num_lost, self.rows.causes)
-
-    @property
-    def _prompt_goes_with_kv(self) -> bool:
-        """Whether `kv_transfer_params` have all rows of the prompt. Of several, they have those of the first."""
-        return len(self.rows.prompts) == 1 and has_prompt(self.response.kv_transfer_params, self.rows.options.weights)
 
     def _refer(self, arrays: list[tuple[int | None, int, list[Rows]]]) -> list[dict[str, Any]]:
         """References to `arrays` and their weights, by name. Without those that are returned inline."""
@@ -188,7 +178,6 @@ class RoutedResponse:
 
 
 def _name_of(choice: int | None) -> str:
-    """Name of the array of a choice, or of a prompt (None)."""
     return "routed_experts" if choice is not None else "prompt_routed_experts"
 
 
@@ -205,7 +194,6 @@ def body_of(response: Any, packed: bool) -> dict[str, Any]:
 
 
 def encoded(body: dict[str, Any], packed: bool) -> bytes:
-    """`body` as JSON or MessagePack."""
     return msgspec.msgpack.encode(body) if packed else msgspec.json.encode(body)
 
 

@@ -46,7 +46,7 @@ GenerateRouting = Annotated[RoutingOptions | None, Depends(generate_routing_of)]
 async def create_completion(request: RoutedCompletionRequest, raw_request: Request, routing: Routing) -> Response:
     """OpenAI's text completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_completion", "Completions API")
-    request.routing = routing
+    request._routing = routing
     return await respond(await serving.create_completion(request, raw_request), raw_request)
 
 
@@ -56,7 +56,7 @@ async def create_completion(request: RoutedCompletionRequest, raw_request: Reque
 async def create_chat_completion(request: RoutedChatRequest, raw_request: Request, routing: Routing) -> Response:
     """OpenAI's chat completion, optionally with routing."""
     serving = _serving(raw_request, "openai_serving_chat", "Chat Completions API")
-    request.routing = routing
+    request._routing = routing
     return await respond(await serving.create_chat_completion(request, raw_request), raw_request)
 
 
@@ -69,7 +69,7 @@ async def generate(request: RoutedGenerateRequest, raw_request: Request, routing
     """vLLM's token-in, token-out completion, optionally with routing. Needs `--enable-scale-out`.
     Routing fields stand at the top level of the request."""
     serving = _serving(raw_request, "serving_tokens", "generate tokens API")
-    request.routing = routing
+    request._routing = routing
     return await respond(await serving.serve_tokens(request, raw_request), raw_request)
 
 

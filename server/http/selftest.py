@@ -41,8 +41,7 @@ _TOKEN_IDS = 1000
 _LIMIT_S = 600.0
 """Timeout of a request. The first requests may compile kernels."""
 _AGREEMENT = 0.5
-"""Required share of equal ids for equal tokens in batches of different sizes, where rounding changes a few. Rows of
-different tokens agree only by chance."""
+"""Required share of equal ids for equal tokens in batches of different sizes, where rounding changes a few."""
 
 _MESSAGES = [{"role": "user", "content": "Which experts?"}]
 _COMPLETIONS, _CHAT, _GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"

@@ -50,12 +50,12 @@ def _cannot(request: Any, options: RoutingOptions, message: str, param: str) -> 
     if not options.by_default:
         _reject(message, param)
     logger.info("Server-wide routing default ignored for a request: %s", message)
-    request.routing = None
+    request._routing = None
 
 
 def options_of(request: Any) -> RoutingOptions | None:
     """Routing options of `request`; None if it does not ask for routing or came through one of vLLM's routes."""
-    return request.routing if isinstance(request, RoutedRequest) else None
+    return request._routing if isinstance(request, RoutedRequest) else None
 
 
 def _move_transfer_params(request: Any) -> None:
@@ -153,8 +153,7 @@ class RoutedServing:
     async def check_lengths(
         self, request: Any, prompt_lens: list[int], num_choices: int, max_tokens: int | None
     ) -> None:
-        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large for
-        this server or its store."""
+        """Raises `VLLMValidationError` if the prompt start exceeds a prompt, or the response would be too large."""
         options = options_of(request)
         if options is None:
             return
@@ -187,13 +186,13 @@ class RoutedServing:
             if not options.refers_by_default:
                 raise cannot_store(error) from None
             logger.info("Server-wide default %s ignored for a request: %s", DELIVERY, error)
-            options = request.routing = replace(options, by_reference=False)
+            options = request._routing = replace(options, by_reference=False)
         return options
 
     def delivery(self, request: Any, options: RoutingOptions) -> Delivery:
         if not options.by_reference or self.server.store is None:
             return Delivery()
-        return ReferenceMaker(self.server.store, request._has_left)
+        return ReferenceMaker(self.server.store, request._has_left, self.server.settings.routed_experts_store_paths)
 
     async def beam_search(self, *args: Any, **kwargs: Any) -> AsyncGenerator[RequestOutput, None]:
         if self.captured is not None:
@@ -386,9 +385,9 @@ class RoutedServingTokens(RoutedServing, ServingTokens):
                 and not self.model_config.enable_trace_replay
             ):
                 _reject("trace_decode_token_ids needs a server with --enable-trace-replay", _TRACE)
-            if request.routing is not None and request.stream and params.n > 1 and not STREAMS_CHOICES:
+            if request._routing is not None and request.stream and params.n > 1 and not STREAMS_CHOICES:
                 _reject(f"vLLM {VLLM_VERSION} cannot stream several choices here: set n to 1, or stream to false", _N)
-            options = request.routing
+            options = request._routing
             if expands and options is not None and options.prompt_start:
                 message = (
                     f"{options.prompt_start_param} counts the tokens of the whole prompt, which is known only after "

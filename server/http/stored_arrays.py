@@ -17,6 +17,7 @@ from starlette.types import Send
 from routed_experts.protocol.codec import read_npy_header
 from routed_experts.server.http.vllm_http import create_error_response
 from routed_experts.server.outputs.array_store import ArrayGoneError, ArrayStore, StoreError, UnknownArrayError
+from routed_experts.server.outputs.folders import MEMORY
 from routed_experts.server.vllm_api import VLLMNotFoundError, VLLMValidationError
 
 STALLED_S, _LEAST_BYTES = 30.0, 64 << 10
@@ -100,8 +101,7 @@ def _transport_of(request: Request) -> asyncio.Transport | None:
 async def stored_array(
     request: Request, store: ArrayStore | None, key: str, layers: str | None, tokens: str | None
 ) -> Response:
-    """The response for `GET` and `HEAD` of an array, or of some `layers` and `tokens` (FIRST:END) of it. Raises errors
-    that become 400, 404, 410, 412 and 500."""
+    """The response for `GET` and `HEAD` of an array, or some `layers` and `tokens` (FIRST:END). Raises HTTP errors."""
     with ExitStack() as opened:
         file = opened.enter_context(await _run(store, _ask, store, ArrayStore.read, key))
         part = await _run(store, _Part, file, key, layers, tokens)
@@ -141,7 +141,8 @@ def delete_array(request: Request, store: ArrayStore | None, key: str) -> Respon
 
 async def _run(store: ArrayStore | None, function: Callable[..., T], *args: Any) -> T:
     """Calls `function`, which reads files of `store`, in a thread if they are on a disk."""
-    return function(*args) if store is None or store.is_in_memory else await run_in_threadpool(function, *args)
+    is_fast = store is None or store.folder.is_relative_to(MEMORY)
+    return function(*args) if is_fast else await run_in_threadpool(function, *args)
 
 
 def _ask(store: ArrayStore | None, method: Callable[[ArrayStore, str], T], key: str) -> T:
@@ -179,8 +180,7 @@ def _span(text: str | None, size: int, name: str) -> tuple[int, int]:
 
 
 def _byte_range(text: str, size: int) -> tuple[int, int] | None:
-    """First byte and the one after the last of a `Range` header with one range. None for other headers, which are
-    ignored (RFC 9110, 14.2)."""
+    """First byte, and the one after the last, of a `Range` with one range; None for others (RFC 9110, 14.2)."""
     found = _RANGE.fullmatch(text)
     if found is None or not (found[1] or found[2]):
         return None

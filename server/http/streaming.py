@@ -60,11 +60,6 @@ class _Choice:
     finish: str | None = None  # `finish_reason` of the last output
     counted: list[Rows] = field(default_factory=list)  # for the histogram
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the choice has finished and all its rows are due."""
-        return is_complete(self.finish)
-
 
 @dataclass(eq=False)
 class SSERewriter:
@@ -175,12 +170,12 @@ class SSERewriter:
         states = [self._choices[key] for key in prompt.keys]
         # One that has them, before one that is complete without: its rows were lost.
         found = [each for each in states if each.buffer.end >= prompt.length]
-        found = found or [each for each in states if each.is_complete]
+        found = found or [each for each in states if is_complete(each.finish)]
         if not found:
             return None
         source = found[0]
         prompt.is_pending = False
-        shape = self.encoder.row_shape if source.is_complete else None
+        shape = self.encoder.row_shape if is_complete(source.finish) else None
         rows = source.buffer.take(self.options.prompt_start, prompt.length, shape)
         if self.options.histogram:
             prompt.counted += rows
@@ -191,7 +186,7 @@ class SSERewriter:
         if state.prompt.is_pending:
             return []
         options, prompt, first = self.options, state.prompt, state.next_row
-        shape = self.encoder.row_shape if state.is_complete else None
+        shape = self.encoder.row_shape if is_complete(state.finish) else None
         rows = state.buffer.take(first, state.end, shape)
         state.next_row += sum(map(len, rows))
         if options.histogram:
@@ -206,7 +201,9 @@ class SSERewriter:
         if rows or not self._is_joined or first > options.prompt_start:
             return rows
         # A joined response without rows has one empty array.
-        is_due = (state.buffer.end >= 0 or state.is_complete) and (state.finish is not None or self.has_own_field)
+        is_due = (state.buffer.end >= 0 or is_complete(state.finish)) and (
+            state.finish is not None or self.has_own_field
+        )
         return [joined([], self.encoder.row_shape)] if is_due else []
 
     async def _values(self, state: _Choice, arrays: Arrays) -> dict[str, Any]:
@@ -275,8 +272,7 @@ class SSERewriter:
 
 
 def _with_texts(chunk: str, texts: dict[str, str]) -> str:
-    """`chunk` with fields, each with a comma behind it, before others: a prompt's at its top level, others in its
-    choice."""
+    """`chunk` with more fields, each with a comma behind it: a prompt's at its top level, others in its choice."""
     begin = chunk.index(_FIRST_CHOICE) + len(_FIRST_CHOICE)
     of_prompt = "".join(text for name, text in texts.items() if name.startswith("prompt_"))
     of_choice = "".join(text for name, text in texts.items() if not name.startswith("prompt_"))

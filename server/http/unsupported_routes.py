@@ -38,8 +38,7 @@ _ESCAPED = re.compile(rb"\\u00[5-7]")  # a letter or underscore, which no encode
 
 
 def attach(app: FastAPI) -> None:
-    """Replaces SageMaker's endpoint by one that returns routing. A plugin's route takes precedence over vLLM's route
-    of the same path."""
+    """Replaces SageMaker's endpoint by one that returns routing: a plugin's route wins over vLLM's of the same path."""
     found = (route for route in app.routes if isinstance(route, APIRoute) and route.path == INVOCATIONS)
     if (route := next((route for route in found if "POST" in route.methods), None)) is not None:
         app.router.add_api_route(
@@ -87,8 +86,7 @@ class _RefusingRoute:
 
 
 async def _checked(receive: Receive, media_type: str, allowed: Collection[str]) -> Receive:
-    """Reads a request's body and returns what gives it again. Raises `VLLMValidationError` for a routing field other
-    than those `allowed`."""
+    """Reads a request's body; returns what gives it again. Raises `VLLMValidationError` for fields but `allowed`."""
     if media_type.lower().startswith("multipart/"):  # files, which are read as they come
         return receive
     messages: list[Message] = []

@@ -25,6 +25,7 @@ from routed_experts.server.vllm_api import (
 )
 
 logger = get_logger(__name__)
+_say_once = cache(logger.info)
 
 
 def create_config(create: Any, args: Any, *positional: Any, **named: Any) -> Any:
@@ -35,7 +36,7 @@ def create_config(create: Any, args: Any, *positional: Any, **named: Any) -> Any
         check_engine_config(config)
     except (UnsupportedConfig, SettingsError) as error:
         raise UnsupportedConfig(f"{error} {GO_BACK}") from None
-    _announce()
+    _say_once("routed-experts-server %s captures the routed experts. %s", VERSION, GO_BACK)
     return config
 
 
@@ -57,11 +58,6 @@ def take_over(args: Any) -> None:
     replace_once(AsyncLLM, "__init__", _made)
     replace_once(BeamSearchOfflineMixin, "beam_search", _beam_search)
     replace_once(BeamSearchOnlineMixin, "beam_search", _beam_search_online)
-
-
-@cache
-def _announce() -> None:
-    logger.info("routed-experts-server %s captures the routed experts. %s", VERSION, GO_BACK)
 
 
 def _made(init: Any, engine: Any, *args: Any, **kwargs: Any) -> None:

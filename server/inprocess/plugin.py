@@ -17,6 +17,7 @@ from routed_experts.server.inprocess.patching import replace_once
 _SILENCE = f"To choose it without this warning, set VLLM_PLUGINS to the plugins to load, without {PLUGIN_NAME}."
 
 logger = logging.getLogger(f"vllm.{__name__}")  # below vLLM's, which is configured
+_warn_once = functools.cache(logger.warning)
 
 
 def register() -> None:
@@ -71,8 +72,3 @@ def _other_front_end(usage_context: Any) -> str | None:
         return "vLLM's gRPC server"
     is_server = usage_context == UsageContext.OPENAI_API_SERVER
     return "vLLM's front end in Rust" if is_server and envs.VLLM_USE_RUST_FRONTEND else None
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)

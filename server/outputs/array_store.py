@@ -12,14 +12,13 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
+from heapq import heappop, heappush
 from io import BytesIO, FileIO
 from math import ceil
 from multiprocessing.util import Finalize
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,19 +78,15 @@ class ArrayStore:
         keeps: bool = True,  # whether arrays outlive the process
         rank: int = 0,  # of this process among `count`
         count: int = 1,
-        include_paths: bool = False,  # whether references name the files
     ) -> None:
         self.folder, self.lifetime_s = folder, lifetime_s
-        self.is_in_memory = folders.MEMORY in folder.resolve().parents  # nobody who reads a file waits for a disk
         self.max_bytes = None if max_bytes is None else max_bytes // count  # of this process
         self.used_bytes = 0  # also of files that are being written, or are gone and still read
-        self.include_paths = include_paths
-        self._keeps, self._share = keeps, (rank, count)
+        self._keeps, self._rank, self._count = keeps, rank, count
         self._name = ""  # of the subfolder
         self._owned: dict[str, FileIO] = {}  # the files that say so, by the names of subfolders
-        # Expiry and bytes by id, the next to expire first: of this process, and of ended ones, which had other
-        # lifetimes. The expiry of what is gone and still read is 0.
-        self._held: list[OrderedDict[str, tuple[float, int]]] = [OrderedDict(), OrderedDict()]
+        self._sizes: dict[str, int] = {}  # in bytes, by id, of arrays of this process and of ended ones
+        self._expiries: list[tuple[float, str]] = []  # a heap; 0 for what is gone and still read. Some ids are gone.
         self._lock = threading.RLock()  # for what stands above; free while arrays are written and removed
         # Several threads would take twice the CPU time, and keep the event loop waiting for Python's lock.
         self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="routed-experts-store")
@@ -106,8 +101,7 @@ class ArrayStore:
             logger.warning(message, *args)
 
     def open(self, lost: str = "") -> str:
-        """The name of this process's subfolder. Makes one if there is none, or only the one called `lost`.
-        Raises `StoreError`."""
+        """This process's subfolder, which is made if there is none, or only one called `lost`. Raises `StoreError`."""
         with self._lock:
             tries = iter(range(_TRIES))
             while self._name in ("", lost):
@@ -123,31 +117,30 @@ class ArrayStore:
         folders.private_folder(self.folder)
         self._give_up()
         self._adopt(keeps)
-        name, self._owned[name] = folders.new_subfolder(self.folder, self._share[0])
+        name, self._owned[name] = folders.new_subfolder(self.folder, self._rank)
         if self.max_bytes is None:
             disk = os.statvfs(self.folder)
-            self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2 // self._share[1]
+            self.max_bytes = (disk.f_bavail * disk.f_frsize + self.used_bytes) // 2 // self._count
         self._name = name
 
     def _adopt(self, keeps: bool) -> None:
         """Takes over what ended processes of this rank left, or removes what any left. Raises OSError."""
-        rank, count = self._share
         for name, owner in folders.without_process(self.folder):
-            is_mine = not keeps or int(name[:2], 16) % count == rank
+            is_mine = not keeps or int(name[:2], 16) % self._count == self._rank
             if not is_mine or not (files := folders.tidy(self.folder / name, keeps)):
                 owner.close()
                 continue
-            left = {name + stem: (about.st_mtime, _blocks(about.st_size)) for stem, about in files}
             with self._lock:
                 self._owned[name] = owner
-                self._held[1] = OrderedDict(sorted((self._held[1] | left).items(), key=itemgetter(1)))
-                self.used_bytes += sum(size for _, size in left.values())
+                for stem, about in files:
+                    self._hold(name + stem, about.st_mtime, _blocks(about.st_size))
+                    self.used_bytes += self._sizes[name + stem]
 
     def _give_up(self) -> None:
         """Forgets the subfolders and what they hold."""
-        for held in self._held:
-            self.used_bytes -= sum(size for _, size in held.values())
-            held.clear()
+        self.used_bytes -= sum(self._sizes.values())
+        self._sizes.clear()
+        self._expiries.clear()
         while self._owned:
             _, owner = self._owned.popitem()
             fcntl.flock(owner, fcntl.LOCK_UN)  # processes that were forked may have the file open
@@ -190,9 +183,13 @@ class ArrayStore:
             with self._lock:
                 self.used_bytes -= size
             raise StoreError(f"{self.folder} cannot be written to: {error}") from error
-        with self._lock:
-            self._held[0][stored.id] = stored.expires, size
+        self._hold(stored.id, stored.expires, size)
         return stored
+
+    def _hold(self, key: str, expires: float, size: int) -> None:
+        with self._lock:
+            self._sizes[key] = size
+            heappush(self._expiries, (expires, key))
 
     def _reserve(self, size: int) -> bool:
         with self._lock:
@@ -220,8 +217,7 @@ class ArrayStore:
         return self.folder / key[: folders.NAME_LENGTH] / f"{key[folders.NAME_LENGTH :]}.npy"
 
     def read(self, key: str) -> FileIO:
-        """The file of an array of any process, whose bytes count until it is closed. Raises `UnknownArrayError`,
-        `ArrayGoneError`, `StoreError`."""
+        """An array's file, whose bytes count until it is closed. Raises the errors of this module."""
         path = self._path(key)
         try:
             file = FileIO(path, opener=folders.open_private)
@@ -255,12 +251,9 @@ class ArrayStore:
     def _expire(self, key: str) -> bool:
         """Lets an array of this process expire; False if it is another's."""
         with self._lock:
-            for held in self._held:
-                if key in held:
-                    held[key] = 0, held[key][1]
-                    held.move_to_end(key, last=False)
-                    return True
-        return False
+            if is_held := key in self._sizes:
+                heappush(self._expiries, (0, key))
+        return is_held
 
     def sweep(self, num_bytes: int | None = None) -> int:
         """Removes what is gone; of expired arrays only as many as it takes for `num_bytes` to fit, if given. If not,
@@ -279,29 +272,27 @@ class ArrayStore:
                         self.used_bytes -= gone[1]
                     continue
             unremoved.append(gone)
-        with self._lock:
-            for key, size in unremoved:
-                self._held[0][key] = 0, size
-                self._expire(key)
+        for key, size in unremoved:
+            self._hold(key, 0, size)
         return self.used_bytes
 
     def _pop_gone(self, num_bytes: int | None) -> tuple[str, int] | None:
         """The next array to remove, and its bytes."""
         with self._lock:
-            for held in self._held:
-                key, (expires, size) = next(iter(held.items()), ("", (float("inf"), 0)))
-                is_kept = expires and num_bytes is not None and self.has_room(num_bytes)
-                if expires < time.time() and not is_kept:
-                    del held[key]
+            while self._expiries and (expires := self._expiries[0][0]) < time.time():
+                if expires and num_bytes is not None and self.has_room(num_bytes):
+                    break
+                _, key = heappop(self._expiries)
+                if (size := self._sizes.pop(key, None)) is not None:
                     return key, size
         return None
 
 
 def store_with(settings: Settings, default: Path, rank: int = 0, count: int = 1) -> ArrayStore:
     """Creates the store; `default` is the folder if the settings name none."""
-    folder, include_paths = settings.routed_experts_store, settings.routed_experts_store_paths
+    folder = settings.routed_experts_store
     about = settings.routed_experts_store_bytes, settings.routed_experts_store_seconds, folder is not None
-    return ArrayStore(default if folder is None else Path(folder), *about, rank, count, include_paths)
+    return ArrayStore(default if folder is None else Path(folder), *about, rank, count)
 
 
 def _blocks(size: int) -> int:

@@ -10,20 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from routed_experts.capture.message import OptIn
 from routed_experts.capture.rows import captures_weights, ids_of, row_shape, weights_of
 from routed_experts.protocol.batch import spread_layers
 from routed_experts.protocol.codec import Rows, count_missing
 from routed_experts.protocol.fetch import ArrayReference
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError, store_with
 from routed_experts.server.outputs.folders import default_folder
-from routed_experts.server.outputs.row_buffer import (
-    BufferedRequestState,
-    RowBuffer,
-    RowBuffers,
-    is_complete,
-    opt_in,
-    opt_in_of,
-)
+from routed_experts.server.outputs.row_buffer import BufferedRequestState, RowBuffer, RowBuffers, is_complete, opt_in
 from routed_experts.server.settings import Settings
 from routed_experts.server.vllm_api import (
     AsyncLLM,
@@ -70,7 +64,6 @@ class ArrayForm:
 
     @property
     def is_known(self) -> bool:
-        """Whether the workers have reported the layers of their rows."""
         return self._layer_ids is not None
 
     def learn(self, worker: dict[str, Any]) -> None:
@@ -147,7 +140,6 @@ class ArrayBuffer(RowBuffer):
 
 
 def _stored(store: ArrayStore, array: NDArray[Any], start: int) -> ArrayReference:
-    """Stores `array` ([n, H, K])."""
     layers_first = np.ascontiguousarray(array.swapaxes(0, 1))
     stored, missing = store.put(layers_first), 0 if array.dtype.kind == "u" else count_missing(array)
     return ArrayReference({**stored.reference(layers_first, start, missing), "path": str(stored.path)})
@@ -210,8 +202,7 @@ class InProcessCapture:
 
     @classmethod
     def install(cls, engine: LLMEngine | AsyncLLM) -> "InProcessCapture":
-        """Replaces `add_request` of the engine's output processor. Each request passes it on its way to the engine, and
-        it creates the state that builds the outputs."""
+        """Replaces the output processor's `add_request`, which each request passes on its way to the engine."""
         processor = engine.output_processor
         buffers = RowBuffers.install(processor)
         every = cls(engine)  # after the buffers, whose `add_request` it calls
@@ -247,10 +238,9 @@ class InProcessCapture:
         request_index: int = 0,
         queue: RequestOutputCollector | None = None,
     ) -> None:
-        """vLLM's `add_request`, with the opt-in. Refuses a prompt that is streamed in: its rows have no fixed
-        positions."""
+        """vLLM's `add_request`, with the opt-in. A prompt that is streamed in has rows without fixed positions."""
         params = request.sampling_params
-        if not self.is_on or params is None or opt_in_of(params) is not None:
+        if not self.is_on or params is None or OptIn.of(params) is not None:
             self._add(request, prompt, parent_req, request_index, queue)
             return
         if request.resumable:
@@ -259,7 +249,10 @@ class InProcessCapture:
         # A copy, because other requests and the program may use the same object.
         request.sampling_params = params = copy(params)
         store = self._store_for(params)
-        opt_in(params, start, self.form.has_weights, store is not None, _prompt_id(parent_req))
+        prompt_id = None  # the same for all requests of one prompt with `n` > 1
+        if parent_req is not None:
+            prompt_id = vars(parent_req).setdefault("routed_experts_prompt_id", os.urandom(16))
+        opt_in(params, start, self.form.has_weights, store is not None, prompt_id)
         self._add(request, prompt, parent_req, request_index, queue)
         state = self._states[request.request_id]
         buffer = ArrayBuffer(self.form, request.request_id, start, state.prompt_len, params.output_kind, store)
@@ -278,8 +271,7 @@ class InProcessCapture:
         return self._store if asked == "reference" else None
 
     def fill_soon(self, output: Any) -> asyncio.Future[Any] | None:
-        """As `fill`: at once, or in the store's thread at the end of a choice, whose arrays may be stored. Gives
-        `output` then."""
+        """As `fill`: at once, or in the store's thread, where arrays of a choice that has ended may be stored."""
         has_ended = isinstance(output, RequestOutput) and any(each.finish_reason for each in output.outputs)
         if self._store is not None and has_ended:
             return asyncio.wrap_future(self._store.writer.submit(self.fill, output))
@@ -294,8 +286,3 @@ class InProcessCapture:
                 if self.form.has_weights:
                     choice.routed_expert_weights = weights
         return output
-
-
-def _prompt_id(parent: Any) -> bytes | None:
-    """A random id, the same for all requests of one prompt with `n` > 1; None without one."""
-    return None if parent is None else vars(parent).setdefault("routed_experts_prompt_id", os.urandom(16))

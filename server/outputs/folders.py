@@ -95,8 +95,7 @@ def tell(subfolder: Path, word: str) -> None:
 
 
 def told(owner: FileIO) -> list[str]:
-    """The words that other processes left for the owner since the last call. A long file is cut; words left at that
-    moment are lost."""
+    """The words left for the owner since the last call. A long file is cut; words left at that moment are lost."""
     words = owner.readall().decode("ascii", "replace").split()
     if owner.tell() > _OWNER_BYTES:
         owner.truncate(0)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pybase64
 
-from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, is_time, without_rows
-from routed_experts.capture.rows import joined, weights_of
+from routed_experts.capture.prefill_rows import MAX_BYTES, PARAM, WORDS, decode, encode, is_time, without_rows
+from routed_experts.capture.rows import ids_of, joined, weights_of
 from routed_experts.protocol.codec import UNKNOWN
 from routed_experts.server.vllm_api import EngineCoreRequest
 
@@ -95,22 +95,20 @@ def rows_nbytes(params: dict[str, Any] | None) -> int:
 
 
 def has_prompt(params: dict[str, Any] | None, weights: bool) -> bool:
-    """Whether the `kv_transfer_params` of a response have all of a prompt that the request asks for. Weights may be too
-    large to go with the rows."""
+    """Whether `kv_transfer_params` have a prompt's rows as asked for. Weights may be too large to go with them."""
     return rows_nbytes(params) > 0 and params is not None and (params[PARAM]["dtype"] == WORDS or not weights)
 
 
 def to_wire(params: dict[str, Any] | None, packed: bool = False) -> dict[str, Any] | None:
-    """`kv_transfer_params` of a response: rows in base64 for JSON, in bytes for MessagePack (`packed`); weights apart
-    from ids."""
+    """`kv_transfer_params` of a response: rows in base64 or (`packed`) as bytes; weights apart from ids."""
     if not params or PARAM not in params:
         return params
     value = params[PARAM]
     if value["dtype"] == WORDS and (rows := decode(value)) is not None:
-        ids = np.ascontiguousarray(rows.ids)
-        name = "uint8" if ids.view(np.uint16).max(initial=0) <= np.iinfo(np.uint8).max else "int16"
-        value = {**value, "data": ids.astype(name).tobytes(), "dtype": name, "shape": list(ids.shape)}
-        value[WEIGHTS] = weights_of(np.asarray(rows.rows, dtype=np.int16)).tobytes()
+        words = np.asarray(rows.rows, dtype=np.int16)
+        ids = encode(ids_of(words), rows.until)
+        assert ids is not None  # they take at most a third of what the rows took
+        value = {**ids, WEIGHTS: weights_of(words).tobytes()}
     if not packed:
         value = value | {name: pybase64.b64encode_as_string(value[name]) for name in ("data", WEIGHTS) if name in value}
     return {**params, PARAM: value}

@@ -56,11 +56,6 @@ def opt_in(
     params.extra_args = {**(params.extra_args or {}), OPT_IN_ARG: asked.encode()}
 
 
-def opt_in_of(params: SamplingParams | None) -> OptIn | None:
-    """What `opt_in` did to a request; None if it did nothing."""
-    return OptIn.decode((params.extra_args or {}).get(OPT_IN_ARG)) if params is not None else None
-
-
 class RowBuffer:
     """The rows of one choice that arrived from the engine and were not taken yet.
 
@@ -74,11 +69,11 @@ class RowBuffer:
     __slots__ = (
         "__weakref__",
         "_arrays",
-        "_end",
         "_first",
         "_offers",
         "_request_id",
         "_shape",
+        "end",
         "num_lost",
         "own_causes",
         "prompt_causes",
@@ -92,26 +87,21 @@ class RowBuffer:
         self._shape: tuple[int, ...] = ()
         self._offers: dict[str, RowBuffer] = {}  # prompt rows from other choices, until the first own row
         self._arrays: list[Rows] = []  # contiguous and not empty
-        self._first = self._end = -1  # position of the first row and after the last; -1 at first
-
-    @property
-    def end(self) -> int:
-        """Position after the last row that has arrived, without prompts from other choices; -1 at first."""
-        return self._end
+        self._first = -1  # position of the first row; -1 at first
+        self.end = -1  # after the last row that has arrived, without prompts from other choices; -1 at first
 
     def push(self, start: int, rows: Rows) -> None:
-        """Adds `rows` ([n, L, K]) at position `start`. Copies a few rows that wait, so that the engine's message is
-        freed."""
-        if start != self._end:
-            if self._end < 0 and self._offers:
+        """Adds `rows` ([n, L, K]) at position `start`. Copies few rows that wait, to free the engine's message."""
+        if start != self.end:
+            if self.end < 0 and self._offers:
                 self._accept(start)
-            if self._end < 0:
-                self._first = self._end = start
+            if self.end < 0:
+                self._first = self.end = start
                 self._shape = rows.shape[1:]
-            elif start > self._end:
-                self._append(self._lost(self._end, start - self._end))
+            elif start > self.end:
+                self._append(self._lost(self.end, start - self.end))
             else:
-                rows = rows[self._end - start :]
+                rows = rows[self.end - start :]
         if len(rows):
             self._append(rows)
 
@@ -125,21 +115,21 @@ class RowBuffer:
         if is_own:
             self._offers.clear()
             self.push(start, rows)
-        elif self._end < 0:
+        elif self.end < 0:
             self._offers.setdefault(sender, RowBuffer(self._request_id)).push(start, rows)
 
     def _accept(self, end: int) -> None:
         """Starts with the prompt rows from another choice: complete ones up to `end`, else the longest."""
         best = max(self._offers.values(), key=lambda offer: (offer.end == end, offer.end))
         self._offers.clear()
-        self._first = self._end = best._first
+        self._first = self.end = best._first
         self._shape = best._shape
         self.num_lost += best.num_lost
         for rows in best._arrays:
             self._append(rows)
 
     def _append(self, rows: Rows) -> None:
-        self._end += len(rows)
+        self.end += len(rows)
         if self._arrays:  # never in a stream that is read at once
             self._arrays[-1] = owned_copy(self._arrays[-1])
             rows = owned_copy(rows)
@@ -157,10 +147,10 @@ class RowBuffer:
 
         `shape` is (L, K) if no more rows can arrive. Rows that are missing up to `end` are then -1.
         """
-        if self._end < 0 and self._offers:  # no own row has arrived
+        if self.end < 0 and self._offers:  # no own row has arrived
             self._accept(end)
         arrays = self._arrays
-        if self._first == first and self._end == end and len(arrays) == 1:  # the usual case
+        if self._first == first and self.end == end and len(arrays) == 1:  # the usual case
             self._arrays, self._first = [], end
             return arrays
         taken, at = [], first
@@ -175,21 +165,11 @@ class RowBuffer:
         if arrays and arrays[0] is not self._arrays[-len(arrays)]:
             arrays[0] = arrays[0].copy()  # a view would keep the rows before it alive
         self._arrays = arrays
-        self._first = self._end - sum(map(len, self._arrays))
+        self._first = self.end - sum(map(len, self._arrays))
         if shape is not None and at < end:
             self._shape = shape
             taken.append(self._lost(at, end - at))
         return taken
-
-
-class RecordedRows(RowBuffer):
-    """The rows of one choice for the server's own record; see `http.recording`."""
-
-    client_asks = False  # whether the client asked for rows too, which then also go into a buffer for the response
-
-    def finish(self, state: RequestState, finish_reason: str) -> None:
-        """Called once, when the choice has its last token or is aborted. Does not raise."""
-        raise NotImplementedError
 
 
 class BufferedRequestState(RequestState):
@@ -200,11 +180,11 @@ class BufferedRequestState(RequestState):
     """
 
     buffer: RowBuffer | None  # for the response; None if the client did not ask for rows
-    record: RecordedRows | None  # for the server's record; None if the request is not recorded
+    record: Any  # the `RecordedChoice` for the server's record; None if the request is not recorded
     buffers: tuple[RowBuffer, ...]  # those of the two that there are
 
     @classmethod
-    def give(cls, state: RequestState, buffer: RowBuffer | None, record: RecordedRows | None = None) -> None:
+    def give(cls, state: RequestState, buffer: RowBuffer | None, record: Any = None) -> None:
         """Gives `state` buffers by changing its class, because vLLM creates the state itself."""
         state.__class__ = cls
         state.buffer, state.record = buffer, record
@@ -226,11 +206,8 @@ _new_completion_output = RequestState._new_completion_output
 class NoRecorder:
     """Records nothing; see `http.recording.Recorder`."""
 
-    is_on = False
-
-    def begin(self, request: EngineCoreRequest, parent: Any) -> RecordedRows | None:
-        """Opts in a request (one for each choice) that is to be recorded, before it goes to the engine; None if it is
-        not. Does not raise."""
+    def begin(self, request: EngineCoreRequest, parent: Any) -> Any:
+        """Opts in a choice's request that is to be recorded, before it goes to the engine; else None. Never raises."""
         return None
 
     def leave_out(self, reason: str) -> None:
@@ -266,7 +243,11 @@ class RowBuffers:
 
     def __len__(self) -> int:
         """Number of running choices with rows."""
-        return sum(_has_begun(state) for state in self._processor.request_states.values())
+        states = self._processor.request_states.values()
+        begun = (
+            type(state) is BufferedRequestState and any(each.end >= 0 for each in state.buffers) for state in states
+        )
+        return sum(begun)
 
     def add_request(
         self,
@@ -284,9 +265,9 @@ class RowBuffers:
         if is_new:
             record = self.recorder.begin(request, parent_req)
         self._add(request, prompt, parent_req, request_index, *args, **kwargs)
-        asked = opt_in_of(request.sampling_params)
+        asked = OptIn.of(request.sampling_params)
         state = states[request.request_id]
-        state.ends_with_rows = asked is not None and asked.final_only
+        state.final_only = asked is not None and asked.final_only
         if is_new and asked is not None:
             # Before any output: of those that vLLM merges for a slow reader, up to 0.30 the first one's buffer stays.
             buffer = RowBuffer(state.external_req_id) if record is None or record.client_asks else None
@@ -298,9 +279,7 @@ class RowBuffers:
         aborted: list[str] = []
         for given in request_ids:
             ids = self._choices_of(given, internal)
-            waiting = [
-                each for each in ids if getattr(self._processor.request_states.get(each), "ends_with_rows", False)
-            ]
+            waiting = [each for each in ids if getattr(self._processor.request_states.get(each), "final_only", False)]
             aborted += waiting
             if not waiting:
                 aborted += self._abort([given], internal)
@@ -340,7 +319,7 @@ class RowBuffers:
         try:
             self._take_causes(notes.get(CAUSES, ()))
             if STATS in notes and self.on_stats is not None:
-                self.on_stats(EngineStats.decode(notes[STATS]))
+                self.on_stats(EngineStats(**notes[STATS]))
         except Exception:
             if self.num_failed_reports == 0:
                 logger.exception("A report of the engine cannot be read. Further ones are counted only.")
@@ -360,7 +339,8 @@ class RowBuffers:
         """The id and buffer of each running choice of the prompt of `sender`."""
         states, parents = self._processor.request_states, self._processor.parent_requests
         state = states.get(sender)
-        parent = state.parent_req if state is not None else parents.get(_parent_of(sender))
+        # vLLM names a choice of `n` > 1 `<index>_<parent>`.
+        parent = state.parent_req if state is not None else parents.get(sender.partition("_")[2])
         for each in (sender,) if parent is None else parent.child_requests:
             if (state := states.get(each)) is not None:
                 for buffer in _buffers_of(state):
@@ -375,10 +355,6 @@ class RowBuffers:
             elif (state := self._processor.request_states.get(unknown.request_id)) is not None:
                 for buffer in _buffers_of(state):
                     buffer.own_causes = buffer.own_causes + found
-
-
-def _has_begun(state: RequestState) -> bool:
-    return type(state) is BufferedRequestState and any(buffer.end >= 0 for buffer in state.buffers)
 
 
 def _buffers_of(state: RequestState) -> tuple[RowBuffer, ...]:
@@ -398,18 +374,11 @@ def is_complete(finish_reason: str | None) -> bool:
 
 
 def owned_copy(rows: Rows) -> Rows:
-    """`rows` for code that keeps them. Copies small arrays, which are views of a message with the rows of all requests;
-    see `pack`."""
+    """`rows` for code that keeps them. Copies small arrays, which are views of the rows of all requests; see `pack`."""
     return rows if rows.base is None or rows.nbytes > SMALL_ARRAY_BYTES else rows.copy()
 
 
-def _parent_of(child_id: str) -> str:
-    """The parent id of a choice of `n` > 1; vLLM names it `<index>_<parent>`."""
-    return child_id.partition("_")[2]
-
-
 def split_at(arrays: list[Rows], count: int) -> tuple[list[Rows], list[Rows]]:
-    """Splits `arrays` after `count` rows."""
     first: list[Rows] = []
     for index, rows in enumerate(arrays):
         if len(rows) > count:

@@ -1,11 +1,18 @@
 """The page that shows the experts of a response: static files, and a reader of saved responses."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from functools import cache
 from html import escape
 from importlib.resources import files
+from io import StringIO
+
+from routed_experts.protocol.saved import ModelInfo, page_lines
 
 PAGE_PATH = "/routed_experts"
+READ_PATH = "/v1/routed_experts/saved"
+MAX_BYTES = 32 << 20
+TOO_LARGE = f"Files of more than {MAX_BYTES >> 20} MiB at once: open them with routed-experts view."
 INDEX = "index.html"
 
 CONTENT_TYPES = {
@@ -50,3 +57,12 @@ def page_file(path: str, page_config: Mapping[str, str]) -> tuple[bytes, str] | 
         return content.replace(b"<html", f"<html{attributes}".encode(), 1), kind
     folder, _, name = path.rpartition("/")
     return page_files().get(name) if folder == PAGE_PATH and name != INDEX else None
+
+
+def read_saved(body: bytes) -> Iterator[str]:
+    """The lines of `page_lines` for files in a request's body, `[[name, text], …]`. Raises `ValueError` for another."""
+    try:
+        given = [(str(name), StringIO(text)) for name, text in json.loads(body)]
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError("The body must be a list of files, each [name, text].") from error
+    return page_lines(given, ModelInfo())

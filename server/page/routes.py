@@ -7,8 +7,7 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
-from routed_experts.server.page.saved import MAX_BYTES, READ_PATH, TOO_LARGE, read
+from routed_experts.server.page import HEADERS, MAX_BYTES, PAGE_PATH, READ_PATH, TOO_LARGE, page_file, read_saved
 
 page_router = APIRouter(include_in_schema=False)
 
@@ -24,7 +23,7 @@ async def page(raw_request: Request, name: str | None = None) -> Response:
 
 
 @page_router.post(READ_PATH)
-async def read_saved(raw_request: Request) -> Response:
+async def read(raw_request: Request) -> Response:
     """The responses in files that are opened in the page. They are read in a thread."""
     body = bytearray()
     async for chunk in raw_request.stream():  # to its end, so that the client hears of the error
@@ -33,7 +32,7 @@ async def read_saved(raw_request: Request) -> Response:
     if len(body) > MAX_BYTES:
         return _error(TOO_LARGE, 413)
     try:
-        lines = await run_in_threadpool(read, bytes(body))
+        lines = await run_in_threadpool(read_saved, bytes(body))
     except ValueError as error:
         return _error(str(error), 400)
     return StreamingResponse(lines, media_type="application/jsonl", headers=HEADERS)

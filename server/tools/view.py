@@ -14,8 +14,7 @@ from typing import TextIO
 
 from routed_experts.protocol.saved import ModelInfo, Reader, check_shown, page_lines
 from routed_experts.server.cli.console import CommandError, progress
-from routed_experts.server.page import HEADERS, PAGE_PATH, page_file
-from routed_experts.server.page.saved import read
+from routed_experts.server.page import HEADERS, PAGE_PATH, page_file, read_saved
 from routed_experts.server.tools.saved import STDIN, add_flags, files_in, info_of
 
 SAVED_PATH = f"{PAGE_PATH}/saved"
@@ -62,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Reads files that are opened in the page."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         try:
-            self._respond(200, "application/jsonl", map(str.encode, read(body)))
+            self._respond(200, "application/jsonl", map(str.encode, read_saved(body)))
         except ValueError as error:
             self._respond(400, "application/json", [json.dumps({"error": {"message": str(error)}}).encode()])
 
@@ -94,10 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="routed-experts view",
-        description="Shows saved responses in a browser.",
-    )
+    parser = argparse.ArgumentParser(prog="routed-experts view", description="Shows saved responses in a browser.")
     parser.add_argument(
         "file",
         nargs="*",

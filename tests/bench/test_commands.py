@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.offloading import VARIANTS, play, reload_table
-from bench.scheduler import ends_table, long_prompt_table, queue_table
+from bench.scheduler import ends_table, long_prompt_table, step_table
 from tests.documentation import ROOT
 
 pytestmark = pytest.mark.release
@@ -36,13 +36,8 @@ def rows_of(table: str) -> list[list[str]]:
     return [row for at, row in enumerate(rows) if at not in ruled and at + 1 not in ruled]
 
 
-def said_by(name: str, *options: str) -> list[list[str]]:
-    command = [sys.executable, "-m", f"bench.{name}", *options]
-    return rows_of(subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True).stdout)
-
-
 def test_the_schedulers_thread() -> None:
-    assert [len(row) for row in rows_of(queue_table(4, waiting=(0, 30), steps=2))] == [3] * 6
+    assert [len(row) for row in rows_of(step_table(4, steps=2))] == [3] * 3
     *_, ended = rows_of(ends_table(4, num_tokens=20, later=5))
     assert int(ended[4]) == 0, "few fit a message"
     *_, returned = rows_of(long_prompt_table(length=1024, repeats=2, forward_s=0, num_running=3))
@@ -56,20 +51,12 @@ def test_the_capture_changes_no_schedule_of_reloads() -> None:
     assert off[:3] == ["off", f"{plays[0].steps:,}", "101,760"]
 
 
-def test_long_answers() -> None:
-    options = ["--rows", "600", "--answers", "2", "--streams", "4", "--seconds", "0.2", "--repeats", "1"]
-    rows = said_by("long_answers", *options)
-    assert {"base64", "MessagePack"} <= {row[0] for row in rows if len(row) == 6}
-    held = [float(row[1]) for row in rows if len(row) == 4 and row[1][0].isdigit()]
-    assert len(held) == 12
-    assert min(held) > 0
-
-
 @pytest.mark.parametrize("legs", [[], ["--prefill-decode"]], ids=["one server", "prefill and decode"])
 def test_the_api_process_without_an_engine(legs: list[str], tmp_path: Path) -> None:
     """Every answer has all its tokens and rows, and every decode server loads its prompts, or the benchmark fails."""
     options = ["--without-engine", "5", "--cases", "1", "--variants", "off", "returned", "--repeats", "1", *legs]
-    said_by("http", *options, "--layers", "4", "--clients", "1", "--out", str(tmp_path))
+    command = [sys.executable, "-m", "bench.http", *options, "--layers", "4", "--clients", "1", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
     runs = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     expected = [(mode, *of) for mode in ("streamed", "unstreamed") for of in (("off", 0), ("returned", 128 + 255))]
     assert [(run["mode"], run["variant"], run["rows"]) for run in runs] == expected

@@ -3,12 +3,11 @@
 import base64
 from typing import Any
 
-import msgspec
 import numpy as np
 import orjson
 import pytest
 
-from bench.http import CPU_CASES, Case, figures, lines_of, requests_of
+from bench.http import CASES, Case, figures, lines_of, requests_of
 from bench.http_answers import Answer, Arrivals, Expected, Routing, read
 from bench.http_load import Load, Result
 from bench.http_table import table
@@ -29,12 +28,12 @@ def encoded(rows: np.ndarray, start: int, form: str = "object") -> Any:
     return encode(rows, fmt=form, dtype=rows.dtype.name, start=start)
 
 
-def chunks(form: str = "object", tokens: int = G, **changed: Any) -> list[dict[str, Any]]:
+def chunks(tokens: int = G, **changed: Any) -> list[dict[str, Any]]:
     """One choice, a token a chunk, and with each the rows that became known; `changed` are fields of the first rows."""
     events: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": word}]} for word in WORDS[:tokens]]
     for index, event in enumerate(events[1:]):
-        event["choices"][0]["routed_experts"] = encoded(ids(1, index), P + index, form)
-    events[0]["prompt_routed_experts"] = encoded(ids(P), 0, form)
+        event["choices"][0]["routed_experts"] = encoded(ids(1, index), P + index)
+    events[0]["prompt_routed_experts"] = encoded(ids(P), 0)
     if changed:
         events[1]["choices"][0]["routed_experts"].update(changed)
     return events
@@ -54,19 +53,18 @@ def streamed(events: list[dict[str, Any]], done: bool = True) -> list[bytes]:
     return [head("text/event-stream; charset=utf-8"), *chunked(texts + [b"data: [DONE]\n\n"] * done)]
 
 
-def seen(pieces: list[bytes], layout: str = "split", form: str = "object", n: int = 1) -> Answer:
+def seen(pieces: list[bytes], layout: str = "split", n: int = 1) -> Answer:
     """What the benchmark makes of pieces that arrive at the times 0, 1, 2, …"""
     arrivals: Arrivals = [(float(index), piece) for index, piece in enumerate(pieces)]
-    return read(arrivals, Expected(P, G, n, layout, form), Routing(LAYERS, TOP_K, EXPERTS), 5)
+    return read(arrivals, Expected(P, G, n, layout), Routing(LAYERS, TOP_K, EXPERTS), 5)
 
 
-@pytest.mark.parametrize("form", ["object", "npy", "raw", "list"])
-def test_streamed_rows_and_times(form: str) -> None:
-    answer = seen(streamed(chunks(form)), form=form)
+def test_streamed_rows_and_times() -> None:
+    answer = seen(streamed(chunks()))
     assert (answer.fault, answer.rows) == ("", P + G - 1)
     assert answer.tokens == [[1.0, 2.0, 3.0]]  # the head came at 0
     assert (answer.first, answer.last) == (1.0, 5.0)
-    assert answer.size == sum(map(len, streamed(chunks(form))))
+    assert answer.size == sum(map(len, streamed(chunks())))
 
 
 def test_a_token_came_when_the_last_byte_of_its_event_did() -> None:
@@ -76,29 +74,16 @@ def test_a_token_came_when_the_last_byte_of_its_event_did() -> None:
     assert (answer.fault, answer.tokens) == ("", [[0.0, 2.0, 2.0]])
 
 
-def test_chunks_with_several_tokens_and_pieces_without() -> None:
-    first, second, _ = chunks()
-    pieces = [{"choices": [{"index": 0, "text": ""}], "prompt_routed_experts": encoded(ids(P)[:3], 0)}]
-    pieces.append({**first, "prompt_routed_experts": encoded(ids(P)[3:], 3)})
-    second["choices"][0] |= {"text": WORDS[1] + WORDS[2], "routed_experts": encoded(ids(2), P)}
-    answer = seen(streamed([*pieces, second]))
-    assert (answer.fault, answer.rows, answer.tokens) == ("", P + G - 1, [[2.0, 3.0, 3.0]])
-
-
-@pytest.mark.parametrize("kind", ["json", "msgpack"])
-def test_unstreamed_choices(kind: str) -> None:
-    arrays: list[Any] = [encoded(ids(P), 0), *(encoded(ids(G - 1, seed), P) for seed in range(2))]
-    if kind == "msgpack":
-        arrays = [{**array, "data": base64.b64decode(array["data"])} for array in arrays]
-    choices = [{"index": i, "text": "".join(WORDS), "routed_experts": own} for i, own in enumerate(arrays[1:])]
-    body = {"choices": choices, "prompt_routed_experts": arrays[0]}
-    content = msgspec.msgpack.encode(body) if kind == "msgpack" else orjson.dumps(body)
+def test_unstreamed_choices() -> None:
+    arrays = [encoded(ids(G - 1, seed), P) for seed in range(2)]
+    choices = [{"index": i, "text": "".join(WORDS), "routed_experts": own} for i, own in enumerate(arrays)]
+    content = orjson.dumps({"choices": choices, "prompt_routed_experts": encoded(ids(P), 0)})
     parts = chunked([content[at : at + 7] for at in range(0, len(content), 7)])
-    whole = [head(f"application/{kind}", ""), content]
-    for pieces in (whole, [head(f"application/{kind}"), *parts]):
+    whole = [head("application/json", ""), content]
+    for pieces in (whole, [head("application/json"), *parts]):
         answer = seen(pieces, n=2)
         assert (answer.fault, answer.rows, answer.tokens) == ("", P + 2 * (G - 1), [])
-    assert seen([head(f"application/{kind}"), *parts[:-1]], n=2).fault
+    assert seen([head("application/json"), *parts[:-1]], n=2).fault
 
 
 def test_vllms_own_form() -> None:
@@ -107,7 +92,7 @@ def test_vllms_own_form() -> None:
             {"index": 0, "text": "".join(WORDS), "routed_experts": encoded(ids(P + G - 1).astype(np.uint8), 0, "npy")}
         ]
     }
-    answer = seen([b"HTTP/1.1 200 OK\r\n\r\n", orjson.dumps(body)], "joined", "npy")
+    answer = seen([b"HTTP/1.1 200 OK\r\n\r\n", orjson.dumps(body)], "joined")
     assert (answer.fault, answer.rows) == ("", P + G - 1)
 
 
@@ -136,10 +121,6 @@ def test_what_is_wrong_is_a_fault(pieces: list[bytes], says: str) -> None:
     assert says in seen(pieces).fault
 
 
-def test_rows_that_were_not_asked_for_are_a_fault() -> None:
-    assert "rows of the prompt" in seen(streamed(chunks()), "none").fault
-
-
 def result(role: str, sent: float, times: list[float]) -> Result:
     return Result(role, sent, Expected(3, len(times), 1, "split"), Answer(times[0], times[-1], 100, [times], rows=7))
 
@@ -159,27 +140,23 @@ def test_beside_a_long_answer_only_what_happens_while_it_comes_counts() -> None:
     assert (run["ttft_max_ms"], run["itl_max_ms"]) == pytest.approx((200, 100))
 
 
-@pytest.mark.parametrize("case", CPU_CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_sent(case: Case) -> None:
-    ours, (_, vllms) = lines_of(["off", "captured", "returned", "vllm"], ["streamed", "unstreamed"])
+    ours, _ = lines_of(["off", "captured", "returned", "vllm"], ["streamed", "unstreamed"])
     for line in ours:
-        requests, other = (requests_of(case, line, seed, 100, "object", "int16", msgpack=True) for seed in (1, 2))
+        requests, other = (requests_of(case, line, seed, 100) for seed in (1, 2))
         streams = [request for request in requests if request.role == "stream"]
         assert (len(streams), {len(r.prompt) for r in streams}) == (case.streams, {case.prompt_len})
         assert len({request.expected.new_tokens for request in streams}) > 1 or not case.mixed
         assert all((b'"return_routed_experts"' in r.encoded()) == (line.rows == "split") for r in requests)
         assert sum(request.apart for request in requests) == (case.long > 0)
-        packed = [b"Accept: application/msgpack\r\n" in r.encoded() for r in requests if not r.stream]
-        assert set(packed) <= {line.rows == "split"}
         assert [r.expected.new_tokens for r in requests] == [r.expected.new_tokens for r in other]
         assert not {tuple(r.prompt) for r in requests} & {tuple(r.prompt) for r in other}
-    of_vllm = requests_of(case, vllms, 1, 100, "object", "int16")
-    assert {r.expected.form for r in of_vllm} == {"npy"}, "vLLM's own form, whatever ours is asked for"
 
 
 def run_of(variant: str, cpu: float, **more: Any) -> dict[str, Any]:
     keys = ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
-    about = {"device": "here", "date": "today", "commit": "abc", "client_busy": 0.1, "form": None, "baseline": "off"}
+    about = {"device": "here", "date": "today", "commit": "abc", "client_busy": 0.1, "baseline": "off"}
     numbers = {"tokens_per_s": 100.0, "cpu_us": cpu, "bytes": 10.0, "rows": 5, "faults": [], **dict.fromkeys(keys, 2.0)}
     return {"case": "64", "api_servers": 1, "mode": "streamed", "variant": variant, **about, **numbers, **more}
 

@@ -295,17 +295,3 @@ def test_a_running_server(server: Server, tmp_path: Path) -> None:
     assert findings["total"]["rows"] >= 5 * (14 + 8 + 2 * 2)
     assert findings["logprobs"]["equal_rows"]["tokens"] == findings["logprobs"]["all"]["tokens"] >= 2
     assert findings["logprobs"]["all"]["max"] < 1e-3
-
-
-@pytest.mark.e2e
-def test_a_response_and_its_tokens_scored_again(server: Server, tmp_path: Path) -> None:
-    """As a prompt, whose log-probabilities `echo` returns."""
-    asked = {"return_routed_experts": True, "return_token_ids": True, "temperature": 0, "logprobs": 0}
-    first = server.complete(prompt=TOKENS, max_tokens=9, **asked)
-    tokens = [*TOKENS, *first["choices"][0]["token_ids"]]
-    file = tmp_path / "again.json"
-    file.write_text(json.dumps(server.complete(prompt=tokens, max_tokens=1, echo=True, **asked)))
-    run = Run(file, tmp_path, (first,), "--logprobs")
-    assert (run.status, run.total["rows"], run.total["equal_rows"]) == (0, *[L * (len(tokens) - 1)] * 2)
-    assert run.findings["logprobs"]["equal_rows"]["tokens"] == len(first["choices"][0]["token_ids"])
-    assert run.findings["logprobs"]["all"]["max"] < 1e-3

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol.batch import join_turns, verify
-from routed_experts.protocol.collect import Routing, collect
 from tests.clients import consumers as of
 from tests.clients.test_collect import ROOT
 from tests.contract.served import serving_quickly
@@ -33,12 +31,6 @@ def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags += ("--routed-experts-default", documented_default())
     with serving_quickly(tiny_model, tmp_path_factory.mktemp("doors") / "log", *flags) as running:
         yield running
-
-
-def check(routing: Routing, tokens: list[int], oracle: Oracle) -> None:
-    verify(routing, num_experts=16)
-    assert routing.end == len(tokens) - 1
-    assert oracle.wrong(routing.rows, tokens[:-1], routing.start) == []
 
 
 def generate(server: Server, tokens: list[int], start: int, max_tokens: int = 5) -> bytes:
@@ -67,18 +59,6 @@ def test_verifiers_turns(server: Server, oracle: Oracle) -> None:
     batch = of.prime_rl_trainer(np.concatenate(parts), len(tokens))[0]
     kept = [at for at in range(len(tokens)) if at not in made_up]
     assert not [wrong for wrong in oracle.wrong(batch, tokens) if wrong.position in kept]
-
-
-def test_collect_from_generate(server: Server, oracle: Oracle) -> None:
-    turns: list[Routing] = []
-    tokens: list[int] = []
-    for turn in (prompt_of(40, seed=7), prompt_of(9, seed=8)):
-        start = turns[-1].end if turns else 0
-        tokens += turn
-        turns += collect(generate(server, tokens, start), prompt_start=start)
-        tokens += turns[-1].token_ids or ()
-        assert turns[-1].prompt_len is None, "the endpoint does not send the prompt back"
-    check(join_turns(turns), tokens, oracle)
 
 
 @pytest.mark.parametrize(

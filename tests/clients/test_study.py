@@ -8,7 +8,6 @@ from urllib.request import urlopen
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import pytest
 
 from routed_experts.protocol.expert_load import count_experts, expert_load
@@ -74,32 +73,6 @@ def test_its_answers(found: dict[str, Any]) -> None:
     assert np.allclose(alike.diagonal(), 1)
     assert (alike[~np.eye(layers, dtype=bool)] < 0.9).all()
     assert all(np.isfinite(values).all() for values in (found["between"], *found["within"].values(), found["expected"]))
-
-
-def test_domains_of_one_distribution_are_as_far_apart_as_halves_of_one(found: dict[str, Any]) -> None:
-    """Fewer tokens differ more by chance, so that only equally many are compared."""
-    rng = np.random.default_rng(1)
-    places = [(domain, request, layer) for domain in ("code", "prose") for request in range(6) for layer in range(5)]
-    lines = [(*place, expert) for place in places for expert in rng.integers(0, 16, 60)]
-    chosen = pd.DataFrame(lines, columns=["domain", "request", "layer", "expert"])
-    counts = {domain: found["counts_of"](chosen[chosen.domain == domain]) for domain in ("code", "prose")}
-    figures = plt.get_fignums()
-    names = {**found, "chosen": chosen, "counts": counts}
-    (cell,) = (cell for cell in CODE if "def halves" in cell)
-    run([cell], names)
-    plt.close(*set(plt.get_fignums()) - set(figures))
-    within = np.mean([*names["within"].values()])
-    assert names["between"].mean() == pytest.approx(within, rel=0.1)
-
-
-def test_its_plots_show_something_and_its_file_has_no_outputs(found: dict[str, Any]) -> None:
-    assert len(plt.get_fignums()) == 5
-    for number in plt.get_fignums():
-        axes = plt.figure(number).axes[0]
-        assert axes.lines or axes.images
-        assert axes.get_xlabel()
-        assert axes.get_ylabel()
-    assert [cell["outputs"] for cell in CELLS if cell["cell_type"] == "code"] == [[]] * len(CODE)
 
 
 @pytest.mark.e2e

@@ -533,7 +533,7 @@ class Client:
         for core in self.engines:
             capture = core.capture
             assert (len(capture.output_queue), len(capture._steps), len(capture.prefill_rows._to_export)) == (0, 0, 0)
-            queue, requests = capture.output_queue, capture.requests
+            queue, requests = capture.output_queue, capture.distributor
             assert not any((requests.tracked, requests._open, requests._streams, requests._ended, requests._prefilling))
             assert not any((queue._waiting, queue._last, capture.cache._readers))
             assert not capture.prefill_rows.pulls
@@ -556,7 +556,7 @@ class Client:
         unpacker = self._unpackers[engine_index]
         notes = unpacker.open(message.outputs, message=message.timestamp)
         if STATS in notes:
-            self.stats.append(EngineStats.decode(notes[STATS]))
+            self.stats.append(EngineStats(**notes[STATS]))
         for unknown in itertools.starmap(UnknownRows, notes.get(CAUSES, ())):
             self.causes[Cause(unknown.cause)] += unknown.num_rows
             self.explained[unknown.request_id] += unknown.num_rows

@@ -111,23 +111,7 @@ def test_turns_of_a_conversation(api: Server, documented: list[str]) -> None:
     third = names["turn"](
         [*names["second"].prompt_token_ids, *names["second"].token_ids, *prompt_of(9, 5)], names["second"]
     )
-    assert (asked[-1], third.end + 1) == (40, 58)  # as in the page's table
-
-
-def test_the_tokens_of_a_chat_are_known_beforehand(api: Server) -> None:
-    tokens = post(api, "/tokenize", **MESSAGES).json()["tokens"]
-    assert tokens == api.chat(**MESSAGES, **ASK, max_tokens=1)["prompt_token_ids"]
-
-
-def test_generate_with_a_prompt_of_known_length(api: Server) -> None:
-    """It does not repeat the prompt."""
-    tokens = prompt_of(20, 1)
-    answer = post(api, GENERATE, token_ids=tokens, sampling_params={"max_tokens": 4, START: 7}, **ASKS).json()
-    (routing,) = collect(answer, prompt_len=20, prompt_start=7)
-    assert routing.prompt_token_ids is None
-    every = every_layer_of([*tokens, *routing.token_ids][:-1], 7)
-    assert np.array_equal(routing.prompt_rows, every[:13])
-    assert np.array_equal(routing.generated_rows, every[13:])
+    assert (asked[-1], third.end + 1) == (40, 58)  # as on the page
 
 
 @pytest.mark.parametrize(("n", "max_tokens"), [(1, 0), (1, 1), (2, 4)])
@@ -156,11 +140,6 @@ def test_a_stop_string_that_the_engine_does_not_know(api: Server) -> None:
     assert answer.finish_reason == "stop"
     assert 10 < len(answer.tokens) < 30
     check(answer)
-
-
-def test_tokens_that_come_in_groups(api: Server) -> None:
-    body = {"prompt": prompt_of(20, 4), "max_tokens": 30}
-    same(*answers_of_stream(api.stream(**body, stream_interval=7, **ASK)), *both(api, **body))
 
 
 def test_usage_chunks(api: Server) -> None:
@@ -276,17 +255,6 @@ def test_no_client_can_forge_the_opt_in(api: Server, value: Any) -> None:
         check(answer, tokens=3)  # beside ours, it is nothing
 
 
-@pytest.mark.parametrize("asks", [{}, ASKS])
-def test_names_that_nobody_knows(api: Server, asks: dict[str, Any]) -> None:
-    names = ["return_routed_expert", "routed_experts_formt"]
-    names += ["routed_experts_deliver"]
-    for name, (path, body) in product(names, ENDPOINTS):
-        response = post(api, path, **body, **{name: True}, **asks)
-        assert response.status_code == 400, response.text
-        assert f"{name} is not a routing field: did you mean" in response.text
-        assert response.json()["error"]["param"] == name
-
-
 def test_structured_outputs_that_are_no_object(api: Server) -> None:
     """vLLM's validators take one for granted, and answer with 500."""
     for value, (path, body) in product((True, 0, 1.5, "", "json", [], [{}]), ENDPOINTS):
@@ -305,6 +273,12 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("/invocations", "top_k", {"top_k": 1 << 70}, ""),
     (CHAT, "stream_interval", {"stream_interval": 1 << 63}, ""),
     (GENERATE, f"{SAMPLING}.trace_decode_token_ids", {SAMPLING: {"trace_decode_token_ids": []}}, ""),
+    # names that nobody knows
+    *(
+        (path, name, {**body, name: True}, f"{name} is not a routing field: did you mean")
+        for path, body in ENDPOINTS
+        for name in ("return_routed_expert", "routed_experts_formt")
+    ),
     # fields of ours in sampling_params
     (GENERATE, f"{SAMPLING}.return_routed_experts", {SAMPLING: ASKS}, "belongs at the top level"),
     (GENERATE, f"{SAMPLING}.routed_experts_promt_start", {SAMPLING: {"routed_experts_promt_start": True}}, START),
@@ -383,12 +357,6 @@ def test_pieces_with_the_clients_that_people_have(api: Server) -> None:
     assert np.array_equal(routing.rows, rows_of([*prompt, *whole.tokens[:-1]]))
 
 
-@pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:3])
-def test_errors_are_json_where_messagepack_is_asked_for(api: Server, path: str, asked: dict[str, Any]) -> None:
-    bad = post(api, path, MSGPACK, **asked, **ASKS, routed_experts_dtype="int8")
-    assert (bad.status_code, bad.json()["error"]["param"]) == (400, "routed_experts_dtype")
-
-
 @pytest.mark.parametrize(("path", "asked"), ENDPOINTS[:2])
 def test_invocations_give_what_the_endpoint_behind_them_gives(api: Server, path: str, asked: dict[str, Any]) -> None:
     body, there = {"max_tokens": 4, **ASKS, **asked}, "/invocations"
@@ -407,16 +375,11 @@ def test_invocations_give_what_the_endpoint_behind_them_gives(api: Server, path:
     refused(api, there, "routed_experts_dtype", **body, routed_experts_dtype="int8")
 
 
-def test_who_does_not_ask_gets_nothing(api: Server) -> None:
-    for path, asked in ENDPOINTS[:2]:
-        chunks, whole = api.stream(path, **asked, max_tokens=5), api._post(path, {**asked, "max_tokens": 5})
-        assert whole["usage"]["completion_tokens"] == 5
-        assert b"routed" not in orjson.dumps([whole, chunks])
-    info = api.info()
-    assert (info["model"], info["num_layers"], info["top_k"]) == ("tiny", L, K)
+ALONE = ("--no-enable-prefix-caching", "--no-async-scheduling", "--stream-interval", "4", "--block-size", "16")
 
 
-def test_many_at_once_in_little_memory(tiny_model: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ALONE], ids=["prefix cache", "none"])
+def test_many_at_once_in_little_memory(tiny_model: Path, flags: tuple[str, ...]) -> None:
     """Requests that share prefixes, streamed and not, some without routing; some are preempted, and their prompts'
     blocks taken by others."""
 
@@ -434,7 +397,7 @@ def test_many_at_once_in_little_memory(tiny_model: Path) -> None:
         for answer in answers:
             check(answer, body["max_tokens"])
 
-    with serving(tiny_model, "--num-gpu-blocks-override", "16", "--max-model-len", "240") as server:
+    with serving(tiny_model, "--num-gpu-blocks-override", "16", "--max-model-len", "240", *flags) as server:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(run, range(60)))
         assert server.metric("vllm:num_preemptions_total") > 0

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKV
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.v1.outputs import KVConnectorOutput
 
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import INSTALLED_VLLM
 from routed_experts.server.vllm_api import VLLM_VERSION
 from tests.contract.engine import K, L, Tokens, _digest
 from tests.contract.hostile import PULL, SPEC, VALID, Hostile, check_response
@@ -40,7 +40,7 @@ SETTINGS = settings(
     suppress_health_check=list(HealthCheck),
 )
 LIMIT_S = 120
-IS_DESCRIBED = VLLM_VERSION.split("+")[0] == SUPPORTED_VLLM[-1]
+IS_DESCRIBED = VLLM_VERSION.split("+")[0] == INSTALLED_VLLM
 """Whether `openapi.yaml` is made with this vLLM."""
 COMPLETIONS = "/v1/completions"
 # The model that does arithmetic gives no log probabilities, which beam search takes too. Grammars are compiled by other

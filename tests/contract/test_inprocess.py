@@ -10,7 +10,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import closing
 from functools import partial, wraps
-from inspect import signature
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -33,12 +32,12 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from examples import engine_turns
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.engine.scheduler import SchedulerCapture
 from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.capture.engine.worker import WorkerCapture
-from routed_experts.capture.seams import cpu_kernels
 from routed_experts.capture.seams.arguments import vllm_captures
 from routed_experts.capture.seams.engine import HAS_AUX_OUTPUTS
 from routed_experts.protocol.fetch import ArrayReference, FetchError
@@ -126,12 +125,9 @@ def generate(llm: LLM, prompts: list[Any], asked: Any, **more: Any) -> list[Requ
     return outputs
 
 
-def test_turns_of_a_conversation(llm: LLM, documented: list[str]) -> None:
+def test_turns_of_a_conversation(llm: LLM) -> None:
     """One that continues, another from the same history, and one whose history was rewritten."""
-    (program,) = documented
-    names: dict[str, Any] = {"llm": llm, "SamplingParams": params}
-    exec(program, names)
-    turn, prompt = names["turn"], prompt_of(20, 1)
+    turn, prompt = partial(engine_turns.turn, llm, max_tokens=8, ignore_eos=True), prompt_of(20, 1)
     first = turn(prompt)
     tokens = [*prompt, *first.token_ids]
     others = [
@@ -218,12 +214,6 @@ def test_ids_are_not_kept_in_a_store_without_their_weights(llm: LLM, tmp_path: P
     assert [array.shape for array in arrays] == [(1, DECODER_LAYERS, 2)] * 2
     assert not any(isinstance(array, ArrayReference) for array in arrays)
     assert store.used_bytes == 0
-
-
-@pytest.mark.skipif(cpu_kernels.is_needed(), reason="vLLM 0.29 and older: does not check it")
-def test_a_start_behind_the_prompt_is_vllms_error(llm: LLM) -> None:
-    with pytest.raises(VLLMValidationError, match="routed_experts_prompt_start must be between 0"):
-        generate(llm, prompts_of(5), params(routed_experts_prompt_start=6))
 
 
 @pytest.mark.skipif(HAS_AUX_OUTPUTS, reason="vLLM 0.31 and newer: a model's configuration has no such flag")
@@ -397,18 +387,6 @@ async def test_all_kinds_of_outputs_at_once(online: Online) -> None:
     assert merged == 2, "no outputs merged"
 
 
-@pytest.mark.skipif(
-    "stream_interval" not in signature(SamplingParams).parameters, reason="SamplingParams of vLLM 0.26 have none"
-)
-@in_loop
-async def test_outputs_of_several_tokens(online: Online) -> None:
-    """`stream_interval` keeps tokens back, and their rows with them."""
-    asked = params(output_kind=DELTA, max_tokens=20, stream_interval=7)
-    outputs = await read(online, prompts_of(40)[0], asked)
-    check_outputs(DELTA, 1, outputs, prompt_of(40, 40))
-    assert 2 < len(outputs) < 6
-
-
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE, FINAL])
 @in_loop
 async def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind) -> None:
@@ -428,13 +406,6 @@ async def test_requests_that_are_aborted(online: Online, kind: RequestOutputKind
     check_outputs(kind, 1, outputs, prompt_of(40, 40))
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert sum(len(output.outputs[0].token_ids) for output in (outputs if kind == DELTA else outputs[-1:])) > 5
-
-
-@in_loop
-async def test_a_reader_that_leaves(online: Online) -> None:
-    async for _ in online.engine.generate(prompts_of(40)[0], params(output_kind=DELTA, max_tokens=500), "gone"):
-        break
-    check_finished(*await read(online, prompts_of(40)[0], params(output_kind=FINAL)))
 
 
 async def poll(online: Online, name: str, asked: SamplingParams | None = None) -> Any:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import current_thread
 from typing import Any
 
 import httpx
@@ -25,7 +24,6 @@ from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
 from routed_experts.server.http.request import MSGPACK
-from routed_experts.server.outputs import prefill_param
 from tests.contract.engine import K, L, Tokens, weights_for
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
 from tests.contract.served import SIZES, Command, InProcessClient, ServedExecutor, ours, served, vllms
@@ -163,20 +161,6 @@ def test_prompt_rows_stand_apart_if_asked_for_or_if_they_do_not_go_with_the_kv(
         legs.pull(path, what, first)
 
 
-def test_a_prompt_of_one_token(legs: Legs) -> None:
-    first, (answer,) = legs.answers(COMPLETIONS, {**ASK, "prompt": [5], "max_tokens": 2})
-    check(answer, sent_rows(first))
-
-
-def test_a_stop_string(legs: Legs) -> None:
-    body = {**ASK, "prompt": "it stops" * 9, "max_tokens": 20}
-    _, (whole,) = legs.answers(COMPLETIONS, body)
-    _, (stopped,) = legs.answers(COMPLETIONS, {**body, "stop": [whole.text[4:6]]}, stream=True)
-    assert stopped.finish_reason == "stop"
-    assert len(stopped.tokens) < 20
-    assert not (np.concatenate([stopped.prompt_rows, stopped.rows]) == -1).any()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_tokens_in_and_out(legs: Legs, stream: bool) -> None:
     prompt = [(7 * i + stream) % 90 for i in range(100)]
@@ -242,14 +226,6 @@ def test_rows_in_messagepack(legs: Legs) -> None:
             assert decode_client.post(COMPLETIONS, content=content, headers=packed).status_code == 400
 
 
-def test_several_prompts_have_their_own_rows(legs: Legs) -> None:
-    """vLLM's answer has the `kv_transfer_params` of the first one only."""
-    texts = ["one" * 9, "two" * 8]
-    first = legs.first(COMPLETIONS, {"prompt": texts, **ASK})
-    for text, array in zip(texts, first["prompt_routed_experts"], strict=True):
-        assert len(decode(array)) == len(text)
-
-
 def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
     body = {"prompt": "plain" * 20, "max_tokens": 4}
     first = legs.first(COMPLETIONS, body)
@@ -267,12 +243,18 @@ def encoded(shape: tuple[int, ...], dtype: str = "int16", fill: int = 0) -> dict
 
 
 FITS = encoded((2, L, K))
-WRONG: list[Any] = [
-    *(None, "AAAA", {}, encoded((2, L, K + 1)), encoded((2, L)), encoded((2, L, K), "int32")),
-    *(encoded((2, L, K), fill=-2), encoded((99, L, K))),
-    *({**FITS, "data": data} for data in (None, "!", "é", encoded((1, L, K))["data"])),
-    *({**FITS, "until": until} for until in (None, "noon", 1e300)),
+PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine_id": "an engine"}
+WRONG_PULL = {**PULLED, "remote_engine_id": []}
+WRONG: list[tuple[str, Any]] = [
+    *(("routed_experts", each) for each in (None, "AAAA", encoded((2, L, K + 1)), encoded((2, L, K), "int32"))),
+    *(("routed_experts", each) for each in (encoded((2, L, K), fill=-2), encoded((99, L, K)))),
+    *(("routed_experts", {**FITS, "data": data}) for data in (None, FITS["data"] + "!", encoded((1, L, K))["data"])),
+    *(("routed_experts", {**FITS, "until": until}) for until in (None, 1e300)),
+    *(("remote_engine_id", []), ("remote_request_id", None), ("remote_host", 1), ("remote_port", "5600; rm")),
+    *(("remote_block_ids", [1, 2]), ("tp_size", "1"), ("remote_num_tokens", 1.5), ("do_remote_prefill", "yes")),
+    *(("remote_prefiller", "text"), ("remote_kv_source.kv_request_id", {"kv_request_id": []})),
 ]
+"""A field of `kv_transfer_params`, and what may not be in it."""
 
 
 SHORT: dict[str, dict[str, Any]] = {
@@ -295,58 +277,24 @@ def refused(server: Server, path: str, **fields: Any) -> str:
     return str(response.json()["error"]["param"])
 
 
-PULLED = {"do_remote_prefill": True, "remote_request_id": "none", "remote_engine_id": "an engine"}
-BESIDE: dict[str, list[Any]] = {
-    "remote_engine_id": [[], {"a": 1}, 5],
-    "remote_request_id": [["none"], None],
-    "remote_host": [1],
-    "remote_port": ["5600; rm"],
-    "remote_block_ids": [3, [1, 2], [[-1]], [[1 << 40]]],
-    "tp_size": [0, "1"],
-    "remote_num_tokens": [1.5],
-    "do_remote_prefill": ["yes"],
-    "do_remote_decode": [{}],
-    "remote_prefiller": ["text"],
-    "remote_prefiller.remote_host": [{"remote_host": ["a"]}],
-    "remote_kv_source.kv_request_id": [{"kv_request_id": []}],
-    "remote_kv_source.remote_port": [{"remote_port": {"a": 1}}],
-}
-# And the prefill instance is told to let its KV go, as after a refusal of vLLM's, if what that takes is right.
-REFUSED = [(PULLED | {"routed_experts": wrong}, "routed_experts", ["none"]) for wrong in WRONG]
-REFUSED += [
-    (PULLED | {name.partition(".")[0]: value} | rows, name, [])
-    for name, values in BESIDE.items()
-    for value in values
-    for rows in ({}, {"routed_experts": FITS})
-]
-
-
 @pytest.mark.parametrize("path", SHORT)
 def test_what_comes_in_is_checked(legs: Legs, path: str) -> None:
-    for index, (params, field, told) in enumerate(REFUSED):
-        if path != COMPLETIONS and index % 4:
-            continue  # how they are checked is the same for all of them
+    """And the prefill instance is told to let its KV go, as after a refusal of vLLM's, if what that takes is right."""
+    for index, (field, wrong) in enumerate(WRONG):
         legs.kept.refused.clear()
+        params = PULLED | ({} if field == "routed_experts" or index % 2 else {"routed_experts": FITS})
+        params |= {field.partition(".")[0]: wrong}
         param = refused(legs.decode, path, stream=index % 8 < 4, kv_transfer_params=params)
         assert param == f"kv_transfer_params.{field}", params
         legs.decode.complete(prompt="the next step", max_tokens=1)
-        assert legs.kept.refused == told, params
-
-
-WRONG_PULL, EXTRA = {**PULLED, "remote_engine_id": []}, ("sampling_params", "extra_args")
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        (COMPLETIONS, {"vllm_xargs": {"kv_transfer_params": "text"}}, "vllm_xargs.kv_transfer_params"),
-        (CHAT, {"vllm_xargs": {"kv_transfer_params": [1]}}, "vllm_xargs.kv_transfer_params"),
-        (GENERATE, {EXTRA[0]: {EXTRA[1]: {"kv_transfer_params": "text"}}}, ".".join((*EXTRA, "kv_transfer_params"))),
-        (GENERATE, {EXTRA[0]: {EXTRA[1]: {"kv_transfer_params": WRONG_PULL}}}, "kv_transfer_params.remote_engine_id"),
-    ],
-)
-def test_params_in_extra_arguments_are_checked(legs: Legs, path: str, fields: dict[str, Any], param: str) -> None:
-    assert refused(legs.decode, path, **fields) == param
+        assert legs.kept.refused == ["none"] * (field == "routed_experts"), params
+    if path == GENERATE:
+        extra = "sampling_params.extra_args.kv_transfer_params"
+        for value, param in (("text", extra), (WRONG_PULL, "kv_transfer_params.remote_engine_id")):
+            assert refused(legs.decode, path, sampling_params={"extra_args": {"kv_transfer_params": value}}) == param
+    elif path in (COMPLETIONS, CHAT):
+        param = refused(legs.decode, path, vllm_xargs={"kv_transfer_params": [1]})
+        assert param == "vllm_xargs.kv_transfer_params"
     legs.decode.complete(prompt="it lives", max_tokens=1)
 
 
@@ -404,18 +352,6 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
     assert row_bytes < sizes[0] < row_bytes + 5_000
     assert max(sizes[1:]) < 5_000
     assert not any((answer.prompt_rows == -1).any() for answer in answers)
-
-
-def test_rows_are_read_in_a_thread(legs: Legs, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = []
-    param = prefill_param.PrefillRowsParam
-    parse = param.parse
-    monkeypatch.setattr(param, "parse", lambda *args: threads.append(current_thread().name) or parse(*args))
-    body = {**ASK, "prompt": "in a thread" * 5, "max_tokens": 2}
-    _, (answer,) = legs.answers(COMPLETIONS, body)
-    assert not (answer.prompt_rows == -1).any()
-    (thread,) = threads
-    assert thread.startswith("AnyIO worker thread")
 
 
 def test_vllms_own_command_and_flag(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

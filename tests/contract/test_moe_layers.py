@@ -1,6 +1,7 @@
 """vLLM's real MoE layers, model runner and scheduler with ours, in this process: no server, no engine process."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.distributed import cleanup_dist_env_and_memory, get_tp_group
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import DPMetadata, ForwardContext, override_forward_context, set_forward_context
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
@@ -26,15 +27,29 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from routed_experts.capture.capturer import Capturer, RowShape
 from routed_experts.capture.engine import binding
-from routed_experts.capture.engine.binding import MoELayers, bind, find_moe_layers, has_parts, write_directly
+from routed_experts.capture.engine.binding import (
+    MoELayers,
+    bind,
+    capture_choice,
+    check_weights,
+    check_weights_are_kept,
+    find_moe_layers,
+    has_parts,
+    write_directly,
+)
 from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.transport import detach
+from routed_experts.capture.engine.versions import ALLOW_UNTESTED_VARIABLE
 from routed_experts.capture.pipeline import StepRows
+from routed_experts.capture.rows import WEIGHTS_KEY, ids_of, weights_of
 from routed_experts.capture.seams import cpu_kernels
+from routed_experts.capture.seams.engine import RoutedExpertsCaptureSource
+from routed_experts.capture.seams.http import _first
 from tests.contract.served import worker_in_this_process
 
 with_routers = pytest.mark.skipif(
-    cpu_kernels.is_needed(), reason="vLLM 0.29 and older: kernels for CPUs choose experts without a router"
+    _first("select_experts", *cpu_kernels._MODULES) is not None,
+    reason="vLLM 0.29 and older: kernels for CPUs choose experts without a router",
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="written for the worker of the CPU build")
@@ -85,10 +100,13 @@ class Engine:
 _ids = count()
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: Path) -> Iterator[Engine]:
+with_weights = pytest.mark.parametrize("engine", [True], ids=["weights"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=[False], ids=["ids"])
+def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     with worker_in_this_process({}):
-        running = Engine(tiny_model)
+        running = Engine(tiny_model, additional_config={WEIGHTS_KEY: request.param})
         try:
             yield running
         finally:
@@ -113,25 +131,6 @@ def test_a_layer_writes_what_its_gate_chooses(engine: Engine, tiny_model: Path, 
             assert torch.equal(written, scores.topk(4, dim=1, sorted=False).indices)
             assert (engine.ids[row, tokens:] == -1).all()
             assert (np.delete(engine.ids.numpy(), row, axis=0) == -1).all()
-
-
-def test_the_steps_of_requests(engine: Engine) -> None:
-    """Every row of every step is known, in prefill and decode steps and in a batch."""
-    steps = engine.steps([[40, 41, 42, 43, 44], [50, 51, 52], [60]], max_tokens=4)
-    assert [np.diff(step.offsets).tolist() for step in steps] == [[5, 3, 1], *([[1, 1, 1]] * 3)]
-    for step in steps:
-        assert step.rows.min() >= 0
-        assert len(set(step.slots.tolist())) == len(step.slots)
-
-
-@with_routers
-def test_without_weights_no_method_is_replaced(engine: Engine) -> None:
-    """vLLM's own capture function gets the ids, into a cache of their own."""
-    for runner in engine.runners:
-        assert "_compute_routing" not in vars(runner.router)
-        assert "forward_modular" not in vars(runner.routed_experts)
-        assert runner.router.capture_fn is not None
-    assert len(engine.worker._capturer.cache.planes) == 1
 
 
 @with_routers
@@ -256,3 +255,216 @@ def test_ids_that_came_from_outside_are_not_held(engine: Engine, monkeypatch: py
     assert (capturer.cache.ids[1] == -1).all()
     capturer.flush_stores()
     assert (capturer.cache.ids[1][:3] == 1).all()
+
+
+class FusedLayers(torch.nn.Module):
+    """Two of vLLM's own fused MoE layers. Their kernel is for GPUs: on a CPU they end where it would begin."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        model = pytest.importorskip("vllm.models.deepseek_v4.nvidia.model", exc_type=ImportError)
+        sizes: dict[str, int] = {
+            "num_local_experts": 12,
+            "experts_start_idx": 0,
+            "hidden_size": 64,
+            "intermediate_size": 32,
+        }
+        self.layers = torch.nn.ModuleList(
+            model.DeepseekV4MegaMoEExperts(
+                config, num_experts=12, num_logical_experts=8, top_k=4, prefix=f"fused.{layer}", **sizes
+            )
+            for layer in (3, 1)  # not in the order of the decoder
+        )
+
+    def forward(self, ids: torch.Tensor) -> None:
+        for layer in self.layers:
+            with pytest.raises((AttributeError, AssertionError, ImportError, RuntimeError, ValueError)):
+                layer(torch.zeros(len(ids), 64), torch.ones(ids.shape), ids + layer.layer_id, activation_clamp=None)
+
+
+@pytest.mark.skipif(RoutedExpertsCaptureSource == (), reason="fused MoE layers are captured since vLLM 0.28")
+def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused until a GPU has run them, unless allowed; then they give logical ids, before experts are replicated."""
+    monkeypatch.setattr(engine.config.compilation_config, "static_forward_context", {})
+    model = FusedLayers(engine.config)
+    monkeypatch.delenv(ALLOW_UNTESTED_VARIABLE, raising=False)
+    with pytest.raises(UnsupportedConfig, match=r"MegaMoE.*--moe-backend, or add --allow-untested-vllm"):
+        find_moe_layers(model)
+    monkeypatch.setenv(ALLOW_UNTESTED_VARIABLE, "1")
+    layers = find_moe_layers(model)
+    assert (layers.shape.layer_ids, layers.shape.num_experts, layers.shape.top_k) == ((1, 3), 8, 4)
+    with pytest.raises(UnsupportedConfig, match=r"MegaMoE.*not their weights"):
+        check_weights(layers, is_eager=True)
+
+    for layer in model.layers:  # each logical expert has another number as a physical one
+        layer.eplb_state.logical_to_physical_map = torch.arange(8).flip(0).unsqueeze(1)
+        layer.eplb_state.logical_replica_count = torch.ones(8, dtype=torch.int64)
+        layer.eplb_state.expert_load_view = torch.zeros(12, dtype=torch.int64)
+        layer.eplb_state.should_record_tensor = torch.zeros((), dtype=torch.bool)
+    capturer = Capturer(layers.shape, [2], 0, 8, 1, torch.device("cpu"))
+    capturer.cache.ids.fill_(-1)
+    bind(layers, capturer, dp_rank=0, dp_size=1)
+    ids = torch.tensor([[0, 1, 2, 3], [4, 3, 2, 0]])
+    model(ids)
+    assert torch.equal(capturer.cache.ids[:, :2], torch.stack([ids + 1, ids + 3]).int())
+    assert (capturer.cache.ids[:, 2:] == -1).all()
+
+    monkeypatch.setattr(get_tp_group(), "world_size", 2)
+    with pytest.raises(UnsupportedConfig, match="without tensor parallelism"):
+        find_moe_layers(model)
+
+
+# ---- weights, as the layers hand them to their experts ----
+
+
+def handed_by(runner: MoERunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What a layer's experts are handed from now on: ids and weights, as they were then."""
+    method, handed = runner.routed_experts.quant_method, []
+    apply = method.apply
+
+    def recording(*, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **others: Any) -> Any:
+        handed.append((topk_ids.clone(), topk_weights.clone()))
+        return apply(topk_weights=topk_weights, topk_ids=topk_ids, **others)
+
+    monkeypatch.setattr(method, "apply", recording, raising=False)
+    return handed
+
+
+@with_weights
+@with_routers
+def test_rows_are_what_each_layers_experts_are_handed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed = [handed_by(runner, monkeypatch) for runner in engine.runners]
+    steps = engine.steps([[40, 41, 42, 43, 44], [50, 51, 52], [60]], max_tokens=4)
+    assert len(steps) == 4
+    for index, step in enumerate(steps):
+        assert step.rows.shape[1:] == (15, 4)
+        for layer, of_layer in enumerate(handed):
+            ids, weights = of_layer[index]
+            count = len(step.rows)
+            assert (ids_of(step.rows)[:, layer] == ids[:count].numpy()).all()
+            assert weights_of(step.rows)[:, layer].tobytes() == weights[:count].numpy().tobytes()
+
+
+@with_weights
+@with_routers
+def test_a_kernel_that_overwrites_weights(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are copied before it runs, as that of Llama 4 on CPUs does it."""
+    runner, cache = engine.runners[0], engine.worker._capturer.cache
+    method = runner.routed_experts.quant_method
+    apply = method.apply
+
+    def overwriting(*, topk_weights: torch.Tensor, **others: Any) -> Any:
+        output = apply(topk_weights=topk_weights, **others)
+        topk_weights.fill_(1.0)
+        return output
+
+    monkeypatch.setattr(method, "apply", overwriting, raising=False)
+    handed = handed_by(runner, monkeypatch)
+    with torch.inference_mode(), set_forward_context(None, engine.config, num_tokens=5):
+        engine.model.model.layers[1].mlp(torch.randn(5, 64))
+    assert (handed[0][1] != 1.0).all()
+    assert torch.equal(cache.weights[0, :5], handed[0][1])
+
+
+@with_weights
+def test_what_a_model_says_of_its_weights(engine: Engine) -> None:
+    shape = engine.worker._capturer.shape
+    assert (shape.weights_scale, shape.weights_on_input) == ((1.0,) * 5, False)
+    info = engine.worker.routed_experts_info()
+    assert (info["weights"], info["weights_scale"], info["weights_on_input"]) == (True, [1.0] * 5, False)
+    assert info["device_bytes"] == 2 * 5 * engine.worker.model_runner.max_num_tokens * 4 * 4
+
+
+def layers_of(engine: Engine) -> MoELayers:
+    return MoELayers(tuple(engine.runners), engine.worker._capturer.shape)
+
+
+@with_weights
+def test_kernels_that_route_by_themselves_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_weights(layers_of(engine), is_eager=False)
+    monkeypatch.setattr(MoERunner, "is_monolithic", True)
+    monkeypatch.setattr(binding.cpu_kernels, "routes_itself", lambda runner: False)
+    with pytest.raises(UnsupportedConfig, match="not their weights: choose another one with --moe-backend"):
+        check_weights(layers_of(engine), is_eager=True)
+
+
+@with_weights
+def test_compiled_kernels_that_overwrite_weights_are_refused(engine: Engine) -> None:
+    layers = layers_of(engine)
+    on_input = replace(layers, shape=replace(layers.shape, weights_on_input=True))
+    check_weights(on_input, is_eager=True)
+    with pytest.raises(UnsupportedConfig, match="add --enforce-eager"):
+        check_weights(on_input, is_eager=False)
+
+
+def run_layer(engine: Engine) -> None:
+    with torch.inference_mode(), set_forward_context(None, engine.config, num_tokens=3):
+        engine.model.model.layers[2].mlp(torch.randn(3, 64))
+
+
+@with_weights
+@with_routers
+def test_weights_are_compared_before_and_after_the_kernel(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and where a kernel that changes them would be seen."""
+    experts = engine.runners[1].routed_experts
+    check_weights_are_kept(engine.runners[1])
+    assert "forward_modular" in vars(experts)
+    run_layer(engine)
+    assert "forward_modular" not in vars(experts)
+    apply = experts.quant_method.apply
+    for change in (lambda weights: weights.mul_(2.0), lambda weights: weights[-1, -1].fill_(-0.0)):
+
+        def changing(*, topk_weights: torch.Tensor, change: Any = change, **others: Any) -> Any:
+            output = apply(topk_weights=topk_weights, **others)
+            change(topk_weights)
+            return output
+
+        monkeypatch.setattr(experts.quant_method, "apply", changing, raising=False)
+        check_weights_are_kept(engine.runners[1])
+        with pytest.raises(UnsupportedConfig, match="layer 2 changes the weights that it is given"):
+            run_layer(engine)
+        del experts.forward_modular
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_kernel_that_writes_directly(with_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into both views; without weights into the ids' alone. CPUs have no such kernel: this one is in PyTorch."""
+
+    def top_k(weights: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor, norm: bool) -> Any:
+        found = logits.softmax(1).topk(ids.shape[1], dim=1)
+        weights.copy_(found.values)
+        ids.copy_(found.indices)
+        return weights, ids
+
+    monkeypatch.setattr(binding, "dispatch_topk_softmax_func", lambda: top_k)
+    router = FusedTopKRouter(top_k=4, global_num_experts=16)
+    view = torch.full((8, 4), -1, dtype=torch.int32)
+    weights_view = torch.full((8, 4), torch.nan)
+    write_directly(router, view, weights_view if with_weights else None)
+    logits = torch.randn(5, 16)
+    weights, ids = router.select_experts(torch.zeros(5, 64), logits)
+    assert ids.data_ptr() == view.data_ptr()
+    assert torch.equal(weights, logits.softmax(1).topk(4, dim=1).values)
+    assert (weights.data_ptr() == weights_view.data_ptr()) is with_weights
+    assert (view[5:] == -1).all()
+    assert weights_view[5 if with_weights else 0 :].isnan().all()
+
+
+@with_weights
+@with_routers
+def test_a_choice_is_captured_before_ids_are_mapped(engine: Engine) -> None:
+    """As they are where experts have replicas: weights belong to the logical ids."""
+    router, seen = engine.runners[0].router, []
+    compute, capture = router._compute_routing, router.capture_fn
+    vars(router).pop("_compute_routing", None)
+    try:
+        capture_choice(router, lambda ids, weights: seen.append((ids.clone(), weights.clone())))
+        with patch.object(type(router), "_apply_eplb_mapping", lambda self, ids: ids + 100):
+            weights, ids = router.select_experts(torch.zeros(3, 64), torch.randn(3, 16))
+        ((logical, own),) = seen
+        assert torch.equal(ids, logical + 100)
+        assert torch.equal(weights, own)
+    finally:
+        router._compute_routing = compute
+        router.set_capture_fn(capture)

@@ -19,14 +19,14 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.envs import disable_envs_cache
 from vllm.exceptions import VLLMValidationError
 
-from routed_experts.protocol.models import PREFIXES, RoutingFields
+from routed_experts.protocol.models import PREFIXES
 from routed_experts.server.cli import serve
 from routed_experts.server.http.unsupported_routes import refuse_on_other_routes
 from routed_experts.server.http.vllm_http import ChatCompletionRequest, CompletionRequest, GenerateRequest
 from tests.contract.served import serving, vllms
 from tests.contract.test_api import ASKS, CHAT, COMPLETIONS, ENDPOINTS, GENERATE, post, refused
 from tests.documentation import ROOT
-from tests.e2e.harness import Server, prompt_of
+from tests.e2e.harness import Server
 
 OURS = {COMPLETIONS, CHAT, GENERATE, "/invocations"}
 NAMED = "/v1/completions, /v1/chat/completions or /inference/v1/generate"
@@ -83,7 +83,7 @@ MODELS = (CompletionRequest, ChatCompletionRequest, GenerateRequest, CompletionR
 def test_h1_no_name_of_a_clients_is_read_as_ours(api: Server, stock: Server, value: Any) -> None:
     """H1. A field that vLLM has not is an attribute of its request all the same."""
     names = names_read()
-    assert {"sampling_params", "vllm_xargs", "use_beam_search", "content_parts", "top_k", "routing"} <= names
+    assert {"sampling_params", "vllm_xargs", "use_beam_search", "content_parts", "top_k", "_routing"} <= names
     with api.client() as ours, stock.client() as vllm:
         for model, (path, body) in zip(MODELS, ENDPOINTS, strict=True):
             some = sorted(names - model.model_fields.keys() - {"extra_body"})
@@ -114,23 +114,6 @@ def test_fields_of_ours_in_the_wrong_place(api: Server) -> None:
         others: list[dict[str, Any]] = [{"sampling_params": value} for value in ({"temperature": 0}, {}, None, 1)]
         for other in [*others, {"extra_body": "x"}] if path != GENERATE else ():
             assert post(api, path, **body, max_tokens=2, **other).status_code == 200
-
-
-def test_h7_messages_say_what_is_meant(api: Server) -> None:
-    """H7. A name is proposed for what sets it apart, not for what all names share; all forms; which of several
-    prompts."""
-    body = {"prompt": "a"}
-    for name, meant in (("routed_experts_layer", "routed_experts_layers"), ("routed_experts", "return_routed_experts")):
-        assert f"did you mean {meant}?" in refused(api, COMPLETIONS, name, **body, **{name: 1})
-    for name in ("routed_experts_top", "return_routed_x"):
-        message = refused(api, COMPLETIONS, name, **body, **{name: 1})
-        assert "did you mean" not in message
-        assert all(each in message for each in RoutingFields.model_fields)
-    message = refused(api, COMPLETIONS, "routed_experts_format", **body, **ASKS, routed_experts_format="x")
-    assert all(form in message for form in ("object", "npy", "raw", "list", "paired"))
-    start = {"routed_experts_prompt_start": 5}
-    message = refused(api, COMPLETIONS, *start, prompt=[prompt_of(9, 1), prompt_of(2, 1)], **ASKS, **start)
-    assert "prompt 1 (the first is 0) has 2 tokens" in message
 
 
 # ---- routes that are not ours ----

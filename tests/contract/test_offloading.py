@@ -55,13 +55,6 @@ def warm(is_async: bool) -> Client:
     return computed_before(engine_that_offloads(is_async=is_async), PROMPT)
 
 
-def test_what_was_kept_is_loaded_with_its_rows(warm: Client) -> None:
-    for name in ("asks", "hits"):
-        warm.answer(name, PROMPT)
-        assert num_loaded(warm) == 5
-    warm.finish()
-
-
 @pytest.mark.parametrize("policy", ["recompute", "missing"], indirect=True)
 def test_chunks_without_rows(warm: Client, policy: str) -> None:
     """Up to the first of them, a request that asks for its rows loads; others load all."""

@@ -1,8 +1,6 @@
 """Prefill and decode in two engines: the rows of the prompt come with its KV."""
 
-import gc
 import pickle
-import tracemalloc
 from collections.abc import Iterator
 from itertools import count, product
 from types import SimpleNamespace
@@ -22,9 +20,13 @@ from routed_experts.capture.engine.kv_transfer.tracker import KVLoad
 from routed_experts.capture.host_cache import Cause, HostCache
 from routed_experts.capture.message import OPT_IN_ARG, OptIn
 from routed_experts.capture.prefill_rows import PARAM
+from routed_experts.capture.rows import joined
 from routed_experts.protocol.codec import UNKNOWN
-from tests.contract.engine import BLOCK, Client, K, L, Received, engine, tokens
+from routed_experts.server.outputs import prefill_param
+from tests.contract.engine import BLOCK, Client, K, L, Received, engine, tokens, weights_for
 from tests.contract.loads import NAME, PULL, Clock, Store, engine_with_store, store
+from tests.contract.offloading import NAME as OFFLOADS
+from tests.contract.offloading import engine_that_offloads
 
 NUM_SEQS = 2
 REMOTE = {"do_remote_decode": True, "do_remote_prefill": False, PARAM: True}
@@ -108,9 +110,8 @@ def test_rows_that_nobody_asked_for_are_not_handed_over(pair: Pair, monkeypatch:
     ask = {key: value for key, value in REMOTE.items() if key != PARAM}
     assert PARAM not in pair.export_rows(tokens(20), ask=ask)
     assert not pair.prefill.engines[0].capture.prefill_rows._to_export
-    monkeypatch.setattr(
-        pair.prefill.engines[0].capture.prefill_rows.pulls, "lease_s", None
-    )  # nobody knows for how long
+    pulls = pair.prefill.engines[0].capture.prefill_rows.pulls
+    monkeypatch.setattr(pulls, "lease_s", None)  # nobody knows for how long
     assert PARAM not in pair.export_rows(PROMPT)
 
 
@@ -125,10 +126,7 @@ def test_rows_that_are_too_large_are_missing(pair: Pair, monkeypatch: pytest.Mon
 def test_rows_that_do_not_come_with_kv_are_not_believed(pair: Pair) -> None:
     params = pair.export_rows(PROMPT)
     poisoned = changed(params, data=bytes(len(params[PARAM]["data"]))) | {"do_remote_prefill": False}
-    for given in (
-        {PARAM: poisoned[PARAM]},
-        poisoned,
-    ):  # the second hits what the first has computed
+    for given in ({PARAM: poisoned[PARAM]}, poisoned):  # the second hits what the first has computed
         assert pair.missing(PROMPT, given) == []
 
 
@@ -224,22 +222,14 @@ def test_choices_in_several_engines(pair: Pair) -> None:
 # ---- what is in kv_transfer_params ----
 
 
-def encode(rows: np.ndarray) -> dict[str, Any] | None:
-    def read(first: int, out: np.ndarray) -> None:
-        out[:] = rows[first : first + len(out)]
-
-    return prefill_rows.encode(read, len(rows), rows.shape[1:], until=1.5)
-
-
-@pytest.mark.parametrize("num_rows", [0, 1, 256, 257, 1000])
-def test_rows_come_back(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1, 1000])
+def test_rows_come_back(num_rows: int) -> None:
     """Wherever the one is that takes more than a byte."""
-    monkeypatch.setattr(prefill_rows, "_PIECE_BYTES", 256 * 48 * 8)
     ids = np.random.default_rng(num_rows).integers(0, 256, (num_rows, 48, 8), dtype=np.int16)
     for other, at in product((0, 255, 256, 32767, -1), {0, num_rows // 2, num_rows - 1}):
         rows = ids.copy()
         rows[at : at + 1, 47, 7] = other
-        handed = encode(rows)
+        handed = prefill_rows.encode(rows, until=1.5)
         assert handed is not None
         is_narrow = not num_rows or other in (0, 255)
         assert (handed["dtype"], handed["shape"]) == ("uint8" if is_narrow else "int16", [num_rows, 48, 8])
@@ -248,11 +238,11 @@ def test_rows_come_back(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert decoded.until == 1.5
 
 
-def test_too_many_rows_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_rows, "MAX_BYTES", 100 * 48 * 8)
-    narrow, wide = np.zeros((100, 48, 8), np.int16), np.full((100, 48, 8), 300, np.int16)
-    assert [encode(rows) is not None for rows in (narrow, wide, wide[:50])] == [True, False, True]
-    assert prefill_rows.encode(lambda first, out: pytest.fail("read"), 101, (48, 8), 0) is None
+    narrow, wide = np.zeros((101, 48, 8), np.int16), np.full((100, 48, 8), 300, np.int16)
+    each = [prefill_rows.encode(rows, 0) for rows in (narrow, narrow[:100], wide, wide[:50])]
+    assert [handed is not None for handed in each] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16])
@@ -293,17 +283,6 @@ def test_the_engine_takes_nothing_else() -> None:
 # ---- what programs can put there ----
 
 
-class Text(str):
-    """Compares with nothing."""
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        raise RuntimeError
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class Anything:
     """Cannot be compared, hashed or printed."""
 
@@ -313,21 +292,7 @@ class Anything:
     __eq__ = __hash__ = __str__ = __repr__ = _raise
 
 
-VALUES = [
-    [],
-    {},
-    [[]],
-    {"a": []},
-    "text",
-    Text("text"),
-    b"bytes",
-    -1,
-    1.5,
-    float("nan"),
-    True,
-    10**400,
-    Anything(),
-]
+VALUES = [[], {}, [[]], {"a": []}, "text", b"bytes", -1, float("nan"), True, 10**400, Anything()]
 
 
 def hostile_params(value: Any) -> list[Any]:
@@ -347,13 +312,10 @@ def test_no_value_ends_the_engine(connectors: tuple[str, ...]) -> None:
         core = engine_with_store(*connectors) if connectors else engine()
         for index, params in enumerate(params for value in VALUES for params in hostile_params(value)):
             sampling = SamplingParams(max_tokens=2)
-            for name, opt_in in (
-                (f"r{index}", {}),
-                (f"opted-in-{index}", {OPT_IN_ARG: OptIn(0, bytes(16), False).encode()}),
-            ):
-                sampling.extra_args = {"kv_transfer_params": params, **opt_in}
-                core.scheduler.add_request(Request(name, tokens(20), sampling, None))
-                core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            opt_in = {OPT_IN_ARG: OptIn(0, bytes(16), False).encode()} if index % 2 else {}
+            sampling.extra_args = {"kv_transfer_params": params, **opt_in}
+            core.scheduler.add_request(Request(f"r{index}", tokens(20), sampling, None))
+            core.scheduler.finish_requests(f"r{index}", RequestStatus.FINISHED_ABORTED)
         assert Client(core).answer("after", tokens(40)).finish is FinishReason.LENGTH
 
 
@@ -364,29 +326,6 @@ def test_rows_that_cannot_be_these_are_unknown(pair: Pair, change: dict[str, Any
     """And so they are for whoever hits what was pulled: they compute it."""
     assert set(pair.missing(PROMPT, changed(pair.export_rows(PROMPT), **change))) <= set(range(99))
     assert pair.missing([*PROMPT, 1], None) == []
-
-
-def test_rows_of_ended_requests_are_not_kept(pair: Pair) -> None:
-    """Measured by what the process holds of the messages in which they came."""
-
-    def held() -> int:
-        gc.collect()
-        traces = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, "*serial_utils.py")])
-        return sum(trace.size for trace in traces.traces)
-
-    prompts = [tokens(100, seed=seed) for seed in range(6)]
-    handed = [pair.export_rows(prompt) for prompt in prompts]
-    row_bytes = len(handed[0][PARAM]["data"])
-    tracemalloc.start()
-    try:
-        legs = [pair.add(prompt, params).request_id for prompt, params in zip(prompts, handed, strict=True)]
-        assert held() > 6 * row_bytes
-        pair.decode.abort(*legs[:3])
-        pair.decode.finish(but=legs[:3])
-        pair.decode.received.clear()
-        assert held() < row_bytes
-    finally:
-        tracemalloc.stop()
 
 
 def test_workers_do_not_get_rows(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,21 +343,146 @@ def test_workers_do_not_get_rows(pair: Pair, monkeypatch: pytest.MonkeyPatch) ->
     assert max(sent) < 10_000
 
 
-def test_what_moriio_reads_is_checked() -> None:
-    """Its scheduler makes keys and numbers of these."""
-    config = KVTransferConfig(kv_connector="MoRIIOConnector", kv_role="kv_both")
-    wrong = {"transfer_id": [], "remote_host": 1, "remote_notify_port": "x", "remote_dp_size": -1, "tp_size": {}}
-    for name, value in wrong.items():
-        with pytest.raises(transfer_params.TransferParamsError) as raised:
-            transfer_params.check({"do_remote_prefill": True, name: value}, config)
-        assert raised.value.param == f"kv_transfer_params.{name}"
-        assert str(raised.value).startswith(f"{raised.value.param} must be ")
-    transfer_params.check({"do_remote_prefill": True, "transfer_id": "tx", "remote_notify_port": "61005"}, config)
-    for blocks in ([1, 2], [[1, 2], [3]], []):  # of versions before and with several KV cache groups; to be written
-        transfer_params.check({"do_remote_prefill": True, "remote_block_ids": blocks, "tp_size": 0}, config)
-    with pytest.raises(transfer_params.TransferParamsError, match="remote_block_ids must be a list"):
-        transfer_params.check({"remote_block_ids": [1, "2"]}, config)
-    with pytest.raises(transfer_params.TransferParamsError, match="for each KV cache group"):
-        transfer_params.check(
-            {"remote_block_ids": [1, 2]}, KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_both")
+@pytest.mark.parametrize(
+    ("connector", "params", "field"),
+    [
+        ("MoRIIOConnector", {"transfer_id": []}, "transfer_id must be "),
+        ("MoRIIOConnector", {"remote_notify_port": "x"}, "remote_notify_port must be "),
+        ("MoRIIOConnector", {"remote_block_ids": [1, "2"]}, "remote_block_ids must be a list"),
+        ("MoRIIOConnector", {"remote_notify_port": "61005", "remote_block_ids": [[1, 2], [3]], "tp_size": 0}, None),
+        ("MoRIIOConnector", {"remote_block_ids": [1, 2]}, None),  # of versions before several KV cache groups
+        ("NixlConnector", {"remote_block_ids": [1, 2]}, "remote_block_ids must be a list of block ids for each KV ca"),
+    ],
+)
+def test_what_other_connectors_read_is_checked(connector: str, params: dict[str, Any], field: str | None) -> None:
+    config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
+    if field is None:
+        transfer_params.check({"do_remote_decode": True, **params}, config)
+    else:
+        with pytest.raises(transfer_params.TransferParamsError, match=rf"^kv_transfer_params\.{field}"):
+            transfer_params.check({"do_remote_decode": True, **params}, config)
+
+
+# ---- weights beside the ids ----
+
+
+def over_http(params: dict[str, Any]) -> dict[str, Any]:
+    """As the answer of one instance and the request to another have them."""
+    wire = prefill_param.to_wire(params)
+    assert wire is not None
+    handed = prefill_param.PrefillRowsParam(wire[PARAM])
+    handed.parse((L, K), 1 << 15, with_weights=True)
+    return {**wire, PARAM: handed.take()}
+
+
+@pytest.mark.parametrize("way", [lambda params: params, over_http], ids=["program", "http"])
+@pytest.mark.parametrize("length", [1, BLOCK, 100])
+def test_they_are_handed_over_with_the_ids(way: Any, length: int) -> None:
+    with store() as kept:
+        pair, prompt = Pair(kept, weights=True), tokens(length)
+        params = way(pair.export_rows(prompt, weights=True))
+        assert params[PARAM]["dtype"] == prefill_rows.WORDS
+        assert pair.missing(prompt, params, weights=True, max_tokens=9) == []
+        assert pair.missing([*prompt, *tokens(20, seed=2)], None, weights=True) == []
+        assert kept.num_loaded == 1
+        assert pair.decode.num_weights == length + 8 + length + 20 + 3
+
+
+@pytest.mark.parametrize("plain_prefill", [False, True])
+def test_a_decode_leg_that_is_handed_no_weights(plain_prefill: bool) -> None:
+    """If it wants weights, it computes the prompt. If not, it uses the ids; who wants weights later computes then."""
+    with store() as kept:
+        pair, prompt = Pair(kept, weights=True), tokens(100)
+        if plain_prefill:
+            pair.prefill = Client(engine_with_store(PULL))
+        assert (pair.missing(prompt, pair.export_rows(prompt), weights=True), kept.num_loaded) == ([], 0)
+        prompt = tokens(100, seed=1)
+        assert (pair.missing(prompt, pair.export_rows(prompt)), kept.num_loaded) == ([], 1)
+        again = pair.add(prompt, None)
+        assert pair.missing(prompt, None, weights=True) == again.missing == []
+        assert pair.missing(prompt, None, weights=True) == []
+
+
+@pytest.mark.parametrize("connectors", [(PULL, OFFLOADS), (OFFLOADS, PULL)], ids=["pull first", "offload first"])
+def test_ids_that_came_alone_and_were_offloaded(is_async: bool, connectors: tuple[str, str]) -> None:
+    """Who asks for ids loads them again; who asks for weights does not, nor hits what was loaded so."""
+    prompt = tokens(5 * BLOCK + 3)
+    with store(is_async=True):
+        prefill, decode = (
+            Client(engine_that_offloads(connectors=connectors, weights=True, is_async=is_async)) for _ in range(2)
         )
+        core = decode.engines[0]
+        decode.answer("warm up", [1])
+        params = prefill.answer("first", prompt, max_tokens=1, kv_transfer_params=dict(REMOTE)).kv_transfer_params
+        decode.answer("pulls", prompt, kv_transfer_params=params)
+        for index, (weights, num_loads) in enumerate([(True, 0), (False, 1), (True, 0), (False, 1)]):
+            if index != 2:  # which hits what was loaded
+                core.empty_prefix_cache()
+            before = core.model_executor.worker.num_loaded
+            decode.answer(str(index), prompt, weights=weights)
+            assert core.model_executor.worker.num_loaded - before == 5 * num_loads
+        decode.finish()
+    assert decode.num_weights == 2 * (len(prompt) + 3)
+
+
+@pytest.mark.parametrize("num_rows", [0, BLOCK])
+def test_weights_of_fewer_rows_than_what_is_pulled_follows(num_rows: int) -> None:
+    """All rows that came are before what is pulled: none is left, and the engine goes on."""
+    with store() as kept:
+        pair, prompt = Pair(kept, weights=True), tokens(100)
+        pair.decode.answer("computed before", prompt[: 2 * BLOCK], weights=True)
+        params = pair.export_rows(prompt, weights=True)
+        value = params[PARAM]
+        few = {"data": value["data"][: num_rows * 3 * L * K * 2], "shape": [num_rows, 3 * L, K]}
+        params = {**params, PARAM: {**value, **few}}
+        assert pair.missing(prompt, params, weights=True) == [*range(2 * BLOCK, 99)]
+        assert kept.num_loaded == 1
+        assert pair.missing(prompt, None, weights=True) == []
+        pair.decode.finish(missing=None)
+
+
+def test_an_instance_without_weights_uses_the_ids_that_are_handed_over_with_some() -> None:
+    with store() as kept:
+        pair, prompt = Pair(kept, weights=True), tokens(100)
+        pair.decode = Client(engine_with_store(PULL))
+        pair.decode.answer("warm up", [1])
+        assert (pair.missing(prompt, pair.export_rows(prompt, weights=True)), kept.num_loaded) == ([], 1)
+
+
+def test_too_many_to_be_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids are handed over then without weights."""
+    monkeypatch.setattr(prefill_rows, "MAX_BYTES", 50 * L * K * 2)
+    with store() as kept:
+        pair = Pair(kept, weights=True)
+        assert pair.export_rows(tokens(50), weights=True)[PARAM]["dtype"] == prefill_rows.WORDS
+        monkeypatch.setattr(prefill_rows, "_WORDS_BYTES", 1)
+        params = pair.export_rows(tokens(50, seed=1), weights=True)
+        assert params[PARAM]["dtype"] != prefill_rows.WORDS
+        assert params[PARAM]["shape"] == [50, L, K]
+
+
+def test_odd_values_over_http() -> None:
+    ids = np.arange(2 * L * K, dtype=np.int16).reshape(2, L, K) % 300
+    rows = joined(ids, weights_for(ids))
+    handed = {"data": rows.tobytes(), "dtype": prefill_rows.WORDS, "shape": list(rows.shape), "until": 1.0}
+    wire = prefill_param.to_wire({PARAM: handed})
+    assert wire is not None
+    value = wire[PARAM]
+    assert (value["dtype"], value["shape"]) == ("int16", [2, L, K])
+
+    def read(with_weights: bool = True, **changed: Any) -> Any:
+        one = prefill_param.PrefillRowsParam({**value, **changed})
+        one.parse((L, K), 300, with_weights)
+        return one.take()
+
+    assert read() == handed
+    assert read(with_weights=False)["dtype"] != prefill_rows.WORDS
+    for changed in (
+        *({"weights": weights} for weights in ("x", 7, "", value["weights"][4:], "*" * 8192)),
+        *({"dtype": prefill_rows.WORDS}, {"dtype": prefill_rows.WORDS, "shape": [2, 3 * L, K]}),
+    ):
+        with pytest.raises(prefill_param.PrefillRowsError):
+            read(**changed)
+    forged = prefill_param.PrefillRowsParam({**value, "dtype": prefill_rows.WORDS, "shape": [2, 3, L * K // 3]})
+    with pytest.raises(prefill_param.PrefillRowsError):
+        forged.parse((3, L * K // 3), 300)

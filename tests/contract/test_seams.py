@@ -1,45 +1,23 @@
 """Where this project holds on to vLLM, as far as can be told without running it."""
 
 import ast
-import importlib
 import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import vllm
-from vllm.distributed.eplb.eplb_state import EplbLayerState
-from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
-from vllm.model_executor.layers.fused_moe.router import base_router
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import Worker
 
 from routed_experts.capture.engine import scheduler, v2, worker
-from routed_experts.capture.engine.config import UnsupportedConfig
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
-from routed_experts.capture.engine.kv_transfer.transfer_params import TransferParamsError
-from routed_experts.protocol.codec import CodecError
-from routed_experts.protocol.collect import RoutingError
-from routed_experts.protocol.fetch import FetchError
-from routed_experts.protocol.models import FieldError
-from routed_experts.protocol.sse import EventError
-from routed_experts.server import vllm_api
-from routed_experts.server.cli.console import CommandError
 from routed_experts.server.http import request, serving, vllm_http
-from routed_experts.server.http.encoding import LostRowsError
 from routed_experts.server.http.engine import ServerState
-from routed_experts.server.http.recording import FullError
-from routed_experts.server.http.selftest import SelfTestError
-from routed_experts.server.http.streaming import StreamLimitError
-from routed_experts.server.outputs.array_store import ArrayGoneError, StoreError, UnknownArrayError
-from routed_experts.server.outputs.prefill_param import PrefillRowsError
-from routed_experts.server.settings import SettingsError
-from tests.sources import MODULES, nodes
+from tests.sources import nodes
 
 VLLM = Path(vllm.__file__).parent
 SCHEDULER = "v1/core/sched/scheduler.py"
@@ -123,63 +101,6 @@ def test_calls_in_vllm_on_classes_of_ours(cls: type, path: str, attribute: str) 
             inspect.signature(getattr(cls, name)).bind("self", *range(count))
     public = {name for name in vars(cls) if not name.startswith("_")}
     assert public - (CALLED_BY_US if cls is scheduler.SchedulerConnector else set()) <= set(calls)
-
-
-def test_routers_capture_logical_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before expert load balancing maps them to physical ones, which vLLM's own code for CPUs does not do."""
-
-    class Router(BaseRouter):
-        routing_method_type = RoutingMethodType.Custom
-
-        def _compute_routing(self, hidden_states: Any, router_logits: Any, indices_type: Any, **_: Any) -> Any:
-            return router_logits.topk(2)
-
-    def to_physical(topk_ids: torch.Tensor, logical_to_physical_map: torch.Tensor, **_: Any) -> torch.Tensor:
-        return logical_to_physical_map[topk_ids, 0]
-
-    monkeypatch.setattr(base_router, "eplb_map_to_physical_and_record", to_physical)
-    unused = torch.zeros(1)
-    state = EplbLayerState(unused, torch.tensor([[0], [3], [1], [2]]), unused, unused, [unused])
-    router = Router(2, 4, state)
-    captured: list[torch.Tensor] = []
-    router.set_capture_fn(captured.append)
-    _, ids = router.select_experts(torch.zeros(1, 8), torch.tensor([[0.1, 0.4, 0.3, 0.2]]))
-    assert ids.tolist() == [[3, 1]]
-    assert [each.tolist() for each in captured] == [[[1, 2]]]
-
-
-# ---- errors ----
-
-ANSWERED = {CodecError, FieldError}
-"""Become a `VLLMValidationError` with the field's name, and in a stream an error event."""
-OTHERS = {
-    *(CommandError, SelfTestError, SettingsError, UnsupportedConfig),  # the process ends with the sentence
-    *(LostRowsError, StreamLimitError),  # the server's fault: an error event in a stream, 500 before its first byte
-    *(PrefillRowsError, TransferParamsError),  # become a `VLLMValidationError` where they are caught
-    StoreError,  # 507, or arrays come inline; with a folder of the user's, the process ends
-    *(UnknownArrayError, ArrayGoneError),  # 404 and 410
-    FullError,  # a prompt is not recorded, and counted
-    *(EventError, FetchError, RoutingError),  # raised in clients only
-}
-
-
-def test_every_exception_of_ours_is_in_one_of_the_lists() -> None:
-    found = set()
-    for module, path in MODULES.items():
-        for node in nodes(path):
-            if isinstance(node, ast.ClassDef) and "capture/seams" not in str(path):
-                cls = vars(importlib.import_module(module)).get(node.name)
-                if isinstance(cls, type) and issubclass(cls, BaseException):
-                    found.add(cls)
-    assert found == ANSWERED | OTHERS
-
-
-def test_answered_errors_are_bad_requests() -> None:
-    error = vllm_http.create_error_response(vllm_api.VLLMValidationError("no", parameter="routed_experts_dtype")).error
-    assert (error.code, error.type, error.param) == (400, "BadRequestError", "routed_experts_dtype")
-    for cls in ANSWERED:
-        raised = cls("routed_experts_dtype", "no") if cls is FieldError else cls("no")
-        assert vllm_http.create_error_response(raised).error.code == 400
 
 
 def test_leases_are_as_long_as_vllms_where_no_flag_says_it() -> None:

@@ -8,8 +8,6 @@ import asyncio
 import inspect
 import json
 import logging
-import shutil
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +16,6 @@ from unittest.mock import patch
 
 import pytest
 from fastapi import FastAPI, Request, Response
-from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
 from starlette.responses import JSONResponse
 from vllm.entrypoints.launchers.app import build_app
@@ -35,7 +32,7 @@ from routed_experts.server.http.unsupported_routes import INVOCATIONS, other_pat
 from routed_experts.server.outputs.row_buffer import BufferedRequestState
 from tests.contract import test_seams
 from tests.contract.served import serving, serving_weights
-from tests.e2e.harness import ASK, SMALL_KV, answers_of, prompt_of
+from tests.e2e.harness import SMALL_KV
 
 
 class Again:
@@ -123,19 +120,6 @@ def test_servers_that_start(tiny_model: Path, flags: tuple[str, ...], monkeypatc
         assert passed
 
 
-def test_a_model_that_cannot_chat(tiny_model: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    (model / "chat_template.jinja").unlink(missing_ok=True)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (model / "tokenizer_config.json").write_text(json.dumps(config))
-    with serving(model) as server, server.client() as client:
-        messages = [{"role": "user", "content": "Which experts?"}]
-        assert client.post("/v1/chat/completions", json={"messages": messages}).status_code == 400
-        (answer,) = answers_of(server.complete(**ASK, prompt=prompt_of(5, 1), max_tokens=3))
-        assert len(answer.tokens) == 3
-
-
 def test_what_the_probe_has_refused_is_no_error_in_the_log(
     again: Again, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,7 +129,7 @@ def test_what_the_probe_has_refused_is_no_error_in_the_log(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
     assert len(again.captured.buffers) == 0
     engine = again.captured.engine.engine_core.core  # type: ignore[attr-defined]
-    assert not engine.scheduler.aux_output_connector.requests.tracked
+    assert not engine.scheduler.aux_output_connector.distributor.tracked
 
 
 # ---- in the API process ----
@@ -188,14 +172,6 @@ def test_routes_that_are_vllms_own(again: Again, monkeypatch: pytest.MonkeyPatch
     kept = [route for route in ours if path_of(route) != "/v1/routed_experts"]
     monkeypatch.setattr(again.app.router, "routes", kept)
     again.fails("did not reach this server's routes")
-
-
-def test_every_route_of_ours_was_taken_away() -> None:
-    app = FastAPI()
-    app.state.args = Namespace(enable_scale_out=True, additional_config={"routed_experts_page": False})
-    plugin.RoutedExpertsPlugin().attach_router(app)
-    own = {route.path for route in app.routes if isinstance(route, APIRoute)}
-    assert {path for path in own if not path.startswith("/v1/routed_experts")} <= set(ROUTES)
 
 
 # ---- in the engine ----

@@ -18,9 +18,8 @@ from routed_experts.capture.engine.versions import UnsupportedConfig
 from routed_experts.server.inprocess.engine_hooks import _beam_search_online
 from routed_experts.server.outputs.array_store import StoreError
 from routed_experts.server.settings import SettingsError
-from tests.contract.engine import K, L
 from tests.contract.served import DECODER_LAYERS, every_layer_of, rows_of, serving, vllms
-from tests.e2e.harness import ASK, Server, answers_of, answers_of_stream, prompt_of, same
+from tests.e2e.harness import Server, prompt_of
 
 OVERRIDES = json.dumps({"num_experts": 1 << 15, "num_hidden_layers": DECODER_LAYERS})
 MESSAGES = [{"role": "user", "content": "Which experts?"}]
@@ -90,16 +89,6 @@ def test_vllms_own_endpoint(request: pytest.FixtureRequest, plugins: str, start:
 # ---- with the endpoint plugin named ----
 
 
-def test_requests_that_ask(extended: Server) -> None:
-    body = {**ASK, "prompt": prompt_of(70, 1), "max_tokens": 9, "n": 3, "temperature": 1.0}
-    whole = answers_of(extended.complete(**body))
-    for one, other in zip(whole, answers_of_stream(extended.stream(**body), per_prompt=3), strict=True):
-        same(one, other)
-        rows = rows_of([*one.prompt, *one.tokens][:-1])
-        assert np.array_equal(np.concatenate([one.prompt_rows, one.rows]), rows)
-    assert (extended.info()["num_layers"], extended.info()["top_k"]) == (L, K)
-
-
 def test_requests_that_do_not_ask_get_nothing(extended: Server) -> None:
     """And may be searched with beams: the executor has no log probabilities, so vLLM's search fails later."""
     body = {"prompt": prompt_of(10, 1), "max_tokens": 3}
@@ -111,24 +100,8 @@ def test_requests_that_do_not_ask_get_nothing(extended: Server) -> None:
     assert response.status_code != 400, response.text
 
 
-def test_vllms_own_endpoint_can_be_asked_in_our_way(extended: Server) -> None:
-    prompt = prompt_of(20, 3)
-    answer = generate(extended, prompt, routed_experts_format="list", routed_experts_layout="joined")
-    for choice in answer["choices"]:
-        assert choice["routed_experts"] == rows_of([*prompt, *choice["token_ids"]][:-1]).tolist()
-
-
 def settings(**keys: Any) -> tuple[str, str]:
     return "--additional-config", json.dumps(keys)
-
-
-def test_server_wide_defaults(tiny_model: Path) -> None:
-    prompt, defaults = prompt_of(9, 4), {"return_routed_experts": True, "routed_experts_format": "list"}
-    with stock(tiny_model, "routed_experts", *settings(routed_experts_default=defaults)) as server:
-        answer = server.complete(prompt=prompt, max_tokens=3, return_token_ids=True)
-    rows = rows_of([*prompt, *answer["choices"][0]["token_ids"]][:-1])
-    assert answer["prompt_routed_experts"] == rows[:9].tolist()
-    assert answer["choices"][0]["routed_experts"] == rows[9:].tolist()
 
 
 def test_settings_come_as_programs_give_them(tiny_model: Path, tmp_path: Path) -> None:

@@ -18,13 +18,13 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Message
 
-from bench.long_answers import Edge
 from routed_experts.server.http import stored_arrays
 from routed_experts.server.http.engine import ServerState
 from routed_experts.server.http.references import ROWS_PATH
 from routed_experts.server.http.routes import router
 from routed_experts.server.outputs.array_store import ArrayStore, StoreError
 from routed_experts.server.outputs.folders import default_folder
+from tests.contract.edge import Edge
 from tests.e2e.harness import wait_until
 
 ARRAY = np.zeros((8, 1 << 15, 8), np.int16)  # 4 MiB, more than sockets hold
@@ -143,7 +143,7 @@ class Client:
         self._has_left = asyncio.Event()
 
     async def ask(self, app: ASGIApp, **asked: Any) -> None:
-        bodies = [json.dumps({"fields": {"routed_experts_delivery": "reference"}, "generated": 20, **asked}).encode()]
+        bodies = [json.dumps({"generated": 20, **asked}).encode()]
 
         async def receive() -> Message:
             if bodies:
@@ -184,20 +184,20 @@ def test_s5_clients_that_leave_around_the_end_leave_nothing(rows: int, stream: b
     """Wherever they leave; arrays stay for those who were told of them."""
     folder = default_folder(f"test-{os.getpid()}")
     edge = Edge(rows, folder)
-    edge._store.open()
+    edge.store.open()
     if rows > 40:  # the prompt does not fit: it comes in lines
-        edge._store.max_bytes = 30 * 48 * 8 * 2
+        edge.store.max_bytes = 30 * 48 * 8 * 2
     try:
         for moment in range(500):
             client = Client(message=moment) if stream else Client(step=moment)
             asyncio.run(client.ask(edge.app(), stream=stream))
-            edge._store.writer.submit(lambda: None).result(60)
+            edge.store.writer.submit(lambda: None).result(60)
             files = [*folder.rglob("*.npy")]
             assert client.is_told == bool(files), f"{moment}: {client.taken[-1:]}"
             if client.has_all:
                 break
             for path in files:
-                edge._store.delete(path.parent.name + path.stem)
+                edge.store.delete(path.parent.name + path.stem)
         assert client.is_told
         assert moment > 5
     finally:

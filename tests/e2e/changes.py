@@ -75,13 +75,9 @@ def make_weights(directory: Path, model: Path) -> list[Weights]:
 
 
 class Across(Oracle):
-    """The oracle of an answer during which the weights changed.
-
-    Args:
-        first: position of the first token that went through the model after the change.
-        keeps_kv: whether the tokens behind read the KV that the weights before had made; otherwise all of it was
-            computed again, though the rows before stay those that made the tokens.
-    """
+    """The oracle of an answer during which the weights changed: `first` is the position of the first token that went
+    through the model after that. With `keeps_kv` the tokens behind read the KV that the weights before had made;
+    otherwise all of it was computed again, though the rows before stay those that made the tokens."""
 
     def __init__(self, before: Oracle, after: Oracle, first: int, keeps_kv: bool) -> None:
         self.top_k = before.top_k

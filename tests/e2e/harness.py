@@ -26,7 +26,7 @@ import torch
 import vllm
 from transformers import AutoModelForCausalLM
 
-from routed_experts.capture.engine.versions import SUPPORTED_VLLM
+from routed_experts.capture.engine.versions import INSTALLED_VLLM
 from routed_experts.protocol.fetch import fetch
 
 ROOT = Path(__file__).parents[2]
@@ -291,21 +291,14 @@ def wait_until_gone(server: Server) -> None:
 
 
 class Wrong(NamedTuple):
-    """One layer of a row that is not the oracle's.
-
-    Attributes:
-        position, layer: of the token; among the MoE layers.
-        got, expected: the chosen experts in ascending order.
-        gap: the score of the K-th expert less that of the next one, in float64.
-        rounding: the most that a score of float32 is off.
-    """
+    """One layer of a row that is not the oracle's."""
 
     position: int
-    layer: int
-    got: list[int]
+    layer: int  # among the MoE layers
+    got: list[int]  # the chosen experts in ascending order
     expected: list[int]
-    gap: float
-    rounding: float
+    gap: float  # the score of the K-th expert less that of the next one, in float64
+    rounding: float  # the most that a score of float32 is off
 
     @property
     def is_undecidable(self) -> bool:
@@ -314,16 +307,12 @@ class Wrong(NamedTuple):
 
 
 class Oracle:
-    """The experts that a Hugging Face forward pass of the same weights chooses for the same tokens.
-
-    Attributes:
-        decided, undecidable: answers in which float32 differed and float64 decided, or could not.
-    """
+    """The experts that a Hugging Face forward pass of the same weights chooses for the same tokens."""
 
     def __init__(self, model: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.top_k = int(self.model.config.num_experts_per_tok)
-        self.decided = self.undecidable = 0
+        self.decided = self.undecidable = 0  # answers in which float32 differed and float64 decided, or could not
         self._known: dict[tuple[int, ...], np.ndarray] = {}
 
     @cached_property
@@ -415,20 +404,13 @@ def decode(array: dict[str, Any]) -> np.ndarray:
 
 @dataclass
 class Answer:
-    """One choice, from a streamed or an unstreamed response, with all that belongs to it.
+    """One choice, from a streamed or an unstreamed response, with all that belongs to it."""
 
-    Attributes:
-        prompt: prompt token ids.
-        tokens: generated token ids.
-        start: first position that the request asked for.
-        prompt_rows, rows: arrays as received; `rows` starts at the prompt's end.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    start: int
-    prompt_rows: np.ndarray
-    rows: np.ndarray
+    prompt: list[int]  # token ids
+    tokens: list[int]  # the generated ones
+    start: int  # first position that the request asked for
+    prompt_rows: np.ndarray  # as received
+    rows: np.ndarray  # from the prompt's end on
     text: str = ""
     finish_reason: str | None = None
 
@@ -642,7 +624,7 @@ def check_mix(server: Server, oracle: Oracle, seed: int) -> None:
 
 def vllm_fails(server: Server, path: str, body: dict[str, Any]) -> bool:
     """Whether a vLLM older than the newest supported one fails a request by itself, without routed experts."""
-    if vllm.__version__.split("+")[0] == SUPPORTED_VLLM[-1]:
+    if vllm.__version__.split("+")[0] == INSTALLED_VLLM:
         return False
     plain = {name: value for name, value in body.items() if "routed_experts" not in name}
     with server.client() as client:

@@ -22,21 +22,15 @@ def kv_transfer_config(num_bytes: int, **extra: Any) -> dict[str, Any]:
 
 
 class LateWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies as late as it may, and in no order: until it reports a copy nothing may touch its blocks.
-
-    Args:
-        chance: how likely a copy is done the next time that the worker is asked.
-
-    Attributes:
-        num_stored, num_loaded: chunks.
-    """
+    """Copies as late as it may, and in no order: until it reports a copy nothing may touch its blocks. `chance` is how
+    likely a copy is done the next time that the worker is asked."""
 
     def __init__(self, chance: float) -> None:
         self._chance = chance
         self._underway: dict[int, tuple[GPULoadStoreSpec, CPULoadStoreSpec, bool]] = {}
         self._done: list[int] = []
         self._dice = random.Random(0)
-        self.num_stored = self.num_loaded = 0
+        self.num_stored = self.num_loaded = 0  # chunks
 
     def copy(self, gpu: GPULoadStoreSpec, cpu: CPULoadStoreSpec, is_load: bool) -> None:
         raise NotImplementedError
@@ -69,15 +63,11 @@ class LateWorker(OffloadingWorker):  # type: ignore[misc]
 
 
 class CopyingWorker(LateWorker):
-    """Copies blocks of tensors.
-
-    Attributes:
-        tensors: [number of blocks, ...] each, of which blocks are copied.
-    """
+    """Copies blocks of tensors."""
 
     def __init__(self, tensors: list[torch.Tensor], num_chunks: int, blocks_per_chunk: int) -> None:
         super().__init__(chance=0.5)
-        self.tensors = tensors
+        self.tensors = tensors  # [number of blocks, ...] each, of which blocks are copied
         self._places = num_chunks * blocks_per_chunk
         self._blocks_per_chunk = blocks_per_chunk
         self._kept: dict[int, torch.Tensor] = {}  # by the index of the tensor

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,33 +22,21 @@ _SEED = 20261121
 
 @dataclass(frozen=True)
 class Shape:
-    """An architecture, and what its arrays must look like.
-
-    Attributes:
-        model_type: as in `config.json`.
-        options: of the Hugging Face configuration, beside those that all shapes share.
-        layer_ids: decoder layers that have experts.
-        router_std: of the router's weights. Wide ones keep the experts' scores apart, so that rounding never
-            decides which one is chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
-        env: of the server.
-        flags: of the server, in float32.
-        engine: further arguments of vLLM, in 16 bits.
-        prefix_cache: whether vLLM has a prefix cache for it.
-        needs_gpu: why vLLM's CPU build cannot run it, if it cannot.
-        needs_cpu: why it is not run on a GPU, if it is not.
-    """
+    """An architecture, and what its arrays must look like."""
 
     name: str
-    model_type: str
-    options: dict[str, Any]
-    layer_ids: tuple[int, ...]
+    model_type: str  # as in `config.json`
+    options: dict[str, Any]  # of the Hugging Face configuration, beside those that all shapes share
+    layer_ids: tuple[int, ...]  # decoder layers that have experts
+    # Of the router's weights. Wide ones keep the experts' scores apart, so that rounding never decides which one is
+    # chosen; a sigmoid needs narrower ones, as it would round large scores to equal ones.
     router_std: float = 1.0
-    env: Mapping[str, str] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    prefix_cache: bool = True
-    needs_gpu: str = ""
-    needs_cpu: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)  # of the server
+    flags: tuple[str, ...] = ()  # of the server, in float32
+    engine: Mapping[str, Any] = field(default_factory=dict)  # further arguments of vLLM, in 16 bits
+    prefix_cache: bool = True  # whether vLLM has a prefix cache for it
+    needs_gpu: str = ""  # why vLLM's CPU build cannot run it, if it cannot
+    needs_cpu: str = ""  # why it is not run on a GPU, if it is not
 
     @property
     def num_experts(self) -> int:
@@ -321,14 +309,9 @@ class HookOracle(Oracle):
         self._seen.append(output[0].nonzero()[:, 1].reshape(-1, self.top_k))
 
 
-def attach_adapter(
-    config: PreTrainedConfig, directory: Path, scale: float = 0.1, seed: int = _SEED
-) -> Callable[[PreTrainedModel], None]:
-    """Writes a random LoRA adapter for the attention projections of a Qwen3-MoE model to `directory`.
-
-    Returns a function that merges the same adapter into a Hugging Face model.
-    """
-    rank, alpha = 8, 16
+def write_adapter(config: PreTrainedConfig, directory: Path, seed: int) -> None:
+    """Writes a random LoRA adapter for the attention projections of a Qwen3-MoE model to `directory`."""
+    rank, alpha, scale = 8, 16, 0.1
     generator = torch.Generator().manual_seed(seed)
     hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
@@ -345,16 +328,6 @@ def attach_adapter(
     described = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "bias": "none"}
     described["target_modules"] = sorted(sizes)
     (directory / "adapter_config.json").write_text(json.dumps(described))
-
-    def merge(model: PreTrainedModel) -> None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                key = name.removesuffix(".weight")
-                if f"{key}.lora_A.weight" in tensors:
-                    down, up = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
-                    parameter += alpha / rank * (up @ down)
-
-    return merge
 
 
 def keep_few_letters(tensors: dict[str, torch.Tensor], *heads: str) -> None:

@@ -1,7 +1,6 @@
 """Prompts with images on a real engine: every row against a Hugging Face forward pass, or the routers' own scores."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from tests.e2e.images import (
     needs_torchvision,
     turn,
 )
-from tests.e2e.test_scores import run_in_little_space
+from tests.gpu.test_scores import run_in_little_space
 
 pytestmark = [pytest.mark.e2e, needs_torchvision]
 
@@ -113,21 +112,6 @@ def test_an_image_in_several_chunks_and_its_prefix_hits(server: Server, vision: 
     assert not np.array_equal(unlike.prompt_rows, answer.prompt_rows)
 
 
-def test_prompt_starts_count_the_tokens_of_images(server: Server, vision: VisionOracle) -> None:
-    shown = large(3)
-    body = body_of(turn("Look: ", shown, "?"))
-    whole = one(server, path=CHAT, **body)
-    p = len(whole.prompt)
-    for start in (40, LARGE, p):
-        part = exact(one(server, start, CHAT, **body), vision, shown)
-        assert np.array_equal(part.prompt_rows, whole.prompt_rows[start:])
-    with server.client() as client:
-        said = client.post(CHAT, json={"model": "tiny", **ASK, **body, "routed_experts_prompt_start": p + 1})
-    assert said.status_code == 400
-    assert said.json()["error"]["param"] == "routed_experts_prompt_start"
-    assert f"the prompt has {p} tokens" in said.json()["error"]["message"]
-
-
 def test_turns_with_several_images_and_choices(server: Server, vision: VisionOracle) -> None:
     images = [large(4), make_image(5), make_image(6, 3, 2)]
     first = turn("One ", images[0], " two ", images[1])
@@ -141,21 +125,6 @@ def test_turns_with_several_images_and_choices(server: Server, vision: VisionOra
         assert len(answers) == 2
         for answer in answers:
             exact(answer, vision, *images)
-
-
-def test_many_images_at_once(server: Server, vision: VisionOracle) -> None:
-    """Equal and other images in one batch, streamed and not."""
-    shown = [[large(7 + i % 3), *([make_image(i)] if i % 2 else [])] for i in range(8)]
-
-    def ask(index: int) -> Answer:
-        body = body_of(turn("Look: ", *shown[index], str(index)), max_tokens=12)
-        return answer_of(server.stream(CHAT, **ASK, **body) if index % 3 else server.chat(**ASK, **body))
-
-    with ThreadPoolExecutor(len(shown)) as threads:
-        for answer, images in zip(threads.map(ask, range(len(shown))), shown, strict=True):
-            exact(answer, vision, *images)
-    hits = server.metric("vllm:mm_cache_hits_total")
-    assert hits > 0, "no image was sent without its pixels"
 
 
 def test_rendered_prompts(server: Server, vision: VisionOracle) -> None:

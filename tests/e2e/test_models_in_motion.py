@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 @contextmanager
 def drafting(model: Path, speculative: dict[str, Any], layer_ids: list[int], **env: str) -> Iterator[Server]:
     # Eager on a GPU too: a draft model is compiled for a chunk at most, and to warm up, vLLM fills one with short
-    # prompts, to each of which the draft adds a token. (In graphs: tests/e2e/test_scores.py, with fewer requests.)
+    # prompts, to each of which the draft adds a token. (In graphs: tests/gpu/test_scores.py, with fewer requests.)
     flags = (*SERVER_FLAGS, "--enforce-eager", "--speculative-config", json.dumps(speculative))
     with serving_quickly(model, model.parent / "log of drafts", *flags, env=env) as server:
         assert server.info()["layer_ids"] == layer_ids

@@ -73,13 +73,6 @@ class FileEngine(WeightTransferEngine[WeightTransferInitInfo, FileUpdate]):
 WeightTransferEngineFactory.register_engine("files-of-the-tests", FileEngine)
 
 
-def test_weights_that_are_reloaded(server: Server, both: list[Weights]) -> None:
-    for weights in (both[0], both[1], both[0]):
-        reload_weights(server, weights)
-        server.post("/reset_prefix_cache")
-        roll_out(server, weights.oracle)
-
-
 @pytest.mark.parametrize("keeps_kv", [False, True])
 def test_a_pause_under_an_answer(server: Server, both: list[Weights], keeps_kv: bool) -> None:
     paused = Paused(server, f"/pause?mode=keep&clear_cache={json.dumps(not keeps_kv)}", seed=3)
@@ -105,15 +98,6 @@ def test_weights_that_are_reloaded_without_a_pause(server: Server, both: list[We
     first = wrong[0].position
     assert 80 <= first < 70 + LONG - 1
     check(answer, Across(both[0].oracle, both[1].oracle, first, keeps_kv=True))
-
-
-def test_a_reset_under_an_answer(server: Server, both: list[Weights]) -> None:
-    paused = Paused(server, "/pause?mode=keep&clear_cache=false", seed=8)
-    reload_weights(server, both[1])
-    server.post("/reset_prefix_cache?reset_running_requests=true")
-    server.post("/resume")
-    paused.check(both[0].oracle, both[1].oracle)
-    roll_out(server, both[1].oracle)
 
 
 @pytest.mark.skipif(ON_GPU, reason="tests/gpu/test_sleep.py has vLLM's own transfer")

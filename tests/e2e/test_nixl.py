@@ -31,7 +31,6 @@ from routed_experts.capture.rows import WEIGHTS_FLAG
 from tests.e2e.changes import Running
 from tests.e2e.harness import (
     ASK,
-    CHAT,
     COMPLETIONS,
     DRAFTS,
     FULL_PRECISION,
@@ -51,10 +50,10 @@ from tests.e2e.harness import (
     free_port,
     prompt_of,
     rows_of,
-    wait_until,
     wait_until_idle,
     with_weights_as_rows,
 )
+from tests.e2e.offload_on_cpu import kv_transfer_config
 
 pytestmark = [
     pytest.mark.e2e,
@@ -64,7 +63,7 @@ pytestmark = [
 WEIGHTS = {"return_routed_expert_weights": True}
 TENSOR = "--tensor-parallel-size 2"
 EXPERTS = 16
-BLOCK = 32
+BLOCK, BLOCKS = 32, 40
 
 
 def nixl(lease_s: int) -> dict[str, Any]:
@@ -195,14 +194,9 @@ def untagged(answer: Answer, positions: slice, seed: int = 0) -> Answer:
 
 @pytest.mark.parametrize("length", [31, 32, 170])
 def test_rows_go_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
-    """Those of all that is pulled are the prefill engine's; the last prompt token's, and what follows, the other's."""
-    check(legs.through_both(prompt_of(length, seed=900 + length), seed=length), oracle)
-
-
-@pytest.mark.parametrize("length", [31, 64, 170])
-def test_weights_come_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> None:
-    """What arrives is what was handed over, whatever it is."""
-    prompt = prompt_of(length, seed=length)
+    """Ids and weights of all that is pulled are those that were handed over, whatever they are; from the last token of
+    the prompt on, they are the decode engine's."""
+    prompt, pulled, computed = prompt_of(length, seed=length), slice(0, length - 1), slice(length - 1, None)
     params = tagged(legs.first(prompt, **WEIGHTS), seed=length)
     handed = params["routed_experts"]
     weights = np.frombuffer(base64.b64decode(handed["weights"]), "<f4").reshape(handed["shape"])
@@ -211,35 +205,10 @@ def test_weights_come_with_the_kv(legs: Legs, oracle: Oracle, length: int) -> No
     handed["weights"] = base64.b64encode(others.tobytes()).decode()
     body = legs.second(prompt, 9, params, **WEIGHTS)
     answer, got = answer_of(body), rows_of(answer_of(with_weights_as_rows(body)))
-    check(untagged(answer, slice(0, length - 1), seed=length), oracle)
-    assert got[: length - 1].tobytes() == others[: length - 1].tobytes()
-    computed = slice(length - 1, None)
+    check(untagged(answer, pulled, seed=length), oracle)
+    assert got[pulled].tobytes() == others[pulled].tobytes()
     tokens = [*answer.prompt, *answer.tokens[:-1]]
     check_weights(got[computed], rows_of(answer)[computed], tokens, oracle, length - 1)
-
-
-def test_a_prompt_whose_weights_do_not_come_is_computed(legs: Legs, oracle: Oracle) -> None:
-    prompt = prompt_of(100, seed=2)
-    params = tagged(legs.first(prompt))
-    assert "weights" not in params["routed_experts"]
-    body = legs.second(prompt, 9, params, **WEIGHTS)
-    answer = answer_of(body)
-    check(answer, oracle)
-    weights = rows_of(answer_of(with_weights_as_rows(body)))
-    check_weights(weights, rows_of(answer), [*answer.prompt, *answer.tokens[:-1]], oracle)
-
-
-def test_each_of_two_hand_overs_brings_its_own_rows(legs: Legs, oracle: Oracle) -> None:
-    prompts = [[*prompt_of(64, seed=996), *prompt_of(60, seed=997 + index)] for index in range(2)]
-    handed = [tagged(legs.first(prompt), seed=1 + index) for index, prompt in enumerate(prompts)]
-    with ThreadPoolExecutor(2) as threads:
-        answers = threads.map(lambda prompt, params: answer_of(legs.second(prompt, 9, params)), prompts, handed)
-    for index, answer in enumerate(answers):
-        other = [untagged(answer, slice(0, 64), seed=1 + each).prompt_rows[:64] for each in range(2)]
-        whose = [each for each in range(2) if oracle.wrong(other[each], answer.prompt[:64]) == []]
-        assert whose
-        answer = untagged(untagged(answer, slice(0, 64), seed=1 + whose[0]), slice(64, 123), seed=1 + index)
-        check(answer, oracle)
 
 
 def test_kv_of_a_shorter_prompt_is_not_pulled(legs: Legs, oracle: Oracle) -> None:
@@ -255,21 +224,6 @@ def test_a_prefill_leg_with_blocks_to_read_does_not_wait(legs: Legs, oracle: Ora
     params = {**legs.first_without_rows(prompt), "do_remote_prefill": False, "do_remote_decode": True}
     inline = {"routed_experts_delivery": "inline"}  # not only in its kv_transfer_params
     check(answer_of(legs.second(prompt, 4, params, **inline)), oracle)
-
-
-def test_a_decode_leg_that_is_refused_lets_the_kv_go(legs: Legs) -> None:
-    """Nothing of it is left in the prefill instance before its lease ends."""
-
-    def usage() -> float:
-        return legs.prefill.metric("vllm:kv_cache_usage_perc")
-
-    before, prompt = usage(), prompt_of(100, seed=985)
-    params = legs.first(prompt)
-    params["routed_experts"]["shape"] = [1, 2, 3]
-    with legs.decode.client() as client:
-        response = client.post(COMPLETIONS, json={"model": "tiny", "prompt": prompt, "kv_transfer_params": params})
-    assert response.status_code == 400
-    wait_until(lambda: usage() <= before, "the prefill instance keeps KV that nobody is to pull", 120)
 
 
 # ---- Through a proxy, as clients see it ----
@@ -288,16 +242,6 @@ def test_completions(legs: Legs, oracle: Oracle, stream: bool, start: int, n: in
     assert len(answers) == n
     for answer in answers:
         check(answer, oracle)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_chat(legs: Legs, oracle: Oracle, stream: bool) -> None:
-    messages = [{"role": "user", "content": f"{stream}: which? " * 9}]
-    body: dict[str, Any] = {**ASK, "messages": messages, "max_completion_tokens": 20}
-    body["stop"] = legs.proxy.chat(**body)["choices"][0]["message"]["content"][5:8]
-    answer = answer_of(legs.proxy.stream(CHAT, **body) if stream else legs.proxy.chat(**body))
-    assert answer.finish_reason == "stop"
-    check(answer, oracle)
 
 
 # ---- A prefill server that dies; the last test of these servers ----
@@ -329,10 +273,20 @@ def test_a_prefill_server_that_dies_during_the_pull(legs: Legs, oracle: Oracle) 
 # ---- Instances that are not alike ----
 
 
+def beside_offloading(nixl_first: bool) -> tuple[str, ...]:
+    """Both servers offload too; the first connector that has KV loads it."""
+    children = [nixl(180), kv_transfer_config(128 << 20)]  # for all that is computed here
+    connectors = {"connectors": children if nixl_first else children[::-1]}
+    config = {**CONFIG, "kv_connector": "MultiConnector", "kv_connector_extra_config": connectors}
+    return "--num-gpu-blocks-override", str(BLOCKS), "--kv-transfer-config", json.dumps(config)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
+        pytest.param(beside_offloading(nixl_first=True), id="NIXL, then offloading"),
+        pytest.param(beside_offloading(nixl_first=False), id="offloading, then NIXL"),
         pytest.param(("--speculative-config", json.dumps(NGRAM)), id="n-gram drafts"),
         pytest.param(("--decode", TENSOR), id="tensor parallel 1 to 2"),
         pytest.param(("--prefill", TENSOR), id="tensor parallel 2 to 1"),
@@ -346,31 +300,30 @@ def test_other_instances(tiny_model: Path, tmp_path: Path, oracle: Oracle, flags
         with ThreadPoolExecutor(len(bodies)) as threads:
             for chunks in threads.map(lambda body: legs.proxy.stream(**body, ignore_eos=True), bodies):
                 check(answer_of(chunks), oracle)
+        if "--num-gpu-blocks-override" in flags:
+            for seed in range(2 * BLOCKS * BLOCK // 400):  # other prompts take the blocks of what was pulled
+                legs.decode.complete(prompt=prompt_of(400, seed=10_000 + seed), max_tokens=1)
+            again = answer_of(legs.second(prompt := (prompt_of(5, seed=1130) * 170)[:170], 9))
+            check(untagged(again, slice(0, len(prompt) // BLOCK * BLOCK)), oracle)
+            assert legs.decode.metric("vllm:prompt_tokens_cached_by_source_total", source="host") > 0
         if "--speculative-config" in flags:
             drafted, accepted = (legs.decode.metric(name) for name in DRAFTS)
             assert 0 < accepted < drafted
         legs.nothing_is_left()
 
 
-FEW_SECONDS = (*lease(6), "--kv-cache-memory-bytes", str(4 << 20))
-
-
 @pytest.mark.slow
-def test_kv_that_was_given_up(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """The prefill server waits a few seconds only, and other prompts have its blocks by the time of the decode leg."""
-    with running(tiny_model, tmp_path / "log", *FEW_SECONDS) as legs:
+def test_pulls_after_the_lease(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
+    """The prefill server waits a few seconds only: other prompts have a prompt's blocks by the time of its decode leg;
+    of another, the server is stopped during the pull, and does not see heartbeats."""
+    flags = (*lease(6), "--kv-cache-memory-bytes", str(4 << 20))
+    with running(tiny_model, tmp_path / "log", *flags) as legs:
         prompt = prompt_of(170, seed=980)
         params = tagged(legs.first(prompt))
         time.sleep(8)
         for seed in range(60):
             legs.prefill.complete(prompt=prompt_of(400, seed=2000 + seed), max_tokens=1)
         check(answer_of(legs.second(prompt, 9, params)), oracle)
-
-
-@pytest.mark.slow
-def test_a_pull_that_outlives_the_lease(tiny_model: Path, tmp_path: Path, oracle: Oracle) -> None:
-    """The prefill server is stopped meanwhile, and does not see heartbeats."""
-    with running(tiny_model, tmp_path / "log", *FEW_SECONDS) as legs:
         check(legs.through_both(prompt_of(170, seed=981)), oracle)
         prompt = prompt_of(170, seed=982)
         params = tagged(legs.first(prompt))

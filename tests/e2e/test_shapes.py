@@ -10,19 +10,15 @@ import torch
 from tests.contract.served import serving_quickly
 from tests.e2e.harness import (
     ASK,
-    COMPLETIONS,
     FLOAT32,
     ON_GPU,
     Oracle,
-    Server,
     answers_of,
     check,
-    decode,
     one,
     prompt_of,
-    serving,
 )
-from tests.e2e.shapes import DENSE, SHAPES, SLIDING_ONLY, HookOracle, Shape, attach_adapter, make_model
+from tests.e2e.shapes import DENSE, SHAPES, SLIDING_ONLY, HookOracle, Shape, make_model
 
 pytestmark = pytest.mark.e2e
 
@@ -69,7 +65,6 @@ def test_exact(shape: Shape, tmp_path: Path) -> None:
         assert len(answers) == len(prompts)
         for answer in answers:
             check(answer, oracle, shape.num_experts)
-        _check_dtypes(server, shape.num_experts)
 
 
 @pytest.mark.skipif(ON_GPU, reason="on a CPU only")
@@ -77,19 +72,6 @@ def test_exact_where_the_cpu_has_amx(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """As far as another CPU can be told so: vLLM asks this function which kernels to choose."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     test_exact(next(shape for shape in SHAPES if "latent" in shape.name), tmp_path)
-
-
-def _check_dtypes(server: Server, num_experts: int) -> None:
-    """uint8 holds 256 experts, and is refused for more."""
-    body = {"prompt": "abc", "max_tokens": 3, "return_routed_experts": True}
-    rows = server.complete(**body)["prompt_routed_experts"]
-    auto = server.complete(**body, routed_experts_dtype="auto")["prompt_routed_experts"]
-    assert auto["dtype"] == ("uint8" if num_experts <= 256 else "int16")
-    assert np.array_equal(decode(auto), decode(rows))
-    if num_experts > 256:
-        with server.client() as client:
-            response = client.post(COMPLETIONS, json={"model": "tiny", **body, "routed_experts_dtype": "uint8"})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "routed_experts_dtype")
 
 
 REFUSED = (
@@ -104,22 +86,3 @@ def test_models_that_are_refused(shape: Shape, said: str, tmp_path: Path) -> Non
     flags = (tmp_path / "model", tmp_path / "log", *FLAGS)
     with pytest.raises(Exception, match=f"The model has {said}"), serving_quickly(*flags):
         pass
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not ON_GPU, reason="with LoRA, vLLM's MoE layers need Triton")
-def test_adapter_and_base_are_exact_and_share_no_prefix(tiny_model: Path, oracle: Oracle, tmp_path: Path) -> None:
-    """A LoRA adapter on the attention: it changes the routing, though no expert and no router is in it."""
-    adapter = tmp_path / "adapter"
-    merge = attach_adapter(oracle.model.config, adapter)
-    adapted = Oracle(tiny_model)
-    merge(adapted.model)
-    prompt = prompt_of(300, seed=1)
-    assert not np.array_equal(adapted.rows(prompt), oracle.rows(prompt)), "the adapter changes nothing"
-    flags = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", "8", "--lora-modules", f"adapter={adapter}")
-    flags += ("--enforce-eager", "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj")
-    # vLLM's kernels for adapters assert 16-bit types, in which near-ties would decide, but work in float32. Without
-    # assertions torch.compile does not work.
-    with serving(tiny_model, tmp_path / "log", *FLAGS, *flags, env={"PYTHONOPTIMIZE": "1"}) as server:
-        for model, expected in (("tiny", oracle), ("adapter", adapted), ("tiny", oracle), ("adapter", adapted)):
-            check(one(server, model=model, prompt=prompt, max_tokens=9, ignore_eos=True), expected)

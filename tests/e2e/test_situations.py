@@ -8,7 +8,6 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from routed_experts.protocol.fetch import fetch
 from routed_experts.protocol.saved import ModelInfo, read
 from routed_experts.server.http.selftest import SelfTestError
 from routed_experts.server.tools.saved import opened
-from tests.contract.served import serving_quickly, serving_weights
+from tests.contract.served import serving_weights
 from tests.documentation import run_by
 from tests.e2e.harness import (
     ASK,
@@ -29,16 +28,10 @@ from tests.e2e.harness import (
     SMALL_KV,
     Oracle,
     Server,
-    answer_of,
-    at_once,
-    cached_tokens,
-    check,
-    check_held_back,
     check_mix,
     one,
     prompt_of,
     run_program,
-    same,
     serving,
     wait_until,
     wait_until_idle,
@@ -50,86 +43,6 @@ pytestmark = pytest.mark.e2e
 TINY_KV = (*SMALL_KV, "--block-size", "32", "--num-gpu-blocks-override", "24", "--max-model-len", "512")
 TINY_KV += ("--max-num-seqs", "16", "--enable-prompt-tokens-details")
 RECORDS = "tests/e2e/test_situations.py::test_what_two_api_servers_recorded"
-PREEMPTIONS = "vllm:num_preemptions_total"
-
-
-def check_preempted(server: Server, oracle: Oracle, seed: int) -> None:
-    """Preempted requests have the rows, bit for bit, that they have when nothing disturbs them."""
-    before = server.metric(PREEMPTIONS)
-    for attempt in range(5):  # how many there are depends on how close together the requests arrive
-        body = {**ASK, "max_tokens": 90, "ignore_eos": True}
-        prompts = [prompt_of(50 + 5 * i, seed=seed + 1000 * attempt + i) for i in range(14)]
-        bodies = [{**body, "prompt": prompt, "stream": i % 2 == 0} for i, prompt in enumerate(prompts)]
-        crowded = [answer_of(got) for got in at_once(server, bodies)]
-        for prompt, answer in zip(prompts, crowded, strict=True):
-            check(answer, oracle)
-            same(answer, answer_of(server.complete(**body, prompt=prompt)))
-        if server.metric(PREEMPTIONS) - before >= 3:
-            return
-    raise AssertionError("hardly any request was preempted")
-
-
-class TestWithoutPrefixCache:
-    """No prefix cache, chunks of 16 tokens, blocks of 64, several tokens a chunk, and parsers that hold text back."""
-
-    INTERVAL = 4
-    END_OF_THINKING = 260
-
-    @pytest.fixture(scope="class")
-    def thinker(self, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """The tiny model with two more tokens, which a reasoning parser looks for."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
-        assert tokenizer.add_tokens(["<think>", "</think>"]) == 2
-        assert tokenizer.convert_tokens_to_ids("</think>") == self.END_OF_THINKING
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-        directory = tmp_path_factory.mktemp("thinker") / "tiny"
-        for part in (model, model.generation_config, tokenizer):
-            part.save_pretrained(directory)
-        return directory
-
-    @pytest.fixture(scope="class")
-    def thinker_oracle(self, thinker: Path) -> Oracle:
-        return Oracle(thinker)
-
-    @pytest.fixture(scope="class")
-    def engine(self, thinker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-        log = tmp_path_factory.mktemp("no-prefix-cache") / "log"
-        flags = (*SMALL_KV, "--block-size", "64", "--num-gpu-blocks-override", "13", "--max-model-len", "512")
-        flags += ("--max-num-seqs", "16", "--max-num-batched-tokens", "16", "--no-enable-prefix-caching")
-        flags += ("--no-async-scheduling", "--stream-interval", str(self.INTERVAL), "--enable-prompt-tokens-details")
-        flags += ("--reasoning-parser", "deepseek_r1", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-        with serving_quickly(thinker, log, *flags) as server:
-            yield server
-            wait_until_idle(server)
-
-    def test_nothing_is_hit(self, engine: Server, thinker_oracle: Oracle) -> None:
-        body = {"prompt": prompt_of(200, seed=600), "max_tokens": 9, "ignore_eos": True}
-        check(one(engine, **body), thinker_oracle)
-        assert cached_tokens(engine.complete(**ASK, **body)) == 0
-
-    def test_prompt_lengths(self, engine: Server, thinker_oracle: Oracle) -> None:
-        for length in (1, 15, 16, 17, 63, 64, 65, 130):
-            check(one(engine, prompt=prompt_of(length, seed=length), max_tokens=9, ignore_eos=True), thinker_oracle)
-
-    def test_preemption(self, engine: Server, thinker_oracle: Oracle) -> None:
-        check_preempted(engine, thinker_oracle, seed=610)
-
-    def test_stream_interval_of_the_server(self, engine: Server, thinker_oracle: Oracle) -> None:
-        """The first token comes at once, then so many at a time; more where the reader is slower than the engine."""
-        chunks = engine.stream(**ASK, prompt=prompt_of(20, seed=620), max_tokens=14, ignore_eos=True)
-        assert {1, 5, 9, 13, 14} >= set(np.cumsum([len(chunk["choices"][0]["token_ids"]) for chunk in chunks]).tolist())
-        check(answer_of(chunks), thinker_oracle)
-
-    def test_reasoning_that_the_parser_sets_apart(self, engine: Server, thinker_oracle: Oracle) -> None:
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": "Think!"}], "max_tokens": 40}
-        body |= {"logit_bias": {str(self.END_OF_THINKING): 1}, "ignore_eos": True}
-        chunks = check_held_back(engine, thinker_oracle, body)
-        assert any(choice["delta"].get("reasoning") for chunk in chunks for choice in chunk["choices"])
-
-
-# ---- several processes ----
 
 
 def check_at_rest(server: Server) -> None:

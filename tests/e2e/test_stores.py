@@ -4,9 +4,7 @@ It loads in the step that needs the KV, and all blocks of a prompt, over those t
 """
 
 import json
-import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,6 @@ from tests.e2e.harness import (
     check,
     prompt_of,
     unknown,
-    wait_until_idle,
 )
 
 pytestmark = pytest.mark.e2e
@@ -74,38 +71,3 @@ def test_who_asks_for_rows_has_those_of_what_was_computed(server: Server, policy
     before = evicted(server, 100)
     assert unknown(ask(server, prompt, 5), oracle) == UNKNOWN[policy]
     assert loaded(server) - before == (3 * BLOCK if policy == "missing" else 0)
-
-
-def test_who_does_not_ask_loads(server: Server, policy: str, oracle: Oracle) -> None:
-    prompt = prompt_of(100, seed=2)
-    text = server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"]
-    before = evicted(server, 200)
-    assert server.complete(prompt=prompt, max_tokens=5)["choices"][0]["text"] == text
-    assert loaded(server) - before == 3 * BLOCK
-    assert unknown(ask(server, prompt, 5), oracle) == UNKNOWN[policy]
-    assert loaded(server) - before == 3 * BLOCK
-
-
-def test_a_mix(server: Server, policy: str, oracle: Oracle) -> None:
-    dice = random.Random(3)
-    prompts = [prompt_of(dice.randrange(40, 200), seed=300 + each) for each in range(12)]
-    prompts += [[*prompt[: dice.randrange(33, len(prompt))], 50] for prompt in prompts[:6]]
-    picked = [(dice.choice(prompts), dice.randrange(1, 20), dice.random() < 0.6) for _ in range(80)]
-
-    def one(prompt: list[int], max_tokens: int, asks: bool) -> Answer | None:
-        if asks:
-            return ask(server, prompt, max_tokens)
-        server.complete(prompt=prompt, max_tokens=max_tokens)
-        return None
-
-    before = loaded(server)
-    with ThreadPoolExecutor(4) as threads:
-        answers = [answer for answer in threads.map(lambda each: one(*each), picked) if answer is not None]
-    assert loaded(server) > before
-    num_rows = sum(len(answer.prompt) + len(answer.tokens) - 1 for answer in answers)
-    num_unknown = sum(len(unknown(answer, oracle)) for answer in answers)
-    if policy == "recompute":  # only what a load of somebody else's wrote over
-        assert num_unknown < num_rows / 2
-    else:
-        assert 0 < num_unknown < num_rows
-    wait_until_idle(server)

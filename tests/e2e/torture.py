@@ -94,16 +94,12 @@ TIES = "answers that float32 cannot decide"
 
 @dataclass(frozen=True)
 class Profile:
-    """An engine configuration, and which situations the mix must provoke in it beyond or unlike `SITUATIONS`.
-
-    Attributes:
-        without: what vLLM cannot do in it.
-    """
+    """An engine configuration, and which situations the mix must provoke in it beyond or unlike `SITUATIONS`."""
 
     flags: tuple[str, ...]
     is_async: bool
     must: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()  # what vLLM cannot do in it
 
     @property
     def situations(self) -> tuple[str, ...]:
@@ -132,17 +128,12 @@ PROFILES = {
 
 @dataclass
 class Task:
-    """One request of the mix.
-
-    Attributes:
-        prompts: token ids of each prompt; empty for chat, whose answer says them.
-        leave_after_s, leave_after_chunks: when the client goes away, if it does.
-    """
+    """One request of the mix."""
 
     body: dict[str, Any]
-    prompts: list[list[int]]
+    prompts: list[list[int]]  # token ids of each prompt; empty for chat, whose answer says them
     headers: dict[str, str] = field(default_factory=dict)
-    leave_after_s: float | None = None
+    leave_after_s: float | None = None  # when the client goes away, if it does
     leave_after_chunks: int | None = None
 
     @property
@@ -314,20 +305,15 @@ class Mix:
 
 
 class Torture:
-    """Drives the mix and checks what comes back.
-
-    Attributes:
-        counts: how often each situation occurred.
-        failures: a sentence for each answer that was not as it should be, and each error in the server's log.
-        weights_off: the largest difference of a weight to the oracle's.
-    """
+    """Drives the mix and checks what comes back."""
 
     def __init__(self, server: Server, oracle: Oracle, profile: str, requests: int, seed: int = 1) -> None:
         self._server, self._oracle, self._requests = server, oracle, requests
         self._profile = PROFILES[profile]
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # how often each situation occurred
+        # A sentence for each answer that was not as it should be, and each error in the server's log.
         self.failures: list[str] = []
-        self.weights_off = 0.0
+        self.weights_off = 0.0  # the largest difference of a weight to the oracle's
         self._mix = Mix(seed, self.counts, self._profile)
         self._ids_in_flight: Counter[str] = Counter()
         self._next = 0

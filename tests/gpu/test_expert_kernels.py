@@ -76,7 +76,7 @@ def test_own_tokens_only(mode: Mode, tmp_path: Path) -> None:
 
 def of_ranks(ranks: int, folder: Path, options: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[dict[str, int]]:
     """What each data-parallel rank counted, in a program of its own."""
-    command = [sys.executable, "-m", "tests.e2e.recorded", str(folder / "model"), json.dumps(options)]
+    command = [sys.executable, "-m", "tests.gpu.recorded", str(folder / "model"), json.dumps(options)]
     group = {"VLLM_DP_SIZE": str(ranks), "VLLM_DP_MASTER_IP": "127.0.0.1", "VLLM_DP_MASTER_PORT": str(free_port())}
     with ExitStack() as stack:
         processes = []

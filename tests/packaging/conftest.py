@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, packages_distributions, requires
@@ -12,8 +13,6 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from tests.packaging.tiny_wheels import pack_installed
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("capture", "protocol", "server", "pyproject.toml", "LICENSE")
@@ -115,6 +114,15 @@ def wheel_environment(
     index = index_of_base(tmp_path_factory)
     environment.install(f"--find-links={index}", str(wheel))
     return environment
+
+
+def pack_installed(folder: Path, name: str) -> None:
+    """The wheel that an installed package came from."""
+    package = distribution(name)
+    with zipfile.ZipFile(folder / f"{name}-{package.version}-py3-none-any.whl", "w") as archive:
+        for file in package.files or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                archive.write(file.locate(), str(file))
 
 
 def index_of_base(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -1,7 +1,6 @@
 """With an address, the page on a package index is the README, whose links lead into the repository."""
 
 import re
-import subprocess
 import sys
 from email.message import Message
 from email.parser import Parser
@@ -49,9 +48,3 @@ def test_links_lead_into_the_repository(tmp_path: Path) -> None:
     addresses = dict(line.split(", ") for line in of_wheel.get_all("Project-URL"))
     assert addresses.keys() == {"Homepage", "Documentation", "Issues", "Changelog"}
     assert all(address.startswith(URL) for address in addresses.values())
-
-
-def test_an_address_that_is_none(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "tests/packaging/index_page.py"), str(tmp_path), "example.org"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "URL must begin with https://, but is 'example.org'.\n")

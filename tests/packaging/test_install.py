@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, build_opener
@@ -13,7 +12,7 @@ import pytest
 from routed_experts.protocol.codec import decode
 from tests.conftest import SERVER_FLAGS
 from tests.e2e.harness import answers_of, serving
-from tests.packaging.conftest import ROOT, Environment, run
+from tests.packaging.conftest import ROOT, Environment
 from tests.packaging.test_dependencies import PROJECT
 from tests.sources import MODULES
 
@@ -148,17 +147,3 @@ def test_beside_a_vllm_every_module_can_be_imported(beside_vllm: Environment) ->
     modules = [name for name in MODULES if ".server" in name and not name.endswith("__main__")]
     code = f"import importlib\nfor name in {modules}: importlib.import_module(name)\nprint('imported')"
     assert beside_vllm.python_says(code).splitlines()[-1] == "imported"
-
-
-def test_clients_see_the_types(wheel_environment: Environment, tmp_path: Path) -> None:
-    """Without `py.typed`, a type checker takes everything of ours for Any, and says so."""
-    client = tmp_path / "client.py"
-    client.write_text(
-        "from routed_experts import __version__\nfrom routed_experts.protocol.codec import decode\n"
-        "reveal_type(__version__)\nreveal_type(decode)\n"
-    )
-    options = ("--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}", "--config-file=", "--strict")
-    python = ("--python-executable", str(wheel_environment.python))
-    said = run([sys.executable, "-m", "mypy", *python, *options, str(client)])
-    assert "ndarray" in said
-    assert 'Revealed type is "str"' in said

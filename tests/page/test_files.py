@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -23,12 +22,13 @@ from routed_experts.protocol.codec import decode
 from routed_experts.protocol.saved import ModelInfo
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.cli.main import main
-from routed_experts.server.page import page_files
-from routed_experts.server.page.saved import MAX_BYTES
+from routed_experts.server.page import MAX_BYTES, page_files
 from routed_experts.server.tools import view
 from tests.contract.served import serving
+from tests.documentation import ROOT
 from tests.e2e.harness import Server
 from tests.page.answers import answer, rows_of
+from tests.protocol.answers import peak_of
 
 Viewed = Callable[..., str]
 
@@ -115,12 +115,12 @@ def saved(tmp_path: Path) -> Path:
     return file
 
 
-def test_the_documented_recipe(documented: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measures_of_an_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(40, 3, 2, 8)
     np.savez(tmp_path / "experts.npz", experts=np.concatenate([rows, np.full((1, 3, 2), -1)]), num_experts=8)
     monkeypatch.chdir(tmp_path)
     found: dict[str, np.ndarray] = {}
-    exec(documented[0], found)
+    exec((ROOT / "examples/measures.py").read_text(encoding="utf-8"), found)
     i, j = rows[5, 1]
     assert found["pairs"][1, i, j] == sum({i, j} <= set(row) for row in rows[:, 1])
     shares = np.bincount(rows[:10, 1].ravel(), minlength=8) / 20
@@ -195,14 +195,14 @@ def test_f3_view_reads_a_response_at_a_time(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "0.jsonl").write_text(json.dumps(info))
         (folder / "1.jsonl").write_text(f"{line}\n" * count)
-        tracemalloc.start()
-        try:
+
+        def layers(folder: Path = folder) -> list[int]:
             with ExitStack() as stack:
                 (file,) = view.viewed_files([str(folder)], ModelInfo(), stack)
-            lines = [len(json.loads(each)["info"]["layer_ids"]) for each in file.lines(ModelInfo())]
-            peaks.append(tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
+            return [len(json.loads(each)["info"]["layer_ids"]) for each in file.lines(ModelInfo())]
+
+        lines, peak = peak_of(layers)
+        peaks.append(peak)
         assert lines == [2] * count, "the file before says which layers they are"
     assert peaks[1] < 1.1 * peaks[0] + 50_000
     assert 95 * len(line) > 5_000_000, "the files differ by more"

@@ -16,11 +16,11 @@ from routed_experts.server.page import page_files
 from routed_experts.server.tools.saved import opened
 from tests.contract.engine import weights_for
 from tests.contract.served import serving
-from tests.e2e.harness import ASK, Oracle, Server, answers_of, wait_until
+from tests.e2e.harness import ASK, Oracle, Server, answers_of
 from tests.page.answers import answer, rows_of, two_that_part
 from tests.page.browser import Tab
 from tests.page.conftest import Viewed
-from tests.page.seen import PROMPT, TOKENS, ask, choose, download, ended, error_in, show, shows, shows_weights
+from tests.page.seen import PROMPT, TOKENS, ask, choose, download, ended, error_in, shows, shows_weights
 
 pytestmark = pytest.mark.e2e
 
@@ -91,25 +91,6 @@ def test_stop_ends_the_request(tab: Tab, api: Server) -> None:
     assert tab.is_hidden("#error")
 
 
-def test_play_shows_it_grow(tab: Tab, viewed: Viewed) -> None:
-    # By the page itself: on a busy machine, all may be there before somebody outside looks or clicks.
-    show(tab, viewed(answer(rows_of(399, 6, 2, 16), 30)))
-    seen: list[int] = tab.js(f"""new Promise(done => {{
-      const seen = new Set();
-      (function look() {{
-        if ($('#summary').textContent.includes('streaming')) seen.add($$('{TOKENS}').length);
-        if (seen.size < 4) return requestAnimationFrame(look);
-        $('#stop').click();
-        done([...seen]);
-      }})();
-      $('#play').click();
-    }})""")
-    ended(tab)
-    assert seen == sorted(seen)
-    assert max(seen) < 400
-    assert tab.count(TOKENS) == 400
-
-
 def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path) -> None:
     """On a server whose own defaults are others than the page's."""
     own = {"routed_experts_format": "list", "routed_experts_stream": "at_end", "routed_experts_prompt_start": 1}
@@ -126,23 +107,6 @@ def test_several_tokens_in_a_chunk(tab: Tab, tiny_model: Path) -> None:
         ended(tab)
         tab.wait("!$('#tokens-a .number')")
         assert shown_tokens(tab) == texts_of([*(routing.prompt_token_ids or ()), *(routing.token_ids or ())])
-
-
-def test_opened_files_of_the_served_model_have_texts(tab: Tab, api: Server, tmp_path: Path) -> None:
-    """page: as its live responses; those of another model have ids."""
-    body = api.complete(prompt="Hello there", max_tokens=6, **ASK)
-    choice = body["choices"][0]
-    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
-    tab.open(f"{api.url}/routed_experts")
-    tab.wait_for("#ask")
-    for model, texts in (("another", [f"#{one}" for one in ids]), (body["model"], texts_of(ids))):
-        file = tmp_path / f"{model}.json"
-        file.write_text(json.dumps({**body, "model": model}))
-        assert not [url for url in tab.requested if url.endswith("texts")]
-        tab.give_file("#file", file)
-        tab.wait(f"$('#pick-a').selectedOptions[0]?.text.startsWith('{model}.json')")
-        wait_until(lambda: shown_tokens(tab) == texts, lambda: f"{shown_tokens(tab)}", 60)  # noqa: B023
-    assert [url for url in tab.requested if url.endswith("texts")] == [f"{api.url}/{TEXTS}"]
 
 
 def test_nothing_is_compared_that_nobody_chose(tab: Tab, api: Server, tmp_path: Path) -> None:

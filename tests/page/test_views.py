@@ -142,6 +142,8 @@ def check_selected(tab: Tab, routing: Routing, experts: int) -> None:
         assert "weights" not in tab.text("#load-status")
         return
     assert near([found[position + routing.start][1] for position in positions], weights[positions, LAYER, ranks], 3)
+    order = np.argsort(-weights[positions, LAYER, ranks], kind="stable")
+    assert list(found) == (positions[order] + routing.start).tolist()
     sums, known = np.zeros(experts), rows[:, LAYER] >= 0
     np.add.at(sums, rows[:, LAYER][known], weights[:, LAYER][known].astype(float))
     by_weights = f"{sums[EXPERT] / sums.mean():.2f} {TIMES} (sum {sums[EXPERT]:.2f})"
@@ -213,30 +215,6 @@ def test_the_load_and_its_keys(tab: Tab, viewed: Viewed) -> None:
     tab.key("Escape")
     tab.wait("!$('#load-status').textContent.includes('Expert 7')")
     assert tab.is_hidden("#expert-tokens")
-
-
-def test_the_tokens_of_an_expert(tab: Tab, viewed: Viewed) -> None:
-    show(tab, viewed(answer(ROWS, 10, TEXTS, WEIGHTS), given=GIVEN))
-    layer, expert = 2, int(counts_of(ROWS, E)[2].argmax())
-    tab.click(f"#detail tbody tr:nth-child({layer + 1}) th")
-    tab.type("#expert", str(expert))
-    positions, ranks = np.nonzero(ROWS[:, layer] == expert)
-    order = np.argsort(-WEIGHTS[positions, layer, ranks], kind="stable")
-    tab.wait_for_text("#expert-status", f"expert {expert}: {len(positions)} of 99")
-    first = int(positions[order][0])
-    assert tab.text("#expert-tokens mark").replace("␣", " ") == TEXTS[first].replace("\n", "⏎")
-    around = "".join(TEXTS[max(first - 4, 0) : first + 5]).replace("\n", "⏎")
-    assert tab.text("#expert-tokens tbody td:nth-child(2)").replace("␣", " ") == around
-    assert tab.js("$$('#tokens-a .chosen').map(e => Number(e.dataset.i))") == positions.tolist()
-    tab.click("#expert-tokens tbody td:nth-child(2)")
-    tab.wait(f"$('#tokens-a .selected')?.dataset.i === '{first}' && $('#expert-tokens tr.selected')")
-    assert [int(row[0]) for row in listed(tab)] == positions[order].tolist()
-    last = int(positions[order][-1])
-    choose(tab, last)  # its page comes
-    tab.wait(f"$('#expert-tokens tr.selected')?.cells[0].textContent === '{last}'")
-    tab.js("$('#map').focus()")
-    tab.key("ArrowDown")
-    tab.wait("!$('#tokens-a .chosen')")  # an expert of another layer is another expert
 
 
 def test_two_answers_side_by_side(tab: Tab, viewed: Viewed) -> None:

@@ -1,16 +1,40 @@
 """Answers as the server sends them, made from rows that are known beforehand."""
 
 import json
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
 from routed_experts.protocol.codec import UNKNOWN_WEIGHT, Format, count_missing
 from routed_experts.protocol.expert_load import Histogram, count_experts
 from tests.protocol.forms import encode
 
 EXPERTS, LAYERS, TOP_K = 60, 3, 4
+
+NUMBERS = [-(10**400), -(2**70), -1, 0, 1, 2, 255, 2**15, 2**31, 2**53, 2**70, 10**9, 10**18, 10**400, 0.5, 1e308]
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.sampled_from(["", "x", "\ud800", "stop", "k05VTVBZ", *NUMBERS])
+    | st.floats()
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["index", "data"]), inner, max_size=2),
+    max_leaves=5,
+)
+"""Any value."""
+
+
+def peak_of(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What `run` returns, and how much memory it takes at most."""
+    tracemalloc.start()
+    try:
+        return run(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def histogram(rows: np.ndarray, num_experts: int) -> Histogram:

@@ -4,7 +4,6 @@ import asyncio
 import base64
 import copy
 import json
-import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 from typing import Any, get_args
@@ -14,12 +13,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import Completion
-from openai.types.chat import ChatCompletionChunk
 
 from routed_experts.protocol.codec import Format
 from routed_experts.protocol.collect import Collector, Routing, RoutingError, collect, collect_async
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, sse, stream, weights_of
+from tests.protocol.answers import (
+    EXPERTS,
+    JSON,
+    LAYERS,
+    TOP_K,
+    Told,
+    answer,
+    histogram,
+    peak_of,
+    rows_of,
+    sse,
+    stream,
+    weights_of,
+)
 from tests.protocol.forms import encode
 
 SETTINGS = settings(max_examples=150, deadline=None, database=None, derandomize=True)
@@ -150,21 +160,6 @@ def test_prompts_or_choices_that_did_not_arrive_or_arrived_twice() -> None:
         refused(r"not all of the answer's|no choices|give n", body, n=3)
 
 
-def test_objects_of_the_openai_client() -> None:
-    expected = told()
-    body = Completion.construct(**answer(expected))
-    body.choices = [type("Choice", (), choice) for choice in answer(expected)["choices"]]
-    check(collect(body)[0], expected)
-    chunks = []
-    for chunk in stream(expected):
-        prompt_token_ids = chunk["choices"][0].pop("prompt_token_ids", None)
-        chunk["choices"][0]["delta"] = {"content": chunk["choices"][0].pop("text", "")}
-        chunk |= {"prompt_token_ids": prompt_token_ids} if prompt_token_ids else {}
-        chunk |= {"id": "1", "created": 1, "model": "tiny", "object": "chat.completion.chunk"}
-        chunks.append(ChatCompletionChunk.model_validate(chunk))
-    check(collect(iter(chunks))[0], expected)
-
-
 class TestServerSentEvents:
     EXPECTED = told(n=2)
     CHUNKS: Chunks = [*stream(EXPECTED, piece=3), {"choices": [], "usage": {"prompt_tokens": 9}}]  # noqa: RUF012
@@ -248,17 +243,6 @@ def test_weights_that_are_not_of_the_ids_beside_them() -> None:
     refused("rows of 2 prompts, but weights of 1", body)
 
 
-def test_a_broken_off_stream_keeps_what_arrived() -> None:
-    collector = Collector()
-    for chunk in stream(told())[:4]:
-        collector.take(chunk)
-    (routing,) = collector.so_far()
-    assert np.array_equal(routing.rows, told().whole()[: 9 + 3])
-    assert routing.token_ids == tuple(told().token_ids(0)[:4])
-    with pytest.raises(RoutingError, match="choice 0 was not finished"):
-        collector.finish()
-
-
 def test_streams_that_are_not_whole() -> None:
     def changed(change: Callable[[Chunks], Any], **options: Any) -> Any:
         chunks = copy.deepcopy(stream(told(**options), piece=2))
@@ -287,6 +271,7 @@ def test_streams_that_are_not_whole() -> None:
         (update(**told().encode(rows_of(1, layers=2), 10)), r"choice 0: rows of shape \(2, 4\), not \(3, 4\)"),
         (update(shape=[2, 3, 4]), "choice 0: not an array of expert ids"),
         (update(missing=1), "choice 0: 0 rows are not known, said to be 1"),
+        (lambda chunks: chunks.pop(), "choice 0 was not finished"),
     ]
     for change, message in cases:
         refused(message, changed(change))
@@ -476,26 +461,9 @@ def test_f1_a_prompt_that_is_longer_than_any() -> None:
         del each["choices"][0]["prompt_token_ids"], each["choices"][0]["token_ids"]
     body["prompt_routed_experts"]["start"] = 2**28
     joined["choices"][0]["prompt_token_ids"] = [1]  # a row is far behind the prompt
-    tracemalloc.start()
-    try:
-        found = [collect(each, prompt_start=None)[0] for each in (body, joined)]
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
+    found, peak = peak_of(lambda: [collect(each, prompt_start=None)[0] for each in (body, joined)])
+    assert peak < 1 << 20
     assert [(routing.prompt_len, routing.texts) for routing in found] == [(2**28 + 9, None), (1, None)]
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-2, 3)
-    | st.sampled_from(
-        [2**31, 2**70, -(10**400), 10**18, 1e308, float("inf"), float("nan"), "", "x", "\ud800", "k05VTVBZ"]
-    )
-    | st.floats(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["index", "data"]), inner, max_size=2),
-    max_leaves=5,
-)
 
 
 @SETTINGS

@@ -110,22 +110,6 @@ def test_said_media_are_compared(turns: Any) -> None:
     assert np.array_equal(join_turns([kept, turn]).rows, true_rows([*continued, 1, 2])[:-1])
 
 
-@SETTINGS
-@given(conversation(st.sampled_from(TEXT)), st.sampled_from([None, ()]), st.sampled_from([None, ()]))
-def test_text_alone(turns: Any, said: Any, said_again: Any) -> None:
-    """Text is compared token by token: as ever where no prompt repeats a token, and any text once that is said."""
-    first, generated, second = turns
-    if said is None and said_again is None:
-        assume(all(a != b for prompt in (first, second) for a, b in itertools.pairwise(prompt)))
-    before = answer_to(first, generated, media=said)
-    pairs = zip([*first, *generated][:-1], second, strict=False)
-    same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    kept = shared_prefix(before, second, media=said_again)
-    assert kept.end == same
-    turn = answer_to(second, [1, 1], start=same, media=said_again)
-    assert np.array_equal(join_turns([kept, turn]).rows, true_rows([*second, 1, 1])[:-1])
-
-
 def test_a_loop_that_was_generated_is_text() -> None:
     before = answer_to([1, 2], [5] * 20)
     kept = shared_prefix(before, [1, 2, *[5] * 20, 6])

@@ -139,17 +139,6 @@ def test_a_request_overrides_the_servers_defaults() -> None:
         check_defaults([])
 
 
-def test_vllms_formats_apply_where_no_other_was_asked_for() -> None:
-    vllm: Any = {"format": "npy", "layout": "joined", "dtype": "vllm", "layers": "all"}
-    assert parse(OPT_IN).with_vllms_forms() == RoutingOptions(**vllm)
-    typed = parse({**OPT_IN, "routed_experts_dtype": "int32"})
-    assert typed.with_vllms_forms() == RoutingOptions(**{**vllm, "dtype": "int32"})
-    moe = parse(OPT_IN, {"routed_experts_layers": "moe"})
-    assert moe.with_vllms_forms() == RoutingOptions(**{**vllm, "layers": "moe"})
-    for body in ({**OPT_IN, "routed_experts_format": "npy"}, {**OPT_IN, "routed_experts_layout": "split"}, HISTOGRAM):
-        assert parse(body).with_vllms_forms() == parse(body)
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [

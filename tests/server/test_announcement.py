@@ -4,11 +4,12 @@ import json
 import shlex
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE, address, note_address, what_to_do
+from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE, address, note_address, processes_to_add, what_to_do
 
 
 def args(**given: Any) -> Namespace:
@@ -50,3 +51,13 @@ def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     said = shlex.split(what_to_do(args(uds="/run/the server.sock"), "http://localhost", "m", has_page=True))
     assert said[:4] == ["paste", "curl", "-N", "--unix-socket"]
     assert said[4:6] == ["/run/the server.sock", "http://localhost/v1/completions"]
+
+
+@pytest.mark.parametrize(
+    ("at_once", "ranks", "processes", "said"),
+    [(256, 1, 1, ""), (257, 1, 1, "--api-server-count 2"), (1024, 2, 4, "--api-server-count 8"), (1024, 1, 4, "")],
+)
+def test_too_few_api_processes(at_once: int, ranks: int, processes: int, said: str) -> None:
+    parallel = SimpleNamespace(data_parallel_size=ranks, _api_process_rank=0, _api_process_count=processes)
+    config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=at_once), parallel_config=parallel)
+    assert processes_to_add(config).partition(": ")[2] == said

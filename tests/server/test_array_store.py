@@ -228,25 +228,6 @@ def test_s6_a_folder_that_is_removed_or_renamed_is_made_again(tmp_path: Path, ro
     assert sizes(store.folder) == FILE_BYTES
 
 
-def test_a_folder_that_is_removed_at_any_time(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path / "store", 1 << 20)
-
-    def put(_: int) -> None:
-        with suppress(StoreError):
-            store.put(ARRAY)
-
-    with ThreadPoolExecutor(4) as threads:
-        puts = [threads.submit(put, index) for index in range(400)]
-        while not all(done.done() for done in puts):
-            shutil.rmtree(store.folder, ignore_errors=True)
-            time.sleep(0.001)  # else each call of the others waits 5 ms for Python's lock
-        for done in puts:
-            done.result(10)
-    shutil.rmtree(store.folder, ignore_errors=True)
-    store.put(ARRAY)
-    assert store.used_bytes == sizes(store.folder) == FILE_BYTES
-
-
 def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
     store = ArrayStore(tmp_path / "store", 4 * FILE_BYTES)
     stored = store.put(ARRAY)
@@ -256,21 +237,6 @@ def test_a_folder_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
         with pytest.raises(StoreError):
             method()
     assert store.used_bytes == FILE_BYTES
-
-
-def test_each_process_serves_and_deletes_what_others_hold(tmp_path: Path) -> None:
-    store = ArrayStore(tmp_path, 1 << 20)
-    with another(tmp_path) as (program, keys):
-        for key in keys:
-            with store.read(key) as file:
-                assert file.readall().endswith(bytes(160))
-        assert used_by(program) == 2 * FILE_BYTES
-        for key in keys:
-            store.delete(key)
-            with pytest.raises(ArrayGoneError):
-                store.read(key)
-        assert used_by(program) == FILE_BYTES  # it reads the other
-        assert sizes(tmp_path) == FILE_BYTES
 
 
 def test_s2_bytes_count_until_nobody_reads_them(tmp_path: Path) -> None:

@@ -14,11 +14,9 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
@@ -133,37 +131,6 @@ def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert vllms.split()[:2] == ["routed", "experts"], "vLLM's groups come first"
     for text in ("Qwen/Qwen3-0.6B", "vllm serve --help", "(default: None)", "(default: 1 GiB) ("):
         assert text not in said
-
-
-@pytest.mark.parametrize(
-    ("command", "texts"),
-    [
-        ("tiny-model FILES/model", ["Making the tiny model in "]),
-        ("serve", ["Loading vLLM"]),
-        ("export FILES/answer -o FILES/out.csv", ["exporting: 2 responses"]),
-        ("compare MODEL --answers FILES/answer", ["Loading ", "comparing: 100%", "2/2"]),
-    ],
-)
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_progress_is_said_on_a_terminal_only(
-    words: Words, monkeypatch: pytest.MonkeyPatch, command: str, texts: list[str], is_terminal: bool
-) -> None:
-    monkeypatch.setattr("routed_experts.server.cli.serve.main", lambda argv: 0)
-    read, write = os.openpty() if is_terminal else os.pipe()
-    if is_terminal:
-        termios.tcsetwinsize(write, (24, 100))
-    os.set_blocking(read, False)
-    said = b""
-    with open(write, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        main.main(words(command))
-        stderr.flush()
-        with suppress(BlockingIOError):
-            while True:
-                said += os.read(read, 1 << 16)
-    os.close(read)
-    assert [text for text in texts if text not in said.decode()] == ([] if is_terminal else texts)
-    assert is_terminal or said == b""
 
 
 # ---- the sentence that ends a command ----

@@ -116,16 +116,3 @@ def test_ids_whose_bytes_resemble_an_unknown_id() -> None:
     rows = np.array([[[255, 32767], [32767, 255]]], dtype=np.int16)
     fields = Encoder("object", "int16", (2, 2), 32768).fields("rows", rows, 7)
     assert orjson.loads(f"{{{fields[:-1]}}}") == {"rows": encode(rows, fmt="object", dtype="int16", start=7)}
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_histograms(shape: tuple[int, int, int]) -> None:
-    rows = rows_of(1000, shape, unknown=True)
-    counts = [
-        np.bincount(ids[ids >= 0], minlength=shape[2]).tolist() for ids in rows.swapaxes(0, 1).reshape(shape[0], -1)
-    ]
-    expected = {"counts": counts, "rows": 1000, "missing": 2}
-    assert encoder("object", "int16", shape).histogram(parts_of(rows)) == expected
-    every = encoder("object", "int16", shape, "all").histogram(parts_of(rows))
-    assert (every["rows"], every["missing"], every["counts"][1::2]) == (1000, 2, counts)
-    assert every["counts"][::2] == [[0] * shape[2]] * (shape[0] + 1)

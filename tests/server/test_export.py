@@ -3,7 +3,6 @@
 import csv
 import json
 import sys
-import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -19,7 +18,8 @@ import torch
 from routed_experts.server.cli.main import INTERRUPTED, main
 from routed_experts.server.tools import export
 from routed_experts.server.tools.running import bodies_of
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, rows_of, sse, stream, weights_of
+from tests.documentation import ROOT
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, peak_of, rows_of, sse, stream, weights_of
 
 LAYER_IDS = [1, 3, 4]
 INFO = {"num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": LAYER_IDS}
@@ -171,20 +171,20 @@ def test_the_documented_command(folder: Path, monkeypatch: pytest.MonkeyPatch, d
     assert pq.read_table("experts.parquet").num_rows == (20 + 9 + 5) * LAYERS
 
 
-def run_recipe(recipe: str, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Tokens:
+def run_example(example: str, folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Tokens:
     """Runs it on the answers with known tokens, and returns the tokens whose experts are known."""
     (folder / "2.jsonl").unlink()
     monkeypatch.chdir(exported(folder, name).parent)
-    exec(recipe, {})
+    exec((ROOT / "examples" / example).read_text(encoding="utf-8"), {})
     return [each for each in expected(folder) if each["token_id"] is not None and each["experts"][0][0] >= 0]
 
 
-def test_loads_of_other_programs(folder: Path, documented: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_of_other_programs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EPLB d52c72d5, `rebalance_experts`, takes `weight` [MoE layers, experts]. SGLang 6270b014,
     `compute_initial_expert_location_metadata`, reads a dict with `logical_count` [decoder layers, experts], with zeros
     in dense layers."""
     counts = np.zeros((max(LAYER_IDS) + 1, EXPERTS), np.int64)
-    for token in run_recipe(*documented, folder, "experts.npz", monkeypatch):
+    for token in run_example("loads.py", folder, "experts.npz", monkeypatch):
         for layer, experts in zip(LAYER_IDS, token["experts"], strict=True):
             counts[layer, experts] += 1
     assert np.array_equal(np.load("load.npy", allow_pickle=False), counts[LAYER_IDS])
@@ -193,9 +193,9 @@ def test_loads_of_other_programs(folder: Path, documented: list[str], monkeypatc
     assert np.array_equal(found[1].numpy(), counts)
 
 
-def test_llama_cpps_trace(folder: Path, documented: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_llama_cpps_trace(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`init_moe_expert_cache` of thecodacus/llama.cpp 8e5bc28c counts lines `step,layer,id,...`."""
-    known = run_recipe(*documented, folder, "experts.parquet", monkeypatch)
+    known = run_example("llama_cpp_trace.py", folder, "experts.parquet", monkeypatch)
     generated = [token["experts"] for token in known if not token["is_prompt"]]
     lines = [[int(word) for word in line.split(",")] for line in Path("trace.csv").read_text().splitlines()]
     assert lines == [
@@ -240,13 +240,12 @@ def test_memory_does_not_grow(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         file.write_text(f"{line}\n" * answers)
         of_arrow = pa.proxy_memory_pool(pool)
         pa.set_memory_pool(of_arrow)
-        tracemalloc.start()
         try:
-            assert main(["export", str(file), "-o", str(tmp_path / name)]) == 0
-            peaks.append(tracemalloc.get_traced_memory()[1] + (of_arrow.max_memory() or 0))
+            status, peak = peak_of(lambda file=file: main(["export", str(file), "-o", str(tmp_path / name)]))
         finally:
-            tracemalloc.stop()
             pa.set_memory_pool(pool)
+        assert status == 0
+        peaks.append(peak + (of_arrow.max_memory() or 0))
     assert peaks[1] < 1.25 * peaks[0] + len(line), peaks
 
 

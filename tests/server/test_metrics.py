@@ -4,8 +4,8 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,12 @@ import numpy as np
 import orjson
 import pytest
 import vllm
-from prometheus_client import REGISTRY, CollectorRegistry, Gauge, generate_latest, multiprocess
+from prometheus_client import REGISTRY, CollectorRegistry, Gauge
 
 from routed_experts.capture.envelope import CAUSES, STATS
 from routed_experts.capture.host_cache import Cause
 from routed_experts.capture.stats import EngineStats
 from routed_experts.server.http import metrics
-from routed_experts.server.http.encoding import Encoder
 from routed_experts.server.http.metrics import EngineMetrics, label_with, watch_buffers
 from tests.server.known import rows_of
 from tests.server.test_response import answer_of, answered, long_answer
@@ -154,7 +153,7 @@ def test_m1_reports_that_cannot_be_read_do_not_end_the_server(caplog: pytest.Log
     frontend = Frontend()
     frontend.buffers.on_stats = EngineMetrics(MODEL, [1], 8).update
     tokens = frontend.add("b")
-    more, less = (EngineStats(7, rows_captured=count).encode() for count in (5, 4))  # a negative difference
+    more, less = (asdict(EngineStats(7, rows_captured=count)) for count in (5, 4))  # a negative difference
     reports = [{STATS: report} for report in (more, less, {"unknown": 1}, None)]
     reports += [{CAUSES: report} for report in (5, [["b", False, 99, 1]], [5])]
     for report in reports:
@@ -164,42 +163,6 @@ def test_m1_reports_that_cannot_be_read_do_not_end_the_server(caplog: pytest.Log
     assert frontend.buffers.num_failed_reports == len(reports) - 1
     assert len([record for record in caplog.records if "cannot be read" in record.message]) == 1
     assert tokens.get_nowait() is not None
-
-
-def count(first: bool) -> None:
-    """What an API process counts; engines report to one."""
-    label_with("m")
-    encoder = Encoder("object", "int16", (1, 1), 8)
-    encoder.count(10, 1)
-    encoder.counts.num_bytes = 100
-    metrics.count_response(encoder, 0, Counter())
-    metrics.BUFFERS_OPEN.labels("m").set(2)
-    if first:
-        EngineMetrics("m", [1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))
-
-
-def scrape() -> str:
-    multiprocess.MultiProcessCollector(registry := CollectorRegistry())
-    return generate_latest(registry).decode()
-
-
-@pytest.mark.e2e
-def test_several_api_processes_are_added_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    with get_context("spawn").Pool(1) as one, get_context("spawn").Pool(1) as other:
-        for process in [one.apply_async(count, (True,)), other.apply_async(count, (False,))]:
-            process.get(300)
-        text = one.apply(scrape)
-    for line in (
-        'buffers_open{model_name="m"} 4.0',
-        'rows_returned_total{model_name="m"} 20.0',
-        'sent_bytes_total{model_name="m"} 200.0',
-        'rows_missing_total{model_name="m",reason="not_captured"} 2.0',
-        'rows_missing_total{model_name="m",reason="kv_store"} 0.0',
-        'rows_captured_total{engine="0",model_name="m"} 50.0',
-        'requests_tracked{engine="0",model_name="m"} 4.0',
-    ):
-        assert PREFIX + line in text
 
 
 def test_the_documentation_lists_them_all() -> None:

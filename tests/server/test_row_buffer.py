@@ -5,7 +5,7 @@ import logging
 import random
 import time
 import weakref
-from types import SimpleNamespace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from routed_experts.capture.envelope import ENVELOPE_ID, STATS, pack
 from routed_experts.capture.message import OPT_IN_ARG, OptIn, PlacedRows, prompt_output_id
 from routed_experts.capture.stats import EngineStats
-from routed_experts.server.outputs.arrays import InProcessCapture
 from routed_experts.server.outputs.row_buffer import RowBuffer, RowBuffers, opt_in
 from routed_experts.server.vllm_api import RequestOutput
 from tests.server.known import K, L, rows_of
@@ -146,15 +145,6 @@ def test_nothing_is_left_behind(how: str) -> None:
     del frontend.queue
     gc.collect()
     assert buffer() is None
-
-
-def test_installing_twice_is_harmless() -> None:
-    frontend = Frontend()
-    replaced = frontend.processor.process_outputs
-    assert RowBuffers.install(frontend.processor) is frontend.buffers
-    assert frontend.processor.process_outputs == replaced
-    frontend.step(output("a", 1, first=0, rows=3))
-    assert frontend.taken(3) == [[0, 1, 2]]
 
 
 def test_pushes_and_takes_in_any_order() -> None:
@@ -284,7 +274,7 @@ def test_the_engines_numbers_are_taken_off(in_slices: bool) -> None:
     frontend, seen = Frontend(), []
     other = frontend.add("b")
     stats = EngineStats(1, rows_captured=6, copy_wait_s=0.5, busiest=[2.0], routed=[4.0])
-    sent = EngineCoreOutput(ENVELOPE_ID, [], kv_transfer_params={STATS: stats.encode()})
+    sent = EngineCoreOutput(ENVELOPE_ID, [], kv_transfer_params={STATS: asdict(stats)})
     frontend.step(sent)  # passed over where nobody wants them
     OutputProcessor(None, log_stats=False).process_outputs([sent])  # of a process that has not got so far
     frontend.buffers.on_stats = seen.append
@@ -384,20 +374,3 @@ def test_rows_without_the_output_that_places_them_are_dropped() -> None:
     frontend.processor.process_outputs([lone])
     frontend.step(output("a", 1, first=5))
     assert frontend.taken(6) == [[0, 1, 2, -1, -1, 5]]
-
-
-def test_an_array_is_there_for_a_reader_slower_than_the_engine() -> None:
-    """vLLM gives it what waits at once."""
-    processor = OutputProcessor(None, log_stats=False, stream_interval=1)
-    model = SimpleNamespace(get_num_experts=lambda: 8, get_total_num_hidden_layers=lambda: L)
-    worker = {"num_layers": L, "top_k": K, "layer_ids": list(range(L))}
-    config = SimpleNamespace(additional_config={})
-    engine: Any = SimpleNamespace(
-        output_processor=processor, model_config=model, vllm_config=config, collective_rpc=lambda _: [worker]
-    )
-    InProcessCapture.install(engine)
-    queue = RequestOutputCollector(DELTA, "a")
-    params = SamplingParams(output_kind=DELTA, detokenize=False)
-    processor.add_request(request_of("a", params), None, queue=queue)
-    processor.process_outputs(message(output("a", 1, first=0, rows=3)))
-    assert positions([take(queue).outputs[0].routed_experts]) == [0, 1, 2]

@@ -3,7 +3,6 @@
 import io
 import json
 import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,12 @@ from routed_experts.protocol.collect import RoutingError
 from routed_experts.protocol.saved import ModelInfo, page_lines, read
 from routed_experts.server.cli.console import CommandError
 from routed_experts.server.tools.saved import opened
-from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, rows_of, stream
+from tests.protocol.answers import EXPERTS, LAYERS, TOP_K, Told, answer, histogram, peak_of, rows_of, stream
 
 ONE = Told(rows_of(20, 1), [rows_of(9, 2)])
 OTHER = Told(rows_of(7, 4), [rows_of(3, 5)], first_token=500)
 ROWS = [ONE.whole(), OTHER.whole()]
 INFO = {"model": "m", "num_layers": LAYERS, "top_k": TOP_K, "num_experts": EXPERTS, "layer_ids": [1, 2, 4]}
-RAW = ModelInfo(num_layers=LAYERS, top_k=TOP_K, rows_dtype="int32")
 
 
 def sse(*chunks: Any, end: str = "\n\n") -> str:
@@ -65,15 +63,6 @@ def test_every_kind_of_file(tmp_path: Path, text: str) -> None:
     answers = found(tmp_path, text)
     for rows, (routing,) in zip(ROWS, (one.routings() for one in answers), strict=True):
         assert np.array_equal(routing.rows, rows)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "layout"), [("object", "split"), ("npy", "joined"), ("raw", "split"), ("list", "joined")]
-)
-def test_every_form(tmp_path: Path, fmt: Any, layout: str) -> None:
-    told = Told(rows_of(20, 1), [rows_of(9, 2), rows_of(5, 3)], fmt=fmt, layout=layout, dtype="int32")
-    answers = found(tmp_path, body(told), given=RAW)
-    assert all(np.array_equal(one.rows, told.whole(i)) for i, one in enumerate(answers[0].routings()))
 
 
 def test_lines_are_counted(tmp_path: Path) -> None:
@@ -210,17 +199,18 @@ def test_many_values_on_one_line_take_no_more_than_on_lines() -> None:
     assert max(taken) < 10 * taken[0], taken
 
 
+def shown(body: Any) -> list[Any]:
+    """What the page gets for a file with this."""
+    return [*map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))]
+
+
 def test_choices_that_would_take_more_memory_than_there_is() -> None:
     """Each has the rows of the prompt."""
     rows = np.zeros((1 << 17, 1, TOP_K), np.int16)
     choices = [{"index": index, "finish_reason": None} for index in range(1000)]
     body = {"choices": choices, "prompt_routed_experts": encode(rows, 0)}
-    tracemalloc.start()
-    try:
-        (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
-        assert tracemalloc.get_traced_memory()[1] < 16 * rows.nbytes
-    finally:
-        tracemalloc.stop()
+    (line,), peak = peak_of(lambda: shown(body))
+    assert peak < 16 * rows.nbytes
     said = (
         f"f, line 1: its rows take {1000 * rows.nbytes} bytes with the prompt of each choice; the page shows 536870912"
     )
@@ -259,28 +249,24 @@ def test_weights_and_what_the_page_cannot_show() -> None:
     body = answer(Told(rows_of(2, 1), [rows_of(1, 2)], layout="joined"))
     weights = np.random.default_rng(0).random((3, LAYERS, TOP_K), dtype=np.float32)
     body["choices"][0]["routed_expert_weights"] = encode(weights, 0)
-    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
+    (line,) = shown(body)
     assert np.array_equal(decode_weights(line["weights"]), weights)
     far = answer(Told(rows_of(2, 1), [rows_of(1, 2)], fmt="object", layout="joined"))
     for name in ("prompt_token_ids", "token_ids"):
         del far["choices"][0][name]
     far["choices"][0]["routed_experts"]["start"] = 2**31 - 9  # a token each would take all memory
-    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
+    (line,) = shown(far)
     assert line["error"]["message"] == "f, line 1: rows up to 2147483642, but the page shows 1048576 at most"
     far["choices"][0]["routed_experts"]["start"] = 1 << 16
-    tracemalloc.start()
-    try:
-        (text,) = page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo())
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(text)
-    finally:
-        tracemalloc.stop()
+    (text,), peak = peak_of(lambda: [*page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo())])
+    assert peak < 4 * len(text)
     assert json.loads(text)["tokens"] == [{"id": None, "text": None}] * ((1 << 16) + 4)
     far["choices"][0]["routed_experts"]["start"] = 0
     far["choices"][0]["finish_reason"] = None  # cut off, so that rows may be absent
     far["prompt_routed_experts_histogram"] = histogram(rows_of(2), EXPERTS) | {"rows": 1 << 40}
-    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(far)))], ModelInfo()))
+    (line,) = shown(far)
     assert line["error"]["message"] == f"f, line 1: a prompt of {1 << 40} tokens, but the page shows 1048576 at most"
     of_choice = {"index": 0, "finish_reason": "stop", "routed_experts_histogram": histogram(rows_of(3), EXPERTS)}
     body = {"choices": [of_choice], "prompt_routed_experts_histogram": histogram(rows_of(2), EXPERTS)}
-    (line,) = map(json.loads, page_lines([("f", io.StringIO(json.dumps(body)))], ModelInfo()))
+    (line,) = shown(body)
     assert line["error"]["message"] == "f, line 1: it has histograms only: set return_routed_experts in the request"

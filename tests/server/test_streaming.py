@@ -19,7 +19,7 @@ from routed_experts.server.http.streaming import SSERewriter
 from routed_experts.server.outputs.arrays import ArrayBuffer, ArrayForm
 from routed_experts.server.outputs.row_buffer import RowBuffer
 from routed_experts.server.vllm_api import CompletionOutput, RequestOutput, RequestOutputKind
-from tests.server.known import K, L, another_task, buffer_of, choice, output, positions, rows_of
+from tests.server.known import K, L, buffer_of, choice, output, positions, rows_of
 
 EXPERTS = 32000
 DONE = "data: [DONE]\n\n"
@@ -96,16 +96,6 @@ def generator(
                     yield event({"choices": [{"index": index, "finish_reason": each.finish_reason}]})
         yield USAGE
         yield DONE
-
-    return generate
-
-
-def saying(body: Chunk) -> Any:
-    """A generator of one chunk for each result."""
-
-    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
-        async for _ in results:
-            yield event(body)
 
     return generate
 
@@ -258,39 +248,6 @@ def check_histogram(counted: dict[str, Any], known: list[int], num_rows: int) ->
     assert [np.flatnonzero(layer).tolist() for layer in counted["counts"]] == [known] * L
 
 
-@pytest.mark.parametrize("layout", ["split", "joined"])
-@pytest.mark.parametrize(
-    ("prompt_len", "tokens"),
-    [(4060, 1), (4090, 1), (31000, 1), (15000, 15000), (1, 20000), (2000, 2089)],
-)
-def test_no_line_has_more_than_64_kib_of_routing(prompt_len: int, tokens: int, layout: str) -> None:
-    async def results() -> AsyncIterator[Result]:
-        engine = Engine(prompt_len)
-        yield engine.step(tokens)
-        yield engine.step(finish="stop")
-
-    async def run() -> tuple[list[str], int]:
-        rewriter = aligner_of(layout=layout)
-        async with another_task() as turns:
-            return [text async for text in rewriter.rewrite(generator()(rewriter.watch(results())))], turns.count
-
-    texts, turns = asyncio.run(run())
-    chunks = [orjson.loads(text.removeprefix("data: ")) for text in texts[:-2]]
-    assert turns >= sum(map(len, texts)) // (640 << 10)  # others run after every 512 KiB
-    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
-    at = [0, prompt_len if layout == "split" else 0]
-    for chunk in chunks:
-        assert sum(len(orjson.dumps(array)) for array in arrays_of(chunk) if array) <= 64 << 10
-        for of_what, array in enumerate(arrays_of(chunk)):
-            if array is not None:
-                assert array["start"] == at[of_what]
-                assert array["shape"][0] > 0
-                at[of_what] += len(positions(array))
-    assert at == [prompt_len if layout == "split" else 0, prompt_len + tokens]
-    if (prompt_len, tokens) == (4060, 1):
-        assert len(chunks) == 2, "what fits a line is one piece"
-
-
 @pytest.mark.parametrize("histogram", [False, True])
 def test_what_waits_keeps_no_message_of_the_engine(histogram: bool) -> None:
     """One that is held back, or counted, would keep the rows of all that ran beside it."""
@@ -333,6 +290,8 @@ def test_a_prompt_whose_last_row_is_late_comes_before_the_rows_of_its_choice() -
     steps: list[dict[str, Any]] = [{"late": 1}, {}, {"finish": "stop"}]
     chunks = stream(aligner_of(), (engine.step(**step) for step in steps))
     assert [placed(chunk) for chunk in chunks] == [(None, None), ([0, 1], [2]), (None, [3])]
+    only = stream(aligner_of(histogram=True), [Engine(prompt_len=2).step(finish="stop")])
+    assert [placed(chunk) for chunk in only] == [([0, 1], None)]
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -363,23 +322,6 @@ def test_errors_end_the_stream_with_an_event() -> None:
         assert least <= len(events) < 10
         assert "--routed-experts-max-response-bytes" in events[-2]
         assert events[-1] == DONE
-
-
-def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
-    choices = [{"index": 0, "text": "a", "logprobs": {"tokens": ["a"]}, "finish_reason": "stop", "token_ids": [1]}]
-    others = {"id": "cmpl-1", "model": "m", "usage": {"total_tokens": 3}, "system_fingerprint": "x"}
-    generate = saying({"choices": choices, **others})
-    texts = ended(aligner_of(histogram=True), [Engine(6000).step(finish="stop")], generate)
-    piece, last = [orjson.loads(text[6:]) for text in texts]
-    del piece["prompt_routed_experts"]
-    blank = {"index": 0, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
-    assert piece["choices"] == [blank]
-    assert (piece["id"], piece["model"]) == ("cmpl-1", "m")
-    assert not {"usage", "system_fingerprint", "prompt_routed_experts_histogram"} & piece.keys()
-    assert last["choices"][0]["text"] == "a"
-    assert last["usage"] == {"total_tokens": 3}
-    assert last["choices"][0]["routed_experts_histogram"]["rows"] == 0
-    assert last["prompt_routed_experts_histogram"]["rows"] == 6000
 
 
 def test_other_events_are_left_as_they_are() -> None:

@@ -120,7 +120,6 @@ class OffloadedRows:
         return OffloadLoad(self.store, slots, places, self._cause)
 
     def pop_stores(self, metadata: OffloadingConnectorMetadata) -> list[OffloadStore]:
-        """The stores of a scheduled step."""
         keys_of = {id(spec): keys for spec, keys in self._stores}
         stores = []
         for job_id, job in metadata.store_jobs.items():
@@ -148,8 +147,7 @@ class OffloadedRows:
         return get_offload_group_idx(key) == self._kv_group
 
     def _look_up(self, theirs: Any, key: OffloadKey, context: ReqContext) -> LookupResult:
-        """Reports a miss for chunks without what the request needs, rows or their weights: only the prefix before them
-        is loaded."""
+        """Reports a miss for chunks without the rows or weights that the request needs: only KV before is loaded."""
         result: LookupResult = theirs(key, context)
         if result is not LookupResult.HIT or not self._is_ours(key):
             return result

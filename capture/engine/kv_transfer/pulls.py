@@ -28,8 +28,6 @@ Source = tuple[str | None, str | None]
 
 @dataclass
 class _Pull:
-    """A request that pulls KV."""
-
     request: Request
     rows: PrefillRows | None  # of the KV; None once the pull has begun
     until: float  # of `time.monotonic`; no limit once the pull has ended
@@ -45,7 +43,6 @@ class Pulls:
         self._waits_for: dict[str, str] = {}  # later requests for the same KV, and the first one
 
     def __len__(self) -> int:
-        """Number of requests with state here."""
         return len(self._pulls) + len(self._waits_for)
 
     def until(self) -> float:
@@ -54,8 +51,7 @@ class Pulls:
         return time.time() + self.lease_s * _LEASE_SHARE
 
     def add(self, request: Request, rows: PrefillRows, source: Source, is_first: bool) -> bool:
-        """Adds a request that came with rows of KV that it is to pull; whether it may. Of a prompt's choices, which may
-        be in several engines, the first one may."""
+        """Whether a request that came with rows of KV may pull it: of a prompt's choices in all engines, the first."""
         assert self.lease_s is not None
         now, left = time.monotonic(), rows.until - time.time()
         if not 0 <= left <= self.lease_s:  # more is left only where clocks or leases differ

@@ -1,5 +1,4 @@
-"""Tracks KV that a connector loads. Its slots have only the rows that came with it; a request that asks for rows may
-recompute instead."""
+"""Tracks KV that a connector loads, whose slots have only the rows that came with it, or lets requests recompute it."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +70,6 @@ class KVLoad:
         return known
 
     def apply(self, cache: HostCache) -> None:
-        """Writes the rows that came with the KV."""
         cache.forget(self.slots, self.cause)
         if self.rows is None:
             return
@@ -183,11 +181,12 @@ class ExternalKVTracker:
                 for blocks in self._blocks_without:
                     if source in blocks:
                         blocks.add(destination)
+            manager = self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
             for request_id, count in step.num_scheduled_tokens.items():
                 start = requests[request_id].num_computed_tokens
                 first, end = -(-start // self._block_size), -(-(start + count) // self._block_size)
                 if first < end:  # a block whose first slot is computed is computed as a whole
-                    computed = {block.block_id for block in self._manager.req_to_blocks[request_id][first:end]}
+                    computed = {block.block_id for block in manager.req_to_blocks[request_id][first:end]}
                     for blocks in self._blocks_without:
                         blocks -= computed - late
         return loads
@@ -205,10 +204,6 @@ class ExternalKVTracker:
                 cut = self._kv_cache_manager.truncate_computed_blocks(blocks, num_tokens)
                 return cut, num_tokens, min(boundary, num_tokens), diverged
         return hit
-
-    @property
-    def _manager(self) -> Any:
-        return self._kv_cache_manager.coordinator.single_type_managers[self._kv_group]
 
     # ---- what requests need ----
 

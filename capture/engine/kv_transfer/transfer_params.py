@@ -82,8 +82,7 @@ def takes_prefill_rows(config: KVTransferConfig | None) -> bool:
 
 
 def check(params: Any, config: KVTransferConfig | None) -> None:
-    """Raises `TransferParamsError` for a value that would end the engine. Null counts as absent. Fields that no
-    configured connector reads are not checked."""
+    """Raises `TransferParamsError` for a value that would end the engine, in a field that a connector reads."""
     if params is None:
         return
     if not isinstance(params, dict):

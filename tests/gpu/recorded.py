@@ -1,6 +1,6 @@
 """An engine in this process whose routers' scores are recorded, and whose every row is held against them.
 
-python -m tests.e2e.recorded MODEL ['{"dtype": "bfloat16", ...}']
+python -m tests.gpu.recorded MODEL ['{"dtype": "bfloat16", ...}']
 
 The second argument is of vLLM's own arguments. Prints what was counted, as JSON.
 
@@ -46,7 +46,7 @@ from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled
 from routed_experts.capture.rows import WEIGHTS_KEY, captures_weights
 from tests.e2e.harness import prompt_of
 from tests.e2e.images import PLACE, make_image
-from tests.e2e.scores import Part, Recording, Rule, judge, judge_weights, rule_of
+from tests.gpu.scores import Part, Recording, Rule, judge, judge_weights, rule_of
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -157,11 +157,8 @@ class Recorder(Worker):
 
 
 def _recording(apply: Callable[..., Any], into: torch.Tensor, firsts: Sequence[int]) -> Callable[..., Any]:
-    """`apply`, which is given a layer's scores, copying them `into` [tokens, experts] first.
-
-    Args:
-        firsts: the first tokens of the step's microbatches, where it runs in them.
-    """
+    """`apply`, which is given a layer's scores, copying them `into` [tokens, experts] first. `firsts` are the first
+    tokens of the step's microbatches, where it runs in them."""
 
     def recording_apply(*, router_logits: torch.Tensor, **others: Any) -> Any:
         first = firsts[dbo_current_ubatch_id()] if dbo_enabled() else 0
@@ -190,11 +187,8 @@ def _recording_choice(apply: Callable[..., Any], into: torch.Tensor, firsts: Seq
 
 
 def mix(dice: random.Random, turn: int, images: int = 0) -> list[tuple[dict[str, Any], SamplingParams]]:
-    """Prompts that share prefixes or not, of one token to several chunks, some for several choices.
-
-    Args:
-        images: how many there are, of which each prompt has one after the prefix; their names are their numbers.
-    """
+    """Prompts that share prefixes or not, of one token to several chunks, some for several choices. Each has one of so
+    many `images` after the prefix; their names are their numbers."""
     requests: list[tuple[dict[str, Any], SamplingParams]] = []
     for index in range(6):
         stem = prompt_of(200, seed=dice.randrange(4))[: dice.choice([0, 31, 64, 130, 200])]
@@ -223,7 +217,7 @@ def main(
     llm = LLM(
         model,
         enable_return_routed_experts=True,
-        worker_cls="tests.e2e.recorded.Recorder",
+        worker_cls="tests.gpu.recorded.Recorder",
         additional_config={WEIGHTS_KEY: weights},
         **OPTIONS | options,
     )

@@ -1,4 +1,7 @@
-"""Rows in 16 bits, held against the scores that the routers were given; and that oracle's own tests, without engine."""
+"""Rows in 16 bits, held against the scores that the routers were given; and that oracle's own tests, without engine.
+
+On a CPU these run too, with one engine; the shapes there only with `-m slow`.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,19 +14,21 @@ import torch
 from transformers import AutoConfig
 
 from tests.e2e.harness import NGRAM, ON_GPU, counts_of, prompt_of
-from tests.e2e.scores import Part, Recording, Rule, Verdict, judge, rule_of
 from tests.e2e.shapes import (
     SHAPES,
     SIXTEEN_BIT,
     HookOracle,
     Shape,
-    attach_adapter,
     make_draft_model,
     make_eagle_models,
     make_model,
     make_mtp_model,
     make_mxfp4_model,
+    write_adapter,
 )
+from tests.gpu.scores import Part, Recording, Rule, Verdict, judge, rule_of
+
+pytestmark = pytest.mark.timeout(1200)
 
 K, EXPERTS, LAYERS = 4, 16, 3
 BIAS = torch.linspace(-0.5, 0.5, EXPERTS).repeat(LAYERS, 1)
@@ -230,12 +235,9 @@ def test_drafts_that_were_rejected() -> None:
 
 
 def run(model: Path, env: Mapping[str, str], misplaced: float = 0.2, **options: Any) -> dict[str, int]:
-    """What the run counted, in which no row was wrong.
-
-    Args:
-        misplaced: the share of rows that would be right in another place must be less. Random models repeat themselves.
-    """
-    counts = counts_of("tests.e2e.recorded", str(model), json.dumps(options), env=env, limit_s=1200)
+    """What the run counted, in which no row was wrong. The share of rows that would be right in another place must be
+    less than `misplaced`: random models repeat themselves."""
+    counts = counts_of("tests.gpu.recorded", str(model), json.dumps(options), env=env, limit_s=1200)
     assert counts["wrong"] == counts["not recorded"] == 0
     if options.get("weights", True):
         assert (counts["wrong weights"], counts["weights"]) == (0, counts["rows"])
@@ -310,7 +312,7 @@ def test_drafts_of_a_model_in_16_bits(method: str, is_eager: bool, tiny_model: P
 def test_adapters_in_16_bits(tiny_model: Path, tmp_path: Path) -> None:
     adapters = [tmp_path / "a", tmp_path / "b"]
     for seed, adapter in enumerate(adapters):
-        attach_adapter(AutoConfig.from_pretrained(tiny_model), adapter, seed=seed)
+        write_adapter(AutoConfig.from_pretrained(tiny_model), adapter, seed=seed)
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     lora |= {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     counts = run(tiny_model, {}, **LITTLE_SPACE, **lora, adapters=[str(adapter) for adapter in adapters], turns=3)

@@ -1,7 +1,7 @@
 """An oracle for every precision: the scores that the routers themselves were given, and their rule in plain PyTorch.
 
 No other forward pass in 16 bits, or of quantised weights, agrees bit for bit. So the scores are recorded in the run
-that is checked (`tests/e2e/recorded.py` does that in a real engine), and say which experts must have been chosen: all
+that is checked (`tests/gpu/recorded.py` does that in a real engine), and say which experts must have been chosen: all
 of them, in every layer. What capture and server do is not used. Plain torch and numpy; no engine is imported.
 """
 
@@ -38,21 +38,14 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True)
 class Rule:
-    """How a router chooses experts by its scores.
-
-    Attributes:
-        scoring: what is compared: "scores" as they are, or their "softmax" or "sigmoid".
-        bias: [L, experts] float32, added to that.
-        groups, top_groups: experts are chosen in the best groups only, where there are several.
-        group_best: how many of a group's best add up to its score.
-    """
+    """How a router chooses experts by its scores."""
 
     top_k: int
-    scoring: str = "scores"
-    bias: torch.Tensor | None = None
-    groups: int = 1
+    scoring: str = "scores"  # what is compared: "scores" as they are, or their "softmax" or "sigmoid"
+    bias: torch.Tensor | None = None  # [L, experts] float32, added to that
+    groups: int = 1  # experts are chosen in the best groups only, where there are several
     top_groups: int = 1
-    group_best: int = 1
+    group_best: int = 1  # how many of a group's best add up to its score
 
     def judge(self, scores: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """A `Verdict` [n, L] for the experts `ids` [n, L, K] by what the routers were given, [n, L, experts].
@@ -150,18 +143,12 @@ def _biases(model: Path, layer_ids: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Part:
-    """A request's part of a step.
-
-    Attributes:
-        positions: of its tokens in this step.
-        tokens: their ids; numbers of their own for those of an image.
-        slots: KV slots of all of its positions up to the last of these, by its block table.
-    """
+    """A request's part of a step."""
 
     request: str
-    positions: np.ndarray
-    tokens: np.ndarray
-    slots: np.ndarray
+    positions: np.ndarray  # of its tokens in this step
+    tokens: np.ndarray  # their ids; numbers of their own for those of an image
+    slots: np.ndarray  # KV slots of all of its positions up to the last of these, by its block table
 
 
 @dataclass
@@ -172,16 +159,14 @@ class Recording:
     takes its slot: so a prefix hit reads computations of other requests, and a preempted request may have several of
     one position. Its text is all tokens before it and its own, each with the adapter that computed it: by that, drafts
     that were rejected are told apart, and what another adapter made of the same tokens.
-
-    Attributes:
-        adapters: by request, the number of the LoRA adapter that computes it; none without.
-        handed: by computation, the ids and the bits of their weights, [2, L, K] int32, that the experts were handed.
     """
 
     layer_ids: list[int]
     scores: list[np.ndarray] = field(default_factory=list)
     owners: list[str] = field(default_factory=list)
+    # By request, the number of the LoRA adapter that computes it; none without.
     adapters: dict[str, int] = field(default_factory=dict)
+    # By computation, the ids and the bits of their weights, [2, L, K] int32, that the experts were handed.
     handed: list[np.ndarray] = field(default_factory=list)
     steps: int = 0
     _before: list[int] = field(default_factory=list)
@@ -286,17 +271,14 @@ def judge(
 
 def judge_weights(
     recording: Recording,
+    # The request, and the other choices of its prompt, by whose computations the first `prompt` rows may be.
     names: Sequence[str],
     tokens: Sequence[int],
     rows: np.ndarray,
     weights: np.ndarray,
     prompt: int,
 ) -> Counter[str]:
-    """How many rows have ids [n, L, K] and weights that experts were handed, bit for bit, by one computation.
-
-    Args:
-        names: the request, and the other choices of its prompt, by whose computations the first `prompt` rows may be.
-    """
+    """How many rows have ids [n, L, K] and weights that experts were handed, bit for bit, by one computation."""
     found = np.stack([rows, weights.view(np.int32)], axis=1).astype(np.int32)
     right = np.zeros(len(rows), dtype=np.bool_)
     for name in names:

@@ -1,7 +1,6 @@
 """Takes prompt rows off requests that come with KV of a prefill instance, and adds them to prefills that end."""
 
 from copy import copy
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,20 +14,13 @@ from routed_experts.capture.engine.distributor import RowSource, block_ids
 from routed_experts.capture.engine.kv_transfer import transfer_params
 from routed_experts.capture.engine.kv_transfer.pulls import Pulls
 from routed_experts.capture.host_cache import HostCache
-from routed_experts.capture.message import OPT_IN_ARG, OptIn
+from routed_experts.capture.message import OptIn
 from routed_experts.capture.prefill_rows import PARAM
-from routed_experts.capture.rows import ids_of, ids_shape
-from routed_experts.protocol.codec import Rows
+from routed_experts.capture.rows import ids_shape
 
 logger = init_logger(f"vllm.routed_experts.{__name__}")
 
 _TRANSFER_PARAMS = "kv_transfer_params"  # in `SamplingParams.extra_args`
-
-
-def opt_in_of(request: Request) -> OptIn | None:
-    """The request's opt-in; None if it did not opt in."""
-    params = request.sampling_params
-    return OptIn.decode(params.extra_args.get(OPT_IN_ARG)) if params and params.extra_args else None
 
 
 def _set_transfer_params(request: Request, params: dict[str, Any] | None) -> None:
@@ -64,7 +56,7 @@ class PrefillRowsExchange:
             return
         value, params = params[PARAM], {key: value for key, value in params.items() if key != PARAM}
         _set_transfer_params(request, params)
-        opt_in = opt_in_of(request)
+        opt_in = OptIn.of(request.sampling_params)
         is_asked = opt_in is not None and not opt_in.allow_missing
         if self.pulls.lease_s is None:
             return
@@ -120,19 +112,12 @@ class PrefillRowsExchange:
 
     def _encoded(self, cache: HostCache, request: Request, count: int) -> dict[str, Any] | None:
         """The first `count` rows, with weights if the request asks for them and they are not too many."""
-        until = self.pulls.until()
-        read = partial(cache.read, block_ids(self._source.block_table(request.request_id)))
-        shape, opt_in = cache.row_shape, opt_in_of(request)
-        if not self._has_weights:
-            return prefill_rows.encode(read, count, shape, until)
-        if opt_in is not None and opt_in.weights:
-            value = prefill_rows.encode(read, count, shape, until, has_weights=True)
-            if value is not None:
-                return value
-
-        def read_ids(first: int, out: Rows) -> None:
-            rows = np.empty((len(out), *shape), dtype=out.dtype)
-            read(first, rows)
-            out[:] = ids_of(rows)
-
-        return prefill_rows.encode(read_ids, count, ids_shape(shape), until)
+        ids = ids_shape(cache.row_shape) if self._has_weights else cache.row_shape
+        if count * ids[0] * ids[1] > prefill_rows.MAX_BYTES:
+            return None
+        rows, opt_in = np.empty((count, *cache.row_shape), dtype=np.int16), OptIn.of(request.sampling_params)
+        cache.read(block_ids(self._source.block_table(request.request_id)), 0, rows)
+        value, until = None, self.pulls.until()
+        if self._has_weights and opt_in is not None and opt_in.weights:
+            value = prefill_rows.encode(rows, until, has_weights=True)
+        return value or prefill_rows.encode(cache.ids(rows), until)
