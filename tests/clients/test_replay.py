@@ -296,7 +296,9 @@ def test_the_page(load: Callable[..., Any], documented: list[str]) -> None:
 @pytest.mark.e2e
 def test_the_example(server: Server) -> None:
     """A bfloat16 trainer of a float32 server: replay is closer than the live router, and mistakes are further away."""
-    out = run_example("replay.py", str(server.model), "--url", server.url, "--max-tokens", "64", "--mistakes")
+    out = run_example(
+        "replay.py", str(server.model), "--url", server.url, "--max-tokens", "64", "--group", "8", "--mistakes"
+    )
     found = re.findall(r"^(\w.*?) {3,}(\S+) +(\S+) +(\S+) +(\d+) of (\d+)$", out, re.MULTILINE)
     means = {name: float(mean) for name, mean, *_ in found}
     others = {name: int(count) for name, *_, count, _ in found}
@@ -305,8 +307,8 @@ def test_the_example(server: Server) -> None:
     assert others["ids"] == others["ids with weights"] == 0
     assert 0 < others["live router"] < int(found[0][-1])
     for name in [*means][3:5]:
-        assert means[name] > 2 * means["live router"]
-        assert others[name] > int(found[0][-1]) / 2
+        assert means[name] > means["live router"]
+        assert others[name] > others["live router"]
     step = re.search(r"step: loss (\S+), gradient norm (\S+), ratio (\S+)", out)
     assert step is not None
     assert float(step[2]) > 0
