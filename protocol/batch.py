@@ -408,14 +408,12 @@ def _aligned(
 ) -> NDArray[Any]:
     """The arrays of `routings`, ids or weights, as `align` has them."""
     places = _places(routings, length, padding, num_tokens)
+    check_rows(routings)
     shape, repeats = routings[0].rows.shape[1:], isinstance(last, str) and last == "repeat"
     of_last = None if repeats else _filler("last, if it is not 'repeat',", last, dtype, shape)
     batch = np.empty((len(routings), length, *shape), dtype=dtype)
     batch[...] = _filler("pad", pad, dtype, shape)
     for columns, routing, array, (count, first) in zip(batch, routings, arrays, places, strict=True):
-        _same_shape(routings[0], routing)
-        if routing.start:
-            raise RoutingError(f"rows before {routing.start} were left out: join the turns first")
         known = min(count, routing.end)
         columns[first : first + known] = array[:known]
         if known < count:
@@ -443,15 +441,9 @@ def _places(
         arguments.one_of("padding, if it is no column,", padding, ("left", "right"))
     else:
         padding = arguments.integer("padding, if it is no side,", padding)
-    if not routings:
-        raise RoutingError("no answers")
-    counts = [routing.end + 1 for routing in routings]
-    if num_tokens is not None:
-        counts = arguments.integers("num_tokens", num_tokens, count=len(counts))
+    counts = token_counts(routings, num_tokens)
     places = []
     for place, (routing, count) in enumerate(zip(routings, counts, strict=True)):
-        if count > routing.end + 1:
-            raise RoutingError(f"rows up to {routing.end} for {count} tokens")
         if isinstance(padding, str):
             first = 0 if padding == "right" else length - count
         elif routing.prompt_len is None:
@@ -462,3 +454,28 @@ def _places(
             raise RoutingError(f"sequence {place} of {count} tokens does not fit {length} columns with {padding=}")
         places.append((count, first))
     return places
+
+
+def token_counts(routings: Sequence[Routing], num_tokens: Sequence[int] | None = None) -> list[int]:
+    """How many tokens each sequence has: `num_tokens`, or P + G.
+
+    Raises:
+        RoutingError: there is no sequence, or one has fewer tokens.
+    """
+    if not routings:
+        raise RoutingError("no answers")
+    counts = [routing.end + 1 for routing in routings]
+    if num_tokens is not None:
+        counts = arguments.integers("num_tokens", num_tokens, count=len(counts))
+    for routing, count in zip(routings, counts, strict=True):
+        if count > routing.end + 1:
+            raise RoutingError(f"rows up to {routing.end} for {count} tokens")
+    return counts
+
+
+def check_rows(routings: Sequence[Routing]) -> None:
+    """Raises `RoutingError` if the first rows of a sequence were left out, or the sequences' rows have other shapes."""
+    for routing in routings:
+        _same_shape(routings[0], routing)
+        if routing.start:
+            raise RoutingError(f"rows before {routing.start} were left out: join the turns first")

@@ -353,6 +353,9 @@ class RoutedExpertsInfo(BaseModel):
     top_k: int
     num_experts: int
     layer_ids: list[int] = Field(description="decoder layer (absolute index) of each of the L layers")
+    num_hidden_layers: int = Field(
+        default=0, description="decoder layers of the model, dense ones too, without those of multi-token prediction"
+    )
     dtype: Literal["int16"] = "int16"
     weights: bool = Field(default=False, description="whether requests may ask for the routers' weights")
     weights_scale: list[float] = Field(

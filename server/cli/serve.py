@@ -83,9 +83,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     serve.set_defaults(enable_return_routed_experts=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     add_flags(serve)
     serve._action_groups.insert(0, serve._action_groups.pop())  # in the help, ours come first
-    ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
-    add_flags(ours)
-    serve.description, serve.epilog = f"{DESCRIPTION}\n{ours.format_help()}", EPILOG
+    serve.description, serve.epilog = DESCRIPTION, EPILOG
+    if "--help=all" not in argv:  # which lists their group
+        ours = argparse.ArgumentParser(add_help=False, usage=argparse.SUPPRESS)
+        add_flags(ours)
+        serve.description += f"\n{ours.format_help()}"
     try:
         args: argparse.Namespace = parser.parse_args(["serve", *argv])
     except ValueError as error:
@@ -109,11 +111,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds our own flags. Those that are not given are not in the arguments."""
     group = parser.add_argument_group("routed experts", "Routing in responses.")
     for name, kind in KINDS.items():
-        about: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
-        if kind.metavar is not None:
-            about = {"type": kind.parse, "metavar": kind.metavar}
+        about: dict[str, Any] = {"type": kind.parse, "metavar": kind.metavar, "help": HELP[name]}
+        if kind.metavar is None:
+            default = "on" if getattr(Settings, name) else "off"
+            about = {"action": argparse.BooleanOptionalAction, "help": f"{HELP[name]} (default: {default})"}
         if HELP[name] is not None:
-            group.add_argument(flag_of(name), default=argparse.SUPPRESS, help=HELP[name], **about)
+            group.add_argument(flag_of(name), default=argparse.SUPPRESS, **about)
     group.add_argument(
         ON_LOAD_FLAG,
         choices=(RECOMPUTE, MISSING),

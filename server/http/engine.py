@@ -53,14 +53,15 @@ class CapturedEngine:
     @property
     def layers(self) -> tuple[list[int], int]:
         """The decoder layer of each of the L layers, and the number of decoder layers."""
-        return self.info.layer_ids, self.engine.model_config.get_total_num_hidden_layers()
+        return self.info.layer_ids, self.info.num_hidden_layers
 
 
 async def _info(engine: AsyncLLM, model: str) -> RoutedExpertsInfo:
     worker, *_ = await engine.collective_rpc("routed_experts_info")  # has the fields of both models by their names
     row_bytes = prod(row_shape(worker["num_layers"], worker["top_k"], worker["weights"])) * _BYTES_PER_WORD
     capture = CaptureInfo(**worker, host_cache_bytes=worker["kv_slots"] * row_bytes)
-    return RoutedExpertsInfo(**worker, model=model, version=VERSION, vllm_version=VLLM_VERSION, capture=capture)
+    about = {"model": model, "num_hidden_layers": engine.model_config.get_total_num_hidden_layers()}
+    return RoutedExpertsInfo(**worker, **about, version=VERSION, vllm_version=VLLM_VERSION, capture=capture)
 
 
 @dataclass

@@ -11,8 +11,9 @@ import httpx
 import pytest
 import yaml
 
-from routed_experts.server.http import metrics
+from routed_experts.server.http import metrics, recording
 from tests.contract.served import serving
+from tests.contract.test_docs import anchors
 from tests.documentation import ROOT
 
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana.json").read_text(encoding="utf-8"))
@@ -65,6 +66,18 @@ def test_faults_are_told_from_settings() -> None:
         [f'=~"{settings}"'],
         [f'!~"{settings}"'],
     ]
+
+
+def test_every_alert_has_a_runbook() -> None:
+    for rule in RULES:
+        page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert anchor in anchors(ROOT / "docs" / page), rule["alert"]
+
+
+def test_dropped_records_alert_unless_the_request_is_the_reason() -> None:
+    (query,) = (rule["expr"] for rule in RULES if rule["alert"] == "RoutedExpertsRecordsDropped")
+    (excused,) = re.findall(r'reason!~"([^"]*)"', query)
+    assert set(recording.REASONS) - set(excused.split("|")) == {"full", "queue", "memory", "failed"}
 
 
 @needs_promtool

@@ -32,6 +32,8 @@ MAY_IMPORT = {
 MAY_IMPORT_VLLM = ("capture/engine", "capture/seams", "server/vllm_api.py", "server/http/vllm_http.py")
 MAY_IMPORT_VLLM += ("server/cli/serve.py", "server/inprocess/plugin.py")
 
+NEEDED_BY_CLIENTS = {"protocol/models.py": {"pydantic"}, "protocol/package/replay.py": {"torch"}}
+
 IMPORTS = {
     module: {
         name if name in MODULES else name.rpartition(".")[0]
@@ -66,4 +68,4 @@ def test_only_the_named_files_import_vllm_and_the_clients_modules_need_numpy_onl
         name = str(path.relative_to(ROOT))
         assert "vllm" not in of_others or name.startswith(MAY_IMPORT_VLLM), name
         if name.startswith("protocol/"):
-            assert of_others <= ({"pydantic"} if name == "protocol/models.py" else {"numpy"}), name
+            assert of_others <= NEEDED_BY_CLIENTS.get(name, {"numpy"}), name

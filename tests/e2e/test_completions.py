@@ -102,7 +102,7 @@ def test_what_the_rows_mean(server: Server) -> None:
     info = RoutedExpertsInfo.model_validate(body)
     assert set(body) == set(RoutedExpertsInfo.model_fields)
     assert (info.model, info.num_layers, info.top_k, info.num_experts) == ("tiny", 5, 4, 16)
-    assert info.layer_ids == [1, 2, 3, 4, 5]  # layer 0 is dense
+    assert (info.layer_ids, info.num_hidden_layers) == ([1, 2, 3, 4, 5], 6)  # layer 0 is dense
     ours = version("routed-experts-server")
     assert (info.dtype, info.version, info.vllm_version) == ("int16", ours, vllm.__version__)
     if not ON_GPU:

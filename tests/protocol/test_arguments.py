@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from routed_experts.protocol import batch, codec, collect, expert_load, fetch, models, sse
+from routed_experts.protocol import batch, codec, collect, expert_load, fetch, models, ranks, sse
 from routed_experts.protocol.collect import Routing
 from tests.protocol.answers import Told, answer, rows_of
 
@@ -52,6 +52,7 @@ WRONG: Values = {
 }
 """Of a parameter of this name, whatever the function. What is None by default may be None."""
 
+RANKS = (None, 5, "ab", (1,), (0, 1, 2), (1, 1), (0, 0), (0, 1.5), (-1, 2), (None, 2))
 ALIGN = {"routings": [ROUTING], "length": 9}
 IDS: Values = {"rows": (ROWS[0], ROWS[0, 0], WEIGHTS, [[["a"]]], torch.ones(2, 3, 4, dtype=torch.bfloat16))}
 COUNTED: Values = {"rows": (*IDS["rows"], ROWS - 2, ROWS + 60), "num_experts": (2**31,)}
@@ -92,6 +93,20 @@ CASES: dict[Callable[..., Any], tuple[dict[str, Any], Values]] = {
     batch.align_values: (
         {**ALIGN, "values": [[1] * 9]},
         {"values": (None, 5, "x", [], [[1] * 9] * 2, ["x" * 9], [[[1] * 9]], [5]), "pad": ("x", [1])},
+    ),
+    ranks.pack: ({"routings": [ROUTING]}, {"multiple": (*NOT_COUNTS, 0), "length": (8,), "layers": (None,)}),
+    ranks.stage_layers: (
+        {"layer_ids": [1, 2, 5], "num_hidden_layers": 6},
+        {
+            "layer_ids": (None, 5, "124", [2, 1], [1, 1], [1, 2, 6], [-1, 1, 2], [1.5, 2, 3], [None] * 3),
+            "pipeline": (*RANKS, (0, 4)),
+            "virtual": (*RANKS, (0, 5)),
+            "counts": (5, "6", [5], [3, 3], [6.0], [None]),
+        },
+    ),
+    ranks.token_spans: (
+        {"cu_seqlens": [0, 8, 16]},
+        {"cu_seqlens": (None, 5, "x", [8, 0], [0, 1.5], [-1, 8]), "context": RANKS, "sequence": RANKS},
     ),
     codec.resolve_dtype: ({"name": "auto", "num_experts": 60}, {"name": (*NOT_WIRE_DTYPES, "float32")}),
     codec.count_missing: ({"rows": ROWS}, {"rows": (ROWS[0], WEIGHTS.astype(np.float64))}),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from routed_experts.protocol import batch, collect, expert_load
+from routed_experts.protocol import batch, collect, expert_load, ranks
 from routed_experts.protocol.batch import (
     align,
     align_values,
@@ -33,7 +33,7 @@ def routing_of(p: int, g: int, start: int = 0, seed: int = 1, **more: Any) -> Ro
     return Routing(rows, start=start, prompt_len=p, **{"weights": weights_of(rows), **more})
 
 
-@pytest.mark.parametrize("module", [batch, collect, expert_load])
+@pytest.mark.parametrize("module", [batch, collect, expert_load, ranks])
 def test_docstring_examples(module: ModuleType) -> None:
     result = doctest.testmod(module)
     assert result.attempted

@@ -111,7 +111,8 @@ def test_what_is_said(capsys: pytest.CaptureFixture[str], command: str, status: 
     assert streams[0 if status else 1] == ""
     text = streams[1 if status else 0]
     assert [words for words in said if words not in text] == []
-    assert len(text.splitlines()) < 30, "more than a screen"
+    assert len(text.splitlines()) < 24, "more than a screen with its prompt"
+    assert status or max(map(len, text.splitlines())) <= 80
 
 
 def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +132,21 @@ def test_help_is_of_this_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert vllms.split()[:2] == ["routed", "experts"], "vLLM's groups come first"
     for text in ("Qwen/Qwen3-0.6B", "vllm serve --help", "(default: None)", "(default: 1 GiB) ("):
         assert text not in said
+
+
+@pytest.mark.parametrize("which", ["--help", "--help=all"])
+def test_the_help_has_our_flags_first_and_once_with_their_defaults(
+    capsys: pytest.CaptureFixture[str], which: str
+) -> None:
+    _, said, _ = run(capsys, "serve", which)
+    entries = re.findall(r"^  (--\S+)(.*?)(?=^  -|^\S)", said, re.MULTILINE | re.DOTALL)
+    ours = [serve.flag_of(name) for name, about in serve.HELP.items() if about]
+    ours += [serve.ON_LOAD_FLAG, serve.ALLOW_UNTESTED_FLAG]
+    assert sorted(flag.rstrip(",") for flag, _ in entries[: len(ours)]) == sorted(ours)
+    assert not set(ours) & {flag.rstrip(",") for flag, _ in entries[len(ours) :]}
+    for flag, about in entries[: len(ours)]:
+        is_switch = flag.endswith(",")  # and its --no-…
+        assert about.count("(default") in ((1,) if is_switch else (0, 1)), flag
 
 
 # ---- the sentence that ends a command ----

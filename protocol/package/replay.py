@@ -1,0 +1,397 @@
+"""Hands rows to a trainer's routers: `replayed` to those of transformers, `MegatronReplay` to Megatron-core's.
+
+Needs torch (the extra `torch`). A replayed router takes the experts of the rows instead of its own top k. Its weights
+are those that it computes for these experts from its own scores, so gradients reach it. Where a row has a -1, it
+chooses by itself.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+_DECODER_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+class ReplayError(RuntimeError):
+    """Rows were not replayed, or do not fit the model."""
+
+
+@dataclass(eq=False)
+class Replay:
+    """What is replayed within a block.
+
+    Attributes:
+        layer_ids: decoder layers of the replayed routers.
+        known: rows that each of them has.
+        asked: forward passes of each of them so far; recomputed ones do not count.
+    """
+
+    layer_ids: list[int]
+    known: list[int]
+    asked: list[Tensor]  # one number each, which torch.compile would compile anew for if it were an int
+
+    @property
+    def replayed(self) -> int:
+        """Rows that were replayed so far, counted in each layer."""
+        return sum(int(asked) * known for asked, known in zip(self.asked, self.known, strict=True))
+
+    def check(self) -> None:
+        """Raises `ReplayError` if a router was never asked."""
+        if silent := [layer for layer, asked in zip(self.layer_ids, self.asked, strict=True) if not asked]:
+            raise ReplayError(f"the routers of decoder layers {silent} were never asked: nothing was replayed there")
+
+
+@contextmanager
+def replayed(
+    model: Module, rows: Any, weights: Any = None, *, layer_ids: Sequence[int] | None = None
+) -> Iterator[Replay]:
+    """Within, the routers of a model of transformers take the experts of `rows`.
+
+    Forward and backward pass belong into one block, because gradient checkpointing asks the routers again. The model
+    may be compiled, before or within.
+
+    Args:
+        rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K] or [T, L, K].
+        weights: like `rows`, the server's weights of the ids, times the factors of `batch.scaled`. They take the place
+            of the router's own, but not of their gradients. Where they are NaN, the router's own stay.
+        layer_ids: decoder layer of each of the L layers, from `GET /v1/routed_experts`; `range(L)` for rows that were
+            requested with all layers. By default the L layers are those of the routers, in their order.
+
+    Raises:
+        ReplayError: the model has no known routers, or other layers, experts or tokens than `rows`; or, at the end, a
+            router was never asked.
+    """
+    ids = _flat(rows)
+    factors = None if weights is None else torch.as_tensor(weights)
+    if factors is not None and factors.numel() != ids.numel():
+        raise ReplayError(f"weights of shape {[*factors.shape]} for rows of shape {[*ids.shape]}")
+    routers = _routers(model)
+    places = _places(list(routers), ids, layer_ids)
+    others = sorted(set(range(ids.shape[1])) - set(places.values()))
+    if (ids[:, others] > 0).any():
+        raise ReplayError(f"the model has no router for layers {others} of the rows: it is not the server's")
+    most = int(ids.max()) if ids.numel() else -1
+    experts = min(getattr(router, "num_experts", None) or router.config.num_experts for router in routers.values())
+    if most >= experts:
+        raise ReplayError(f"expert {most} in the rows of a model with {experts}")
+    if any("_replay" in vars(router) for router in routers.values()):
+        raise ReplayError("the model is being replayed already")
+    known = (ids >= 0).all(dim=2).sum(dim=0).tolist()
+    asked = [torch.zeros((), dtype=torch.int64) for _ in routers]
+    replay = Replay(list(routers), [known[places[layer]] for layer in routers], asked)
+    try:
+        for times, (layer, router) in zip(asked, routers.items(), strict=True):
+            at = places[layer]
+            own = None if factors is None else factors.reshape(ids.shape)[:, at]
+            router._replay = _Layer(ids[:, at], own, times)
+            router.__class__ = _replaying(type(router))  # type: ignore[arg-type]
+        yield replay
+        replay.check()
+    finally:
+        for router in routers.values():
+            if vars(router).pop("_replay", None) is not None:
+                router.__class__ = type(router).__mro__[1]
+
+
+def _flat(rows: Any) -> Tensor:
+    """[T, L, K], in a type that has -1."""
+    ids = torch.as_tensor(rows)
+    if ids.dim() < 3 or ids.is_floating_point():
+        raise ReplayError(f"rows must be integers [..., L, K], not {ids.dtype} {[*ids.shape]}")
+    ids = ids.reshape(-1, *ids.shape[-2:])
+    return ids if ids.dtype.is_signed else ids.to(torch.int32)
+
+
+def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None) -> dict[int, int]:
+    """Where in the L layers of `ids` each of `layers` is."""
+    count = ids.shape[1]
+    named = layers if layer_ids is None else [int(layer) for layer in layer_ids]
+    if len(named) != count or len(set(named)) != count:
+        said = f"{count} routers" if layer_ids is None else f"layer_ids {named}"
+        said = f"{len(layers)} routers: give layer_ids" if layer_ids is None else said
+        raise ReplayError(f"rows of {count} layers for {said}")
+    if lacking := sorted(set(layers) - set(named)):
+        raise ReplayError(f"the rows have no layer for the routers of decoder layers {lacking}")
+    return {layer: named.index(layer) for layer in layers}
+
+
+def _is_recomputed() -> bool:
+    """Whether this forward pass is a part of a backward pass, as gradient checkpointing has it."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How routers of some classes compute weights [T, K] for ids [T, K], and what they return."""
+
+    weigh: Callable[[Any, Tensor, Tensor], Tensor]
+    order: tuple[int, int, int] = (0, 1, 2)  # of logits, weights and ids in what they return
+    method: str = "forward"
+
+    def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
+        """Logits [T, E], weights and ids."""
+        return [output[at] for at in self.order]
+
+    def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
+        """`output` with these."""
+        parts = list(output)
+        for at, part in zip(self.order[1:], (weights, ids), strict=True):
+            parts[at] = part
+        return tuple(parts)
+
+
+class _Jamba(_Family):
+    """Its MoE block routes by a method that gets logits, and returns ids and weights."""
+
+    def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
+        return args[1], output[1], output[0]
+
+
+class _Llama4(_Family):
+    """Its router returns weights of all experts, which are 0 for those that it did not choose."""
+
+    def read(self, router: Any, args: tuple[Any, ...], output: Any) -> Sequence[Tensor]:
+        weights, logits = output
+        ids = logits.topk(router.top_k, dim=-1).indices
+        return logits, weights.gather(1, ids), ids
+
+    def write(self, output: Any, weights: Tensor, ids: Tensor) -> Any:
+        return torch.zeros_like(output[0]).scatter(1, ids, weights), output[1]
+
+
+def _softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    chosen = logits.float().softmax(dim=-1).gather(1, ids)
+    if getattr(router, "norm_topk_prob", True):
+        chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+    return chosen
+
+
+def _plain_softmax(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    """Of all groups. DeepSeek-V2's own sets the scores of groups that it does not choose to 0, without a gradient."""
+    return logits.float().softmax(dim=-1).gather(1, ids) * _scale(router)
+
+
+def _softmax_of_chosen(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.gather(1, ids).softmax(dim=-1)
+
+
+def _sigmoid(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    chosen = logits.float().sigmoid().gather(1, ids)
+    if getattr(router, "norm_topk_prob", True):
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
+    return chosen * _scale(router)
+
+
+def _lfm2(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    chosen = logits.sigmoid().gather(1, ids)
+    if router.norm_topk_prob:
+        chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-6)
+    return chosen * _scale(router)
+
+
+def _llama4(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    return logits.gather(1, ids).float().sigmoid()
+
+
+def _gemma4(router: Any, probabilities: Tensor, ids: Tensor) -> Tensor:
+    chosen = probabilities.gather(1, ids)
+    scale: Tensor = router.per_expert_scale[ids]
+    return chosen / chosen.sum(dim=-1, keepdim=True) * scale
+
+
+def _scale(router: Any) -> float:
+    return float(getattr(router, "routed_scaling_factor", 1.0))
+
+
+_SOFTMAX, _SIGMOID = _Family(_softmax), _Family(_sigmoid)
+_FAMILIES = {
+    **dict.fromkeys(("Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "Qwen3NextTopKRouter"), _SOFTMAX),
+    **dict.fromkeys(("Qwen3_5MoeTopKRouter", "MixtralTopKRouter", "MiniMaxTopKRouter", "OlmoeTopKRouter"), _SOFTMAX),
+    **dict.fromkeys(("DeepseekV3TopkRouter", "DeepseekV32TopkRouter", "Glm4MoeTopkRouter"), _SIGMOID),
+    **dict.fromkeys(("GlmMoeDsaTopkRouter", "MiniMaxM2TopKRouter", "NemotronHTopkRouter"), _SIGMOID),
+    "DeepseekV2TopkRouter": _Family(_plain_softmax),
+    "Gemma4TextRouter": _Family(_gemma4),
+    "GptOssTopKRouter": _Family(_softmax_of_chosen),
+    "GraniteMoeHybridTopKRouter": _Family(_softmax_of_chosen, order=(2, 1, 0)),
+    "JambaSparseMoeBlock": _Jamba(_plain_softmax, order=(-1, 1, 0), method="route_tokens_to_experts"),
+    "Lfm2MoeTopKRouter": _Family(_lfm2),
+    "Llama4Router": _Llama4(_llama4),
+}
+"""By the names of classes, so that transformers need not be imported, nor have them all."""
+
+
+@dataclass(eq=False)
+class _Layer:
+    """What one router replays."""
+
+    ids: Tensor  # [T, K]
+    weights: Tensor | None
+    asked: Tensor  # how often, 0-d
+
+    def route(self, router: Any, family: _Family, args: tuple[Any, ...], output: Any) -> Any:
+        logits, own_weights, own_ids = family.read(router, args, output)
+        if not _is_recomputed():
+            self.asked.add_(1)
+        if self.ids.shape != own_ids.shape:
+            raise ReplayError(f"rows [T, K] of {[*self.ids.shape]}, but the router has {[*own_ids.shape]}")
+        given = self.ids.to(own_ids.device, own_ids.dtype)
+        is_unknown = (given < 0).any(dim=-1, keepdim=True)
+        ids = torch.where(is_unknown, own_ids, given)
+        weights = family.weigh(router, logits, ids)
+        if self.weights is not None:
+            recorded = self.weights.to(weights.device, weights.dtype)
+            recorded = torch.where(recorded.isnan(), weights.detach(), recorded)
+            weights = recorded + (weights - weights.detach())
+        return family.write(output, torch.where(is_unknown, own_weights, weights.to(own_weights.dtype)), ids)
+
+
+@cache
+def _replaying(of: type[Module]) -> type[Module]:
+    """A class whose routers replay. torch.compile notices another class, unlike a hook, and compiles for it."""
+    family = _family(of)
+    assert family is not None
+    original = getattr(of, family.method)
+
+    def route(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._replay.route(self, family, args, original(self, *args, **kwargs))
+
+    return type(f"Replaying{of.__name__}", (of,), {family.method: route})
+
+
+def _family(of: type[Module]) -> _Family | None:
+    return next((_FAMILIES[base.__name__] for base in of.__mro__ if base.__name__ in _FAMILIES), None)
+
+
+def _routers(model: Module) -> dict[int, Any]:
+    """By decoder layer."""
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        if _family(type(module)) is not None:
+            numbers = _DECODER_LAYER.search(f"{name}.")
+            layer = int(numbers[1]) if numbers else len(found)
+            if layer in found:
+                raise ReplayError(f"two routers in decoder layer {layer}: give the part of the model that has one")
+            found[layer] = module
+    if not found:
+        raise ReplayError(f"{type(model).__name__} has none of the routers {sorted(_FAMILIES)}")
+    return found
+
+
+class MegatronReplay:
+    """Feeds the `RouterReplay` of Megatron-core's routers (`moe_enable_routing_replay`) with rows of microbatches.
+
+    A context manager around the forward and backward passes of a step. Each forward step calls `feed` first. Layers
+    that are recomputed get the rows of their microbatch again, in the order in which they were fed, which is that of
+    Megatron's schedules. In the end no rows are left in the routers.
+
+    Layers of multi-token prediction are not touched: no response has rows of them.
+
+    Attributes:
+        replayed: rows that were replayed so far, counted in each layer.
+
+    Args:
+        chunks: the virtual stages that this rank has of the model, or its only one.
+
+    Raises:
+        ReplayError: a router has no `RouterReplay`; or, at the end, a router was never asked, or only some microbatches
+            were recomputed.
+    """
+
+    def __init__(self, chunks: Module | Sequence[Module]) -> None:
+        self.replayed = 0
+        self._chunks = [_megatron_routers(each) for each in ([chunks] if isinstance(chunks, Module) else chunks)]
+        self._fed = [0] * len(self._chunks)
+
+    def __enter__(self) -> "MegatronReplay":
+        for router in self._all():
+            router.clear_indices()
+            router.get_replay_topk = _choosing(router)
+        return self
+
+    def feed(self, rows: Any, layer_ids: Sequence[int], chunk: int = 0) -> None:
+        """Rows of the next microbatch for a stage.
+
+        Args:
+            rows: [..., L, K] ids of this rank's tokens in the order of its hidden states: [T, L, K] of packed
+                sequences, else [S, B, L, K] (see `protocol.ranks`).
+            layer_ids: decoder layer of each of the L layers; other stages' layers may be among them.
+            chunk: the place of the virtual stage in `chunks`.
+
+        Raises:
+            ReplayError: the rows lack layers of the stage, or the microbatch before was not replayed.
+        """
+        ids, routers = _flat(rows), self._chunks[chunk]
+        places = _places(list(routers), ids, layer_ids)
+        self._check_asked(chunk)
+        self._fed[chunk] += 1
+        for layer, router in routers.items():
+            of_layer = ids[:, places[layer]].to(torch.int64)
+            router.set_target_indices(of_layer)
+            self.replayed += int((of_layer >= 0).all(dim=1).sum())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        try:
+            for chunk, fed in enumerate(self._fed if kind is None else []):
+                self._check_asked(chunk)
+                for layer, router in self._chunks[chunk].items():
+                    if 0 < (left := len(router.replay_backward_list)) < fed:
+                        raise ReplayError(f"decoder layer {layer} recomputed {fed - left} of {fed} microbatches")
+        finally:
+            for router in self._all():
+                router.clear_indices()
+                router.clear_router_replay_action()
+                del router.get_replay_topk
+
+    def _all(self) -> Iterator[Any]:
+        return (router for routers in self._chunks for router in routers.values())
+
+    def _check_asked(self, chunk: int) -> None:
+        if silent := [layer for layer, each in self._chunks[chunk].items() if each.target_topk_idx is not None]:
+            raise ReplayError(f"the routers of decoder layers {silent} were never asked: nothing was replayed there")
+
+
+def _choosing(router: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """In place of the method that asks a `RouterReplay` for experts. It replays all rows, as they are."""
+    original = router.get_replay_topk
+    action = sys.modules[type(router).__module__].RouterReplayAction
+
+    def get_replay_topk(
+        scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Callable[..., Any]
+    ) -> tuple[Tensor, Tensor]:
+        if _is_recomputed():
+            router.set_router_replay_action(action.REPLAY_BACKWARD)
+            found: tuple[Tensor, Tensor] = original(scores, topk, num_groups, group_topk, choose)
+            return found
+        given = router.target_topk_idx
+        if given is None or given.shape != (len(scores), topk) or given.max() >= scores.shape[1]:
+            said = "none are fed" if given is None else f"they are {[*given.shape]} up to expert {given.max()}"
+            raise ReplayError(f"rows for {[len(scores), topk]} of {scores.shape[1]} experts are needed, {said}")
+        given = given.to(scores.device)
+        _, own = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        ids = torch.where((given < 0).any(dim=1, keepdim=True), own, given)
+        router.target_topk_idx = router.replay_backward_list[-1] = ids
+        router.set_router_replay_action(action.REPLAY_FORWARD)
+        found = original(scores, topk, num_groups, group_topk, choose)
+        router.target_topk_idx = None  # one forward pass per microbatch
+        return found
+
+    return get_replay_topk
+
+
+def _megatron_routers(chunk: Module) -> dict[int, Any]:
+    """The `RouterReplay` of each decoder layer."""
+    found = {}
+    for name, module in chunk.named_modules():
+        if hasattr(module, "router_replay") and "mtp" not in name.split("."):
+            if module.router_replay is None:
+                raise ReplayError(f"{name} has no RouterReplay: set moe_enable_routing_replay")
+            found[int(module.layer_number) - 1] = module.router_replay
+    return found

@@ -1,0 +1,219 @@
+"""`MegatronReplay` with Megatron-core's own routers, against the same routers whose top k is replaced."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from routed_experts.protocol.collect import Routing
+from routed_experts.protocol.ranks import stage_layers
+from routed_experts.replay import MegatronReplay, ReplayError
+from tests.clients.test_replay import ByHand
+from tests.protocol.answers import rows_of
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+EXPERTS, TOP_K, HIDDEN, TOKENS = 8, 2, 16, 6
+LAYER_IDS = [1, 2, 3]  # layer 0 is dense
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax of the chosen": {},
+    "softmax": {"moe_router_pre_softmax": True},
+    "sigmoid": {"moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 2.5},
+    "groups, bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, **GROUPS},
+}
+
+
+class Layer(torch.nn.Module):
+    """One of Megatron's routers, and experts that are a vector each."""
+
+    def __init__(self, config: TransformerConfig, number: int) -> None:
+        super().__init__()
+        self.router = TopKRouter(config, ProcessGroupCollection(tp=None, cp=None, tp_cp=None, tp_dp_cp=None))
+        self.router.set_layer_number(number)
+        self.experts = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        probs, routing_map = self.router(hidden)
+        self.seen.append(routing_map)
+        return hidden + (probs @ self.experts).reshape(hidden.shape)
+
+
+class Chunk(torch.nn.Module):
+    """The layers of a stage, and a layer of multi-token prediction, whose number is one of theirs."""
+
+    def __init__(self, config: TransformerConfig, numbers: list[int], recompute: bool = False) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Layer(config, number) for number in numbers)
+        self.mtp = torch.nn.ModuleList([Layer(config, numbers[0])])
+        self.recompute = recompute
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, *self.mtp):
+            hidden = checkpoint(layer, hidden, use_reentrant=True) if self.recompute else layer(hidden)
+        return hidden.tanh().sum()
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Its routers move themselves to the current GPU, and ask for a name that is there with TransformerEngine only."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
+    torch.manual_seed(3)
+    yield
+    RouterReplay.clear_global_router_replay_instances()
+
+
+def chunk_of(numbers: list[int], recompute: bool = False, **options: Any) -> Chunk:
+    config = TransformerConfig(
+        num_layers=4,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_router_load_balancing_type="none",
+        **{"moe_enable_routing_replay": True, "init_method": torch.nn.init.normal_, **options},
+    )
+    chunk = Chunk(config, numbers, recompute)
+    for name, tensor in chunk.named_buffers():
+        if name.endswith("expert_bias"):
+            tensor.normal_(0, 0.3)
+    return chunk
+
+
+def rows_for(seed: int) -> torch.Tensor:
+    rows = torch.from_numpy(rows_of(TOKENS, seed, EXPERTS, len(LAYER_IDS), TOP_K))
+    rows[1] = rows[-1] = -1
+    return rows
+
+
+def hidden_of(seed: int) -> torch.Tensor:
+    """[S, B, H]"""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(TOKENS // 2, 2, HIDDEN, generator=generator).requires_grad_()
+
+
+def gradients(chunk: Chunk) -> dict[str, torch.Tensor]:
+    found = {name: each.grad.clone() for name, each in chunk.named_parameters() if each.grad is not None}
+    chunk.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_a_stage_replays_each_microbatch(router: str, recompute: bool) -> None:
+    """Two are under way at once, as in a pipeline. Its decoder layers 2 and 3 are 3 and 4 for Megatron."""
+    chunk = chunk_of([3, 4], recompute, **ROUTERS[router])
+    for seed in (0, 1):
+        with ByHand(rows_for(seed)[:, 1:], EXPERTS) as by_hand:
+            by_hand.rows = torch.cat([by_hand.rows, torch.full((TOKENS, 1, TOP_K), -1)], dim=1)  # that of mtp
+            chunk.recompute = False
+            chunk(hidden_of(seed)).backward()
+    chunk.recompute = recompute
+    expected = gradients(chunk)
+    for layer in chunk.layers:
+        layer.seen.clear()
+    with MegatronReplay(chunk) as replay:
+        losses = []
+        for seed in (0, 1):
+            replay.feed(rows_for(seed), LAYER_IDS)
+            losses.append(chunk(hidden_of(seed)))
+        for loss in losses:
+            loss.backward()
+    found = gradients(chunk)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=1e-6), name
+    for place, layer in enumerate(chunk.layers, 1):
+        assert len(layer.seen) == (4 if recompute else 2)
+        for seed, routing_map in zip((0, 1, 0, 1), layer.seen, strict=False):
+            rows = rows_for(seed)[:, place].long()
+            is_known = (rows >= 0).all(dim=1)
+            assert routing_map.sum(dim=1).eq(TOP_K).all()
+            assert routing_map.gather(1, rows.clamp(min=0))[is_known].all()
+    assert replay.replayed == 2 * 2 * (TOKENS - 2)
+    untouched = vars(RouterReplay())
+    assert all(vars(each) == untouched for each in RouterReplay.global_router_replay_instances), "something is left"
+
+
+def test_the_page(documented: list[str]) -> None:
+    """A rank's rows of a packed batch that is cut by layers, context and sequence parallelism, of two microbatches."""
+    routings = [Routing(rows_of(count, count, EXPERTS, len(LAYER_IDS), TOP_K)) for count in (6, 3)]
+    chunk = chunk_of([3, 4])
+    ranks = {
+        "cp": 2,
+        "cp_rank": 1,
+        "tp": 2,
+        "tp_rank": 1,
+        "pp": 2,
+        "pp_rank": 1,
+        "chunks": [chunk],
+        "routings": routings,
+    }
+    found: dict[str, Any] = {**ranks, "info": {"layer_ids": LAYER_IDS, "num_hidden_layers": 4}}
+    found["forward_and_backward"] = lambda: chunk(torch.randn(4, 1, HIDDEN)).backward()
+    exec("\n".join(documented), found)
+    # The second half of chunks 1 and 2 of four: the second sequence's tokens 2 and 3, and padding.
+    rows = np.full((4, 2, TOP_K), -1)
+    rows[0] = routings[1].rows[2, 1:]
+    for place, layer in enumerate(chunk.layers):
+        (routing_map,) = layer.seen
+        assert routing_map[0].nonzero()[:, 0].tolist() == sorted(rows[0, place])
+        assert routing_map.sum(dim=1).tolist() == [TOP_K] * 4
+    assert found["replay"].replayed == 2
+
+
+def test_virtual_stages() -> None:
+    """Each chunk of a rank is fed for itself: of four virtual stages, those of the second rank."""
+    chunks, rows = [chunk_of([2]), chunk_of([4])], rows_for(0)
+    with MegatronReplay(chunks) as replay:
+        for v in range(2):
+            layers = stage_layers(LAYER_IDS, 4, pipeline=(1, 2), virtual=(v, 2))
+            replay.feed(rows[:, layers], LAYER_IDS[layers], chunk=v)
+        for v, chunk in enumerate(chunks):
+            chunk(hidden_of(v))
+            (routing_map,) = chunk.layers[0].seen
+            given = rows[:, 2 * v].long()
+            is_known = (given >= 0).all(dim=1)
+            assert routing_map.gather(1, given.clamp(min=0))[is_known].all()
+
+
+def test_what_cannot_be_replayed() -> None:
+    chunk, rows = chunk_of([3, 4]), rows_for(0)
+    many = rows.clone()
+    many[0] = EXPERTS
+    with pytest.raises(ReplayError, match="set moe_enable_routing_replay"):
+        MegatronReplay(chunk_of([3], moe_enable_routing_replay=False))
+
+    def run(given: torch.Tensor, layer_ids: list[int], seeds: tuple[int, ...] = (0,)) -> None:
+        with MegatronReplay(chunk) as replay:
+            for seed in seeds:
+                replay.feed(given, layer_ids)
+                loss = chunk(hidden_of(seed))
+            loss.backward()
+
+    for given, layer_ids, message in (
+        (rows, [0, 1, 2], r"no layer for the routers of decoder layers \[3\]"),
+        (rows[:-1], LAYER_IDS, r"rows for \[6, 2\] of 8 experts are needed, they are \[5, 2\]"),
+        (many, LAYER_IDS, "up to expert 8"),
+    ):
+        with pytest.raises(ReplayError, match=message):
+            run(given, layer_ids)
+    with pytest.raises(ReplayError, match="none are fed"), MegatronReplay(chunk):
+        chunk(hidden_of(0))
+    with pytest.raises(ReplayError, match=r"decoder layers \[2, 3\] were never asked"), MegatronReplay(chunk) as replay:
+        replay.feed(rows, LAYER_IDS)
+    chunk.recompute = True
+    with pytest.raises(ReplayError, match="decoder layer 2 recomputed 1 of 2 microbatches"):
+        run(rows, LAYER_IDS, (0, 1))
+    chunk(hidden_of(0)).backward()  # as before
