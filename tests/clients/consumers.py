@@ -1,4 +1,4 @@
-"""How verifiers and prime-rl take rows in, written anew from their public code; `docs/clients.md` names the commits."""
+"""How verifiers and prime-rl take rows in, written anew from their public code; `docs/clients.md` has the versions."""
 
 import binascii
 import json

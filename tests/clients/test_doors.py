@@ -20,7 +20,7 @@ pytestmark = pytest.mark.e2e
 
 
 def documented_default() -> str:
-    _, _, entry = (ROOT / "docs" / "clients.md").read_text().partition("- [verifiers]")
+    _, _, entry = (ROOT / "docs" / "clients.md").read_text().partition("| [verifiers]")
     default, *_ = re.findall(r"`(\{\"return_routed_experts.*?\})`", entry, re.DOTALL)
     return default
 
