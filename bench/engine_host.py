@@ -50,15 +50,17 @@ class Load:
         if variant == "ours":
             RowBuffers.install(engine.output_processor)
 
-    async def request(self, prompt_len: int, new_tokens: int, routing: bool, seed: int | None = None) -> list[float]:
-        """Arrival times of the tokens of one request, in seconds; checks that its rows came if it asked for them.
-
-        Args:
-            seed: decides its prompt; else it is one that never came before.
-        """
-        self._next_id += 1
+    def prompt(self, length: int, seed: int | None = None) -> list[int]:
+        """One that `seed` decides, or one that never came before."""
         dice = self._random if seed is None else random.Random(seed)
-        prompt = tokens_input([dice.randrange(self._vocab) for _ in range(prompt_len)])
+        return [dice.randrange(self._vocab) for _ in range(length)]
+
+    async def request(
+        self, prompt: list[int], new_tokens: int, routing: bool, start: int = 0
+    ) -> tuple[list[float], list[int]]:
+        """Arrival times of the tokens of one request, in seconds, and the tokens. Checks that its rows from
+        position `start` on came, if it asked for them."""
+        self._next_id += 1
         params = SamplingParams(
             max_tokens=new_tokens,
             temperature=0.0,
@@ -66,31 +68,56 @@ class Load:
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
         )
-        if routing and self._variant == "ours":
-            opt_in(params, prompt_start=0, weights=False)
+        asks = self._variant == "vllm" or (routing and self._variant == "ours")
+        if asks and self._variant == "ours":
+            opt_in(params, prompt_start=start, weights=False)
+        elif asks:
+            params.routed_experts_prompt_start = start
         times: list[float] = []
+        tokens: list[int] = []
         rows = 0
-        async for output in self._engine.generate(prompt, params, str(self._next_id)):
+        async for output in self._engine.generate(tokens_input(prompt), params, str(self._next_id)):
             now = time.perf_counter()
-            times += [now] * len(output.outputs[0].token_ids)
+            tokens += output.outputs[0].token_ids
+            times += [now] * (len(tokens) - len(times))
             carried = output.outputs[0].routed_experts
             if isinstance(carried, RowBuffer):
-                taken = carried.take(rows, prompt_len + len(times) - 1)
+                taken = carried.take(start + rows, len(prompt) + len(tokens) - 1)
                 rows += sum(len(part) for part in taken if part.shape[1] == self._num_layers)
             elif carried is not None:
                 rows += len(carried)
-        expected = (
-            prompt_len + new_tokens - 1 if self._variant == "vllm" or (routing and self._variant == "ours") else 0
-        )
+        expected = len(prompt) + new_tokens - 1 - start if asks else 0
         if rows != expected:
             raise RuntimeError(f"{self._variant}: {rows} rows of {expected} came back")
+        return times, tokens
+
+    async def conversation(
+        self, prompt_len: int, new_tokens: int, routing: bool, turns: int, new_rows: bool, seed: int | None
+    ) -> list[float]:
+        """Turns, whose prompts are all tokens so far and `prompt_len` more. With `new_rows`, each asks for rows that
+        the turns before did not bring."""
+        known: list[int] = []
+        times: list[float] = []
+        for _ in range(turns):
+            start = max(len(known) - 1, 0) if new_rows else 0
+            prompt = known + self.prompt(prompt_len, seed)
+            arrived, tokens = await self.request(prompt, new_tokens, routing, start)
+            known, times = prompt + tokens, times + arrived
         return times
 
     async def batch(
-        self, size: int, prompt_len: int, new_tokens: int, routing: bool, long: int, again: bool
+        self,
+        size: int,
+        prompt_len: int,
+        new_tokens: int,
+        routing: bool,
+        long: int,
+        again: bool,
+        turns: int,
+        new_rows: bool,
     ) -> dict[str, float]:
-        """`size` requests at once, and with `long` one more with a prompt of that length among them; with `again`, the
-        prompts of the batch before.
+        """`size` requests or conversations at once, and with `long` one request more with a prompt of that length among
+        them; with `again`, the prompts of the batch before.
 
         Returns the output tokens per second, and of the `size` requests the mean time to the first token, the mean time
         per token and the inter-token latency: with `long`, that of the tokens which waited while the long request was
@@ -98,19 +125,20 @@ class Load:
         """
         began = time.perf_counter()
         seeds = range(size) if again else [None] * size
-        tasks = [asyncio.create_task(self.request(prompt_len, new_tokens, routing, seed)) for seed in seeds]
+        each = (prompt_len, new_tokens, routing, turns, new_rows)
+        tasks = [asyncio.create_task(self.conversation(*each, seed)) for seed in seeds]
         sent, answered = -np.inf, np.inf
         if long:
             await asyncio.sleep(1.0)
             sent = time.perf_counter()
-            await self.request(long, 8, routing)
+            await self.request(self.prompt(long), 8, routing)
             answered = time.perf_counter()
         times = [np.array(await task) for task in tasks]
         seconds = max(float(t[-1]) for t in times) - began
         gaps = np.concatenate([np.diff(t)[(t[1:] > sent) & (t[:-1] < answered)] for t in times])
         decode = [float(t[-1] - t[0]) / (len(t) - 1) for t in times]
         return {
-            "tokens_per_s": size * new_tokens / seconds,
+            "tokens_per_s": size * turns * new_tokens / seconds,
             "tpot_ms": 1e3 * float(np.mean(decode)),
             "itl_p99_ms": 1e3 * float(np.percentile(gaps, 99)),
             "itl_max_ms": 1e3 * float(gaps.max()),

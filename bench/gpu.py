@@ -37,6 +37,8 @@ class Case:
     new_tokens: int
     long: int = 0  # length of one more prompt that arrives among the decoding requests; 0 for none
     again: bool = False  # whether the same prompts come in every run
+    turns: int = 1  # of each conversation
+    new_rows: bool = False  # whether a turn asks for the rows that the turns before did not bring
 
 
 @dataclass
@@ -88,6 +90,12 @@ CASES = [
     Case("64 of 1k", 64, 1024, 1024),
     Case("prompts", 2048, 128, 2),  # next to nothing but prefill: what a step of 8,192 prompt tokens costs
 ]
+
+CONVERSATIONS = [
+    Case("128 of 100 turns", 128, 8, 8, turns=100),
+    Case("128 of 100 turns, new rows", 128, 8, 8, turns=100, new_rows=True),
+]
+"""Run if they are named: their KV needs 20 GB in each engine."""
 
 RELOADS = [Case("64 prompts of 2k again", 64, 2048, 16, again=True)]
 """With a KV cache for a quarter of them: all are loaded again from where they were offloaded."""
@@ -173,8 +181,9 @@ def main() -> None:
     parser.add_argument("--sequence-parallel", action="store_true", help="tensor 2 x data 2 with expert parallelism")
     parser.add_argument("--skip-peer", action="store_true", help="without vLLM's own capture")
     parser.add_argument("--offload", action="store_true", help="only a mix of reloads of KV that was offloaded")
-    names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", choices=names, default=names, metavar="CASE")
+    every = {case.name: case for case in (*CASES, *CONVERSATIONS)}
+    usual = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", choices=every, default=usual, metavar="CASE")
     parser.add_argument("--layers", type=int, default=None, help="fewer for a rehearsal")
     parser.add_argument("--logs", type=Path, default=None, help="folder for the engines' logs and the raw results")
     args = parser.parse_args()
@@ -185,10 +194,13 @@ def main() -> None:
     config = dict(ENGINE_SHAPES[args.shape])
     config["num_hidden_layers"] = args.layers or config["num_hidden_layers"]
     (model / "config.json").write_text(json.dumps(config))
-    options = engine_options(model, kv_bytes(config) * (SLOTS // 3 if args.offload else SLOTS))
+    cases = RELOADS if args.offload else [every[name] for name in args.cases]
+    slots = SLOTS // 3 if args.offload else SLOTS
+    talks = [case for case in cases if case in CONVERSATIONS]
+    slots = max(slots, *(case.size * case.turns * (case.prompt_len + case.new_tokens) for case in talks), 0)
+    options = engine_options(model, kv_bytes(config) * slots)
     if args.sequence_parallel:
         options |= SEQUENCE_PARALLEL
-    cases = RELOADS if args.offload else [case for case in CASES if case.name in args.cases]
     if args.offload:
         options |= {"kv_offloading_size": 16, "max_model_len": 4096}
 
