@@ -56,6 +56,14 @@ def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
     client.finish()
 
 
+def test_a_long_prompt_comes_at_once_where_nobody_else_waits() -> None:
+    client = Client(engine(chunk=512))
+    client.add("long", tokens(400))
+    client.finish()
+    long = prompt_output_id("long")
+    assert [message for message in client.messages if long in message] == [[long, "long"]]
+
+
 @pytest.mark.parametrize(("part_rows", "waits"), [(2, 60), (15, 8)])
 def test_no_prompt_waits_for_ever_behind_others(part_rows: int, waits: int) -> None:
     """More rows come with each step than a message should have: many more, or a few."""
