@@ -109,6 +109,19 @@ def test_a_load_that_nobody_was_asked_for(warm: Warm, asked: tuple[str, int, boo
     assert not client.causes, "it is a fault"
 
 
+def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:
+    """Another request finds it in the prefix cache, and loads more: what comes in groups is not lost."""
+    with store(fetches_hits=True) as kept:
+        client = Client(engine_with_store(is_async=is_async))
+        before = client.answer("before", PROMPT, start=None, max_tokens=8 * BLOCK)
+        client.engines[0].empty_prefix_cache()
+        client.add("running", PROMPT, max_tokens=6 * BLOCK, at_end=True)
+        client.steps(4 * BLOCK)
+        client.answer("hits", before.sequence, start=None)
+        assert kept.num_loaded == 1
+        client.finish()
+
+
 def test_a_load_over_a_block_that_its_step_computes(is_async: bool) -> None:
     """A load beside steps ends later than the step that it begins with."""
     with store(is_async=True, fetches_hits=True) as kept:
