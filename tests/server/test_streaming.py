@@ -325,7 +325,7 @@ def test_errors_end_the_stream_with_an_event() -> None:
 
 
 def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
-    said = {"id": "cmpl-1", **dict.fromkeys(("usage", "prompt_token_ids", "kv_transfer_params"), [3])}
+    said = {"id": "cmpl-1", **dict.fromkeys(("usage", "prompt_token_ids", "kv_transfer_params"), 3)}
 
     async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
         async for _ in results:
