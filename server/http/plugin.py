@@ -156,7 +156,10 @@ def address(args: Namespace) -> str:
 
 def processes_to_add(config: VllmConfig) -> str:
     """A line if the requests that may run at once are more than the API processes stream without being the limit."""
-    at_once = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size
+    parallel = config.parallel_config
+    # Behind a load balancer of its own, a server has the engines of this host only.
+    engines = parallel.data_parallel_size_local if parallel.local_engines_only else parallel.data_parallel_size
+    at_once = config.scheduler_config.max_num_seqs * engines
     _, processes = rank_of_process(config)
     needed = -(-at_once // _STREAMS_PER_PROCESS)
     if needed <= processes:

@@ -35,6 +35,7 @@ _ID = re.compile("[0-9a-f]{48}")
 _BLOCK_BYTES = 4096  # files take whole blocks
 _TRIES = 10  # to use a folder that others may be removing
 _WARNING_S = 60.0
+_GONE = 1000  # ids that stay in memory until they would have expired
 
 
 class StoreError(Exception):
@@ -190,6 +191,8 @@ class ArrayStore:
         with self._lock:
             self._sizes[key] = size
             heappush(self._expiries, (expires, key))
+            if len(self._expiries) > 2 * len(self._sizes) + _GONE:  # most are of arrays that were deleted
+                self._expiries = sorted((at, key) for at, key in self._expiries if key in self._sizes)
 
     def _reserve(self, size: int) -> bool:
         with self._lock:

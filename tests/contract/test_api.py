@@ -286,7 +286,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     *((GENERATE, START, {SAMPLING: {START: start}, **ASKS}, "") for start in ("2", 2.0, True, [2], 4)),
     (GENERATE, START, {SAMPLING: {START: 1}, START: 2, **ASKS}, ""),
     *(
-        (COMPLETIONS, *LONG, {"prompt": ["abcdef", "ab"], **ASKS, **LONG, "stream": bool(each)}, "has 2 tokens")
+        (COMPLETIONS, *LONG, {"prompt": ["abcdef", "ab"], **ASKS, **LONG, "stream": bool(each)}, "prompt 1 (the first")
         for each in (0, 1)
     ),
 ]

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import current_thread
 from typing import Any
 
 import httpx
@@ -24,6 +25,7 @@ from routed_experts.capture.prefill_rows import PARAM
 from routed_experts.protocol.batch import splice
 from routed_experts.protocol.collect import collect
 from routed_experts.server.http.request import MSGPACK
+from routed_experts.server.outputs.prefill_param import PrefillRowsParam
 from tests.contract.engine import K, L, Tokens, weights_for
 from tests.contract.loads import NAME, PULL, Store, TracingExecutor, store
 from tests.contract.served import SIZES, Command, InProcessClient, ServedExecutor, ours, served, vllms
@@ -226,6 +228,14 @@ def test_rows_in_messagepack(legs: Legs) -> None:
             assert decode_client.post(COMPLETIONS, content=content, headers=packed).status_code == 400
 
 
+def test_several_prompts_have_their_own_rows(legs: Legs) -> None:
+    """vLLM's answer has the `kv_transfer_params` of the first one only."""
+    texts = ["one" * 9, "two" * 8]
+    first = legs.first(COMPLETIONS, {"prompt": texts, **ASK})
+    for text, array in zip(texts, first["prompt_routed_experts"], strict=True):
+        assert len(decode(array)) == len(text)
+
+
 def test_without_the_opt_in_nothing_is_handed_over(legs: Legs) -> None:
     body = {"prompt": "plain" * 20, "max_tokens": 4}
     first = legs.first(COMPLETIONS, body)
@@ -333,15 +343,22 @@ def test_rows_are_not_logged(
 
 
 def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the first choice of a prompt, and not with the others; and the API process does not keep them."""
+    """With the first choice of a prompt, and not with the others; and the API process does not keep them, and reads
+    them in a thread."""
     sizes: list[int] = []
-    send = InProcessClient.add_request_async
+    threads: list[str] = []
+    send, parse = InProcessClient.add_request_async, PrefillRowsParam.parse
+
+    def watched(*args: Any) -> None:
+        threads.append(current_thread().name)
+        parse(*args)
 
     async def measured(self: InProcessClient, request: EngineCoreRequest) -> None:
         sizes.append(sum(len(part) for part in MsgpackEncoder().encode(request)))
         await send(self, request)
 
     monkeypatch.setattr(InProcessClient, "add_request_async", measured)
+    monkeypatch.setattr(PrefillRowsParam, "parse", watched)
     body = {**ASK, "prompt": "eight choices" * 9, "max_tokens": 2}
     first = legs.first(COMPLETIONS, body)
     sizes.clear()
@@ -351,6 +368,7 @@ def test_rows_go_to_the_engine_once(legs: Legs, monkeypatch: pytest.MonkeyPatch)
     assert len(answers) == len(sizes) == 8
     assert row_bytes < sizes[0] < row_bytes + 5_000
     assert max(sizes[1:]) < 5_000
+    assert [name.partition("thread")[0] for name in threads] == ["AnyIO worker "]
     assert not any((answer.prompt_rows == -1).any() for answer in answers)
 
 

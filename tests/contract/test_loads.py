@@ -114,8 +114,7 @@ def test_a_load_over_the_answer_of_a_running_request(is_async: bool) -> None:
     with store(fetches_hits=True) as kept:
         client = Client(engine_with_store(is_async=is_async))
         before = client.answer("before", PROMPT, start=None, max_tokens=8 * BLOCK)
-        core = client.engines[0]
-        core.empty_prefix_cache()
+        client.engines[0].empty_prefix_cache()
         client.add("running", PROMPT, max_tokens=6 * BLOCK, at_end=True)
         client.steps(4 * BLOCK)
         client.answer("hits", before.sequence, start=None)

@@ -308,7 +308,16 @@ def test_fused_layers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     model(ids)
     assert torch.equal(capturer.cache.ids[:, :2], torch.stack([ids + 1, ids + 3]).int())
     assert (capturer.cache.ids[:, 2:] == -1).all()
+    bind(layers, capturer, dp_rank=1, dp_size=2)
+    metadata = DPMetadata(torch.tensor([2, 1], dtype=torch.int32))
+    with override_forward_context(ForwardContext({}, {}, {}, dp_metadata=metadata)):
+        model(ids[:1])
+        with pytest.raises(RuntimeError, match="saw 2 tokens"):
+            layers.fused[0].capture_fn(ids)
 
+    both = torch.nn.ModuleList([model, engine.model])
+    with pytest.raises(UnsupportedConfig, match="without MoE layers of another kind"):
+        find_moe_layers(both)
     monkeypatch.setattr(get_tp_group(), "world_size", 2)
     with pytest.raises(UnsupportedConfig, match="without tensor parallelism"):
         find_moe_layers(model)

@@ -56,6 +56,14 @@ def test_long_prompts_come_in_parts_beside_the_tokens_of_others() -> None:
     client.finish()
 
 
+def test_a_long_prompt_comes_at_once_where_nobody_else_waits() -> None:
+    client = Client(engine(chunk=512))
+    client.add("long", tokens(400))
+    client.finish()
+    long = prompt_output_id("long")
+    assert [message for message in client.messages if long in message] == [[long, "long"]]
+
+
 @pytest.mark.parametrize(("part_rows", "waits"), [(2, 60), (15, 8)])
 def test_no_prompt_waits_for_ever_behind_others(part_rows: int, waits: int) -> None:
     """More rows come with each step than a message should have: many more, or a few."""
@@ -93,7 +101,7 @@ def test_each_api_process_gets_what_is_its_own() -> None:
 
 
 def test_a_choice_that_comes_when_another_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may have finished the first before the API process has sent the last."""
+    """The engine may have finished the first before the API process has sent the last. It remembers a few prompts."""
     core = engine()
     client = Client(core)
     add, held = core.add_request, []
@@ -102,8 +110,13 @@ def test_a_choice_that_comes_when_another_has_ended(monkeypatch: pytest.MonkeyPa
     for args in held:
         add(*args)
         client.run()
+    monkeypatch.undo()
+    monkeypatch.setattr(distributor, "_SENT_PROMPTS", 2)
+    for seed in range(3):
+        client.add(f"later {seed}", tokens(9, seed), n=2)
     client.finish()
     assert client.times_sent(*ids) == 1
+    assert len(core.capture.distributor._sent_prompts) == 2
 
 
 def test_data_parallel_engines_send_a_prompt_once_each() -> None:
@@ -415,6 +428,25 @@ def test_whoever_reads_the_messages_of_a_step_gets_all_of_it() -> None:
             client.receive(message)
     client.finish()
     assert [len(times) for times in client.prompts.values()] == [1, 1, 1, 1]
+
+
+class Unwalked(dict[str, Any]):
+    """Refuses to be walked through."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("a step walks through all requests")
+
+    items = values = __iter__  # type: ignore[assignment]
+
+
+def test_a_step_costs_what_it_schedules_and_not_what_is_queued() -> None:
+    core = engine(max_num_seqs=2)
+    client = Client(core)
+    for index in range(20):
+        client.add(str(index), tokens(3, index))
+    for kept in ("tracked", "_open", "_prefilling"):
+        setattr(core.capture.distributor, kept, Unwalked(getattr(core.capture.distributor, kept)))
+    client.finish()
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["ids", "weights"])

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import ParallelConfig
 
 from routed_experts.server.http.plugin import ADDRESS_FILE_VARIABLE, address, note_address, processes_to_add, what_to_do
 
@@ -57,7 +58,11 @@ def test_what_to_paste_is_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
     ("at_once", "ranks", "processes", "said"),
     [(256, 1, 1, ""), (257, 1, 1, "--api-server-count 2"), (1024, 2, 4, "--api-server-count 8"), (1024, 1, 4, "")],
 )
-def test_too_few_api_processes(at_once: int, ranks: int, processes: int, said: str) -> None:
-    parallel = SimpleNamespace(data_parallel_size=ranks, _api_process_rank=0, _api_process_count=processes)
+@pytest.mark.parametrize("balancer", [{}, {"data_parallel_external_lb": True}, {"data_parallel_hybrid_lb": True}])
+def test_too_few_api_processes(at_once: int, ranks: int, processes: int, said: str, balancer: dict[str, bool]) -> None:
+    """Those of other hosts are not counted behind a load balancer of the user's."""
+    every = 8 if balancer else ranks
+    parallel = ParallelConfig(data_parallel_size=every, data_parallel_size_local=ranks, **balancer)
+    parallel._api_process_rank, parallel._api_process_count = 0, processes
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=at_once), parallel_config=parallel)
     assert processes_to_add(config).partition(": ")[2] == said

@@ -133,6 +133,18 @@ def test_a_full_store_takes_more_when_something_expires(tmp_path: Path, clock: C
     assert store.sweep() == sizes(store.folder) == 0
 
 
+def test_what_was_deleted_is_forgotten(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before it would have expired."""
+    monkeypatch.setattr(array_store, "_GONE", 3)
+    store = ArrayStore(tmp_path, 1 << 20)
+    kept = store.put(ARRAY)
+    for _ in range(20):
+        store.delete(store.put(ARRAY).id)
+    assert len(store._expiries) < 7
+    clock.now = kept.expires + 1
+    assert store.sweep() == sizes(tmp_path) == 0
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(28, "No space left on device")])
 def test_an_array_that_is_not_written_to_its_end_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException

@@ -1,7 +1,10 @@
 """The metrics of the API process, as prometheus_client gives them to whoever scrapes it."""
 
 import asyncio
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -179,3 +182,32 @@ def test_the_documentation_lists_them_all() -> None:
                 name = metric.name + ("_total" if metric.type == "counter" else "")
                 ours[name] = (metric.type, collector._labelnames)
     assert listed == ours
+
+
+TWO_PROCESSES = """
+import os
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+from routed_experts.capture.stats import EngineStats
+from routed_experts.server.http import metrics
+
+other = os.fork()
+metrics.BUFFERS_OPEN.labels("m").set(2)
+metrics.ROWS_RETURNED.labels("m").inc(10)
+if other:  # engines report to one
+    metrics.EngineMetrics("m", [1], 8).update(EngineStats(0, rows_captured=50, requests_tracked=4))
+    os.waitpid(other, 0)
+    multiprocess.MultiProcessCollector(registry := CollectorRegistry())
+    print(generate_latest(registry).decode())
+"""
+
+
+def test_several_api_processes_are_added_up(tmp_path: Path) -> None:
+    env = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    text = subprocess.check_output([sys.executable, "-c", TWO_PROCESSES], env=env, text=True)
+    for line in (
+        'buffers_open{model_name="m"} 4.0',
+        'rows_returned_total{model_name="m"} 20.0',
+        'rows_captured_total{engine="0",model_name="m"} 50.0',
+        'requests_tracked{engine="0",model_name="m"} 4.0',
+    ):
+        assert PREFIX + line in text

@@ -324,6 +324,21 @@ def test_errors_end_the_stream_with_an_event() -> None:
         assert events[-1] == DONE
 
 
+def test_pieces_bring_no_text_and_say_nothing_twice() -> None:
+    said = {"id": "cmpl-1", **dict.fromkeys(("usage", "prompt_token_ids", "kv_transfer_params"), 3)}
+
+    async def generate(results: AsyncIterator[Result]) -> AsyncIterator[str]:
+        async for _ in results:
+            yield event({"choices": [{"index": 0, "text": "a", "finish_reason": "stop", "token_ids": [1]}], **said})
+
+    texts = ended(aligner_of(), [Engine(6000).step(finish="stop")], generate)
+    piece, last = [orjson.loads(text.removeprefix("data: ")) for text in texts]
+    del piece["prompt_routed_experts"]
+    blank = {"index": 0, "text": "", "finish_reason": None, "token_ids": []}
+    assert piece == {"choices": [blank], "id": "cmpl-1"}
+    assert said.items() <= last.items()
+
+
 def test_other_events_are_left_as_they_are() -> None:
     events = [": keep-alive\n\n", event({"error": {"message": "x"}}), DONE, "data: {}\n\n"]
 
