@@ -32,7 +32,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from examples import engine_turns
+from examples import turns
 from routed_experts.capture import SCHEDULER, WORKERS
 from routed_experts.capture.engine.classes import is_capturing
 from routed_experts.capture.engine.scheduler import SchedulerCapture
@@ -127,7 +127,7 @@ def generate(llm: LLM, prompts: list[Any], asked: Any, **more: Any) -> list[Requ
 
 def test_turns_of_a_conversation(llm: LLM) -> None:
     """One that continues, another from the same history, and one whose history was rewritten."""
-    turn, prompt = partial(engine_turns.turn, llm, max_tokens=8, ignore_eos=True), prompt_of(20, 1)
+    turn, prompt = partial(turns.turn, llm, max_tokens=8, ignore_eos=True), prompt_of(20, 1)
     first = turn(prompt)
     tokens = [*prompt, *first.token_ids]
     others = [
