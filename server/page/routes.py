@@ -5,11 +5,16 @@ from argparse import Namespace
 
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from routed_experts.server.page import HEADERS, MAX_BYTES, PAGE_PATH, READ_PATH, TOO_LARGE, page_file, read_saved
 
 page_router = APIRouter(include_in_schema=False)
+
+
+@page_router.get("/")
+def start() -> Response:
+    return RedirectResponse(PAGE_PATH[1:])  # relative: proxies may put the server below a path
 
 
 @page_router.get(PAGE_PATH)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from fastapi.routing import APIRoute
+from fastapi.testclient import TestClient
 
 from routed_experts.protocol.models import RoutingOptions
 from routed_experts.server.cli import serve
@@ -26,7 +27,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/inference/v1/generate": {"token_ids": [40], "sampling_params": {"max_tokens": 2}},
     "/invocations": {"prompt": "a", "max_tokens": 2},
 }
-OPEN = {"/routed_experts", "/routed_experts/{name}"}
+OPEN = {"/", "/routed_experts", "/routed_experts/{name}"}
 """Routes of ours that need no key: the files of the page."""
 
 
@@ -61,6 +62,8 @@ def test_which_routes_of_ours_need_no_key(monkeypatch: pytest.MonkeyPatch) -> No
     for route in ours:
         checks = require_key in [dependency.dependency for dependency in route.dependencies]
         assert checks or route.path.startswith("/v1/") or route.path in OPEN, route.path
+    start = TestClient(app).get("/", follow_redirects=False)
+    assert (start.status_code, start.headers["location"]) == (307, "routed_experts")
 
 
 def test_a_requests_id_cannot_write_a_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
