@@ -8,7 +8,7 @@ chooses by itself.
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -97,18 +97,36 @@ def replayed(
     known = (ids >= 0).all(dim=2).sum(dim=0).tolist()
     asked = [torch.zeros((), dtype=torch.int64) for _ in routers]
     replay = Replay(list(routers), [known[places[layer]] for layer in routers], asked)
-    try:
+    with ExitStack() as stack:
         for times, (layer, router) in zip(asked, routers.items(), strict=True):
             at = places[layer]
             own = None if factors is None else factors.reshape(ids.shape)[:, at]
-            router._replay = _Layer(layer, ids[:, at], own, times)
-            router.__class__ = _replaying(type(router))  # type: ignore[arg-type]
+            stack.enter_context(_asked(router, _Layer(layer, ids[:, at], own, times)))
         yield replay
         replay.check()
+
+
+@contextmanager
+def _asked(router: Any, layer: "_Layer") -> Iterator[None]:
+    """Within, `layer` is asked for what the router returns."""
+    of: type[Module] = type(router)
+    family = _family(of)
+    assert family is not None
+    hook = vars(router).get(family.method)  # accelerate's, of a model on several devices; it hides the class's method
+    router._replay = layer
+    try:
+        if hook is None:
+            router.__class__ = _replaying(of)  # type: ignore[arg-type]
+        else:
+            replaying = lambda *args, **kwargs: layer.route(router, family, args, hook(*args, **kwargs))  # noqa: E731
+            setattr(router, family.method, replaying)
+        yield
     finally:
-        for router in routers.values():
-            if vars(router).pop("_replay", None) is not None:
-                router.__class__ = type(router).__mro__[1]
+        del router._replay
+        if hook is None:
+            router.__class__ = of
+        else:
+            setattr(router, family.method, hook)
 
 
 def _flat(rows: Any) -> Tensor:
@@ -283,7 +301,7 @@ class _Layer:
         with torch.no_grad():
             found = family.weigh(router, logits, ids).to(weights.dtype)
         if not torch.allclose(found, weights, rtol=0.02, atol=1e-3, equal_nan=True):
-            name = type(router).__mro__[1].__name__
+            name = next(base.__name__ for base in type(router).__mro__ if base.__name__ in _FAMILIES)
             raise ReplayError(f"this version of transformers has another {name} than is known: take transformers 5.19")
 
 

@@ -299,6 +299,22 @@ def test_a_block_is_for_one_forward_pass(load: Callable[..., Any]) -> None:
         model.generate(tokens[:1, 5:6], max_new_tokens=3, min_new_tokens=3)
 
 
+def test_hooks_of_accelerate(load: Callable[..., Any]) -> None:
+    """On several devices, they are in place of the methods of modules."""
+    model, rows, tokens = load(), given_rows(QWEN3), batch()
+    with replayed(model, rows):
+        expected = step(model, tokens)
+    router = model.model.layers[1].mlp.gate
+    forward = router.forward
+    router.forward = hook = Mock(side_effect=lambda *args, **kwargs: forward(*args, **kwargs))
+    for _ in range(2):
+        with replayed(model, rows) as replay:
+            check_same(step(model, tokens), expected)
+        assert replay.asked == [1] * 3
+        assert router.forward is hook
+    assert hook.call_count == 2
+
+
 def test_an_expert_twice(load: Callable[..., Any]) -> None:
     """Zeros in place of -1 are no row."""
     model, rows = load(), given_rows(QWEN3)
