@@ -163,7 +163,14 @@ def _places(layers: Sequence[int], ids: Tensor, layer_ids: Sequence[int] | None)
 
 def _is_recomputed() -> bool:
     """Whether this forward pass is a part of a backward pass, as gradient checkpointing has it."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("routed_experts::count", mutates_args={"asked"})
+def _count(asked: Tensor) -> None:
+    """One more, unless this is recomputed. An operator, as compiled code would not ask for that when it is run."""
+    if not _is_recomputed():
+        asked.add_(1)
 
 
 @dataclass(frozen=True)
@@ -277,10 +284,9 @@ class _Layer:
 
     def route(self, router: Any, family: _Family, args: tuple[Any, ...], output: Any) -> Any:
         logits, own_weights, own_ids = family.read(router, args, output)
-        if not _is_recomputed():
-            self.asked.add_(1)
-            if not torch.compiler.is_compiling():  # then `Replay.check` finds a second pass
-                self.check(router, family, logits, own_weights, own_ids)
+        _count(self.asked)
+        if not torch.compiler.is_compiling() and not _is_recomputed():  # `Replay.check` finds compiled second passes
+            self.check(router, family, logits, own_weights, own_ids)
         if self.ids.shape != own_ids.shape:
             raise ReplayError(f"rows [T, K] of {[*self.ids.shape]}, but the router has {[*own_ids.shape]}")
         given = self.ids.to(own_ids.device, own_ids.dtype)

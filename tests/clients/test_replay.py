@@ -251,6 +251,21 @@ def step_of(compiled: Any, tokens: torch.Tensor) -> Any:
     return logits, {name.removeprefix("_orig_mod."): each for name, each in gradients.items()}
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compiled_layers_that_are_recomputed(use_reentrant: bool, load: Callable[..., Any]) -> None:
+    """What is compiled does not know of the backward pass that it is a part of."""
+    model, rows, tokens = load().train(), given_rows(QWEN3), batch()
+    with replayed(model, rows):
+        expected = step(model, tokens)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    with replayed(model, rows) as replay:
+        check_same(step(model, tokens), expected)
+    assert replay.asked == [1] * 3
+
+
 def test_what_cannot_be_replayed(load: Callable[..., Any]) -> None:
     model, rows, tokens = load(), given_rows(QWEN3), batch()
     many = rows.clone()
