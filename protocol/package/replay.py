@@ -64,7 +64,8 @@ def replayed(
     """Within, the routers of a model of transformers take the experts of `rows`.
 
     A block is for one forward pass, as rows are for its tokens, and its backward pass, because gradient checkpointing
-    asks the routers again. The model may be compiled, before or within.
+    asks the routers again. A backward pass elsewhere makes it ask for other experts, not always with an error. The
+    model may be compiled, before or within.
 
     Args:
         rows: [..., L, K] ids, an array or tensor, in the order of the model's tokens: [B, S, L, K] or [T, L, K].
